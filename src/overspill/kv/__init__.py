@@ -1,0 +1,1 @@
+"""The KV connector: what vLLM loads, and the RAM tier behind it."""

@@ -1,0 +1,258 @@
+"""The order in which host blocks are given up: least recently used, or ARC, always the tail of a prefix first.
+
+Both stand in for vLLM's `FreeKVCacheBlockQueue` inside the host `BlockPool`: a block is in the queue while nobody
+refers to it. A plain queue cannot keep "tail before head" cheaply: a conversation that grows puts its newest block
+behind its oldest, and the head would leave first and strand the rest. So only *leaves* (blocks that no cached block
+continues) are candidates, ordered by when they were last used; giving one up makes its parent a leaf.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+
+class LruOrder:
+    """Leaf-first LRU. Costs O(log blocks) per block given up and O(1) per block used."""
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """`blocks` are all blocks of the pool in id order, empty and free but for the first, vLLM's null block."""
+        count = len(blocks)
+        self._blocks = blocks
+        # Lowest id first: low slots are registered for DMA first.
+        self._empty = list(reversed(blocks[1:]))
+        self._is_free = [False] + [True] * (count - 1)
+        self._clock = 0
+        self._stamp = [0] * count
+        # A parent is remembered with its generation, so that a parent that was given up (and whose slot holds
+        # something else by now) is not taken for the old one.
+        self._generation = [0] * count
+        self._parent: list[tuple[int, int] | None] = [None] * count
+        self._children = [0] * count
+        # Content whose parent is not here (yet): lazy stores bring the tail of a prefix before its head.
+        self._orphans: dict[BlockHashWithGroupId, list[tuple[int, int]]] = {}
+        self._heap: list[tuple[int, int]] = []
+        self.num_free_blocks = count - 1
+
+    # What vLLM's BlockPool calls.
+
+    def popleft(self) -> KVCacheBlock:
+        if self.num_free_blocks == 0:
+            raise ValueError("no free host block")
+        block = self._empty.pop() if self._empty else self._give_up()
+        self._is_free[block.block_id] = False
+        self.num_free_blocks -= 1
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        return [self.popleft() for _ in range(n)]
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """A free cached block is referred to again: a hit."""
+        assert block.block_hash is not None, "only cached host blocks can be hit"
+        self._is_free[block.block_id] = False
+        self.num_free_blocks -= 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        """The last reference to a cached block is gone."""
+        self._is_free[block.block_id] = True
+        self.num_free_blocks += 1
+        self._use(block.block_id)
+
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for block in blocks:
+            self.append(block)
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks without content come back."""
+        for block in blocks:
+            self._is_free[block.block_id] = True
+            self.num_free_blocks += 1
+            self._empty.append(block)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        return [b for b in self._blocks if self._is_free[b.block_id]]
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        raise NotImplementedError("the host pool has no linear eviction order to walk")
+
+    # What the host cache calls.
+
+    def can_give_up(self) -> bool:
+        """Whether a block can be had without stranding one that is in use."""
+        return bool(self._empty) or self._has_leaf(self._heap)
+
+    def insert(self, block: KVCacheBlock, parent: KVCacheBlock | None, parent_key: BlockHashWithGroupId | None) -> None:
+        """`block` now holds content that continues `parent`'s, or that of `parent_key`, which is not here."""
+        assert block.block_hash is not None
+        child = (block.block_id, self._generation[block.block_id])
+        if parent is not None:
+            self._adopt(parent.block_id, child)
+        elif parent_key is not None:
+            self._orphans.setdefault(parent_key, []).append(child)
+            if len(self._orphans) > len(self._blocks):
+                self._orphans = {k: alive for k, v in self._orphans.items() if (alive := self._alive(v))}
+        for orphan in self._orphans.pop(block.block_hash, ()):
+            self._adopt(block.block_id, orphan)
+
+    def use(self, block: KVCacheBlock) -> None:
+        """The content was asked for, here or on the GPU."""
+        self._use(block.block_id)
+
+    def forget(self, block: KVCacheBlock) -> None:
+        """The block's content is void. A free block stays free, and becomes the next to be handed out."""
+        block_id = block.block_id
+        self._unlink(block_id)
+        if self._is_free[block_id]:
+            self._empty.append(block)
+
+    # Inside.
+
+    def _alive(self, children: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(child, generation) for child, generation in children if self._generation[child] == generation]
+
+    def _adopt(self, parent_id: int, child: tuple[int, int]) -> None:
+        child_id, generation = child
+        if self._generation[child_id] == generation:
+            self._parent[child_id] = (parent_id, self._generation[parent_id])
+            self._children[parent_id] += 1
+
+    def _use(self, block_id: int) -> None:
+        self._clock += 1
+        self._stamp[block_id] = self._clock
+        self._offer(block_id)
+
+    def _offer(self, block_id: int) -> None:
+        """Make a free leaf a candidate."""
+        if self._is_free[block_id] and self._children[block_id] == 0:
+            self._push(block_id)
+
+    def _push(self, block_id: int) -> None:
+        heapq.heappush(self._heap, (self._stamp[block_id], block_id))
+        # Every use leaves a stale entry behind; they must not outnumber the pool for ever.
+        if len(self._heap) > 4 * len(self._blocks) + 64:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapq.heapify(self._heap)
+
+    def _is_current(self, entry: tuple[int, int]) -> bool:
+        stamp, block_id = entry
+        return (
+            self._stamp[block_id] == stamp
+            and self._is_free[block_id]
+            and self._children[block_id] == 0
+            and self._blocks[block_id].block_hash is not None
+        )
+
+    def _pop_leaf(self, heap: list[tuple[int, int]]) -> int | None:
+        while heap:
+            entry = heapq.heappop(heap)
+            if self._is_current(entry):
+                return entry[1]
+        return None
+
+    def _has_leaf(self, heap: list[tuple[int, int]]) -> bool:
+        while heap and not self._is_current(heap[0]):
+            heapq.heappop(heap)
+        return bool(heap)
+
+    def _candidate(self) -> int | None:
+        return self._pop_leaf(self._heap)
+
+    def _give_up(self) -> KVCacheBlock:
+        block_id = self._candidate()
+        if block_id is None:
+            raise ValueError("every free host block is continued by one in use")
+        self._unlink(block_id)
+        return self._blocks[block_id]
+
+    def _unlink(self, block_id: int) -> None:
+        self._generation[block_id] += 1
+        self._children[block_id] = 0
+        link, self._parent[block_id] = self._parent[block_id], None
+        if link is None:
+            return
+        parent, generation = link
+        if self._generation[parent] == generation:
+            self._children[parent] -= 1
+            # The parent was as useful as what continued it.
+            self._stamp[parent] = max(self._stamp[parent], self._stamp[block_id])
+            self._offer(parent)
+
+
+class ArcOrder(LruOrder):
+    """Adaptive replacement (Megiddo and Modha, FAST 2003), leaf-first: what was used once and what was used again
+    compete, and a miss on something lately given up shifts the balance towards its side."""
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        super().__init__(blocks)
+        self._capacity = len(blocks)
+        self._again = [False] * len(blocks)
+        self._again_heap: list[tuple[int, int]] = []
+        self._cached_once = 0
+        self._target_once = 0.0
+        self._ghosts_once: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+        self._ghosts_again: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
+
+    def can_give_up(self) -> bool:
+        return super().can_give_up() or self._has_leaf(self._again_heap)
+
+    def insert(self, block: KVCacheBlock, parent: KVCacheBlock | None, parent_key: BlockHashWithGroupId | None) -> None:
+        super().insert(block, parent, parent_key)
+        key = block.block_hash
+        assert key is not None
+        once, again = len(self._ghosts_once), len(self._ghosts_again)
+        seen = True
+        if key in self._ghosts_once:
+            del self._ghosts_once[key]
+            self._target_once = min(self._capacity, self._target_once + max(1.0, again / once))
+        elif key in self._ghosts_again:
+            del self._ghosts_again[key]
+            self._target_once = max(0.0, self._target_once - max(1.0, once / again))
+        else:
+            seen = False
+        self._again[block.block_id] = seen
+        self._cached_once += not seen
+
+    def use(self, block: KVCacheBlock) -> None:
+        block_id = block.block_id
+        if not self._again[block_id]:
+            self._again[block_id] = True
+            self._cached_once -= 1
+        super().use(block)
+
+    def forget(self, block: KVCacheBlock) -> None:
+        self._leave(block.block_id)
+        super().forget(block)
+
+    def _push(self, block_id: int) -> None:
+        if not self._again[block_id]:
+            super()._push(block_id)
+            return
+        heapq.heappush(self._again_heap, (self._stamp[block_id], block_id))
+        if len(self._again_heap) > 4 * len(self._blocks) + 64:
+            self._again_heap = [entry for entry in self._again_heap if self._is_current(entry)]
+            heapq.heapify(self._again_heap)
+
+    def _candidate(self) -> int | None:
+        first, second = self._heap, self._again_heap
+        if self._cached_once <= self._target_once:
+            first, second = second, first
+        block_id = self._pop_leaf(first)
+        return self._pop_leaf(second) if block_id is None else block_id
+
+    def _give_up(self) -> KVCacheBlock:
+        block = super()._give_up()
+        if block.block_hash is not None:
+            ghosts = self._ghosts_again if self._again[block.block_id] else self._ghosts_once
+            ghosts[block.block_hash] = None
+            if len(ghosts) > self._capacity:
+                ghosts.popitem(last=False)
+        self._leave(block.block_id)
+        return block
+
+    def _leave(self, block_id: int) -> None:
+        """The block's content left the cache."""
+        if self._blocks[block_id].block_hash is not None and not self._again[block_id]:
+            self._cached_once -= 1
+        self._again[block_id] = False

@@ -1,0 +1,161 @@
+"""The scheduler's view of the blocks in RAM: vLLM's own BlockPool and KVCacheCoordinator over host slots.
+
+Reusing them brings prefix hashes, hybrid groups, sliding windows and state groups as vLLM itself has them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import MEDIUM_CPU
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from overspill.kv.eviction import ArcOrder, LruOrder
+from overspill.kv.options import Eviction
+
+_ORDERS: dict[Eviction, type[LruOrder]] = {"lru": LruOrder, "arc": ArcOrder}
+
+
+class HostPool(BlockPool):
+    """A BlockPool whose lookups also find, as null blocks, what the GPU already holds of a prefix."""
+
+    def __init__(self, num_blocks: int, hash_block_size: int, events: bool, order: type[LruOrder]) -> None:
+        super().__init__(
+            num_gpu_blocks=num_blocks,
+            enable_caching=True,
+            hash_block_size=hash_block_size,
+            enable_kv_cache_events=events,
+            medium=MEDIUM_CPU,
+        )
+        self.order = order(self.blocks)
+        self.free_block_queue = self.order
+        # Hashes of the prefix that the request being looked up hits on the GPU. Lookups must see the whole prefix,
+        # not only the part beyond: chunked attention counts positions from its start.
+        self.on_gpu: frozenset[BlockHash] = frozenset()
+
+    def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
+        if block_hash in self.on_gpu:
+            return [self.null_block] * len(kv_cache_group_ids)
+        return super().get_cached_block(block_hash, kv_cache_group_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Blocks in RAM that continue what the GPU holds of a request's prefix."""
+
+    # Per group, by position from the start of the prefix; null where nothing has to be loaded.
+    blocks: tuple[list[KVCacheBlock], ...]
+    num_local_tokens: int
+    num_tokens: int  # beyond the local ones
+
+
+class HostCache:
+    """Host blocks by content. Block id n is host slot n - 1: id 0 is vLLM's null block and has no memory."""
+
+    def __init__(
+        self, *, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_slots: int, eviction: Eviction
+    ) -> None:
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        events = vllm_config.kv_events_config
+        self.events_enabled = bool(events is not None and events.enable_kv_cache_events)
+        self.block_size = block_size
+        self.hash_block_size = hash_block_size
+        speculation = vllm_config.speculative_config
+        self.coordinator = get_kv_cache_coordinator(
+            kv_cache_config=replace(kv_cache_config, num_blocks=1),
+            max_model_len=vllm_config.model_config.max_model_len,
+            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+            use_eagle=speculation is not None and speculation.use_eagle_block_drop(),
+            enable_caching=True,
+            enable_kv_cache_events=False,
+            dcp_world_size=1,
+            pcp_world_size=1,
+            scheduler_block_size=block_size,
+            hash_block_size=hash_block_size,
+            num_prefill_lookahead=vllm_config.num_prefill_lookahead_tokens,
+            # Only full blocks are stored: a partly filled state block is overwritten by the next step.
+            allow_partial_hash_hits=False,
+        )
+        self.pool = HostPool(num_slots + 1, hash_block_size, self.events_enabled, _ORDERS[eviction])
+        self.coordinator.block_pool = self.pool
+        for manager in self.coordinator.single_type_managers:
+            manager.block_pool = self.pool
+        self.group_block_sizes = self.coordinator.group_block_sizes
+        self.num_slots = num_slots
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.pool.cached_block_hash_to_block)
+
+    def find(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        return self.pool.cached_block_hash_to_block.get_one_block(key)
+
+    def lookup(self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int) -> Hit | None:
+        """The longest prefix of at most `max_tokens` that the GPU and RAM hold together, if RAM adds to it.
+
+        `max_tokens` bounds the search itself: with a sliding window a hit of n tokens does not imply one of n - 1.
+        """
+        self.pool.on_gpu = frozenset(block_hashes[: num_local_tokens // self.hash_block_size])
+        try:
+            blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(list(block_hashes), max_tokens)
+        finally:
+            self.pool.on_gpu = frozenset()
+        if num_tokens <= num_local_tokens:
+            return None
+        return Hit(blocks, num_local_tokens, num_tokens - num_local_tokens)
+
+    def allocate(self, count: int) -> list[KVCacheBlock]:
+        """Up to `count` blocks to store into, giving up cached ones where no empty ones are left."""
+        blocks: list[KVCacheBlock] = []
+        while len(blocks) < count and self.pool.order.can_give_up():
+            blocks += self.pool.get_new_blocks(1)
+        return blocks
+
+    def insert(
+        self,
+        block: KVCacheBlock,
+        key: BlockHashWithGroupId,
+        num_tokens: int | None,
+        parent: BlockHashWithGroupId | None,
+    ) -> None:
+        """Make stored content findable and drop the store's reference."""
+        self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
+        self.pool.order.insert(block, self.find(parent) if parent is not None else None, parent)
+        self.pool.free_blocks([block])
+
+    def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.pool.touch(blocks)
+
+    def release(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop references. Given in prefix order; the tail becomes the older one."""
+        self.pool.free_blocks(reversed(list(blocks)))
+
+    def use(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Note that content was asked for."""
+        for block in reversed(blocks):
+            self.pool.order.use(block)
+
+    def drop(self, blocks: Iterable[KVCacheBlock]) -> int:
+        """Make content unfindable, at once; blocks in use stay referenced until they are released."""
+        dropped = 0
+        for block in blocks:
+            if block.block_hash is not None:
+                self.pool.order.forget(block)
+                self.pool.evict_blocks({block.block_id})
+                dropped += 1
+        return dropped
+
+    def clear(self) -> int:
+        return self.drop(self.pool.blocks)

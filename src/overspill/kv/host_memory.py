@@ -1,0 +1,196 @@
+"""The pool's memory: mapped at once, filled with pages and registered for DMA piece by piece in the background."""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from vllm.logger import init_logger
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.options import Options
+from overspill.kv.sizes import MiB, format_size
+
+logger = init_logger(__name__)
+
+_PROT_READ_WRITE, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x3, 0x02, 0x20, 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
+# Registering holds the driver's lock, so a piece must be short against a step; small enough to be quick, large
+# enough that a terabyte is not millions of calls.
+PIECE_BYTES = 256 * MiB
+_HUGE_PAGE = 2 * MiB
+_PAGE = 4096
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+# Registers or unregisters a range; returns None, or why it was refused.
+Register = Callable[[int, int], str | None]
+Unregister = Callable[[int], None]
+
+
+class Mapping:
+    """Anonymous memory of our own: no /dev/shm, no rounding up to a power of two."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        # Huge pages make filling and registering faster, and need an aligned start.
+        self._length = num_bytes + _HUGE_PAGE
+        raw = _libc.mmap(None, self._length, _PROT_READ_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+        if raw is None or raw == _MAP_FAILED:
+            reason = os.strerror(ctypes.get_errno())
+            raise OverspillError(f"cannot map {format_size(num_bytes)} for host_bytes: {reason}; lower host_bytes")
+        self._raw = raw
+        self.address = -(-raw // _HUGE_PAGE) * _HUGE_PAGE
+        _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
+        # A forked child must not copy, or keep, the pool.
+        _libc.madvise(self.address, num_bytes, _MADV_DONTFORK)
+
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The memory as an array; it must not outlive the mapping."""
+        buffer = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
+        return np.frombuffer(memoryview(buffer), dtype=np.uint8)
+
+    def populate(self, start: int, length: int) -> None:
+        """Take the pages now, in the calling thread, on its NUMA node."""
+        if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) != 0:
+            # Before Linux 5.14: touch every page.
+            ctypes.memset(self.address + start, 0, length)
+
+    def close(self) -> None:
+        if self._raw:
+            _libc.munmap(self._raw, self._length)
+            self._raw = 0
+
+
+class HostMemory:
+    """`num_slots` slots of `slot_bytes` each; slots become DMA-able from the first to the last."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, *, numa_node: int | None = None) -> None:
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        # One copy must not cross from one registered piece into the next, so a piece is whole slots and whole pages.
+        self.slot_stride = slot_stride(slot_bytes)
+        self.slots_per_piece = max(1, PIECE_BYTES // self.slot_stride)
+        self.num_bytes = num_slots * self.slot_stride
+        self._mapping = Mapping(self.num_bytes)
+        self.address = self._mapping.address
+        self.slots = self._mapping.bytes().reshape(num_slots, self.slot_stride)[:, :slot_bytes]
+        self.pinned_bytes = 0
+        self.pinning_refused = ""
+        self._numa_node = numa_node
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._unregister: Unregister | None = None
+        self._registered: list[int] = []
+
+    def prepare(self, register: Register | None, unregister: Unregister | None) -> None:
+        """Fill and, with `register`, pin the pool in the background."""
+        self._unregister = unregister
+        self._thread = threading.Thread(target=self._prepare, args=(register,), name="overspill-pool", daemon=True)
+        self._thread.start()
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots below this one can be copied from and to directly."""
+        return self.pinned_bytes // self.slot_stride
+
+    @property
+    def _piece_bytes(self) -> int:
+        return self.slots_per_piece * self.slot_stride
+
+    def wait_until_prepared(self, timeout: float | None = None) -> bool:
+        if self._thread is not None:
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
+
+    def close(self) -> None:
+        """Give everything back; no transfer may be under way."""
+        self._stop.set()
+        self.wait_until_prepared()
+        if self._unregister is not None:
+            for start in self._registered:
+                self._unregister(self.address + start)
+        self._registered.clear()
+        self.pinned_bytes = 0
+        self.slots = np.empty((0, self.slot_bytes), np.uint8)
+        self._mapping.close()
+
+    def _prepare(self, register: Register | None) -> None:
+        began = time.monotonic()
+        starts = range(0, self.num_bytes, self._piece_bytes)
+        cpus = numa_cpus(self._numa_node)
+        workers = max(1, min(8, len(cpus) or (os.cpu_count() or 1)))
+        with ThreadPoolExecutor(workers, "overspill-fill", initializer=_run_on, initargs=(cpus,)) as pool:
+            filled = [pool.submit(self._fill, start) for start in starts]
+            for start, piece in zip(starts, filled, strict=True):
+                piece.result()
+                if self._stop.is_set():
+                    return
+                if register is not None and not self._pin(register, start):
+                    register = None
+        state = "not pinned" if self.pinned_bytes < self.num_bytes else "pinned"
+        logger.info(
+            "Overspill: pool of %s ready and %s after %.1f s",
+            format_size(self.num_bytes), state, time.monotonic() - began,
+        )  # fmt: skip
+
+    def _fill(self, start: int) -> None:
+        if not self._stop.is_set():
+            self._mapping.populate(start, min(self._piece_bytes, self.num_bytes - start))
+
+    def _pin(self, register: Register, start: int) -> bool:
+        length = min(self._piece_bytes, self.num_bytes - start)
+        refused = register(self.address + start, length)
+        if refused is not None:
+            self.pinning_refused = refused
+            logger.warning(
+                "Overspill: registering the pool for DMA was refused after %s of %s (%s). It works on through a "
+                "bounce buffer, slower; raise the memlock limit (ulimit -l) or lower host_bytes.",
+                format_size(self.pinned_bytes), format_size(self.num_bytes), refused,
+            )  # fmt: skip
+            return False
+        self._registered.append(start)
+        self.pinned_bytes = start + length
+        return True
+
+
+def slot_stride(slot_bytes: int) -> int:
+    """Bytes from one slot to the next."""
+    return -(-slot_bytes // _PAGE) * _PAGE
+
+
+def num_host_slots(options: Options, world_size: int, slot_bytes: int) -> int:
+    """Slots in each rank's part of the pool; scheduler and workers must agree on it."""
+    return options.host_bytes_per_rank(world_size) // slot_stride(slot_bytes)
+
+
+def numa_cpus(node: int | None, sys: Path = Path("/sys")) -> set[int]:
+    """CPUs of a NUMA node; none where the machine has no such node."""
+    if node is None or node < 0:
+        return set()
+    try:
+        text = (sys / f"devices/system/node/node{node}/cpulist").read_text().strip()
+    except OSError:
+        return set()
+    cpus: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _run_on(cpus: set[int]) -> None:
+    """Pages are taken from the node of the CPU that touches them first."""
+    allowed = cpus & os.sched_getaffinity(0)
+    if allowed:
+        os.sched_setaffinity(0, allowed)

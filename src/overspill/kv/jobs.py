@@ -1,0 +1,89 @@
+"""What the scheduler asks of the workers in a step, and what they report back."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Copy host slots into GPU blocks for a request that waits for them."""
+
+    job_id: int
+    request_id: str
+    slots: list[int]
+    block_ids: list[int]
+    # The request may be scheduled as soon as the copies are queued: nothing else runs that would have to wait for them.
+    early: bool = False
+    # The scheduler took a different number of tokens than was offered; the request must be recomputed.
+    void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Copy GPU blocks into host slots once this step's forward has written them."""
+
+    job_id: int
+    block_ids: list[int]
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class StepJobs(KVConnectorMetadata):
+    """One step's work for every worker."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Sample:
+    """An amount and the seconds it took; amounts and seconds add up."""
+
+    amount: int = 0
+    seconds: float = 0.0
+
+    def add(self, amount: int, seconds: float) -> None:
+        self.amount += amount
+        self.seconds += seconds
+
+
+@dataclass(slots=True)
+class StepReport(KVConnectorWorkerMetadata):
+    """What became of jobs since the last report; each worker reports each job once."""
+
+    # job id -> workers that are done with it
+    loaded: dict[int, int] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)
+    # Jobs for which a copy failed on some worker.
+    failed: set[int] = field(default_factory=set)
+    # Host slots whose content did not match its checksum.
+    corrupt_slots: set[int] = field(default_factory=set)
+    load_speed: Sample = field(default_factory=Sample)
+    prefill_speed: Sample = field(default_factory=Sample)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
+        assert isinstance(other, StepReport)
+        for mine, theirs in ((self.loaded, other.loaded), (self.stored, other.stored)):
+            for job_id, count in theirs.items():
+                mine[job_id] = mine.get(job_id, 0) + count
+        self.failed |= other.failed
+        self.corrupt_slots |= other.corrupt_slots
+        # Ranks work side by side: amounts of a rank over its own seconds.
+        self.load_speed.add(other.load_speed.amount, other.load_speed.seconds)
+        self.prefill_speed.add(other.prefill_speed.amount, other.prefill_speed.seconds)
+        return self
+
+    def is_empty(self) -> bool:
+        return not (
+            self.loaded
+            or self.stored
+            or self.failed
+            or self.corrupt_slots
+            or self.load_speed.amount
+            or self.prefill_speed.amount
+        )

@@ -1,0 +1,122 @@
+"""Overspill's numbers in vLLM's own /metrics and log line."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+COUNTERS = {
+    "load_bytes": "Bytes loaded from RAM",
+    "load_seconds": "Seconds that loads took, from first copy to last",
+    "store_bytes": "Bytes stored to RAM",
+    "store_seconds": "Seconds that stores took, from first copy to last",
+    "hit_tokens": "Prompt tokens found in RAM beyond the GPU's prefix cache, and loaded",
+    "miss_tokens": "Prompt tokens found neither on the GPU nor in RAM",
+    "loads_skipped_tokens": "Tokens in RAM that were recomputed because that was faster",
+    "load_failures": "Loads that failed and were recomputed",
+    "stores_dropped_blocks": "Blocks not stored because RAM was full of blocks in use or the link was saturated",
+    "store_failures": "Stores that failed",
+    "evicted_blocks": "Blocks given up in RAM for newer ones",
+    "verified_blocks": "Blocks whose checksum was checked before a load",
+    "corrupt_blocks": "Blocks whose checksum did not match; each was dropped and recomputed",
+}
+GAUGES = {
+    "pool_bytes": "RAM of the pool",
+    "pool_used_bytes": "RAM of the pool that holds KV",
+    "pool_pinned_bytes": "RAM of the pool that is registered for DMA so far",
+    "pinning_refused": "1 if registering the pool for DMA was refused; copies then go through a bounce buffer",
+}
+
+
+@dataclass
+class OverspillStats(KVConnectorStats):
+    """Counters since the last report and gauges as they are now, in one flat dict."""
+
+    data: dict[str, float] = field(default_factory=dict)
+
+    def count(self, name: str, amount: float = 1) -> None:
+        assert name in COUNTERS, name
+        if amount:
+            self.data[name] = self.data.get(name, 0) + amount
+
+    def gauge(self, name: str, value: float) -> None:
+        assert name in GAUGES, name
+        self.data[name] = value
+
+    def take(self) -> "OverspillStats | None":
+        """Everything since the last call, or None."""
+        if not self.data:
+            return None
+        taken = OverspillStats(data=self.data)
+        self.data = {}
+        return taken
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = value if name in GAUGES else self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        data = self.data
+        line: dict[str, int | float] = {}
+        for way in ("load", "store"):
+            num_bytes, seconds = data.get(f"{way}_bytes", 0), data.get(f"{way}_seconds", 0.0)
+            if num_bytes:
+                line[f"{way} MB"] = round(num_bytes / 1e6, 1)
+                line[f"{way} GB/s"] = round(num_bytes / 1e9 / seconds, 1) if seconds else 0.0
+        for name in ("hit_tokens", "load_failures", "corrupt_blocks", "stores_dropped_blocks", "store_failures"):
+            if data.get(name):
+                line[name.replace("_", " ")] = data[name]
+        if "pool_used_bytes" in data:
+            line["pool used MB"] = round(data["pool_used_bytes"] / 1e6, 1)
+        return line
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class OverspillPromMetrics(KVConnectorPromMetrics):
+    """`overspill_*` series, one child per engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _unregister_series()
+        self._series: dict[str, dict[int, Any]] = {}
+        for kind, table in ((Counter, COUNTERS), (Gauge, GAUGES)):
+            for name, text in table.items():
+                arguments: dict[str, Any] = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
+                metric = metric_types[kind](
+                    name=f"overspill_{name}", documentation=f"{text}.", labelnames=labelnames, **arguments
+                )
+                self._series[name] = {
+                    engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()
+                }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            child = self._series[name][engine_idx]
+            if name in COUNTERS:
+                child.inc(value)
+            else:
+                child.set(value)
+
+
+def _unregister_series() -> None:
+    """A second engine in the same process starts anew; vLLM does the same with its own series."""
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("overspill_"):
+            REGISTRY.unregister(collector)

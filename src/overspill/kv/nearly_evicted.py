@@ -1,0 +1,47 @@
+"""Which cached GPU blocks come near eviction: a walk along vLLM's free queue that remembers where it was."""
+
+from collections.abc import Callable
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+# Hits take blocks out of the middle of the queue unseen; walking anew now and then keeps the count honest.
+_STEPS_BETWEEN_FULL_WALKS = 16
+
+
+class EvictionFront:
+    """Keeps the next `depth` blocks of the GPU's free queue seen.
+
+    A block is visited about once on its way to the head, so a step costs as much as the queue has moved since the
+    last one, whatever the number of running requests.
+    """
+
+    def __init__(self, pool: BlockPool, depth: int) -> None:
+        self._pool = pool
+        self._depth = depth
+        self._cursor: KVCacheBlock | None = None
+        self._ahead = 0  # visited blocks between the head and the cursor, at most
+        self._steps = 0
+
+    def taken(self, count: int) -> None:
+        """`count` blocks were allocated from the head."""
+        self._ahead -= count
+
+    def advance(self, wanted: Callable[[KVCacheBlock], bool], limit: int) -> list[KVCacheBlock]:
+        """Visit blocks until `depth` of them are ahead; return at most `limit` wanted ones, nearest eviction first."""
+        self._steps += 1
+        cursor = self._cursor
+        if cursor is None or cursor.ref_cnt > 0 or self._ahead <= 0 or self._steps >= _STEPS_BETWEEN_FULL_WALKS:
+            cursor, self._ahead, self._steps = None, 0, 0
+        found: list[KVCacheBlock] = []
+        if self._ahead < self._depth:
+            for block in self._pool.free_block_queue.iter_blocks_after(cursor):
+                if self._ahead >= self._depth or len(found) >= limit:
+                    break
+                if block.block_hash is not None and wanted(block):
+                    found.append(block)  # the caller pins it, which takes it out of the queue
+                else:
+                    cursor = block
+                    self._ahead += 1
+        self._cursor = cursor
+        return found

@@ -1,0 +1,130 @@
+"""What a user may set in `kv_connector_extra_config`: one table for parsing, checking and the documentation."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from dataclasses import field as dataclass_field
+from typing import Any, Literal
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import GiB, parse_size
+
+Store = Literal["eager", "lazy"]
+Eviction = Literal["lru", "arc"]
+Verify = Literal["off", "sample", "all"]
+Load = Literal["auto", "always"]
+
+
+def _positive_size(value: object) -> int:
+    size = parse_size(value)
+    if size <= 0:
+        raise OverspillError(f'must be larger than zero, got {value!r}; write for example "40GiB"')
+    return size
+
+
+def _size(value: object) -> int:
+    size = parse_size(value)
+    if size < 0:
+        raise OverspillError(f"must not be negative, got {value!r}")
+    return size
+
+
+def _one_of(*choices: str) -> Callable[[object], str]:
+    def check(value: object) -> str:
+        if value not in choices:
+            raise OverspillError(f"must be one of {', '.join(choices)}; got {value!r}")
+        return str(value)
+
+    return check
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise OverspillError(f"must be true or false, got {value!r}")
+    return value
+
+
+def _option(parse: Callable[[object], Any], default: Any, text: str) -> Any:
+    return dataclass_field(default=default, metadata={"parse": parse, "help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of the connector; `host_bytes` has no default."""
+
+    host_bytes: int = _option(
+        _positive_size,
+        0,
+        "RAM for offloaded KV, in total for the server (each tensor-parallel rank takes an equal part). "
+        'An integer of bytes or a string such as "40GiB". Required.',
+    )
+    store: Store = _option(
+        _one_of("eager", "lazy"),
+        "eager",
+        "When blocks are copied to RAM: `eager` as soon as they are full, prompt and output alike; `lazy` when they "
+        "come near eviction from the GPU, or when a second request uses them.",
+    )
+    eviction: Eviction = _option(
+        _one_of("lru", "arc"),
+        "lru",
+        "What leaves RAM first: `lru`, least recently used; `arc`, which also protects what was used more than once. "
+        "Both give up the tail of a prefix before its head.",
+    )
+    verify: Verify = _option(
+        _one_of("off", "sample", "all"),
+        "sample",
+        "Which blocks carry an xxh3 checksum that is checked before a load: none, one in 16, or all. "
+        "A block that fails is dropped and recomputed.",
+    )
+    load: Load = _option(
+        _one_of("auto", "always"),
+        "auto",
+        "`auto` loads only when that is faster than recomputing, from the measured link and prefill speed; "
+        "`always` loads every hit.",
+    )
+    reserve_bytes: int = _option(
+        _size,
+        4 * GiB,
+        "Available RAM that must remain for the rest of the machine; a start that would go below it is refused.",
+    )
+    pin: bool = _option(
+        _flag,
+        True,
+        "Register the pool for DMA, in the background. `false` keeps it pageable: slower, but nothing is locked.",
+    )
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> "Options":
+        """Options from `kv_connector_extra_config`; every problem is one sentence that names the key."""
+        known = {f.name: f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in extra.items():
+            if key not in known:
+                nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+                raise OverspillError(
+                    f"kv_connector_extra_config has no option {key!r}; did you mean {nearest[0]!r}? "
+                    f"Options: {', '.join(known)}"
+                )
+            try:
+                values[key] = known[key].metadata["parse"](value)
+            except OverspillError as error:
+                raise OverspillError(f"kv_connector_extra_config[{key!r}]: {error}") from error
+        if "host_bytes" not in values:
+            raise OverspillError(
+                'kv_connector_extra_config needs host_bytes, the RAM to give to KV, for example {"host_bytes": "40GiB"}'
+            )
+        return cls(**values)
+
+    def host_bytes_per_rank(self, world_size: int) -> int:
+        return self.host_bytes // world_size
+
+
+def describe_options() -> list[tuple[str, str, str]]:
+    """(name, default, help) of every option, for the reference page."""
+    rows = []
+    for f in fields(Options):
+        default = (
+            "required" if f.name == "host_bytes" else str(f.default).lower() if f.name == "pin" else str(f.default)
+        )
+        rows.append((f.name, default, f.metadata["help"]))
+    return rows

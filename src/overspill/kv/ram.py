@@ -1,0 +1,88 @@
+"""How much RAM this process may still take: /proc and cgroup limits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import MiB, format_size
+
+
+@dataclass(frozen=True)
+class Ram:
+    available_bytes: int
+    source: str  # what set the bound, for messages
+
+
+def _meminfo_available(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise OverspillError(f"{proc}/meminfo has no MemAvailable line; Linux 3.14 or newer is needed")
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" means no limit
+
+
+def _stat(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [key]), 0)
+
+
+def _cgroup_folders(proc: Path, sys: Path) -> list[tuple[Path, str, str]]:
+    """(folder, limit file, usage file) of this process's memory cgroup and of all its parents."""
+    found = []
+    try:
+        entries = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for entry in entries:
+        _, controllers, path = entry.split(":", 2)
+        if controllers == "":
+            base, names = sys / "fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = sys / "fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # Inside a container the path is often the host's; the limit is then at the mount's root.
+        for candidate in (folder, *folder.parents):
+            if candidate == base or base in candidate.parents:
+                found.append((candidate, *names))
+    return found
+
+
+def available_ram(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ram:
+    """RAM that can be taken without swapping or reaching a cgroup's limit."""
+    best = Ram(_meminfo_available(proc), "the machine's available memory")
+    for folder, limit_name, usage_name in _cgroup_folders(proc, sys):
+        limit, usage = _read_int(folder / limit_name), _read_int(folder / usage_name)
+        if limit is None or usage is None:
+            continue
+        # Page cache counts as usage but is given back under pressure.
+        reclaimable = _stat(folder / "memory.stat", "inactive_file")
+        room = max(0, limit - usage + reclaimable)
+        if room < best.available_bytes:
+            best = Ram(room, f"the cgroup limit {folder / limit_name}")
+    return best
+
+
+def require_ram(need_bytes: int, reserve_bytes: int, ram: Ram | None = None) -> None:
+    """Refuse a pool that would take the machine below its reserve."""
+    ram = available_ram() if ram is None else ram
+    fits = ram.available_bytes - reserve_bytes
+    if need_bytes <= fits:
+        return
+    advice = f'Largest that fits: "host_bytes": "{fits // MiB}MiB"' if fits >= MiB else "No pool fits: free some RAM"
+    raise OverspillError(
+        f"host_bytes needs {format_size(need_bytes)} of RAM; {format_size(ram.available_bytes)} is available "
+        f"({ram.source}) and {format_size(reserve_bytes)} stays in reserve. {advice}, or lower reserve_bytes."
+    )

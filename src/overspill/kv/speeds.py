@@ -1,0 +1,51 @@
+"""Measured speeds, and the two decisions that rest on them: is a load worth it, and how much to store at once."""
+
+from dataclasses import dataclass
+
+# A load costs an extra engine step and a round of bookkeeping besides its bytes. Assumed, on the small side.
+LOAD_OVERHEAD_S = 1e-3
+# Stores may keep the link busy for this long; what is beyond waits, so that a burst never delays a load for longer.
+STORE_BACKLOG_S = 0.25
+# Weight of a new measurement in the running mean.
+_WEIGHT = 0.3
+
+
+@dataclass(slots=True)
+class Speeds:
+    """Running means; zero means not measured yet."""
+
+    load_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+    def saw_load(self, num_bytes: int, seconds: float) -> None:
+        self.load_bytes_per_s = _mean(self.load_bytes_per_s, num_bytes, seconds)
+
+    def saw_prefill(self, num_tokens: int, seconds: float) -> None:
+        self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens, seconds)
+
+
+def _mean(mean: float, amount: int, seconds: float) -> float:
+    if amount <= 0 or seconds <= 0:
+        return mean
+    rate = amount / seconds
+    return rate if mean == 0 else mean + _WEIGHT * (rate - mean)
+
+
+def load_beats_recompute(speeds: Speeds, *, num_tokens: int, num_bytes: int, queued_bytes: int) -> bool:
+    """Whether loading is faster than computing the tokens again. What was not measured yet does not stop a load."""
+    if speeds.load_bytes_per_s == 0 or speeds.prefill_tokens_per_s == 0:
+        return True
+    load_s = LOAD_OVERHEAD_S + (queued_bytes + num_bytes) / speeds.load_bytes_per_s
+    return load_s < num_tokens / speeds.prefill_tokens_per_s
+
+
+def store_budget(speeds: Speeds, *, block_bytes: int, blocks_in_flight: int, gpu_blocks: int) -> int:
+    """Blocks that may be stored now.
+
+    A block in flight is pinned on the GPU, so never more than a quarter of the GPU's blocks; and no more than the
+    link carries in STORE_BACKLOG_S, taking it to be as fast towards RAM as it was from it.
+    """
+    limit = max(1, gpu_blocks // 4)
+    if speeds.load_bytes_per_s:
+        limit = min(limit, max(16, int(speeds.load_bytes_per_s * STORE_BACKLOG_S / block_bytes)))
+    return max(0, limit - blocks_in_flight)

@@ -1,0 +1,242 @@
+"""The worker's side: the pool's memory, copies under way, and what is reported of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from overspill.kv.checksums import Checksums, Verdict
+from overspill.kv.copies import Copier, Mark, PlainCopier, Transfer
+from overspill.kv.host_memory import HostMemory, num_host_slots, slot_stride
+from overspill.kv.jobs import LoadJob, StepJobs, StepReport, StoreJob
+from overspill.kv.layout import block_regions
+from overspill.kv.metrics import OverspillStats
+from overspill.kv.options import Options
+from overspill.kv.ram import require_ram
+from overspill.kv.sizes import format_size
+
+logger = init_logger(__name__)
+
+# Steps of fewer tokens say little about prefill.
+_PREFILL_TOKENS = 256
+# How long an idle step may wait for a load to be queued; there is nothing else it could do.
+_QUEUE_WAIT_S = 0.05
+
+
+@dataclass(slots=True)
+class _Load:
+    job: LoadJob
+    transfer: Transfer
+    verdict: Verdict  # of a check that runs beside the copies; the request waits for both
+    announced: bool = False
+
+
+class OffloadWorker:
+    """One per rank. Nothing here waits for a copy."""
+
+    def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        parallel = vllm_config.parallel_config
+        self._options = options
+        self._config = kv_cache_config
+        self._world_size = parallel.world_size
+        self._reports_pool = parallel.rank == 0
+        self.memory: HostMemory | None = None
+        self.checksums: Checksums | None = None
+        self.buffer: torch.Tensor | None = None  # vLLM's KV cache as bytes
+        self._copier: Copier | None = None
+        self._loads: list[_Load] = []
+        self._stores: list[tuple[StoreJob, Transfer]] = []
+        self._void: list[LoadJob] = []
+        self._report = StepReport()
+        self.stats = OverspillStats()
+        self._shown_pool: tuple[int, bool] | None = None
+        self._prefill_start: Mark | None = None
+        self._prefills: list[tuple[int, Mark, Mark]] = []
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """Map the pool and make ready to copy."""
+        first = next(iter(kv_caches.values()))
+        tensor: torch.Tensor = first[0] if isinstance(first, list | tuple) else first
+        regions = block_regions(self._config)
+        slot_bytes = sum(region.block_bytes for region in regions)
+        num_slots = num_host_slots(self._options, self._world_size, slot_bytes)
+        require_ram(num_slots * slot_stride(slot_bytes), self._options.reserve_bytes)
+        buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self.buffer = buffer
+        if tensor.is_cuda:
+            self._use_cuda(buffer, num_slots, slot_bytes, regions)
+        else:
+            self.memory = HostMemory(num_slots, slot_bytes)
+            self.memory.prepare(None, None)
+            self._copier = PlainCopier(buffer, regions, self._config.num_blocks, self.memory)
+        self.checksums = Checksums(self.memory, self._options.verify)  # type: ignore[arg-type]
+        logger.info(
+            "Overspill: %s of RAM for KV, %d blocks of %s in %d piece(s) each",
+            format_size(num_slots * slot_bytes), num_slots, format_size(slot_bytes), len(regions),
+        )  # fmt: skip
+
+    def _use_cuda(self, buffer: torch.Tensor, num_slots: int, slot_bytes: int, regions: Sequence[Any]) -> None:
+        from overspill.kv.cuda import CudaCopier, PinnedRanges
+
+        pinned = PinnedRanges(buffer.device) if self._options.pin else None
+        self.memory = HostMemory(num_slots, slot_bytes, numa_node=gpu_numa_node(buffer.device))
+        self._copier = CudaCopier(buffer, regions, self.memory, pinned)
+        if pinned is not None:
+            self.memory.prepare(pinned.register, pinned.unregister)
+        else:
+            self.memory.prepare(None, None)
+
+    # Every step.
+
+    def begin_step(self, jobs: StepJobs) -> None:
+        """Before the forward: order it behind early loads, and start new ones, which it does not touch."""
+        assert self._copier is not None and self.checksums is not None
+        for load in self._loads:
+            if load.announced:
+                load.transfer.fence()
+        for job in jobs.loads:
+            if job.void:
+                self._void.append(job)
+                continue
+            verdict = self.checksums.check(job.slots)
+            self._loads.append(_Load(job, self._copier.load(_ids(job.slots), _ids(job.block_ids)), verdict))
+        if jobs.num_tokens >= _PREFILL_TOKENS:
+            self._prefill_start = self._copier.mark()
+
+    def end_step(self, jobs: StepJobs) -> None:
+        """After the forward: store what it, or an earlier one, has filled."""
+        assert self._copier is not None
+        if self._prefill_start is not None:
+            self._prefills.append((jobs.num_tokens, self._prefill_start, self._copier.mark()))
+            self._prefill_start = None
+        for job in jobs.stores:
+            self._stores.append((job, self._copier.store(_ids(job.block_ids), _ids(job.slots))))
+
+    def results(self, jobs: StepJobs | None) -> KVConnectorTransferResults:
+        """Requests whose load is over, well or badly."""
+        results = KVConnectorTransferResults()
+        for job in self._void:
+            self._failed_load(job, results, "was void")
+            self._report.loaded[job.job_id] = 1
+        self._void.clear()
+        idle = jobs is not None and jobs.num_tokens == 0
+        self._loads = [load for load in self._loads if not self._advance(load, idle, results)]
+        self._poll_stores()
+        self._poll_prefills()
+        return results
+
+    def _advance(self, load: _Load, idle: bool, results: KVConnectorTransferResults) -> bool:
+        """Announce the load's request when it may run; True once the copies are over."""
+        job, transfer = load.job, load.transfer
+        if job.early and idle and not load.announced:
+            transfer.wait_queued(_QUEUE_WAIT_S)
+        over = transfer.done()
+        if not load.announced:
+            if not (over or (job.early and transfer.queued)) or not load.verdict.done():
+                return False
+            corrupt = load.verdict.corrupt_slots()
+            if not over and corrupt:
+                return False  # its blocks are still being written
+            self.stats.count("verified_blocks", load.verdict.num_checked)
+            load.announced = True
+            if corrupt:
+                self._report.corrupt_slots.update(corrupt)
+                self.stats.count("corrupt_blocks", len(corrupt))
+                self._failed_load(job, results, f"found {len(corrupt)} corrupt block(s)")
+            elif transfer.error is not None:
+                self._report.failed.add(job.job_id)
+                self._failed_load(job, results, f"failed: {transfer.error}")
+            else:
+                results.finished_recving.add(job.request_id)
+        if over:
+            self._report.loaded[job.job_id] = 1
+            if transfer.error is None:
+                self._report.load_speed.add(transfer.num_bytes, transfer.seconds)
+                self.stats.count("load_bytes", transfer.num_bytes)
+                self.stats.count("load_seconds", transfer.seconds)
+        return over
+
+    def _failed_load(self, job: LoadJob, results: KVConnectorTransferResults, what: str) -> None:
+        logger.warning("Overspill: the load of request %s %s; it is recomputed", job.request_id, what)
+        self.stats.count("load_failures")
+        results.finished_recving.add(job.request_id)
+        results.failed_recving.add(job.request_id)
+
+    def _poll_stores(self) -> None:
+        assert self.checksums is not None
+        under_way: list[tuple[StoreJob, Transfer]] = []
+        for job, transfer in self._stores:
+            if not transfer.done():
+                under_way.append((job, transfer))
+                continue
+            self._report.stored[job.job_id] = 1
+            if transfer.error is not None:
+                logger.warning("Overspill: storing %d block(s) failed: %s", len(job.slots), transfer.error)
+                self._report.failed.add(job.job_id)
+                self.stats.count("store_failures")
+            else:
+                self.checksums.record(job.slots)
+                self.stats.count("store_bytes", transfer.num_bytes)
+                self.stats.count("store_seconds", transfer.seconds)
+        self._stores = under_way
+
+    def _poll_prefills(self) -> None:
+        waiting: list[tuple[int, Mark, Mark]] = []
+        for num_tokens, start, end in self._prefills:
+            seconds = start.seconds_until(end)
+            if seconds is None:
+                waiting.append((num_tokens, start, end))
+            else:
+                self._report.prefill_speed.add(num_tokens, seconds)
+        self._prefills = waiting
+
+    def take_report(self) -> StepReport | None:
+        if self._report.is_empty():
+            return None
+        report, self._report = self._report, StepReport()
+        return report
+
+    def take_stats(self) -> OverspillStats | None:
+        memory = self.memory
+        if memory is not None and self._reports_pool:
+            shown = (memory.pinned_bytes, bool(memory.pinning_refused))
+            if shown != self._shown_pool:
+                self._shown_pool = shown
+                self.stats.gauge("pool_bytes", memory.num_bytes * self._world_size)
+                self.stats.gauge("pool_pinned_bytes", memory.pinned_bytes * self._world_size)
+                self.stats.gauge("pinning_refused", int(shown[1]))
+        return self.stats.take()
+
+    def shutdown(self) -> None:
+        """Copies end, then memory goes back."""
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = self.buffer = None
+        if self.checksums is not None:
+            self.checksums.close()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+
+def _ids(values: list[int]) -> npt.NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+def gpu_numa_node(device: torch.device) -> int | None:
+    """The NUMA node next to the GPU, where the machine says which."""
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        with open(f"/sys/bus/pci/devices/{address}/numa_node") as file:
+            node = int(file.read())
+    except (OSError, AttributeError):
+        return None
+    return node if node >= 0 else None

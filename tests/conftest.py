@@ -1,0 +1,46 @@
+"""Models for the tests, made once; the engine in this process, on the CPU where there is no GPU."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.update(
+    # Tiny models gain nothing from a second thread, and lose much when the cores are busy.
+    OMP_NUM_THREADS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    HF_HUB_OFFLINE="1",
+)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the tiny model of a name, once."""
+    from overspill.tiny import MODELS
+
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = MODELS[name](tmp_path_factory.mktemp("models") / name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def llama(models: Callable[[str], Path]) -> Path:
+    return models("llama")
+
+
+@pytest.fixture
+def open_gate() -> Iterator[None]:
+    """Tests that hold copies back let them go again whatever happens."""
+    from overspill.kv.copies import PlainCopier
+
+    yield
+    PlainCopier.gate.set()

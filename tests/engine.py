@@ -1,0 +1,210 @@
+"""A real vLLM engine in this process, with and without Overspill, and answers that can be compared."""
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import REGISTRY
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+from overspill.kv.connector import OverspillConnector
+from overspill.kv.scheduler import OffloadScheduler
+from overspill.kv.worker import OffloadWorker
+
+BLOCK = 32
+VOCAB = 512
+# Rounding alone moves logprobs by about 1e-4 when a prompt is computed in other pieces.
+ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    num_cached: int
+
+    def differs_from(self, other: "Answer") -> str:
+        """Why not the same, or an empty string."""
+        if self.tokens != other.tokens:
+            return f"tokens {self.tokens} != {other.tokens}"
+        for position, (mine, theirs) in enumerate(zip(self.logprobs, other.logprobs, strict=True)):
+            worst = max(abs(mine[t] - theirs[t]) if t in theirs else 1.0 for t in mine)
+            if worst > ROUNDING:
+                return f"logprobs at {position} differ by {worst}"
+        return ""
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCAB) for _ in range(length)]
+
+
+def sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, detokenize=False)
+
+
+def overspill(**extra: Any) -> KVTransferConfig:
+    """Every hit is loaded: a tiny model is often faster to recompute, and these tests are about loads."""
+    settings: dict[str, Any] = {"host_bytes": "64MiB", "load": "always", "reserve_bytes": 0, **extra}
+    return KVTransferConfig(
+        kv_connector="OverspillConnector",
+        kv_connector_module_path="overspill.kv.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config=settings,
+    )
+
+
+class Engine:
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._count = 0
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def vllm_scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def gpu_pool(self) -> Any:
+        return self.vllm_scheduler.kv_cache_manager.block_pool
+
+    @property
+    def scheduler(self) -> OffloadScheduler:
+        connector = self.vllm_scheduler.connector
+        if not isinstance(connector, OverspillConnector):  # MultiConnector
+            connector = next(c for c in connector._connectors if isinstance(c, OverspillConnector))
+        return connector.scheduler
+
+    @property
+    def worker(self) -> OffloadWorker:
+        connector = get_kv_transfer_group()
+        if not isinstance(connector, OverspillConnector):
+            connector = next(c for c in connector._connectors if isinstance(c, OverspillConnector))
+        return connector.worker
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 24, request_id: str | None = None) -> str:
+        self._count += 1
+        name = request_id or f"request-{self._count}"
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling(max_tokens))
+        return name
+
+    def step(self) -> dict[str, Answer]:
+        return {o.request_id: _answer(o) for o in self.llm.llm_engine.step() if o.finished}
+
+    def run(self, *, limit: int = 20_000) -> dict[str, Answer]:
+        """Step until nothing is left to do."""
+        done: dict[str, Answer] = {}
+        for _ in range(limit):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return done
+            done.update(self.step())
+        raise AssertionError(f"requests still unfinished after {limit} steps")
+
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int = 24) -> list[Answer]:
+        """All prompts at once."""
+        ids = [self.add(prompt, max_tokens) for prompt in prompts]
+        done = self.run()
+        return [done[i] for i in ids]
+
+    def ask_one(self, prompt: Sequence[int], max_tokens: int = 24) -> Answer:
+        return self.ask([prompt], max_tokens)[0]
+
+    def drain(self, *, limit: int = 10_000) -> None:
+        """Let copies end after the last request is gone, as a server's engine loop does."""
+        for _ in range(limit):
+            if not self.vllm_scheduler.has_requests():
+                return
+            self.llm.llm_engine.step()
+        raise AssertionError(f"the connector still has work after {limit} steps")
+
+    def forget_gpu(self) -> None:
+        """Empty the GPU's prefix cache, but not RAM, and put other numbers where its KV was."""
+        self.drain()
+        assert self.vllm_scheduler.reset_prefix_cache(), "blocks are still held on the GPU"
+        dtype = self.llm.llm_engine.vllm_config.model_config.dtype
+        buffer = self.worker.buffer
+        assert buffer is not None
+        buffer.view(dtype).fill_(7.0)
+
+    def preemptions(self) -> float:
+        return REGISTRY.get_sample_value("vllm:num_preemptions_total", self._labels()) or 0
+
+    def metric(self, name: str) -> float:
+        """A series of ours, summed over engines (there is one)."""
+        names = {f"overspill_{name}", f"overspill_{name}_total"}
+        return sum(s.value for m in REGISTRY.collect() for s in m.samples if s.name in names)
+
+    def _labels(self) -> dict[str, str]:
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                if sample.name == "vllm:num_preemptions_total":
+                    return sample.labels
+        return {}
+
+    def assert_nothing_is_held(self) -> None:
+        """Nothing leaked on either side, and nothing is under way."""
+        self.drain()
+        assert self.gpu_pool.get_num_free_blocks() == len(self.gpu_pool.blocks) - 1
+        host = self.scheduler.host
+        assert host.num_free == host.num_slots
+        assert all(block.ref_cnt == 0 for block in host.pool.blocks[1:])
+
+
+def _answer(output: Any) -> Answer:
+    choice = output.outputs[0]
+    logprobs = tuple({t: p.logprob for t, p in step.items()} for step in choice.logprobs)
+    return Answer(tuple(choice.token_ids), logprobs, output.num_cached_tokens or 0)
+
+
+@contextmanager
+def engine(
+    model: Path, transfer: KVTransferConfig | None = None, *, blocks: int = 40, **settings: Any
+) -> Iterator[Engine]:
+    arguments: dict[str, Any] = {
+        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        "max_model_len": min(1200, (blocks - 1) * BLOCK),
+        "block_size": BLOCK,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": blocks,
+        **settings,
+    }
+    llm = LLM(
+        model=str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=arguments.pop("enable_prefix_caching", True),
+        disable_log_stats=False,
+        kv_transfer_config=transfer,
+        **arguments,
+    )
+    running = Engine(llm)
+    try:
+        yield running
+    finally:
+        del running.llm, llm
+        stop_engines()
+
+
+def stop_engines() -> None:
+    gc.collect()
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def assert_same(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    assert len(got) == len(expected)
+    for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        reason = mine.differs_from(theirs)
+        assert not reason, f"answer {i}: {reason}"

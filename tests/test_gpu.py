@@ -1,0 +1,147 @@
+"""What only a GPU can show: DMA, stream order, vLLM's CUDA runner. Run with `pytest -m gpu`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine import BLOCK, assert_same, engine, overspill, random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+NUM_BLOCKS, BLOCK_BYTES, LAYERS = 64, 1 << 20, 4
+
+
+def no_check() -> list[int]:
+    return []
+
+
+class Rig:
+    """A KV buffer, a pool and a copier."""
+
+    def __init__(self, *, layers_outermost: bool, pinned_slots: int | None) -> None:
+        from overspill.kv.cuda import CudaCopier, PinnedRanges
+        from overspill.kv.host_memory import HostMemory
+        from overspill.kv.layout import Region
+
+        self.buffer = torch.randint(0, 255, (NUM_BLOCKS * BLOCK_BYTES,), dtype=torch.uint8, device="cuda")
+        page = BLOCK_BYTES // LAYERS
+        if layers_outermost:
+            self.regions = [Region(layer * NUM_BLOCKS * page, page) for layer in range(LAYERS)]
+        else:
+            self.regions = [Region(0, BLOCK_BYTES)]
+        self.memory = HostMemory(NUM_BLOCKS, BLOCK_BYTES)
+        self.pinned = PinnedRanges(self.buffer.device)
+        self.memory.prepare(self.pinned.register, self.pinned.unregister)
+        self.memory.wait_until_prepared()
+        assert self.memory.pinned_bytes == self.memory.num_bytes
+        if pinned_slots is not None:
+            self.memory.pinned_bytes = pinned_slots * BLOCK_BYTES
+        self.copier = CudaCopier(self.buffer, self.regions, self.memory, self.pinned)
+
+    def block(self, index: int) -> np.ndarray:
+        parts = [self.buffer[r.offset + index * r.block_bytes :][: r.block_bytes] for r in self.regions]
+        return torch.cat(parts).cpu().numpy()
+
+    def close(self) -> None:
+        self.copier.close()
+        self.memory.close()
+
+
+@pytest.fixture(params=[False, True], ids=["block-outermost", "layer-outermost"])
+def layers_outermost(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=[None, 0, 20], ids=["pinned", "bounced", "half-pinned"])
+def rig(request: pytest.FixtureRequest, layers_outermost: bool) -> Iterator[Rig]:
+    made = Rig(layers_outermost=layers_outermost, pinned_slots=request.param)
+    yield made
+    made.close()
+
+
+def finish(transfer) -> None:  # type: ignore[no-untyped-def]
+    assert transfer.wait_queued(30)
+    torch.cuda.synchronize()
+    assert transfer.done() and not transfer.failed, transfer.error
+
+
+def test_a_stored_block_comes_back_bit_for_bit(rig: Rig) -> None:
+    blocks = np.random.default_rng(0).permutation(NUM_BLOCKS)[:40]
+    slots = np.random.default_rng(1).permutation(NUM_BLOCKS)[:40]
+    before = [rig.block(b) for b in blocks]
+    finish(rig.copier.store(blocks, slots))
+    for slot, expected in zip(slots, before, strict=True):
+        assert np.array_equal(rig.memory.slots[slot], expected)
+    rig.buffer.zero_()
+    targets = np.random.default_rng(2).permutation(NUM_BLOCKS)[:40]
+    finish(rig.copier.load(slots, targets, no_check))
+    for target, expected in zip(targets, before, strict=True):
+        assert np.array_equal(rig.block(target), expected)
+
+
+def test_a_store_waits_for_the_compute_before_it(rig: Rig) -> None:
+    blocks = np.arange(8)
+    torch.cuda._sleep(200_000_000)
+    rig.buffer.fill_(5)
+    transfer = rig.copier.store(blocks, blocks)
+    finish(transfer)
+    assert (rig.memory.slots[blocks] == 5).all()
+
+
+def test_a_load_waits_for_the_compute_before_it_and_compute_can_wait_for_the_load(rig: Rig) -> None:
+    rig.memory.slots[:] = 9
+    torch.cuda._sleep(200_000_000)
+    rig.buffer.fill_(5)  # still reads and writes the blocks when the load is asked for
+    blocks = np.arange(NUM_BLOCKS)
+    transfer = rig.copier.load(blocks, blocks, no_check)
+    assert transfer.wait_queued(30)
+    transfer.fence()
+    seen = rig.buffer.clone()  # queued while the copies may still run
+    finish(transfer)
+    assert bool((seen == 9).all())
+
+
+def test_a_failed_check_copies_nothing(rig: Rig) -> None:
+    rig.memory.slots[:] = 9
+    rig.buffer.fill_(5)
+    transfer = rig.copier.load(np.arange(4), np.arange(4), lambda: [2])
+    assert transfer.wait_queued(30) and transfer.done() and transfer.failed
+    torch.cuda.synchronize()
+    assert bool((rig.buffer == 5).all())
+
+
+@pytest.mark.parametrize("extra", [{}, {"store": "lazy"}, {"verify": "all"}, {"pin": False}], ids=str)
+def test_tokens_from_ram_equal_computed_ones(llama: Path, extra: dict[str, object]) -> None:
+    prompts = [random_prompt(seed, 600) for seed in range(4)]
+    with engine(llama) as plain:
+        expected = [plain.ask_one(p) for p in prompts]
+    with engine(llama, overspill(**extra)) as spilling:
+        first = [spilling.ask_one(p) for p in prompts]
+        again = [spilling.ask_one(p) for p in prompts]
+        spilling.forget_gpu()
+        wiped = [spilling.ask_one(p) for p in prompts]
+        assert_same(first, expected)
+        assert_same(again, expected)
+        assert_same(wiped, expected)
+        assert all(a.num_cached == 600 // BLOCK * BLOCK for a in wiped)
+        assert spilling.metric("hit_tokens") >= 4 * 576
+        assert len(spilling.worker.buffer.shape) == 1
+        spilling.assert_nothing_is_held()
+
+
+def test_a_damaged_block_changes_the_answer_without_checksums_and_is_caught_with_them(llama: Path) -> None:
+    prompt = random_prompt(1, 600)
+    for verify, caught in (("off", False), ("all", True)):
+        with engine(llama, overspill(verify=verify)) as spilling:
+            before = spilling.ask_one(prompt)
+            spilling.forget_gpu()
+            spilling.worker.memory.slots[3] ^= 0x11
+            after = spilling.ask_one(prompt)
+            assert bool(after.differs_from(before)) is not caught
+            assert spilling.metric("corrupt_blocks") == caught
