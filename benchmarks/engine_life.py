@@ -1,6 +1,6 @@
 """One engine life: start vLLM with one system, run its workloads, report each repeat as a JSON line.
 
-Run by offload.py in a process of its own; a line is written as soon as it is known, so that a life
+Run by offload.py in a fork of its own; a line is written as soon as it is known, so that a life
 that is killed keeps what it measured.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,6 @@ class Life:
     enforce_eager: bool = False
     capture_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     gpu_memory_utilization: float = 0.5
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Life:
-        fields = json.loads(text)
-        fields["load"] = Load(**fields["load"])
-        fields["capture_sizes"] = tuple(fields["capture_sizes"])
-        return cls(**fields)
 
 
 class Report:
@@ -132,10 +121,11 @@ async def run_workload(client: Client, life: Life, name: str, report: Report, be
         report.add({"event": "note", "workload": name, "why": "the caches could not be emptied afterwards"})
 
 
-def main() -> None:
-    life = Life.from_json(Path(sys.argv[1]).read_text())
+def import_engine() -> None:
+    """Once, before the lives fork off."""
+    import vllm.engine.arg_utils
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
+def run(life: Life) -> None:
     asyncio.run(live(life, Report(life.report)))
-
-
-if __name__ == "__main__":
-    main()

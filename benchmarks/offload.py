@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
+import engine_life
 import model_shape
 import process
 import record
@@ -100,10 +101,8 @@ def run_life(target: System, blocks: int, workloads: list[str], seconds: float, 
         max_model_len=arguments.max_model_len, load_format=arguments.load_format, dtype=arguments.dtype,
         enforce_eager=arguments.enforce_eager,
     )  # fmt: skip
-    (scratch / "life.json").write_text(life.to_json())
     began = time.monotonic()
-    command = [sys.executable, str(HERE / "engine_life.py"), str(scratch / "life.json")]
-    child = process.start(command, log, env={"PYTHONPATH": _python_path()})
+    child = process.Forked(partial(engine_life.run, life), log)
     error = None
     try:
         code = child.wait(timeout=seconds)
@@ -121,11 +120,6 @@ def run_life(target: System, blocks: int, workloads: list[str], seconds: float, 
         say(f"{target.name}: {error}; last lines of {log}:")
         print("\n".join(outcome["log_tail"][-15:]), flush=True)
     return outcome
-
-
-def _python_path() -> str:
-    """This folder first: the worker imports its weights' extension from here."""
-    return os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 
 def read_report(path: Path) -> Json:
@@ -194,8 +188,8 @@ def print_ratios(result: Json) -> None:
             print(f"{workload:10} {name + star:30} {row['value']:>10.4g} {over[0]:>8} {over[1]:>12}")
     for name, entry in result["systems"].items():
         for workload, numbers in entry["summary"].items():
-            if "tokens_equal_to_none" in numbers and name != "none":
-                said = numbers["tokens_equal_to_none"]
+            if "tokens_equal" in numbers and name != "none":
+                said = numbers["tokens_equal"]
                 floor = numbers.get("ttft_over_floor")
                 print(
                     f"{workload:10} {name:30} tokens equal {said['equal']}/{said['compared']}"
@@ -247,6 +241,8 @@ def main() -> None:
     if result["link"] is None:
         result["link"] = measure_link()
     record.write(out, result)
+    say("importing vLLM")
+    engine_life.import_engine()
     run_all(arguments, out, result)
     print_ratios(result)
     say(f"written to {out}")

@@ -73,7 +73,7 @@ def tokens(result: Json) -> str:
             summary = entry.get("summary", {}).get(workload)
             if summary is None or entry["kv_transfer_config"] is None:
                 continue
-            said = summary["tokens_equal_to_none"]
+            said = summary["tokens_equal"]
             share = summary["cached_tokens_from_ram"]
             rows.append([
                 name, workload, f"{said['equal']} of {said['compared']}", str(len(summary["recomputed"])),

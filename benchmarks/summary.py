@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from record import Json, spread
 from systems import system
@@ -33,14 +33,13 @@ def repeats(entry: Json, workload: str, phase: str = "measured") -> list[Json]:
 
 def summarise(result: Json) -> None:
     """Fill in every system's summary and the ratios; called again whenever a life is added."""
-    references = dict(_references(result))
     for name, entry in result["systems"].items():
         workloads = {workload for life in entry["lives"] for workload in life["workloads"]}
         entry["summary"] = {
             workload: (
                 summarise_serving(repeats(entry, workload))
                 if workload in SERVING
-                else summarise_ttft(result, name, workload, references)
+                else summarise_ttft(result, name, workload)
             )
             for workload in HEADLINES
             if workload in workloads and repeats(entry, workload)
@@ -58,7 +57,7 @@ def summarise_serving(measured: Sequence[Json]) -> Json:
     return {"repeats": len(measured), **numbers}
 
 
-def summarise_ttft(result: Json, name: str, workload: str, references: dict[tuple[str, int, int], set[str]]) -> Json:
+def summarise_ttft(result: Json, name: str, workload: str) -> Json:
     entry = result["systems"][name]
     offloads = entry["kv_transfer_config"] is not None
     passes = repeats(entry, workload)
@@ -75,7 +74,9 @@ def summarise_ttft(result: Json, name: str, workload: str, references: dict[tupl
         # Requests that were (partly) recomputed are no measure of a load; they are shown, not averaged in.
         "recomputed": [{key: s[key] for key in ("prompt", "ttft", "cached_tokens")} for s in missed],
         "cached_tokens_from_ram": external / cached if cached else None,
-        "tokens_equal_to_none": compare_tokens(workload, samples, references),
+        # TTFT of the same prompts from the GPU's own cache: what is left when nothing has to be loaded.
+        "ttft_gpu_hit": spread(gpu_hits(entry, workload)),
+        "tokens_equal": compare_tokens(entry, workload),
     }
     link = result.get("link") or {}
     if offloads and served and link.get("h2d_bytes_per_second"):
@@ -86,39 +87,47 @@ def summarise_ttft(result: Json, name: str, workload: str, references: dict[tupl
     return summary
 
 
+def gpu_hits(entry: Json, workload: str) -> list[float]:
+    return [
+        sample["ttft"]
+        for repeat in repeats(entry, workload, "reference")
+        for sample in repeat["samples"]
+        if sample["cached_tokens"] > 0
+    ]
+
+
 def came_from_cache(sample: Json, block_tokens: int) -> bool:
     """At most all tokens but one can be cached, in whole blocks; two blocks less are forgiven."""
     most = (sample["prompt_tokens"] - 1) // block_tokens * block_tokens
     return bool(sample["cached_tokens"] >= most - 2 * block_tokens > 0)
 
 
-def compare_tokens(workload: str, samples: Sequence[Json], references: dict[tuple[str, int, int], set[str]]) -> Json:
-    """How many answers equal those of the run without offload that computed the same tokens.
+def compare_tokens(entry: Json, workload: str) -> Json:
+    """How many answers from RAM equal those from the GPU's own cache in the same engine life.
 
     Where another number of tokens was cached, the prompt was computed in other chunks, bf16 rounds
-    differently and an answer may differ without anything being wrong: such pairs are not compared.
+    differently and an answer may differ without anything being wrong: such pairs are not compared. Nor are
+    lives: another engine may choose other kernels.
     """
-    equal = compared = 0
-    for sample in samples:
-        expected = references.get((workload, sample["prompt"], sample["cached_tokens"]))
-        if expected:
-            compared += 1
-            equal += sample["tokens_hash"] in expected
-    distinct = len({sample["tokens_hash"] for sample in samples})
+    equal = compared = answers = 0
+    seen: set[str] = set()
+    for life in entry["lives"]:
+        done = life["workloads"].get(workload, [])
+        references: dict[tuple[int, int], str] = {
+            (sample["prompt"], sample["cached_tokens"]): sample["tokens_hash"]
+            for repeat in done
+            if repeat["phase"] == "reference"
+            for sample in repeat["samples"]
+        }
+        for sample in [s for repeat in done if repeat["phase"] == "measured" for s in repeat["samples"]]:
+            answers += 1
+            seen.add(sample["tokens_hash"])
+            expected = references.get((sample["prompt"], sample["cached_tokens"]))
+            if expected is not None:
+                compared += 1
+                equal += sample["tokens_hash"] == expected
     # One answer to all prompts would mean a model that hears nothing, and equality that proves nothing.
-    return {"equal": equal, "compared": compared, "answers": len(samples), "distinct": distinct}
-
-
-def _references(result: Json) -> Iterator[tuple[tuple[str, int, int], set[str]]]:
-    found: dict[tuple[str, int, int], set[str]] = {}
-    for life in result["systems"].get("none", {"lives": []})["lives"]:
-        for workload, done in life["workloads"].items():
-            if workload in SERVING:
-                continue
-            for sample in [sample for repeat in done for sample in repeat["samples"]]:
-                key = (workload, sample["prompt"], sample["cached_tokens"])
-                found.setdefault(key, set()).add(sample["tokens_hash"])
-    yield from found.items()
+    return {"equal": equal, "compared": compared, "answers": answers, "distinct": len(seen)}
 
 
 def headline(entry: Json, workload: str) -> float | None:

@@ -188,12 +188,9 @@ async def ttft(client: Client, load: Load, tokens: int, gpu_blocks: int) -> Asyn
     async def twice_each() -> Json:
         return {"samples": [await single(i) for i in range(len(prompts)) for _ in range(2)]}
 
-    if client.offloads:
-        yield {"phase": "cold", **await counted(client, in_turns())}
-    else:
-        # Without offload the second answer comes from the GPU's own cache: the same computation that an
-        # offloader does after its load, and so the reference its tokens must equal bit for bit.
-        yield {"phase": "reference", **await counted(client, twice_each())}
+    # The second answer comes from the GPU's own cache: the same computation as after a load, in the same engine,
+    # and so the reference that tokens from RAM must equal bit for bit.
+    yield {"phase": "reference", **await counted(client, twice_each())}
     # Without offload every pass does the same computation again, and a long prompt's takes seconds.
     passes = load.repeats if client.offloads or tokens < load.ttft_64k else 1
     for _ in range(passes):

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from tests.engine import BLOCK, assert_same, engine, overspill, random_prompt
 
 pytestmark = [
@@ -15,10 +14,6 @@ pytestmark = [
 ]
 
 NUM_BLOCKS, BLOCK_BYTES, LAYERS = 64, 1 << 20, 4
-
-
-def no_check() -> list[int]:
-    return []
 
 
 class Rig:
@@ -41,7 +36,7 @@ class Rig:
         self.memory.wait_until_prepared()
         assert self.memory.pinned_bytes == self.memory.num_bytes
         if pinned_slots is not None:
-            self.memory.pinned_bytes = pinned_slots * BLOCK_BYTES
+            self.memory.pinned_bytes = pinned_slots * self.memory.slot_stride
         self.copier = CudaCopier(self.buffer, self.regions, self.memory, self.pinned)
 
     def block(self, index: int) -> np.ndarray:
@@ -68,7 +63,7 @@ def rig(request: pytest.FixtureRequest, layers_outermost: bool) -> Iterator[Rig]
 def finish(transfer) -> None:  # type: ignore[no-untyped-def]
     assert transfer.wait_queued(30)
     torch.cuda.synchronize()
-    assert transfer.done() and not transfer.failed, transfer.error
+    assert transfer.done() and transfer.error is None, transfer.error
 
 
 def test_a_stored_block_comes_back_bit_for_bit(rig: Rig) -> None:
@@ -80,9 +75,21 @@ def test_a_stored_block_comes_back_bit_for_bit(rig: Rig) -> None:
         assert np.array_equal(rig.memory.slots[slot], expected)
     rig.buffer.zero_()
     targets = np.random.default_rng(2).permutation(NUM_BLOCKS)[:40]
-    finish(rig.copier.load(slots, targets, no_check))
+    finish(rig.copier.load(slots, targets))
     for target, expected in zip(targets, before, strict=True):
         assert np.array_equal(rig.block(target), expected)
+
+
+def test_neighbouring_blocks_across_registered_pieces_are_copied(layers_outermost: bool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("overspill.kv.host_memory.PIECE_BYTES", 8 * BLOCK_BYTES)
+    rig = Rig(layers_outermost=layers_outermost, pinned_slots=None)
+    everything = np.arange(NUM_BLOCKS)
+    before = [rig.block(b) for b in everything]
+    finish(rig.copier.store(everything, everything))
+    rig.buffer.zero_()
+    finish(rig.copier.load(everything, everything))
+    assert all(np.array_equal(rig.block(b), expected) for b, expected in zip(everything, before, strict=True))
+    rig.close()
 
 
 def test_a_store_waits_for_the_compute_before_it(rig: Rig) -> None:
@@ -99,21 +106,12 @@ def test_a_load_waits_for_the_compute_before_it_and_compute_can_wait_for_the_loa
     torch.cuda._sleep(200_000_000)
     rig.buffer.fill_(5)  # still reads and writes the blocks when the load is asked for
     blocks = np.arange(NUM_BLOCKS)
-    transfer = rig.copier.load(blocks, blocks, no_check)
+    transfer = rig.copier.load(blocks, blocks)
     assert transfer.wait_queued(30)
     transfer.fence()
     seen = rig.buffer.clone()  # queued while the copies may still run
     finish(transfer)
     assert bool((seen == 9).all())
-
-
-def test_a_failed_check_copies_nothing(rig: Rig) -> None:
-    rig.memory.slots[:] = 9
-    rig.buffer.fill_(5)
-    transfer = rig.copier.load(np.arange(4), np.arange(4), lambda: [2])
-    assert transfer.wait_queued(30) and transfer.done() and transfer.failed
-    torch.cuda.synchronize()
-    assert bool((rig.buffer == 5).all())
 
 
 @pytest.mark.parametrize("extra", [{}, {"store": "lazy"}, {"verify": "all"}, {"pin": False}], ids=str)
@@ -141,7 +139,8 @@ def test_a_damaged_block_changes_the_answer_without_checksums_and_is_caught_with
         with engine(llama, overspill(verify=verify)) as spilling:
             before = spilling.ask_one(prompt)
             spilling.forget_gpu()
-            spilling.worker.memory.slots[3] ^= 0x11
+            # The lowest bit of the exponent of every other number: other values, none of them infinite.
+            spilling.worker.memory.slots[3, 1::4] ^= 0x01
             after = spilling.ask_one(prompt)
             assert bool(after.differs_from(before)) is not caught
             assert spilling.metric("corrupt_blocks") == caught

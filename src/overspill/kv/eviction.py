@@ -38,11 +38,9 @@ class LruOrder:
     # What vLLM's BlockPool calls.
 
     def popleft(self) -> KVCacheBlock:
-        if self.num_free_blocks == 0:
-            raise ValueError("no free host block")
-        block = self._empty.pop() if self._empty else self._give_up()
-        self._is_free[block.block_id] = False
-        self.num_free_blocks -= 1
+        block = self.take()
+        if block is None:
+            raise ValueError("no host block is free, or each is continued by one in use")
         return block
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
@@ -79,9 +77,13 @@ class LruOrder:
 
     # What the host cache calls.
 
-    def can_give_up(self) -> bool:
-        """Whether a block can be had without stranding one that is in use."""
-        return bool(self._empty) or self._has_leaf(self._heap)
+    def take(self) -> KVCacheBlock | None:
+        """The next block to reuse; none if that would strand one that is in use."""
+        block = self._empty.pop() if self._empty else self._give_up()
+        if block is not None:
+            self._is_free[block.block_id] = False
+            self.num_free_blocks -= 1
+        return block
 
     def insert(self, block: KVCacheBlock, parent: KVCacheBlock | None, parent_key: BlockHashWithGroupId | None) -> None:
         """`block` now holds content that continues `parent`'s, or that of `parent_key`, which is not here."""
@@ -151,18 +153,13 @@ class LruOrder:
                 return entry[1]
         return None
 
-    def _has_leaf(self, heap: list[tuple[int, int]]) -> bool:
-        while heap and not self._is_current(heap[0]):
-            heapq.heappop(heap)
-        return bool(heap)
-
     def _candidate(self) -> int | None:
         return self._pop_leaf(self._heap)
 
-    def _give_up(self) -> KVCacheBlock:
+    def _give_up(self) -> KVCacheBlock | None:
         block_id = self._candidate()
         if block_id is None:
-            raise ValueError("every free host block is continued by one in use")
+            return None
         self._unlink(block_id)
         return self._blocks[block_id]
 
@@ -193,9 +190,6 @@ class ArcOrder(LruOrder):
         self._target_once = 0.0
         self._ghosts_once: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
         self._ghosts_again: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
-
-    def can_give_up(self) -> bool:
-        return super().can_give_up() or self._has_leaf(self._again_heap)
 
     def insert(self, block: KVCacheBlock, parent: KVCacheBlock | None, parent_key: BlockHashWithGroupId | None) -> None:
         super().insert(block, parent, parent_key)
@@ -241,8 +235,10 @@ class ArcOrder(LruOrder):
         block_id = self._pop_leaf(first)
         return self._pop_leaf(second) if block_id is None else block_id
 
-    def _give_up(self) -> KVCacheBlock:
+    def _give_up(self) -> KVCacheBlock | None:
         block = super()._give_up()
+        if block is None:
+            return None
         if block.block_hash is not None:
             ghosts = self._ghosts_again if self._again[block.block_id] else self._ghosts_once
             ghosts[block.block_hash] = None

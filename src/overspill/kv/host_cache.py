@@ -5,6 +5,7 @@ Reusing them brings prefix hashes, hybrid groups, sliding windows and state grou
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import MEDIUM_CPU
@@ -45,6 +46,15 @@ class HostPool(BlockPool):
         if block_hash in self.on_gpu:
             return [self.null_block] * len(kv_cache_group_ids)
         return super().get_cached_block(block_hash, kv_cache_group_ids)
+
+
+class Stored(NamedTuple):
+    """A host block that now holds what `key` names, the continuation of `parent`."""
+
+    block: KVCacheBlock
+    key: BlockHashWithGroupId
+    num_tokens: int | None
+    parent: BlockHashWithGroupId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +129,20 @@ class HostCache:
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Up to `count` blocks to store into, giving up cached ones where no empty ones are left."""
         blocks: list[KVCacheBlock] = []
-        while len(blocks) < count and self.pool.order.can_give_up():
-            blocks += self.pool.get_new_blocks(1)
+        while len(blocks) < count and (block := self.pool.order.take()) is not None:
+            self.pool._maybe_evict_cached_block(block)
+            block.ref_cnt = 1
+            blocks.append(block)
         return blocks
 
-    def insert(
-        self,
-        block: KVCacheBlock,
-        key: BlockHashWithGroupId,
-        num_tokens: int | None,
-        parent: BlockHashWithGroupId | None,
-    ) -> None:
-        """Make stored content findable and drop the store's reference."""
-        self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
-        self.pool.order.insert(block, self.find(parent) if parent is not None else None, parent)
-        self.pool.free_blocks([block])
+    def insert(self, stored: Sequence[Stored]) -> None:
+        """Make stored content findable, and drop the stores' references."""
+        order = self.pool.order
+        for block, key, num_tokens, parent in stored:
+            self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
+            order.insert(block, self.find(parent) if parent is not None else None, parent)
+        # Together, so that only the tails are leaves.
+        self.release([item.block for item in stored])
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.pool.touch(blocks)

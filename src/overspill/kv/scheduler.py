@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from overspill.kv.host_cache import Hit, HostCache
+from overspill.kv.host_cache import Hit, HostCache, Stored
 from overspill.kv.host_memory import num_host_slots, slot_stride
 from overspill.kv.jobs import LoadJob, StepJobs, StepReport, StoreJob
 from overspill.kv.layout import bytes_per_block
@@ -421,19 +421,19 @@ class OffloadScheduler:
             return
         assert self._gpu is not None
         before = self.host.num_cached
+        origins = [self._origins[block.block_id] for block in gpu_blocks]
         # A prefix longer than the pool must not push out its own head.
-        parents = [p for b in gpu_blocks if (p := self._stored_parent(b)) is not None]
+        parents = self._stored_parents(origins)
         self.host.pin(parents)
         host_blocks = self.host.allocate(len(gpu_blocks))
         self.host.release(parents)
         self.stats.count("evicted_blocks", before - self.host.num_cached)
         if len(host_blocks) < len(gpu_blocks):
             self.stats.count("stores_dropped_blocks", len(gpu_blocks) - len(host_blocks))
-            gpu_blocks = gpu_blocks[: len(host_blocks)]
+            gpu_blocks, origins = gpu_blocks[: len(host_blocks)], origins[: len(host_blocks)]
             if not gpu_blocks:
                 return
         self._gpu.touch(gpu_blocks)
-        origins = [self._origins[block.block_id] for block in gpu_blocks]
         job_id = self._new_job()
         self._stores[job_id] = StoreInFlight(
             gpu_blocks, host_blocks, origins, [b.block_hash_num_tokens for b in gpu_blocks], to_front
@@ -444,9 +444,11 @@ class OffloadScheduler:
             StoreJob(job_id, [b.block_id for b in gpu_blocks], [b.block_id - 1 for b in host_blocks])
         )
 
-    def _stored_parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
-        parent = self._origins[block.block_id].parent
-        return self.host.find(parent) if parent is not None else None
+    def _stored_parents(self, origins: Sequence[Origin]) -> list[KVCacheBlock]:
+        """What is in RAM and is continued by these blocks, which mostly continue each other."""
+        keys = {origin.key for origin in origins}
+        parents = {o.parent for o in origins if o.parent is not None and o.parent not in keys}
+        return [block for parent in parents if (block := self.host.find(parent)) is not None]
 
     # Completions.
 
@@ -501,10 +503,10 @@ class OffloadScheduler:
         if store.failed or store.abandoned:
             self.host.release(store.host_blocks)
         else:
-            for block, origin, num_tokens in zip(store.host_blocks, store.origins, store.token_counts, strict=True):
-                self.host.insert(block, origin.key, num_tokens, origin.parent)
-                if origin.event is not None:
-                    self._events.append(origin.event)
+            held = zip(store.host_blocks, store.origins, store.token_counts, strict=True)
+            self.host.insert([Stored(block, origin.key, n, origin.parent) for block, origin, n in held])
+            if self.host.events_enabled:
+                self._events += [origin.event for origin in store.origins if origin.event is not None]
         self._release_gpu(store.gpu_blocks, to_front=store.to_front)
 
     def _release_gpu(self, blocks: Sequence[KVCacheBlock], *, to_front: bool) -> None:
