@@ -61,10 +61,12 @@ class Mapping:
         return np.frombuffer(memoryview(buffer), dtype=np.uint8)
 
     def populate(self, start: int, length: int) -> None:
-        """Take the pages now, in the calling thread, on its NUMA node."""
-        if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) != 0:
-            # Before Linux 5.14: touch every page.
-            ctypes.memset(self.address + start, 0, length)
+        """Take the pages now, in the calling thread, on its NUMA node.
+
+        Before Linux 5.14 this does nothing, and pages come when they are registered or first written: touching them
+        here would overwrite what was stored meanwhile.
+        """
+        _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         if self._raw:

@@ -105,15 +105,16 @@ class OffloadScheduler:
         self._front: EvictionFront | None = None
         self._next_job = 0
         self._used_bytes = -1
-        self._events: list[KVCacheEvent] = []
 
         # Lookups between get_num_new_matched_tokens and update_state_after_alloc of the same scheduling pass.
         # Nothing is given up in RAM in between, so hits need no pin.
         self._local_tokens: dict[str, int] = {}
         self._hits: dict[str, Hit] = {}
+        self._admitted: set[str] = set()  # and not finished yet
 
         self._origins: dict[int, Origin] = {}  # by GPU block id
         self._filled: list[Candidate] = []  # since the last step
+        self._num_planned = 0  # of them, those that an earlier step has seen
         self._steps_waited = 0
         self._deferred: deque[Candidate] = deque()  # for want of link or GPU blocks
         self._ready_stores: list[StoreJob] = []
@@ -256,6 +257,7 @@ class OffloadScheduler:
         hit = self._hits.pop(request_id, None)
         if num_local is None:
             return  # the second call for an asynchronous load
+        self._admitted.add(request_id)
         self._keep_local_prefix(request_id, blocks, num_local)
         if num_external_tokens == 0:
             self.stats.count("miss_tokens", request.num_tokens - num_local)
@@ -339,14 +341,19 @@ class OffloadScheduler:
                 )
             )
         self._planned_loads.clear()
-        self._drop_uncomputed(scheduler_output.preempted_req_ids)
+        preempted = scheduler_output.preempted_req_ids
+        if preempted:
+            self._drop_uncomputed(preempted)
         if self._filled or self._deferred:
             self._steps_waited += 1
-            if len(self._filled) >= _BLOCKS_TO_STORE_AT_ONCE or self._steps_waited >= _STEPS_TO_WAIT or num_tokens == 0:
+            enough = len(self._filled) >= _BLOCKS_TO_STORE_AT_ONCE or self._steps_waited >= _STEPS_TO_WAIT
+            if enough or num_tokens == 0 or preempted or self._gpu_is_short():
                 self._choose_stores()
         if self._front is not None:
-            nearly_evicted = self._front.advance(self._wanted_from_front, self._budget())
-            self._start_store(nearly_evicted, to_front=True)
+            # vLLM may hold the same content in two blocks.
+            nearly_evicted = {b.block_hash: b for b in self._front.advance(self._wanted_from_front, self._budget())}
+            self._start_store(list(nearly_evicted.values()), to_front=True)
+        self._num_planned = len(self._filled)
         jobs.stores, self._ready_stores = self._ready_stores, []
         return jobs
 
@@ -354,10 +361,15 @@ class OffloadScheduler:
         self._next_job += 1
         return self._next_job
 
-    def _drop_uncomputed(self, preempted: set[str] | None) -> None:
+    def _drop_uncomputed(self, preempted: set[str]) -> None:
         """A request preempted in the pass that hashed its block never computed it."""
-        if preempted and self._filled:
-            self._filled = [c for c in self._filled if c.request_id not in preempted]
+        new = self._filled[self._num_planned :]
+        self._filled[self._num_planned :] = [c for c in new if c.request_id not in preempted]
+
+    def _gpu_is_short(self) -> bool:
+        """Whether the next pass may preempt a request, and hand on its blocks before they could be stored."""
+        assert self._gpu is not None
+        return self._gpu.get_num_free_blocks() < self._num_gpu_blocks // 4
 
     def _budget(self) -> int:
         return store_budget(
@@ -383,12 +395,12 @@ class OffloadScheduler:
                 chosen.append(candidate.block)
                 keys.add(candidate.key)
             else:
-                self._incomplete.add(candidate.request_id)
+                self._incomplete |= {candidate.request_id} & self._admitted
                 self.stats.count("stores_dropped_blocks")
 
         for _ in range(min(len(self._deferred), budget)):
             choose(self._deferred.popleft())
-        filled, self._filled = self._filled, []
+        filled, self._filled, self._num_planned = self._filled, [], 0
         for candidate in filled:
             choose(candidate)
         self._start_store(chosen, to_front=False)
@@ -413,7 +425,7 @@ class OffloadScheduler:
         self._deferred.append(candidate)
         if len(self._deferred) > self._num_gpu_blocks:
             dropped = self._deferred.popleft()
-            self._incomplete.add(dropped.request_id)
+            self._incomplete |= {dropped.request_id} & self._admitted
             self.stats.count("stores_dropped_blocks")
 
     def _start_store(self, gpu_blocks: list[KVCacheBlock], *, to_front: bool) -> None:
@@ -453,6 +465,8 @@ class OffloadScheduler:
     # Completions.
 
     def complete(self, output: KVConnectorOutput) -> None:
+        # vLLM keeps the blocks of a failed load reserved for its request, and would wait for ever to load again.
+        self._unloadable |= (output.failed_recving or set()) & self._admitted
         report = output.kv_connector_worker_meta
         if not isinstance(report, StepReport):
             return
@@ -506,7 +520,8 @@ class OffloadScheduler:
             held = zip(store.host_blocks, store.origins, store.token_counts, strict=True)
             self.host.insert([Stored(block, origin.key, n, origin.parent) for block, origin, n in held])
             if self.host.events_enabled:
-                self._events += [origin.event for origin in store.origins if origin.event is not None]
+                # In one queue with the removals: a reader must see them in the order in which they happened.
+                self.host.pool.kv_event_queue += [o.event for o in store.origins if o.event is not None]
         self._release_gpu(store.gpu_blocks, to_front=store.to_front)
 
     def _release_gpu(self, blocks: Sequence[KVCacheBlock], *, to_front: bool) -> None:
@@ -530,6 +545,7 @@ class OffloadScheduler:
         self._local_tokens.pop(request_id, None)
         self._hits.pop(request_id, None)
         self._unloadable.discard(request_id)
+        self._admitted.discard(request_id)
         if request_id in self._incomplete:
             self._incomplete.discard(request_id)
             self._offer_again(request_id, block_ids)
@@ -554,6 +570,7 @@ class OffloadScheduler:
             self._release_load(load)
         self._hits.clear()
         self._filled.clear()
+        self._num_planned = 0
         self._deferred.clear()
         self._steps_waited = 0
         for store in self._stores.values():
@@ -579,9 +596,8 @@ class OffloadScheduler:
     def take_events(self) -> Iterable[KVCacheEvent]:
         if not self.host.events_enabled:
             return ()
-        removed = self.host.pool.take_events()
-        for event in removed:
+        events = self.host.pool.take_events()
+        for event in events:
             if isinstance(event, BlockRemoved):
                 event.locality = "LOCAL"
-        events, self._events = [*self._events, *removed], []
         return events

@@ -1,0 +1,118 @@
+"""Plain copies between a KV buffer and the pool."""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from overspill.kv.copies import PlainCopier, Transfer
+from overspill.kv.host_memory import HostMemory
+from overspill.kv.layout import Region
+
+BLOCKS, SLOTS = 6, 8
+LAYOUTS = {
+    "block outermost": [Region(0, 96)],
+    "layer outermost": [Region(0, 32), Region(32 * BLOCKS, 64)],
+}
+
+
+class Rig:
+    def __init__(self, regions: list[Region]) -> None:
+        self.memory = HostMemory(SLOTS, sum(region.block_bytes for region in regions))
+        self.buffer = torch.zeros(96 * BLOCKS, dtype=torch.uint8)
+        self.copier = PlainCopier(self.buffer, regions, BLOCKS, self.memory)
+        self.regions = regions
+
+    def block(self, index: int) -> bytes:
+        parts = ((r.offset + index * r.block_bytes, r.block_bytes) for r in self.regions)
+        return b"".join(bytes(self.buffer[start : start + size].tolist()) for start, size in parts)
+
+    def fill(self) -> None:
+        self.buffer.copy_(torch.from_numpy(np.random.default_rng(1).integers(0, 256, self.buffer.numel(), np.uint8)))
+
+
+@pytest.fixture(params=LAYOUTS)
+def rig(request: pytest.FixtureRequest, open_gate: None) -> Iterator[Rig]:
+    rig = Rig(LAYOUTS[request.param])
+    yield rig
+    PlainCopier.gate.set()
+    rig.copier.close()
+    rig.memory.close()
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def wait(transfer: Transfer) -> Transfer:
+    deadline = time.monotonic() + 30
+    while not transfer.done():
+        assert time.monotonic() < deadline, "the copy never ended"
+        time.sleep(0.001)
+    return transfer
+
+
+def test_blocks_come_back_as_they_were_stored_into_other_blocks(rig: Rig) -> None:
+    rig.fill()
+    kept = [rig.block(i) for i in range(BLOCKS)]
+    stored = rig.copier.store(ids(1, 4, 2), ids(7, 0, 3))
+    assert stored.done() and stored.error is None
+    assert rig.memory.slots[7].tobytes() == kept[1]
+    rig.buffer.zero_()
+    loaded = wait(rig.copier.load(ids(7, 0, 3), ids(0, 3, 5)))
+    assert loaded.error is None and loaded.queued
+    assert [rig.block(i) for i in (0, 3, 5)] == [kept[1], kept[4], kept[2]]
+    for untouched in (1, 2, 4):
+        assert not any(rig.block(untouched))
+
+
+def test_a_transfer_knows_its_bytes_and_seconds(rig: Rig) -> None:
+    transfer = rig.copier.store(ids(0, 1), ids(0, 1))
+    assert transfer.num_bytes == 2 * 96
+    assert transfer.seconds > 0
+
+
+def test_a_closed_gate_keeps_copies_in_flight(rig: Rig) -> None:
+    rig.fill()
+    rig.copier.store(ids(1), ids(1))
+    before = rig.block(2)
+    PlainCopier.gate.clear()
+    load, store = rig.copier.load(ids(1), ids(2)), rig.copier.store(ids(3), ids(4))
+    assert not load.wait_queued(0.05)
+    assert not load.done() and not store.done()
+    assert rig.block(2) == before
+    PlainCopier.gate.set()
+    assert wait(load).error is None and wait(store).error is None
+    assert rig.block(2) == rig.block(1)
+    assert rig.memory.slots[4].tobytes() == rig.block(3)
+
+
+def test_copies_happen_in_the_order_in_which_they_were_asked_for(rig: Rig) -> None:
+    rig.fill()
+    first, second = rig.block(1), rig.block(2)
+    PlainCopier.gate.clear()
+    rig.copier.store(ids(1), ids(0))
+    load = rig.copier.load(ids(0), ids(5))
+    rig.copier.store(ids(2), ids(0))
+    PlainCopier.gate.set()
+    rig.copier.close()
+    assert load.done()
+    assert rig.block(5) == first
+    assert rig.memory.slots[0].tobytes() == second
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_a_copy_that_fails_is_over_and_says_why(rig: Rig, direction: str) -> None:
+    bad, good = ids(SLOTS + 5), ids(0)
+    transfer = rig.copier.load(bad, good) if direction == "load" else rig.copier.store(good, bad)
+    assert isinstance(wait(transfer).error, IndexError)
+    assert wait(rig.copier.load(ids(0), ids(0))).error is None, "the next copy is not affected"
+
+
+def test_a_mark_measures_the_time_to_a_later_one(rig: Rig) -> None:
+    start = rig.copier.mark()
+    time.sleep(0.01)
+    seconds = start.seconds_until(rig.copier.mark())
+    assert seconds is not None and seconds >= 0.01

@@ -1,0 +1,98 @@
+"""Engines that Overspill cannot serve are told so before the model loads: one sentence, and what to change."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.preflight import check_engine, check_vllm_version
+
+SIZE = {"host_bytes": "1MiB", "reserve_bytes": 0}
+
+
+def transfer(**changes: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        **{"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": SIZE} | changes
+    )
+
+
+def inside_multi(**changes: Any) -> KVTransferConfig:
+    children = [
+        {"kv_connector": "OtherConnector", "kv_role": "kv_both"},
+        {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": SIZE},
+    ]
+    return transfer(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children}, **changes)
+
+
+def engine(
+    kv_transfer_config: KVTransferConfig | None,
+    *,
+    prefix_caching: bool = True,
+    speculative: object = None,
+    **changes: Any,
+) -> Any:
+    model = {"is_encoder_decoder": False, "is_hybrid": False}
+    parallel = {
+        "pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+        "tensor_parallel_size": 1, "world_size": 1,
+    }  # fmt: skip
+    return SimpleNamespace(
+        kv_transfer_config=kv_transfer_config,
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        model_config=SimpleNamespace(**{k: changes.get(k, v) for k, v in model.items()}),
+        parallel_config=SimpleNamespace(**{k: changes.get(k, v) for k, v in parallel.items()}),
+        speculative_config=speculative,
+    )
+
+
+def test_an_engine_with_everything_gets_its_options() -> None:
+    options = check_engine(engine(transfer()))
+    assert options is not None and options.host_bytes == 2**20
+
+
+def test_an_engine_without_overspill_is_left_alone() -> None:
+    assert check_engine(engine(None, prefix_caching=False)) is None
+    assert check_engine(engine(transfer(kv_connector="OtherConnector"), prefix_caching=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (engine(transfer(), prefix_caching=False), "remove --no-enable-prefix-caching"),
+        (engine(transfer(kv_role="kv_producer")), "'kv_producer'"),
+        (engine(transfer(), is_encoder_decoder=True), "encoder-decoder"),
+        (engine(transfer(), pipeline_parallel_size=2), "use --pipeline-parallel-size 1"),
+        (engine(transfer(), decode_context_parallel_size=2), "--decode-context-parallel-size 1"),
+        (engine(transfer(), is_hybrid=True, speculative=object()), "remove --speculative-config"),
+        (engine(transfer(kv_connector_extra_config={})), "needs host_bytes"),
+        (engine(transfer(kv_connector_extra_config=SIZE | {"stor": "lazy"})), "did you mean 'store'"),
+        (engine(transfer(kv_connector_extra_config={"host_bytes": -1})), "larger than zero"),
+        (engine(transfer(kv_connector_extra_config={"host_bytes": "900TiB"})), "Largest that fits|No pool fits"),
+        (engine(inside_multi()), '"kv_load_failure_policy": "recompute": add it'),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_sentence_with_what_to_change(config: Any, said: str) -> None:
+    with pytest.raises(OverspillError, match=said) as refused:
+        check_engine(config)
+    assert "\n" not in str(refused.value)
+
+
+def test_inside_multiconnector_it_works_with_the_policy_at_the_top() -> None:
+    assert check_engine(engine(inside_multi(kv_load_failure_policy="recompute"))) is not None
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])
+def test_a_tested_vllm_is_accepted(version: str) -> None:
+    check_vllm_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "0.3.20"])
+def test_another_vllm_is_refused_with_the_one_to_install(version: str) -> None:
+    with pytest.raises(OverspillError, match=rf"this is {version}\. Install vllm==0\.32\.0"):
+        check_vllm_version(version)
+
+
+def test_the_vllm_that_is_installed_is_accepted() -> None:
+    check_vllm_version()

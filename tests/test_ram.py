@@ -1,0 +1,116 @@
+"""How much RAM may be taken, from /proc and /sys as they look on different machines."""
+
+from pathlib import Path
+
+import pytest
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.ram import Ram, available_ram, require_ram
+
+GIB = 2**30
+
+
+class Machine:
+    """A /proc and a /sys of our own."""
+
+    def __init__(self, root: Path, available: int, cgroup: str | None) -> None:
+        self.proc, self.sys = root / "proc", root / "sys"
+        self.write(self.proc / "meminfo", f"MemTotal: 99 kB\nMemAvailable: {available // 1024} kB\n")
+        if cgroup is not None:
+            self.write(self.proc / "self/cgroup", cgroup)
+
+    def write(self, path: Path, text: object) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    def limit_v2(self, path: str, limit: int | str, usage: int, inactive_file: int = 0) -> None:
+        folder = self.sys / "fs/cgroup" / path
+        self.write(folder / "memory.max", limit)
+        self.write(folder / "memory.current", usage)
+        self.write(folder / "memory.stat", f"anon 1\ninactive_file {inactive_file}\nactive_file 5")
+
+    def ram(self) -> Ram:
+        return available_ram(self.proc, self.sys)
+
+
+def test_without_cgroups_it_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
+    ram = Machine(tmp_path, 10 * GIB, None).ram()
+    assert ram == Ram(10 * GIB, "the machine's available memory")
+
+
+def test_a_cgroup_v2_limit_below_it_counts(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 10 * GIB, "0::/app")
+    machine.limit_v2("app", 4 * GIB, 1 * GIB)
+    assert machine.ram().available_bytes == 3 * GIB
+    assert "app/memory.max" in machine.ram().source
+
+
+def test_a_limit_of_max_is_none(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 10 * GIB, "0::/app")
+    machine.limit_v2("app", "max", 1 * GIB)
+    assert machine.ram().available_bytes == 10 * GIB
+
+
+def test_the_tightest_of_nested_limits_counts(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 10 * GIB, "0::/slice/app")
+    machine.limit_v2("slice/app", 8 * GIB, 1 * GIB)
+    machine.limit_v2("slice", 6 * GIB, 5 * GIB)
+    assert machine.ram().available_bytes == 1 * GIB
+    assert machine.ram().source.endswith("slice/memory.max")
+
+
+def test_the_limit_at_the_mount_counts_when_the_path_is_the_hosts(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 10 * GIB, "0::/kubepods/pod7/c1")
+    machine.limit_v2("", 4 * GIB, 1 * GIB)
+    assert machine.ram().available_bytes == 3 * GIB
+
+
+def test_page_cache_is_counted_back(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 10 * GIB, "0::/app")
+    machine.limit_v2("app", 4 * GIB, 3 * GIB, inactive_file=2 * GIB)
+    assert machine.ram().available_bytes == 3 * GIB
+
+
+def test_a_cgroup_beyond_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 10 * GIB, "0::/app")
+    machine.limit_v2("app", 1 * GIB, 2 * GIB)
+    assert machine.ram().available_bytes == 0
+
+
+def test_a_cgroup_v1_limit_counts(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 10 * GIB, "5:cpu:/x\n4:hugetlb,memory:/docker/c1")
+    folder = machine.sys / "fs/cgroup/memory/docker/c1"
+    machine.write(folder / "memory.limit_in_bytes", 4 * GIB)
+    machine.write(folder / "memory.usage_in_bytes", 2 * GIB)
+    machine.write(folder / "memory.stat", f"inactive_file {GIB // 2}")
+    assert machine.ram().available_bytes == 2.5 * GIB
+
+
+def test_a_kernel_without_memavailable_is_named(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, GIB, None)
+    machine.write(machine.proc / "meminfo", "MemTotal: 5 kB")
+    with pytest.raises(OverspillError, match=r"no MemAvailable line; Linux 3\.14"):
+        machine.ram()
+
+
+def test_this_machine_has_some_ram() -> None:
+    assert available_ram().available_bytes > 2**26
+
+
+def test_a_pool_that_leaves_the_reserve_is_accepted() -> None:
+    require_ram(6 * GIB, 4 * GIB, Ram(10 * GIB, "test"))
+
+
+def test_a_pool_that_would_not_is_refused_with_need_have_and_the_largest_that_fits() -> None:
+    with pytest.raises(OverspillError) as refused:
+        require_ram(6 * GIB + 1, 4 * GIB, Ram(10 * GIB, "the cgroup limit X"))
+    message = str(refused.value)
+    for part in ("needs 6 GiB", "10 GiB is available", "the cgroup limit X", "4 GiB stays in reserve",
+                 '"host_bytes": "6144MiB"', "lower reserve_bytes"):  # fmt: skip
+        assert part in message
+    require_ram(6144 * 2**20, 4 * GIB, Ram(10 * GIB, "what was advised fits"))
+
+
+def test_where_nothing_fits_no_size_is_advised() -> None:
+    with pytest.raises(OverspillError, match="No pool fits: free some RAM"):
+        require_ram(1, 4 * GIB, Ram(3 * GIB, "test"))

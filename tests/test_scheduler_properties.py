@@ -1,0 +1,245 @@
+"""Random admissions, steps, aborts, preemptions, resets and faults against what must hold after every one of them.
+
+`simulated_engine` says what that is: no block leaked, none freed in flight, no hit on content that is not there.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tests.simulated_engine import MAX_MODEL_LEN, Engine, ScriptedTransfer, Setup, Violation
+
+from overspill.kv.scheduler import OffloadScheduler
+
+FULL, FULL_AND_WINDOW, UNEQUAL = ((4, 0),), ((4, 0), (4, 10)), ((8, 0), (4, 6))
+PREFIXES = [[100 * p + i % 90 for i in range(MAX_MODEL_LEN)] for p in range(1, 7)]
+
+Operation = tuple[Any, ...]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Thousands of faults are meant here."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    groups = draw(st.sampled_from([FULL, FULL, FULL_AND_WINDOW, UNEQUAL]))
+    # The smallest pools barely hold one request of the greatest length, so that the others are preempted.
+    blocks_of_longest = sum(MAX_MODEL_LEN // size for size, _ in groups)
+    return Setup(
+        groups=groups,
+        gpu_blocks=1 + blocks_of_longest + draw(st.sampled_from([2, 6, 12, 40])),
+        host_slots=draw(st.sampled_from([1, 12, 40, 120, 120])),
+        store=draw(st.sampled_from(["eager", "lazy"])),
+        eviction=draw(st.sampled_from(["lru", "arc"])),
+        load=draw(st.sampled_from(["always", "always", "auto"])),
+        batched_tokens=draw(st.sampled_from([8, 16, 64])),
+        max_seqs=draw(st.sampled_from([2, 6])),
+        ranks=draw(st.sampled_from([1, 1, 2])),
+        asynchronous=draw(st.booleans()),
+        longest_flight=draw(st.sampled_from([0, 1, 5])),
+        fault_rate=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+_index = st.integers(0, 255)
+_kinds: dict[str, st.SearchStrategy[Operation]] = {
+    # A prompt is a piece of a shared prefix, or an earlier conversation, and something new.
+    "add": st.tuples(
+        st.booleans(), _index, st.sampled_from([0, 16, 24, 33, 48]), st.integers(1, 9), st.integers(1, 10)
+    ),
+    "step": st.tuples(st.sampled_from([1, 2, 4, 8])),
+    "abort": st.tuples(_index),
+    "damage": st.tuples(_index, st.booleans()),
+    "reset": st.tuples(st.booleans(), st.booleans()),
+    "reset_connector": st.tuples(),
+}
+_weighted = ["add"] * 16 + ["step"] * 16 + ["abort"] * 2 + ["damage"] * 2 + ["reset", "reset_connector"]
+_operations = st.lists(
+    st.sampled_from(_weighted)
+    .flatmap(lambda kind: st.tuples(st.just(kind), _kinds[kind]))
+    .map(lambda o: (o[0], *o[1])),
+    min_size=20,
+    max_size=60,
+)
+
+
+def perform(engine: Engine, operation: Operation) -> None:
+    match operation:
+        case "add", returning, which, length, tail, max_tokens:
+            known = list(engine.requests.values())
+            base = (
+                list(known[which % len(known)].all_token_ids)
+                if returning and known
+                else PREFIXES[which % len(PREFIXES)][:length]
+            )
+            prompt = [*base, *(200 + (which + i) % 7 for i in range(tail))][: MAX_MODEL_LEN - max_tokens - 1]
+            engine.add(prompt, max_tokens)
+        case "step", times:
+            for _ in range(times):
+                engine.step()
+        case "abort", which:
+            alive = [request.request_id for request in engine.scheduler.requests.values()]
+            if alive:
+                engine.abort(alive[which % len(alive)])
+        case "damage", which, every_rank:
+            engine.damage(which, every_rank=every_rank)
+        case "reset", running, connector:
+            engine.reset(running=running, connector=connector)
+        case ("reset_connector",):
+            engine.reset_connector()
+        case _:
+            raise ValueError(operation)
+
+
+class Tally:
+    """What all sequences of a test did together: a run in which nothing was loaded proves nothing."""
+
+    def __init__(self) -> None:
+        self.operations = self.preemptions = 0
+        self.totals: dict[str, float] = {}
+
+    def add(self, engine: Engine, operations: int) -> None:
+        self.operations += operations + engine.steps
+        self.preemptions += sum(request.num_preemptions for request in engine.requests.values())
+        for name, value in engine.totals.items():
+            self.totals[name] = self.totals.get(name, 0) + value
+
+
+def sequences(examples: int, tally: Tally, *, search: bool = True) -> Callable[[], None]:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink] if search else [Phase.generate],
+        report_multiple_bugs=False,
+    )
+    @given(setup=setups(), operations=_operations, abort_all=st.booleans())
+    def run(setup: Setup, operations: list[Operation], abort_all: bool) -> None:
+        engine = Engine(setup)
+        for operation in operations:
+            perform(engine, operation)
+        if abort_all:
+            for name in list(engine.scheduler.requests):
+                engine.abort(name)
+        engine.drain()
+        tally.add(engine, len(operations))
+
+    return run
+
+
+def check_that_everything_happened(tally: Tally) -> None:
+    assert tally.preemptions > 0
+    for name in ("hit_tokens", "load_bytes", "store_bytes", "evicted_blocks", "corrupt_blocks", "load_failures",
+                 "loads_skipped_tokens", "stores_dropped_blocks", "store_failures"):  # fmt: skip
+        assert tally.totals.get(name, 0) > 0, f"no sequence had any {name}"
+
+
+def test_no_sequence_leaks_a_block_frees_one_in_flight_or_hits_content_that_is_not_there() -> None:
+    tally = Tally()
+    sequences(250, tally)()
+    assert tally.operations > 10_000
+    check_that_everything_happened(tally)
+
+
+@pytest.mark.soak
+def test_none_of_a_great_many_sequences_does_either() -> None:
+    tally = Tally()
+    sequences(10_000, tally)()
+    check_that_everything_happened(tally)
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "corrupt"])
+def test_a_request_whose_load_failed_is_recomputed_instead_of_loaded_again(fault: str) -> None:
+    """vLLM keeps blocks free for requests that load, and goes on to count one whose load has failed: it never admitted
+    the second load of a prompt that needs more than half of the pool."""
+    engine = Engine(Setup(gpu_blocks=19, host_slots=40))
+    for prefix in PREFIXES[:2]:
+        engine.add(prefix[:50], max_tokens=1)
+        while engine.scheduler.has_requests():
+            engine.step()
+    if fault == "unreadable":
+        engine.copiers[0].unreadable.update(range(40))
+    else:
+        last = max(slot for slot, content in enumerate(engine.copiers[0].host) if content[0] >= 0 and slot < 12)
+        engine.copiers[0].damage(last)
+    engine.add(PREFIXES[0][:50], max_tokens=1)
+    engine.drain(limit=60)
+    assert engine.totals["load_failures"] == 1
+
+
+def test_a_preempted_request_finds_in_ram_what_it_had_computed() -> None:
+    """Blocks that waited to be stored together were forgotten when their request was preempted."""
+    engine = Engine(Setup(gpu_blocks=19, host_slots=40, batched_tokens=64, longest_flight=0))
+    names = [engine.add(prefix[:33], max_tokens=24) for prefix in PREFIXES[:2]]
+    engine.drain()
+    assert engine.requests[names[1]].num_preemptions > 0
+    assert engine.totals.get("hit_tokens", 0) > 0
+
+
+# The checks can fail: each of these faults is planted, and found.
+
+
+def finds(what: str) -> None:
+    with pytest.raises(Violation, match=what):
+        sequences(1000, Tally(), search=False)()
+
+
+def test_freeing_gpu_blocks_with_their_request_instead_of_their_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = OffloadScheduler.finished
+
+    def frees_at_once(self: OffloadScheduler, *args: Any) -> None:
+        finished(self, *args)
+        for store in self._stores.values():
+            self._gpu.free_blocks(store.gpu_blocks)
+            self._blocks_storing -= len(store.gpu_blocks)
+            store.gpu_blocks = []
+
+    monkeypatch.setattr(OffloadScheduler, "finished", frees_at_once)
+    finds("GPU block freed during its store")
+
+
+def test_a_hash_that_can_be_found_before_its_store_is_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_store = OffloadScheduler._start_store
+
+    def finds_at_once(self: OffloadScheduler, *args: Any, **kwargs: Any) -> None:
+        before = set(self._stores)
+        start_store(self, *args, **kwargs)
+        for job in self._stores.keys() - before:
+            store = self._stores[job]
+            for block, origin, tokens in zip(store.host_blocks, store.origins, store.token_counts, strict=True):
+                self.host.pool._insert_block_hash(origin.key, block, num_tokens=tokens)
+
+    monkeypatch.setattr(OffloadScheduler, "_start_store", finds_at_once)
+    finds("RAM block .* is found by a hash that is not its content's")
+
+
+def test_keeping_a_corrupt_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadScheduler, "_drop_corrupt", lambda self, slots: None)
+    finds("corrupt can be found again")
+
+
+def test_a_forward_that_does_not_wait_for_an_early_load_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedTransfer, "fence", lambda self: None)
+    finds("reads what is not its own")
+
+
+def test_a_load_that_keeps_one_of_its_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    release_load = OffloadScheduler._release_load
+
+    def leaks(self: OffloadScheduler, load: Any) -> None:
+        self._gpu.touch(load.gpu_blocks[:1])
+        release_load(self, load)
+
+    monkeypatch.setattr(OffloadScheduler, "_release_load", leaks)
+    finds("GPU blocks leaked")
