@@ -191,6 +191,8 @@ class ScriptedCopier(Copier):
     def record(self, slots: Sequence[int]) -> None:
         """Checksums are always up to date here."""
 
+    def end_step(self) -> None: ...
+
     def mark(self) -> Mark:
         return PlainCopier.mark(None)  # type: ignore[arg-type]
 
@@ -458,7 +460,7 @@ class Engine:
         require(len(_cached(host)) == self.offload.host.num_cached, "the same content is in RAM twice")
         offload = self.offload
         require(
-            min(offload._blocks_loading, offload._blocks_storing, *offload._slots_loading.values(), 0) == 0,
+            min(offload._blocks_loading, offload._blocks_storing, 0) == 0,
             "negative count",
         )
 
@@ -509,7 +511,7 @@ class Engine:
         ):
             require(not getattr(offload, name), f"{name} remembers {getattr(offload, name)} of requests that are gone")
         require(
-            not offload._slots_loading and offload._blocks_loading == offload._blocks_storing == 0, "count left over"
+            not offload._heads_loading and offload._blocks_loading == offload._blocks_storing == 0, "count left over"
         )
         in_ram = {
             (maybe_convert_block_hash(get_block_hash(b.block_hash)), get_group_id(b.block_hash))

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from tests.engine import BLOCK, assert_same, engine, overspill, random_prompt
 
 pytestmark = [
@@ -104,7 +105,8 @@ def test_a_store_waits_for_the_compute_before_it(rig: Rig) -> None:
 def test_a_load_waits_for_the_compute_before_it_and_compute_can_wait_for_the_load(rig: Rig) -> None:
     rig.memory.slots[:] = 9
     torch.cuda._sleep(200_000_000)
-    rig.buffer.fill_(5)  # still reads and writes the blocks when the load is asked for
+    rig.buffer.fill_(5)  # still writes the blocks when the load is asked for
+    rig.copier.end_step()
     blocks = np.arange(NUM_BLOCKS)
     transfer = rig.copier.load(blocks, blocks)
     assert transfer.wait_queued(30)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.simulated_engine import MAX_MODEL_LEN, Engine, ScriptedTransfer, Setup, Violation
 
 from overspill.kv.scheduler import OffloadScheduler
+from tests.simulated_engine import MAX_MODEL_LEN, Engine, ScriptedTransfer, Setup, Violation
 
 FULL, FULL_AND_WINDOW, UNEQUAL = ((4, 0),), ((4, 0), (4, 10)), ((8, 0), (4, 6))
 PREFIXES = [[100 * p + i % 90 for i in range(MAX_MODEL_LEN)] for p in range(1, 7)]

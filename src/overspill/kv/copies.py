@@ -60,11 +60,15 @@ class Copier(ABC):
 
     @abstractmethod
     def load(self, slots: Ids, blocks: Ids) -> Transfer:
-        """Start copying slots into blocks, after the compute queued so far."""
+        """Start copying slots into blocks, after the steps that may have touched them."""
 
     @abstractmethod
     def store(self, blocks: Ids, slots: Ids) -> Transfer:
         """Start copying blocks into slots, after the compute queued so far."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """All compute of a step is queued."""
 
     @abstractmethod
     def mark(self) -> Mark: ...
@@ -137,6 +141,9 @@ class PlainCopier(Copier):
             return
         transfer.seconds = time.perf_counter() - began
         transfer.settle()
+
+    def end_step(self) -> None:
+        """A step's compute is over when it returns."""
 
     def mark(self) -> Mark:
         return _WallMark()

@@ -3,6 +3,7 @@
 import ctypes
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ Addresses = npt.NDArray[np.uint64]
 
 _CUDA_VERSION = 12080  # the first that has cuMemcpyBatchAsync, in the form with a fail index
 _SUCCESS, _ALREADY_REGISTERED = 0, 712
+_BATCH = 512
 _BOUNCE_BYTES = 64 * MiB
 _BOUNCE_THREADS = 4
 
@@ -188,11 +190,20 @@ class _Lane:
 
 
 class CudaCopier(Copier):
-    """Loads and stores on streams of their own. Both wait for the compute queued before them and neither ever makes
-    the model's thread wait."""
+    """Loads and stores on streams of their own; neither ever makes the model's thread wait.
+
+    A store waits for all compute queued before it. A load need not: its blocks were free when it was planned, and
+    vLLM frees a block only once the steps that touch it are processed. With `steps_in_flight` steps at a time, that
+    was so for all but the latest of them, and a long prefill under way does not hold the load up.
+    """
 
     def __init__(
-        self, buffer: torch.Tensor, regions: Sequence[Region], memory: HostMemory, pinned: PinnedRanges | None
+        self,
+        buffer: torch.Tensor,
+        regions: Sequence[Region],
+        memory: HostMemory,
+        pinned: PinnedRanges | None,
+        steps_in_flight: int = 1,
     ) -> None:
         self._memory = memory
         self._base = buffer.data_ptr()
@@ -203,17 +214,20 @@ class CudaCopier(Copier):
         self._loads = _Lane(buffer.device, "overspill-load")
         self._stores = _Lane(buffer.device, "overspill-store")
         self._bounces = [_Bounce(memory.slot_bytes, pinned) for _ in range(2)]
+        self._ends: deque[torch.cuda.Event] = deque(maxlen=steps_in_flight)
+
+    def end_step(self) -> None:
+        self._ends.append(_compute_so_far())
 
     def load(self, slots: Ids, blocks: Ids) -> Transfer:
-        return self._submit(self._loads, slots, blocks, to_gpu=True)
+        after = self._ends[0] if len(self._ends) == self._ends.maxlen else _compute_so_far()
+        return self._submit(self._loads, slots, blocks, after, to_gpu=True)
 
     def store(self, blocks: Ids, slots: Ids) -> Transfer:
-        return self._submit(self._stores, slots, blocks, to_gpu=False)
+        return self._submit(self._stores, slots, blocks, _compute_so_far(), to_gpu=False)
 
-    def _submit(self, lane: _Lane, slots: Ids, blocks: Ids, *, to_gpu: bool) -> Transfer:
-        so_far = torch.cuda.Event()
-        so_far.record()
-        transfer = _CudaTransfer(len(slots) * self._memory.slot_bytes, so_far)
+    def _submit(self, lane: _Lane, slots: Ids, blocks: Ids, after: torch.cuda.Event, *, to_gpu: bool) -> Transfer:
+        transfer = _CudaTransfer(len(slots) * self._memory.slot_bytes, after)
         lane.submit(transfer, lambda: self._copy(lane, slots, blocks, to_gpu=to_gpu))
         return transfer
 
@@ -234,7 +248,10 @@ class CudaCopier(Copier):
             dst, src = (gpu, ram) if to_gpu else (ram, gpu)
             parts.append(merge_runs(dst, src, region.block_bytes, places.pieces))
         dst, src, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
-        self._batch(dst, src, sizes, lane.stream.cuda_stream)
+        # The driver starts a batch when it has taken all of it, so the first bytes should not wait for the last.
+        for start in range(0, len(dst), _BATCH):
+            part = slice(start, start + _BATCH)
+            self._batch(dst[part], src[part], sizes[part], lane.stream.cuda_stream)
 
     def _copy_through_bounce(self, lane: _Lane, slots: Ids, blocks: Ids, *, to_gpu: bool) -> None:
         """In the lane's thread, which waits; the model's thread does not."""
@@ -257,6 +274,12 @@ class CudaCopier(Copier):
             lane.close()
         for bounce in self._bounces:
             bounce.close()
+
+
+def _compute_so_far() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,9 @@ class LruOrder:
         """The content was asked for, here or on the GPU."""
         self._use(block.block_id)
 
+    def read(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks in use are being read. That they were used lately is noted when they are released."""
+
     def forget(self, block: KVCacheBlock) -> None:
         """The block's content is void. A free block stays free, and becomes the next to be handed out."""
         block_id = block.block_id
@@ -209,11 +212,14 @@ class ArcOrder(LruOrder):
         self._cached_once += not seen
 
     def use(self, block: KVCacheBlock) -> None:
-        block_id = block.block_id
-        if not self._again[block_id]:
-            self._again[block_id] = True
-            self._cached_once -= 1
+        self.read((block,))
         super().use(block)
+
+    def read(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for block in blocks:
+            if not self._again[block.block_id]:
+                self._again[block.block_id] = True
+                self._cached_once -= 1
 
     def forget(self, block: KVCacheBlock) -> None:
         self._leave(block.block_id)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -127,7 +128,7 @@ class OffloadScheduler:
         self._storing: set[BlockHashWithGroupId] = set()
         self._blocks_storing = 0
         self._blocks_loading = 0
-        self._slots_loading: dict[int, int] = {}  # host block id -> loads that read it
+        self._heads_loading: set[int] = set()  # first host block of every load
 
     # Seeing what the GPU's pool does.
 
@@ -227,7 +228,9 @@ class OffloadScheduler:
         if hit is None:
             return 0, False
         blocks = self._blocks_to_load(hit)
-        if any(block.block_id in self._slots_loading for block in blocks):
+        if not blocks:
+            return 0, False
+        if blocks[0].block_id in self._heads_loading:
             # Another request is loading the same blocks; when it is done they are a hit on the GPU.
             return None, False
         if self._options.load == "auto" and not load_beats_recompute(
@@ -273,16 +276,14 @@ class OffloadScheduler:
             end = hit.num_local_tokens + hit.num_tokens
             for group in self._groups:
                 size = self.host.group_block_sizes[group]
-                for i in range(hit.num_local_tokens // size, -(-end // size)):
-                    target = blocks.blocks[group][i]
-                    if target.is_null:
-                        continue  # before the window
-                    source = hit.blocks[group][i] if i < len(hit.blocks[group]) else None
-                    if source is None or source.is_null:
-                        void = True  # the GPU expects bytes that RAM does not have
-                        continue
-                    host_blocks.append(source)
-                    gpu_blocks.append(target)
+                span = slice(hit.num_local_tokens // size, -(-end // size))
+                # Null targets lie before the window.
+                pairs = zip_longest(blocks.blocks[group][span], hit.blocks[group][span])
+                wanted = [(target, source) for target, source in pairs if target is not None and not target.is_null]
+                # Does the GPU expect bytes that RAM does not have?
+                void = void or any(source is None or source.is_null for _, source in wanted)
+                gpu_blocks += [target for target, _ in wanted]
+                host_blocks += [source for _, source in wanted]
         if void:
             logger.warning(
                 "Overspill: %d tokens of request %s cannot be loaded as offered; they will be recomputed",
@@ -292,13 +293,12 @@ class OffloadScheduler:
             self._unloadable.add(request_id)
         else:
             self.stats.count("hit_tokens", num_external_tokens)
-        self.host.pin(host_blocks)
-        self.host.use(host_blocks)
+        self.host.read(host_blocks)
         assert self._gpu is not None
         self._gpu.touch(gpu_blocks)
         self._blocks_loading += len(host_blocks)
-        for block in host_blocks:
-            self._slots_loading[block.block_id] = self._slots_loading.get(block.block_id, 0) + 1
+        if host_blocks:
+            self._heads_loading.add(host_blocks[0].block_id)
         self._planned_loads[request_id] = (LoadInFlight(request_id, gpu_blocks, host_blocks), void)
 
     def _keep_local_prefix(self, request_id: str, blocks: KVCacheBlocks, num_local_tokens: int) -> None:
@@ -502,12 +502,8 @@ class OffloadScheduler:
     def _release_load(self, load: LoadInFlight) -> None:
         assert self._gpu is not None
         self._blocks_loading -= len(load.host_blocks)
-        for block in load.host_blocks:
-            left = self._slots_loading[block.block_id] - 1
-            if left:
-                self._slots_loading[block.block_id] = left
-            else:
-                del self._slots_loading[block.block_id]
+        if load.host_blocks:
+            self._heads_loading.discard(load.host_blocks[0].block_id)
         self.host.release(load.host_blocks)
         self._gpu.free_blocks(reversed(load.gpu_blocks))
 

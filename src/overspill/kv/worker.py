@@ -46,6 +46,7 @@ class OffloadWorker:
         self._options = options
         self._config = kv_cache_config
         self._world_size = parallel.world_size
+        self._steps_in_flight = vllm_config.max_concurrent_batches
         self._reports_pool = parallel.rank == 0
         self.memory: HostMemory | None = None
         self.checksums: Checksums | None = None
@@ -87,7 +88,7 @@ class OffloadWorker:
 
         pinned = PinnedRanges(buffer.device) if self._options.pin else None
         self.memory = HostMemory(num_slots, slot_bytes, numa_node=gpu_numa_node(buffer.device))
-        self._copier = CudaCopier(buffer, regions, self.memory, pinned)
+        self._copier = CudaCopier(buffer, regions, self.memory, pinned, self._steps_in_flight)
         if pinned is not None:
             self.memory.prepare(pinned.register, pinned.unregister)
         else:
@@ -116,6 +117,7 @@ class OffloadWorker:
         if self._prefill_start is not None:
             self._prefills.append((jobs.num_tokens, self._prefill_start, self._copier.mark()))
             self._prefill_start = None
+        self._copier.end_step()
         for job in jobs.stores:
             self._stores.append((job, self._copier.store(_ids(job.block_ids), _ids(job.slots))))
 
