@@ -1,6 +1,6 @@
 """Offload beside its peers on one GPU: TTFT from RAM, overhead without reuse, multi-turn conversations.
 
-    python benchmarks/offload.py --model .gpu/tools/models/llama-3.1-8b
+    python benchmarks/offload.py --model llama-3.1-8b
 
 Each system gets an engine life of its own, in a process group of its own. Workloads:
 

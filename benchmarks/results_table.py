@@ -44,24 +44,48 @@ def ranged(numbers: Json | None, scale: float = 1.0, digits: int = 3) -> str:
     """`median (min–max)`: a number without its spread is half a number."""
     if not numbers or numbers.get("median") is None:
         return "–"
+    if numbers["min"] == numbers["max"]:
+        return f"{number(numbers['median'] * scale, digits)} (one run)"
     median, low, high = (number(numbers[key] * scale, digits) for key in ("median", "min", "max"))
     return f"{median} ({low}–{high})"
+
+
+def front_page(result: Json) -> str:
+    """One column per system: what the front page shows."""
+    names = list(result["systems"])
+    rows = []
+    for workload, label in (("ttft-8k", "8k prompt"), ("ttft-64k", "64k prompt")):
+        cells = {name: result["systems"][name].get("summary", {}).get(workload, {}) for name in names}
+        rows += [
+            [f"{label}: TTFT from RAM, ms", *(_ttft_cell(result, name, cells[name]) for name in names)],
+            ["× best peer", *(number(_ratio(result, workload, name, "over_best_peer")) for name in names)],
+            ["TTFT from the GPU's cache, ms", *(_milliseconds(cells[name].get("ttft_gpu_hit")) for name in names)],
+            ["its bytes over the link, ms", *(number(_scaled(cells[name].get("floor_seconds"))) for name in names)],
+        ]
+    talks = [result["systems"][name].get("summary", {}).get("multiturn", {}) for name in names]
+    rows += [
+        ["multi-turn: requests/s", *(ranged(talk.get("requests_per_second")) for talk in talks)],
+        ["× best peer", *(number(_ratio(result, "multiturn", name, "over_best_peer")) for name in names)],
+        ["64 short requests: tok/s vs none", *(_percent(_ratio(result, "short", name, "over_none")) for name in names)],
+    ]
+    return markdown(["", *names], rows)
 
 
 def ttft(result: Json) -> str:
     """Time to first token of prompts served from RAM."""
     rows = []
     for name, entry in result["systems"].items():
-        cells = [name]
         for workload in ("ttft-8k", "ttft-64k"):
-            summary = entry.get("summary", {}).get(workload, {})
-            cells += [
-                ranged(summary.get("ttft"), 1000),
+            summary = entry.get("summary", {}).get(workload)
+            if summary is None:
+                continue
+            rows.append([
+                name, workload, _ttft_cell(result, name, summary),
                 number(_ratio(result, workload, name, "over_best_peer")),
+                ranged(summary.get("ttft_gpu_hit"), 1000), number(_scaled(summary.get("floor_seconds"))),
                 number(summary.get("ttft_over_floor")),
-            ]
-        rows.append(cells)
-    head = ["", "8k: TTFT, ms", "× best peer", "÷ link floor", "64k: TTFT, ms", "× best peer", "÷ link floor"]
+            ])  # fmt: skip
+    head = ["", "workload", "TTFT, ms", "× best peer", "from the GPU's cache, ms", "link floor, ms", "÷ link floor"]
     return markdown(head, rows)
 
 
@@ -92,11 +116,12 @@ def overhead(result: Json) -> str:
             cells += [
                 ranged(summary.get("output_tokens_per_second"), digits=4),
                 _percent(_ratio(result, workload, name, "over_none")),
+                _percent(_ratio(result, workload, name, "over_best_peer")),
                 ranged(summary.get("ttft.mean"), 1000),
                 ranged(summary.get("tpot.mean"), 1000),
             ]
         rows.append(cells)
-    head = ["tok/s", "vs none", "mean TTFT, ms", "mean TPOT, ms"]
+    head = ["tok/s", "vs none", "vs best peer", "mean TTFT, ms", "mean TPOT, ms"]
     return markdown(["", *(f"64 at once: {h}" for h in head), *(f"8k/1k, 2 req/s: {h}" for h in head)], rows)
 
 
@@ -113,6 +138,18 @@ def multiturn(result: Json) -> str:
         over_peer = number(_ratio(result, "multiturn", name, "over_best_peer"))
         rows.append([name, throughput, tokens_per_second, over_peer, *latencies])
     return markdown(["", "req/s", "tok/s", "× best peer", "mean TTFT, ms", "p99 TTFT, ms", "mean TPOT, ms"], rows)
+
+
+def coverage(result: Json) -> str:
+    """How often each workload was measured, and what stopped it where it was not."""
+    workloads = list(result["ratios"])
+    rows = []
+    for name, entry in result["systems"].items():
+        repeats = [entry.get("summary", {}).get(workload, {}) for workload in workloads]
+        errors = [life["error"] for life in entry["lives"] if life.get("error")]
+        counts = [str(found.get("passes") or found.get("repeats") or "–") for found in repeats]
+        rows.append([name, str(len(entry["lives"])), *counts, "; ".join(errors) or "–"])
+    return markdown(["repeats", "engine starts", *workloads, "ended early"], rows)
 
 
 def startup(result: Json) -> str:
@@ -136,21 +173,27 @@ def scheduler_cost(result: Json) -> str:
 
 
 def hardware(result: Json) -> str:
-    """One line under a table: where and with what it was measured."""
-    machine, versions = result["hardware"], result["versions"]
+    """Under a table: where and with what it was measured."""
+    machine, versions, settings = result["hardware"], result["versions"], result["settings"]
     parts = [machine["gpu"] or machine["cpu"], f"vLLM {versions['vllm']}", f"torch {versions['torch']}"]
     link = result.get("link")
     if link:
         parts.append(f"link {link['h2d_bytes_per_second'] / 1e9:.1f} GB/s")
+    parts.append(f"{machine['cpu_cores']} CPU cores, {machine['ram_bytes'] / GIB:.0f} GiB of RAM")
+    if settings.get("gpu_blocks"):
+        parts.append(f"GPU cache {settings['gpu_blocks']} blocks, host pool {settings['host_gib']:.0f} GiB")
+    parts.append(f"commit {versions['commit'] or 'not recorded'}")
     return ", ".join(map(str, parts)) + f"; {result['started'][:10]}\n"
 
 
 # Table -> the benchmark whose results it shows, and what makes it.
 TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
+    "summary": ("offload", front_page),
     "ttft": ("offload", ttft),
     "tokens": ("offload", tokens),
     "overhead": ("offload", overhead),
     "multiturn": ("offload", multiturn),
+    "coverage": ("offload", coverage),
     "offload-hardware": ("offload", hardware),
     "startup": ("startup", startup),
     "scheduler-cost": ("scheduler-cost", scheduler_cost),
@@ -183,6 +226,21 @@ def refresh(document: str, results: Path = RESULTS) -> str:
 def _ratio(result: Json, workload: str, name: str, key: str) -> float | None:
     row = result.get("ratios", {}).get(workload, {}).get("systems", {}).get(name)
     return row[key] if row else None
+
+
+def _ttft_cell(result: Json, name: str, summary: Json) -> str:
+    """Without offload nothing comes from RAM: the prompt is computed again."""
+    cell = ranged(summary.get("ttft"), 1000)
+    recomputes = result["systems"][name]["kv_transfer_config"] is None
+    return f"{cell}, recomputed" if recomputes and summary else cell
+
+
+def _milliseconds(numbers: Json | None) -> str:
+    return number(_scaled((numbers or {}).get("median")))
+
+
+def _scaled(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def _percent(ratio: float | None) -> str:

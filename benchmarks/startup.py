@@ -1,6 +1,6 @@
 """Time from starting vLLM's API server to its first answer on /health, with a large host pool.
 
-    python benchmarks/startup.py --model .gpu/tools/models/llama-3.1-8b --host-gib 64
+    python benchmarks/startup.py --model llama-3.1-8b --host-gib 64
 
 Overspill pins its pool in the background, so for it the time until all of it is pinned is recorded too.
 """
