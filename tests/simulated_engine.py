@@ -53,7 +53,6 @@ from overspill.kv.checksums import Verdict
 from overspill.kv.copies import Copier, Mark, PlainCopier, Transfer
 from overspill.kv.options import Options
 from overspill.kv.scheduler import OffloadScheduler
-from overspill.kv.speeds import Speeds
 from overspill.kv.worker import OffloadWorker
 
 MAX_MODEL_LEN = 64
@@ -240,7 +239,8 @@ class Engine:
             self.workers.append(worker)
         self._aggregator = KVOutputAggregator(setup.ranks)
         if setup.load == "auto":
-            self.offload.speeds = Speeds(load_bytes_per_s=1e12, prefill_tokens_per_s=1e4)  # ten tokens a millisecond
+            self.offload.speeds.load_bytes_per_s = 1e12
+            self.offload.speeds.prefill_tokens_per_s = 1e4  # ten tokens a millisecond
         self._hasher = get_request_block_hasher(self._hash_size, _hash_function())
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.requests: dict[str, Request] = {}
@@ -460,7 +460,7 @@ class Engine:
         require(len(_cached(host)) == self.offload.host.num_cached, "the same content is in RAM twice")
         offload = self.offload
         require(
-            min(offload._blocks_loading, offload._blocks_storing, 0) == 0,
+            min(offload.loads.num_blocks, offload.stores.num_blocks, 0) == 0,
             "negative count",
         )
 
@@ -499,20 +499,14 @@ class Engine:
         require(gpu.get_num_free_blocks() == self.setup.gpu_blocks - 1, "GPU blocks leaked")
         require(not [b for b in self._host_blocks() if b.ref_cnt], "RAM blocks leaked")
         require(not self.scheduler.connector.has_pending_push_work(), "the connector would keep an idle engine awake")
-        for name in (
-            "_local_tokens",
-            "_hits",
-            "_incomplete",
-            "_unloadable",
-            "_planned_loads",
-            "_loads",
-            "_stores",
-            "_storing",
+        for owner, names in (
+            (offload, ("_local_tokens", "_live")),
+            (offload.loads, ("_hits", "_unloadable", "_planned", "_heads", "in_flight", "num_blocks")),
+            (offload.stores, ("_incomplete", "_offered", "_deferred", "_ready", "_keys", "in_flight", "num_blocks")),
         ):
-            require(not getattr(offload, name), f"{name} remembers {getattr(offload, name)} of requests that are gone")
-        require(
-            not offload._heads_loading and offload._blocks_loading == offload._blocks_storing == 0, "count left over"
-        )
+            for name in names:
+                left = getattr(owner, name)
+                require(not left, f"{name} remembers {left} of requests that are gone")
         in_ram = {
             (maybe_convert_block_hash(get_block_hash(b.block_hash)), get_group_id(b.block_hash))
             for b in self._host_blocks()
@@ -528,7 +522,11 @@ class Engine:
 
     def _holds_blocks(self) -> bool:
         waiting = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.scheduler.requests.values())
-        return waiting or bool(self.offload._stores or self.offload._loads) or len(self.scheduler.requests) > 0
+        return (
+            waiting
+            or bool(self.offload.stores.in_flight or self.offload.loads.in_flight)
+            or len(self.scheduler.requests) > 0
+        )
 
     def _host_blocks(self) -> list[KVCacheBlock]:
         return self.offload.host.pool.blocks[1:]

@@ -114,13 +114,13 @@ def test_an_abort_during_a_load_leaks_nothing_and_frees_nothing_early(llama: Pat
         request = spilling.add(prompt)
         for _ in range(3):
             spilling.step()
-        (load,) = spilling.scheduler._loads.values()
+        (load,) = spilling.scheduler.loads.in_flight.values()
         spilling.llm.llm_engine.abort_request([request])
         spilling.step()
         assert all(block.ref_cnt > 0 for block in load.gpu_blocks + load.host_blocks), "freed in flight"
         PlainCopier.gate.set()
         spilling.drain()
-        assert not spilling.scheduler._loads
+        assert not spilling.scheduler.loads.in_flight
         assert_same([spilling.ask_one(prompt), spilling.ask_one(other)], expected)
         spilling.assert_nothing_is_held()
 
@@ -134,7 +134,7 @@ def test_an_abort_during_a_store_leaks_nothing_and_the_copy_is_whole(llama: Path
         request = spilling.add(prompt)
         for _ in range(20):
             spilling.step()
-        stores = list(spilling.scheduler._stores.values())
+        stores = list(spilling.scheduler.stores.in_flight.values())
         assert stores, "nothing was being stored"
         spilling.llm.llm_engine.abort_request([request])
         # The blocks being copied must not be handed to the next request.

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from overspill.kv.loads import Loads
 from overspill.kv.scheduler import OffloadScheduler
+from overspill.kv.stores import Stores
 from tests.simulated_engine import MAX_MODEL_LEN, Engine, ScriptedTransfer, Setup, Violation
 
 FULL, FULL_AND_WINDOW, UNEQUAL = ((4, 0),), ((4, 0), (4, 10)), ((8, 0), (4, 6))
@@ -200,9 +202,9 @@ def test_freeing_gpu_blocks_with_their_request_instead_of_their_store_is_found(m
 
     def frees_at_once(self: OffloadScheduler, *args: Any) -> None:
         finished(self, *args)
-        for store in self._stores.values():
+        for store in self.stores.in_flight.values():
             self._gpu.free_blocks(store.gpu_blocks)
-            self._blocks_storing -= len(store.gpu_blocks)
+            self.stores.num_blocks -= len(store.gpu_blocks)
             store.gpu_blocks = []
 
     monkeypatch.setattr(OffloadScheduler, "finished", frees_at_once)
@@ -210,22 +212,22 @@ def test_freeing_gpu_blocks_with_their_request_instead_of_their_store_is_found(m
 
 
 def test_a_hash_that_can_be_found_before_its_store_is_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_store = OffloadScheduler._start_store
+    start = Stores._start
 
-    def finds_at_once(self: OffloadScheduler, *args: Any, **kwargs: Any) -> None:
-        before = set(self._stores)
-        start_store(self, *args, **kwargs)
-        for job in self._stores.keys() - before:
-            store = self._stores[job]
+    def finds_at_once(self: Stores, *args: Any, **kwargs: Any) -> None:
+        before = set(self.in_flight)
+        start(self, *args, **kwargs)
+        for job in self.in_flight.keys() - before:
+            store = self.in_flight[job]
             for block, origin, tokens in zip(store.host_blocks, store.origins, store.token_counts, strict=True):
-                self.host.pool._insert_block_hash(origin.key, block, num_tokens=tokens)
+                self._host.pool._insert_block_hash(origin.key, block, num_tokens=tokens)
 
-    monkeypatch.setattr(OffloadScheduler, "_start_store", finds_at_once)
+    monkeypatch.setattr(Stores, "_start", finds_at_once)
     finds("RAM block .* is found by a hash that is not its content's")
 
 
 def test_keeping_a_corrupt_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OffloadScheduler, "_drop_corrupt", lambda self, slots: None)
+    monkeypatch.setattr(Loads, "drop_corrupt", lambda self, slots: None)
     finds("corrupt can be found again")
 
 
@@ -235,11 +237,11 @@ def test_a_forward_that_does_not_wait_for_an_early_load_is_found(monkeypatch: py
 
 
 def test_a_load_that_keeps_one_of_its_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    release_load = OffloadScheduler._release_load
+    release = Loads._release
 
-    def leaks(self: OffloadScheduler, load: Any) -> None:
+    def leaks(self: Loads, load: Any) -> None:
         self._gpu.touch(load.gpu_blocks[:1])
-        release_load(self, load)
+        release(self, load)
 
-    monkeypatch.setattr(OffloadScheduler, "_release_load", leaks)
+    monkeypatch.setattr(Loads, "_release", leaks)
     finds("GPU blocks leaked")

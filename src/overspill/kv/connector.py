@@ -145,10 +145,10 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None  # blocks being copied are referenced; vLLM may free the rest
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler.has_stores()
+        return self.scheduler.is_busy()
 
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler.holds_gpu_blocks()
+        return self.scheduler.stores.will_free_gpu_blocks()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self.scheduler.take_events()

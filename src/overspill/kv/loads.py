@@ -1,0 +1,206 @@
+"""Which requests get their prefix from RAM, and what is held while it is copied."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from overspill.kv.host_cache import Hit, HostCache
+from overspill.kv.jobs import LoadJob
+from overspill.kv.metrics import OverspillStats
+from overspill.kv.speeds import Speeds, load_beats_recompute
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class LoadInFlight:
+    request_id: str
+    gpu_blocks: list[KVCacheBlock]
+    host_blocks: list[KVCacheBlock]
+    # The GPU expects something else than RAM can give: the request must be recomputed.
+    void: bool = False
+    reports: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    always: bool  # even if recomputing is faster
+    world_size: int
+    block_bytes: int
+    groups: Collection[int]
+
+
+class Loads:
+    """Hits, and copies under way. Blocks of both sides are referenced from admission until every worker reported."""
+
+    def __init__(
+        self,
+        settings: LoadSettings,
+        host: HostCache,
+        speeds: Speeds,
+        stats: OverspillStats,
+        job_ids: Iterator[int],
+        live: Collection[str],
+    ) -> None:
+        self._settings = settings
+        self._host, self._speeds, self._stats = host, speeds, stats
+        self._job_ids = job_ids
+        self._live = live  # requests admitted and not finished
+        self._gpu: BlockPool | None = None
+        # From a lookup to the admission in the same scheduling pass. Nothing is given up in RAM in between, so hits
+        # need no pin.
+        self._hits: dict[str, Hit] = {}
+        self._unloadable: set[str] = set()  # requests that are computed whatever RAM holds
+        self._planned: list[LoadInFlight] = []
+        self._heads: set[int] = set()  # first host block of every load
+        self.in_flight: dict[int, LoadInFlight] = {}
+        self.num_blocks = 0  # planned and in flight
+
+    def bind(self, pool: BlockPool) -> None:
+        self._gpu = pool
+
+    def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the GPU's can come from RAM; None asks to be asked again later."""
+        self._hits.pop(request.request_id, None)
+        # The last token is always computed, for its logits.
+        max_tokens = request.num_tokens - 1
+        if max_tokens <= num_local_tokens or request.request_id in self._unloadable:
+            return 0, False
+        hit = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
+        blocks = self._blocks_of(hit) if hit is not None else []
+        if hit is None or not blocks:
+            return 0, False
+        if blocks[0].block_id in self._heads:
+            # Another request is loading the same blocks; when it is done they are a hit on the GPU.
+            return None, False
+        if not self._is_worth_it(hit.num_tokens, len(blocks)):
+            self._stats.count("loads_skipped_tokens", hit.num_tokens)
+            self._host.use(blocks)
+            return 0, False
+        self._hits[request.request_id] = hit
+        return hit.num_tokens, True
+
+    def _blocks_of(self, hit: Hit) -> list[KVCacheBlock]:
+        return [
+            block
+            for group in self._settings.groups
+            for block in hit.blocks[group][hit.num_local_tokens // self._host.group_block_sizes[group] :]
+            if not block.is_null
+        ]
+
+    def _is_worth_it(self, num_tokens: int, num_blocks: int) -> bool:
+        return self._settings.always or load_beats_recompute(
+            self._speeds,
+            num_tokens=num_tokens,
+            num_bytes=num_blocks * self._settings.block_bytes,
+            queued_bytes=self.num_blocks * self._settings.block_bytes,
+        )
+
+    def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has its GPU blocks; the load begins with the step."""
+        hit = self._hits.pop(request_id, None)
+        if num_external_tokens == 0:
+            return
+        load = self._plan(request_id, blocks, num_external_tokens, hit)
+        if load.void:
+            logger.warning(
+                "Overspill: %d tokens of request %s cannot be loaded as offered; they will be recomputed",
+                num_external_tokens, request_id,
+            )  # fmt: skip
+            self._unloadable.add(request_id)
+        else:
+            self._stats.count("hit_tokens", num_external_tokens)
+            self._heads.add(load.host_blocks[0].block_id)
+        self._host.read(load.host_blocks)
+        assert self._gpu is not None
+        self._gpu.touch(load.gpu_blocks)
+        self.num_blocks += len(load.host_blocks)
+        self._planned.append(load)
+
+    def _plan(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int, hit: Hit | None) -> LoadInFlight:
+        void = LoadInFlight(request_id, [], [], void=True)
+        if hit is None or hit.num_tokens != num_external_tokens:
+            return void
+        load = LoadInFlight(request_id, [], [])
+        end = hit.num_local_tokens + hit.num_tokens
+        for group in self._settings.groups:
+            size = self._host.group_block_sizes[group]
+            span = slice(hit.num_local_tokens // size, -(-end // size))
+            # Null targets lie before the window.
+            pairs = zip_longest(blocks.blocks[group][span], hit.blocks[group][span])
+            wanted = [(target, source) for target, source in pairs if target is not None and not target.is_null]
+            if any(source is None or source.is_null for _, source in wanted):
+                return void
+            load.gpu_blocks += [target for target, _ in wanted]
+            load.host_blocks += [source for _, source in wanted]
+        return load
+
+    def plan(self, num_tokens: int) -> list[LoadJob]:
+        """The loads to begin with this step."""
+        jobs = []
+        for load in self._planned:
+            job_id = next(self._job_ids)
+            self.in_flight[job_id] = load
+            jobs.append(
+                LoadJob(
+                    job_id,
+                    load.request_id,
+                    [block.block_id - 1 for block in load.host_blocks],
+                    [block.block_id for block in load.gpu_blocks],
+                    # With nothing else to run, the forward may be queued behind the copies instead of after them.
+                    early=num_tokens == 0,
+                    void=load.void,
+                )
+            )
+        self._planned.clear()
+        return jobs
+
+    def report(self, job_id: int, count: int, *, failed: bool) -> None:
+        """`count` more workers are done."""
+        load = self.in_flight[job_id]
+        load.reports += count
+        if failed:
+            # Nothing says which of them cannot be read; found again, they would fail again, for ever.
+            self._host.drop(load.host_blocks)
+        if load.reports == self._settings.world_size:
+            del self.in_flight[job_id]
+            self._release(load)
+
+    def recompute(self, request_ids: Collection[str]) -> None:
+        """Loads failed. vLLM keeps a failed load's blocks reserved for its request, and would wait for ever to load
+        again, so it is computed."""
+        self._unloadable.update(set(request_ids).intersection(self._live))
+
+    def drop_corrupt(self, slots: Collection[int]) -> None:
+        dropped = self._host.drop(self._host.pool.blocks[slot + 1] for slot in slots)
+        logger.warning(
+            "Overspill: %d block(s) in RAM no longer held what was stored; dropped, and the tokens are recomputed",
+            dropped,
+        )
+
+    def _release(self, load: LoadInFlight) -> None:
+        assert self._gpu is not None
+        self.num_blocks -= len(load.host_blocks)
+        if load.host_blocks:
+            self._heads.discard(load.host_blocks[0].block_id)
+        self._host.release(load.host_blocks)
+        self._gpu.free_blocks(reversed(load.gpu_blocks))
+
+    def finished(self, request_id: str) -> None:
+        self._hits.pop(request_id, None)
+        self._unloadable.discard(request_id)
+
+    def reset(self) -> bool:
+        """What was planned must be recomputed. False while a load is under way: its request would still get what
+        was there before."""
+        self._hits.clear()
+        for load in self._planned:
+            self._release(load)
+        self._planned = [LoadInFlight(load.request_id, [], [], void=True) for load in self._planned]
+        return not self.in_flight

@@ -1,0 +1,146 @@
+"""The demo runs, says what the README says it says, and would notice a wrong answer."""
+
+import dataclasses
+import logging
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from overspill import demo
+from overspill.demo import Answer, Outcome, compare
+
+README = Path(__file__).parents[1] / "README.md"
+
+ANSWER = Answer(tokens=(5, 6), logprobs=({5: -0.5, 9: -1.5}, {6: -0.25, 8: -2.0}), prompt_tokens=100, cached_tokens=96)
+
+
+def changed(**values: object) -> Answer:
+    return dataclasses.replace(ANSWER, **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def finished() -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "overspill.demo"], capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+def test_it_ends_well_and_shows_what_moved(finished: subprocess.CompletedProcess[str]) -> None:
+    assert finished.returncode == 0, finished.stderr
+    for pattern in (
+        r"  loaded from RAM +0 +[1-9][\d,]+",
+        r"moved to RAM +[1-9][\d,]+ bytes, [1-9]\d* blocks",
+        r"came back +[1-9][\d,]+ bytes, [1-9]\d* blocks",
+        r"tokens +[1-9]\d* compared, all identical",
+        r"log-probabilities +[1-9][\d,]+ compared",
+        r"damaged block +1 caught, dropped and recomputed",
+    ):
+        assert re.search(rf"^{pattern}", finished.stdout, re.MULTILINE), (pattern, finished.stdout)
+
+
+def test_it_is_quiet_and_short(finished: subprocess.CompletedProcess[str]) -> None:
+    assert finished.stderr == ""
+    assert len(finished.stdout.splitlines()) < 25
+
+
+def test_the_readme_shows_this_output(finished: subprocess.CompletedProcess[str]) -> None:
+    shown = re.search(r"```text\n(Overspill demo:.*?)```", README.read_text(), re.DOTALL)
+    assert shown is not None
+    assert labels(shown[1]) == labels(finished.stdout)
+
+
+def labels(text: str) -> list[str]:
+    """Lines without their numbers, and without how many differ by rounding, which depends on the CPU."""
+    text = re.sub(r"\d[\d,]*( differ by rounding)?", "#", text.replace("all identical", "#"))
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_help_gives_an_example() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "overspill.demo", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "python -m overspill.demo" in answer.stdout.splitlines()[0]
+    assert "make demo" in answer.stdout
+
+
+def test_equal_answers_are_equal_and_counted() -> None:
+    same = compare([ANSWER, ANSWER], [ANSWER, ANSWER])
+    assert same == demo.Comparison(tokens=4, logprobs=8, identical_logprobs=8)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (changed(tokens=(5, 7)), "answer 2 has other tokens"),
+        (changed(tokens=(5,), logprobs=ANSWER.logprobs[:1]), "answer 2 has other tokens"),
+        (changed(logprobs=({5: -0.5, 9: -1.5}, {6: -0.25000001, 8: -2.0})), "other log-probabilities at its token 2"),
+        (changed(logprobs=({5: -0.5, 7: -1.5}, {6: -0.25, 8: -2.0})), "other log-probabilities at its token 1"),
+        (changed(logprobs=({5: float("nan"), 9: -1.5}, {6: -0.25, 8: -2.0})), "other log-probabilities at its token 1"),
+        (changed(logprobs=({5: -0.6, 9: -1.5}, *ANSWER.logprobs[1:]), cached_tokens=0), "(by 0.1)"),
+    ],
+    ids=["token", "shorter", "last bit", "other candidates", "not a number", "more than rounding"],
+)
+def test_a_difference_is_found(other: Answer, why: str) -> None:
+    assert why in compare([ANSWER, other], [ANSWER, ANSWER]).difference
+
+
+def test_rounding_is_forgiven_only_where_the_prompt_was_computed_in_other_pieces() -> None:
+    rounded = changed(logprobs=({5: -0.5001, 9: -1.5}, *ANSWER.logprobs[1:]), cached_tokens=0)
+    result = compare([rounded], [ANSWER])
+    assert not result.difference
+    assert (result.logprobs, result.identical_logprobs) == (4, 3)
+
+
+def test_a_missing_answer_is_a_difference() -> None:
+    assert compare([ANSWER], [ANSWER, ANSWER]).difference == "there are 1 answers instead of 2"
+
+
+GOOD = Outcome(
+    small=[ANSWER],
+    large=[ANSWER],
+    offloaded=[ANSWER],
+    moved={"hit_tokens": 96, "load_bytes": 10, "store_bytes": 10, "corrupt_blocks": 0},
+    after_damage={"corrupt_blocks": 1},
+    block_bytes=5,
+)
+BAD = {
+    "another answer": ({"offloaded": [changed(tokens=(5, 7))]}, "with Overspill answer 1 has other tokens"),
+    "nothing loaded": ({"moved": {**GOOD.moved, "hit_tokens": 0}}, "nothing was loaded from RAM"),
+    "corrupt by itself": ({"moved": {**GOOD.moved, "corrupt_blocks": 2}}, "2 block(s) were corrupt before"),
+    "damage not caught": ({"after_damage": {"corrupt_blocks": 0}}, "one block was damaged and 0 were caught"),
+}
+
+
+@pytest.fixture
+def quiet_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What main() changes for the whole process goes back."""
+    monkeypatch.setattr(demo, "ENVIRONMENT", {})
+    monkeypatch.setattr("overspill.tiny.make_llama", lambda path: path)
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    with warnings.catch_warnings():
+        yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("quiet_process")
+@pytest.mark.parametrize("name", BAD)
+def test_it_fails_with_a_sentence(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, sentence = BAD[name]
+    monkeypatch.setattr(demo, "run", lambda model: dataclasses.replace(GOOD, **change))  # type: ignore[arg-type]
+    assert demo.main() == 1
+    said = capsys.readouterr()
+    assert sentence in said.err and said.err.startswith("FAILED: ")
+    assert "identical" not in said.out
+
+
+@pytest.mark.usefixtures("quiet_process")
+def test_it_succeeds_on_good_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "run", lambda model: GOOD)
+    assert demo.main() == 0

@@ -1,0 +1,231 @@
+"""The documentation names every option, series and message, and its commands and examples work."""
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from overspill.kv.options import Options
+from overspill.kv.preflight import CONNECTOR
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {page: page.read_text() for page in PAGES}
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    text: str
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for page, text in TEXT.items():
+        for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            found.append(Block(page.name, text[: match.start()].count("\n") + 1, match[1]))
+    return found
+
+
+def name_of(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+def commands() -> list[str]:
+    joined = "\n".join(block.text for block in blocks("bash")).replace("\\\n", " ")
+    return [line.strip() for line in joined.splitlines() if line.strip()]
+
+
+def page(name: str) -> str:
+    return TEXT[ROOT / "docs" / name]
+
+
+# Reference.
+
+
+@pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(Options)])
+def test_every_option_is_documented_and_used_in_an_example(option: str) -> None:
+    assert f"| `{option}` |" in page("options.md")
+    assert any(f'"{option}"' in block.text for block in blocks("json"))
+
+
+def test_every_series_is_documented() -> None:
+    from overspill.kv.metrics import COUNTERS, GAUGES
+
+    for series in [*(f"overspill_{name}_total" for name in COUNTERS), *(f"overspill_{name}" for name in GAUGES)]:
+        assert f"| `{series}` |" in page("metrics.md")
+
+
+def test_no_page_names_a_series_that_is_not_there() -> None:
+    from overspill.kv.metrics import COUNTERS, GAUGES
+
+    known = {*(f"overspill_{name}_total" for name in COUNTERS), *(f"overspill_{name}" for name in GAUGES)}
+    for text in TEXT.values():
+        assert set(re.findall(r"\boverspill_\w+[a-z]\b", text)) <= known
+
+
+def messages() -> list[str]:
+    """What a user can be told: the longest fixed piece of every refusal and every warning in the code."""
+    found = []
+    for path in sorted((ROOT / "src/overspill/kv").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            is_refusal = isinstance(node.func, ast.Name) and node.func.id == "OverspillError"
+            is_warning = isinstance(node.func, ast.Attribute) and node.func.attr in ("warning", "error")
+            if is_refusal or is_warning:
+                constants = [c.value for c in ast.walk(node.args[0]) if isinstance(c, ast.Constant)]
+                pieces = [p for c in constants if isinstance(c, str) for p in re.split(r"%[\d.]*[sdf]", c)]
+                found.append(max(pieces, key=len).strip())
+    return found
+
+
+@pytest.mark.parametrize("message", messages())
+def test_every_refusal_and_warning_is_in_troubleshooting(message: str) -> None:
+    assert message in page("troubleshooting.md")
+
+
+def test_the_messages_were_found() -> None:
+    assert len(messages()) > 20
+
+
+# Generated parts.
+
+
+def test_generated_reference_is_fresh() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    for path in generate.PAGES:
+        text = path.read_text()
+        assert generate.MARKED.search(text), f"{path.name} has no generated part"
+        assert generate.refresh(text) == text, f"{path.name} is stale; run: python docs/generate.py"
+
+
+def test_tables_of_measurements_are_fresh() -> None:
+    table = [sys.executable, "benchmarks/results_table.py", "--check", "README.md", "docs/benchmarks.md"]
+    answer = subprocess.run(table, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stderr
+    for path in (ROOT / "README.md", ROOT / "docs/benchmarks.md"):
+        assert "<!-- table:" in TEXT[path]
+
+
+def test_numbers_stand_only_in_generated_tables() -> None:
+    """A measured number typed by hand would outlive its measurement."""
+    for path in (ROOT / "README.md", ROOT / "docs/benchmarks.md"):
+        typed = re.sub(r"<!-- table:.*?<!-- /table -->", "", TEXT[path], flags=re.DOTALL)
+        assert not re.findall(r"\d[\d.,]* ?(?:ms|GB/s|tok/s|req/s|×|%)(?!\w)", typed)
+
+
+# Examples.
+
+
+def transfer_configs() -> list[tuple[str, dict[str, Any]]]:
+    found = [(name_of(block), json.loads(block.text)) for block in blocks("json")]
+    for block in blocks("bash"):
+        for match in re.finditer(r"--kv-transfer-config '([^']*)'", block.text):
+            found.append((name_of(block), json.loads(match[1])))
+    return found
+
+
+@pytest.mark.parametrize(("place", "config"), transfer_configs(), ids=[place for place, _ in transfer_configs()])
+def test_configurations_are_accepted(place: str, config: dict[str, Any]) -> None:
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(**config)
+    ours = config
+    if transfer.kv_connector == "MultiConnector":
+        assert transfer.kv_load_failure_policy == "recompute"
+        ours = next(c for c in config["kv_connector_extra_config"]["connectors"] if c["kv_connector"] == CONNECTOR)
+    assert ours["kv_connector"] == CONNECTOR and ours["kv_role"] == "kv_both"
+    assert Options.parse(ours["kv_connector_extra_config"]).host_bytes > 0
+
+
+def test_there_are_configurations_for_serve_and_for_multiconnector() -> None:
+    names = [config["kv_connector"] for _, config in transfer_configs()]
+    assert names.count(CONNECTOR) >= 3 and "MultiConnector" in names
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=name_of)
+def test_python_examples_run(block: Block, tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", block.text], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr[-3000:]
+
+
+# Commands.
+
+
+def test_every_make_target_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    mentioned = {
+        word
+        for text in ["\n".join(commands()), *re.findall(r"`(make [^`]+)`", "\n".join(TEXT.values()))]
+        for line in re.findall(r"^make (.+)$", text, re.MULTILINE)
+        for word in line.split()
+        if "=" not in word
+    }
+    assert {"demo", "test", "install"} <= mentioned <= targets
+
+
+@cache
+def help_of(script: str) -> str:
+    answer = subprocess.run(
+        [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    return answer.stdout
+
+
+SCRIPTS = [line for line in commands() if re.match(r"python \S+\.py", line)]
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_scripts_and_their_flags_exist(command: str) -> None:
+    _, script, *rest = command.split()
+    assert (ROOT / script).is_file()
+    flags = [word for word in rest if word.startswith("--")]
+    for flag in flags:
+        assert re.search(rf"{flag}\b", help_of(script)), f"{script} has no {flag}"
+
+
+def test_every_benchmark_has_a_command() -> None:
+    named = {Path(command.split()[1]).name for command in SCRIPTS}
+    assert {"offload.py", "startup.py", "link.py", "scheduler_cost.py", "results_table.py"} <= named
+
+
+# Links.
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXT[path]):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), f"{path.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(there.read_text()), f"{path.name} links to {target}"
+
+
+def test_the_readme_links_to_every_page() -> None:
+    for other in PAGES[1:]:
+        assert f"](docs/{other.name})" in TEXT[ROOT / "README.md"]
