@@ -109,20 +109,16 @@ def tokens(result: Json) -> str:
 def overhead(result: Json) -> str:
     """What a connector costs when nothing is reused."""
     rows = []
-    for name, entry in result["systems"].items():
-        cells = [name]
-        for workload in ("short", "arrivals"):
-            summary = entry.get("summary", {}).get(workload, {})
-            cells += [
-                ranged(summary.get("output_tokens_per_second"), digits=4),
-                _percent(_ratio(result, workload, name, "over_none")),
-                _percent(_ratio(result, workload, name, "over_best_peer")),
-                ranged(summary.get("ttft.mean"), 1000),
-                ranged(summary.get("tpot.mean"), 1000),
-            ]
-        rows.append(cells)
-    head = ["tok/s", "vs none", "vs best peer", "mean TTFT, ms", "mean TPOT, ms"]
-    return markdown(["", *(f"64 at once: {h}" for h in head), *(f"8k/1k, 2 req/s: {h}" for h in head)], rows)
+    for workload in ("short", "arrivals"):
+        for name, entry in result["systems"].items():
+            summary = entry.get("summary", {}).get(workload)
+            if summary is None:
+                continue
+            over = [_percent(_ratio(result, workload, name, key)) for key in ("over_none", "over_best_peer")]
+            latencies = [ranged(summary.get(key), 1000) for key in ("ttft.mean", "tpot.mean")]
+            throughput = ranged(summary.get("output_tokens_per_second"), digits=4)
+            rows.append([workload, name, throughput, *over, *latencies])
+    return markdown(["", "", "tok/s", "vs none", "vs best peer", "mean TTFT, ms", "mean TPOT, ms"], rows)
 
 
 def multiturn(result: Json) -> str:
@@ -150,6 +146,11 @@ def coverage(result: Json) -> str:
         counts = [str(found.get("passes") or found.get("repeats") or "–") for found in repeats]
         rows.append([name, str(len(entry["lives"])), *counts, "; ".join(errors) or "–"])
     return markdown(["repeats", "engine starts", *workloads, "ended early"], rows)
+
+
+def notes(result: Json) -> str:
+    """What whoever ran it wrote down about the run."""
+    return "".join(f"- {note}\n" for note in result.get("notes", []))
 
 
 def startup(result: Json) -> str:
@@ -194,6 +195,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "overhead": ("offload", overhead),
     "multiturn": ("offload", multiturn),
     "coverage": ("offload", coverage),
+    "offload-notes": ("offload", notes),
     "offload-hardware": ("offload", hardware),
     "startup": ("startup", startup),
     "scheduler-cost": ("scheduler-cost", scheduler_cost),

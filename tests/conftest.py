@@ -1,5 +1,6 @@
 """Models for the tests, made once; the engine in this process, on the CPU where there is no GPU."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def llama(models: Callable[[str], Path]) -> Path:
     return models("llama")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What Overspill logs. vLLM's loggers, which it uses, do not pass records on to the root."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture

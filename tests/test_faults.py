@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from tests.engine import Engine, assert_same, engine, overspill, random_prompt
 
 from overspill.kv.copies import PlainCopier
+from tests.engine import Engine, assert_same, engine, overspill, random_prompt
 
 PROMPT = random_prompt(1, 600)
 CACHED = 576
@@ -29,7 +29,7 @@ def test_a_damaged_block_changes_the_answer_when_nothing_checks_it(llama: Path, 
 
 @pytest.mark.parametrize("slot", [0, 7, 17])
 def test_a_damaged_block_is_caught_counted_dropped_and_recomputed(
-    llama: Path, slot: int, caplog: pytest.LogCaptureFixture
+    llama: Path, slot: int, log: pytest.LogCaptureFixture
 ) -> None:
     with engine(llama, overspill(verify="all")) as spilling:
         before = spilling.ask_one(PROMPT)
@@ -39,7 +39,7 @@ def test_a_damaged_block_is_caught_counted_dropped_and_recomputed(
         assert_same([after], [before])
         assert spilling.metric("corrupt_blocks") == 1
         assert spilling.metric("load_failures") == 1
-        assert any("no longer held what was stored" in record.message for record in caplog.records)
+        assert any("no longer held what was stored" in record.message for record in log.records)
         # The bad block is gone, and its replacement is good: the next lookup neither finds it nor fails again.
         spilling.forget_gpu()
         assert_same([spilling.ask_one(PROMPT)], [before])
@@ -58,7 +58,7 @@ def test_sampled_checks_cover_one_block_in_sixteen(llama: Path) -> None:
 
 
 def test_a_load_that_raises_is_recomputed(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llama: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     with engine(llama, overspill()) as spilling:
         before = spilling.ask_one(PROMPT)
@@ -73,7 +73,7 @@ def test_a_load_that_raises_is_recomputed(
         assert_same([after], [before])
         assert spilling.metric("load_failures") >= 1
         assert spilling.metric("store_failures") >= 1
-        assert any("it is recomputed" in record.message for record in caplog.records)
+        assert any("it is recomputed" in record.message for record in log.records)
         spilling.assert_nothing_is_held()
 
 

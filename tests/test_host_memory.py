@@ -115,15 +115,15 @@ def test_only_slots_that_are_registered_count_as_pinned_meanwhile() -> None:
     memory.close()
 
 
-def test_a_refusal_is_logged_and_the_rest_stays_unpinned_but_usable(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged_and_the_rest_stays_unpinned_but_usable(log: pytest.LogCaptureFixture) -> None:
     driver, memory = Driver(refuses_after=1), HostMemory(8, PAGE)
-    with caplog.at_level(logging.WARNING, logger="overspill"):
+    with log.at_level(logging.WARNING, logger="vllm"):
         memory.prepare(driver.register, driver.unregister)
         assert memory.wait_until_prepared(30)
     assert len(driver.asked) == 2, "after a refusal nothing more is asked for"
     assert memory.pinned_slots == 2
     assert memory.pinning_refused == "CUDA_ERROR_OUT_OF_MEMORY"
-    (record,) = [r for r in caplog.records if "refused" in r.getMessage()]
+    (record,) = [r for r in log.records if "refused" in r.getMessage()]
     for part in ("8 KiB of 32 KiB", "CUDA_ERROR_OUT_OF_MEMORY", "ulimit -l"):
         assert part in record.getMessage()
     memory.slots[7] = 5

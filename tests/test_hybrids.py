@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.engine import Answer, Engine, assert_same, engine, overspill, random_prompt
 
 Models = Callable[[str], Path]

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
-from tests.engine import assert_same, engine, overspill, random_prompt, stop_engines
 from vllm import LLM, EngineArgs
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 from overspill.kv import metrics
+from tests.engine import assert_same, engine, overspill, random_prompt, stop_engines
 
 PROMPT = random_prompt(1, 600)
 SETTINGS = {"host_bytes": "64MiB", "load": "always", "reserve_bytes": 0}

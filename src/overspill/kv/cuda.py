@@ -20,7 +20,7 @@ from overspill.kv.host_memory import HostMemory, Mapping, slot_stride
 from overspill.kv.layout import Region
 from overspill.kv.sizes import MiB
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 Addresses = npt.NDArray[np.uint64]
 

@@ -53,14 +53,14 @@ class LruOrder:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """The last reference to a cached block is gone."""
-        self._is_free[block.block_id] = True
-        self.num_free_blocks += 1
-        self._use(block.block_id)
+        self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """The last references to cached blocks are gone."""
         for block in blocks:
-            self.append(block)
+            self._is_free[block.block_id] = True
+        self.num_free_blocks += len(blocks)
+        self._stamp_in_order(blocks)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks without content come back."""
@@ -98,9 +98,9 @@ class LruOrder:
         for orphan in self._orphans.pop(block.block_hash, ()):
             self._adopt(block.block_id, orphan)
 
-    def use(self, block: KVCacheBlock) -> None:
-        """The content was asked for, here or on the GPU."""
-        self._use(block.block_id)
+    def use(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Content was asked for, here or on the GPU. The last is the most recent."""
+        self._stamp_in_order(blocks)
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks in use are being read. That they were used lately is noted when they are released."""
@@ -123,10 +123,17 @@ class LruOrder:
             self._parent[child_id] = (parent_id, self._generation[parent_id])
             self._children[parent_id] += 1
 
-    def _use(self, block_id: int) -> None:
-        self._clock += 1
-        self._stamp[block_id] = self._clock
-        self._offer(block_id)
+    def _stamp_in_order(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """One loop for thousands of blocks: a long prefix is stamped while its request waits."""
+        stamps, is_free, children = self._stamp, self._is_free, self._children
+        clock = self._clock
+        for block in blocks:
+            block_id = block.block_id
+            clock += 1
+            stamps[block_id] = clock
+            if is_free[block_id] and not children[block_id]:
+                self._push(block_id)
+        self._clock = clock
 
     def _offer(self, block_id: int) -> None:
         """Make a free leaf a candidate."""
@@ -211,9 +218,9 @@ class ArcOrder(LruOrder):
         self._again[block.block_id] = seen
         self._cached_once += not seen
 
-    def use(self, block: KVCacheBlock) -> None:
-        self.read((block,))
-        super().use(block)
+    def use(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.read(blocks)
+        super().use(blocks)
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:

@@ -186,9 +186,8 @@ class HostCache:
         self.pool.free_blocks(reversed(list(blocks)))
 
     def use(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Note that content was asked for."""
-        for block in reversed(blocks):
-            self.pool.order.use(block)
+        """Note that content was asked for. Given in prefix order; the tail becomes the older one."""
+        self.pool.order.use(blocks[::-1])
 
     def drop(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Make content unfindable, at once; blocks in use stay referenced until they are released."""

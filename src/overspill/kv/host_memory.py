@@ -16,7 +16,7 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
 from overspill.kv.sizes import MiB, format_size
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 _PROT_READ_WRITE, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x3, 0x02, 0x20, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value

@@ -15,7 +15,7 @@ from overspill.kv.jobs import LoadJob
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.speeds import Speeds, load_beats_recompute
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ COUNTERS = {
     "load_seconds": "Seconds that loads took, from first copy to last",
     "store_bytes": "Bytes stored to RAM",
     "store_seconds": "Seconds that stores took, from first copy to last",
-    "hit_tokens": "Prompt tokens found in RAM beyond the GPU's prefix cache, and loaded",
+    "hit_tokens": "Prompt tokens found in RAM beyond the GPU's prefix cache, and asked of it",
     "miss_tokens": "Prompt tokens found neither on the GPU nor in RAM",
     "loads_skipped_tokens": "Tokens in RAM that were recomputed because that was faster",
     "load_failures": "Loads that failed and were recomputed",

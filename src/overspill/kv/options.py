@@ -73,8 +73,8 @@ class Options:
     verify: Verify = _option(
         _one_of("off", "sample", "all"),
         "sample",
-        "Which blocks carry an xxh3 checksum that is checked before a load: none, one in 16, or all. "
-        "A block that fails is dropped and recomputed.",
+        "Which blocks carry an xxh3 checksum that is checked beside a load, before its request runs: none, one in 16, "
+        "or all. A block that fails is dropped and recomputed.",
     )
     load: Load = _option(
         _one_of("auto", "always"),

@@ -22,7 +22,7 @@ from overspill.kv.options import Options
 from overspill.kv.ram import require_ram
 from overspill.kv.sizes import format_size
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 # Steps of fewer tokens say little about prefill.
 _PREFILL_TOKENS = 256

@@ -1,0 +1,116 @@
+"""Reference tables made from the code: options, metrics, and the README's list of files.
+
+python docs/generate.py            writes the tables
+python docs/generate.py --check    fails if a page is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+MARKED = re.compile(
+    r"(?P<head><!-- generated:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /generated -->)",
+    re.DOTALL,
+)
+
+
+def options() -> str:
+    from overspill.kv.options import describe_options
+
+    rows = [(f"`{name}`", _default(name, default), text) for name, default, text in describe_options()]
+    return _table(("option", "default", "meaning"), rows)
+
+
+def counters() -> str:
+    from overspill.kv.metrics import COUNTERS
+
+    return _table(("series", "counts"), _series(COUNTERS, "_total"))
+
+
+def gauges() -> str:
+    from overspill.kv.metrics import GAUGES
+
+    return _table(("series", "is"), _series(GAUGES, ""))
+
+
+# Files that do not say themselves what they are.
+PLAIN_FILES = {
+    "Makefile": "demo, tests and checks, and the environment they need",
+    "pyproject.toml": "the package, and the settings of its tools",
+    ".ci/run": "everything a change has to pass",
+    "requirements/cpu.lock": "the versions of the CPU engine and the test tools",
+    "docs/offload.svg": "the picture in how-it-works.md",
+}
+FOLDERS = ("src/overspill", "src/overspill/kv", "benchmarks", "docs", "tests")
+
+
+def files() -> str:
+    found = [ROOT / name for name in PLAIN_FILES if "docs" not in name]
+    for folder in FOLDERS:
+        names = (path for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".md", ".svg"))
+        found += sorted(path for path in names if path.name != "__init__.py")
+    rows = [(str(path.relative_to(ROOT)), _purpose(path)) for path in found]
+    width = max(len(name) for name, _ in rows)
+    return "```text\n" + "".join(f"{name:{width}}  {purpose}\n" for name, purpose in rows) + "```\n"
+
+
+def _purpose(path: Path) -> str:
+    """A module's first line of documentation, or a page's title."""
+    name = str(path.relative_to(ROOT))
+    if name in PLAIN_FILES:
+        return PLAIN_FILES[name]
+    text = path.read_text()
+    if path.suffix == ".md":
+        return text.splitlines()[0].removeprefix("# ")
+    return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0].rstrip(".")
+
+
+TABLES: dict[str, Callable[[], str]] = {"options": options, "counters": counters, "gauges": gauges, "files": files}
+PAGES = (HERE / "options.md", HERE / "metrics.md", ROOT / "README.md")
+
+
+def refresh(page: str) -> str:
+    """The page with every marked table made anew."""
+    return MARKED.sub(lambda match: match["head"] + TABLES[match["name"]]() + match["end"], page)
+
+
+def _default(name: str, default: str) -> str:
+    from overspill.kv.sizes import format_size
+
+    return f'`"{format_size(int(default)).replace(" ", "")}"`' if name == "reserve_bytes" else f"`{default}`"
+
+
+def _series(table: Mapping[str, str], suffix: str) -> list[tuple[str, ...]]:
+    return [(f"`overspill_{name}{suffix}`", f"{text}.") for name, text in table.items()]
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
+    check = parser.parse_args().check
+    stale = []
+    for path in PAGES:
+        before = path.read_text()
+        after = refresh(before)
+        if before != after:
+            stale.append(path.name)
+            if not check:
+                path.write_text(after)
+    if check and stale:
+        sys.exit(f"stale: {', '.join(stale)}; run: python docs/generate.py")
+
+
+if __name__ == "__main__":
+    main()
