@@ -5,6 +5,7 @@ python benchmarks/link.py       prints one JSON object, null without a GPU
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -55,4 +56,5 @@ def measure(num_bytes: int = GIB, repeats: int = 9) -> Json | None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(json.dumps(measure()))
