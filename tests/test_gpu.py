@@ -33,7 +33,7 @@ class Rig:
             self.regions = [Region(0, BLOCK_BYTES)]
         self.memory = HostMemory(NUM_BLOCKS, BLOCK_BYTES)
         self.pinned = PinnedRanges(self.buffer.device)
-        self.memory.prepare(self.pinned.register, self.pinned.unregister)
+        self.memory.prepare(self.pinned)
         self.memory.wait_until_prepared()
         assert self.memory.pinned_bytes == self.memory.num_bytes
         if pinned_slots is not None:

@@ -42,7 +42,7 @@ class Driver:
 
 def test_slots_keep_what_is_written_and_do_not_touch_each_other() -> None:
     memory = HostMemory(7, 1000)
-    memory.prepare(None, None)
+    memory.prepare(None)
     for slot in range(7):
         memory.slots[slot] = slot + 1
     assert memory.wait_until_prepared(30)
@@ -56,7 +56,7 @@ def test_filling_pages_does_not_wipe_what_was_stored_meanwhile(monkeypatch: pyte
     memory = HostMemory(4, PAGE)
     memory.slots[:] = 7
     monkeypatch.setattr(host_memory, "_libc", SimpleNamespace(madvise=lambda *_: -1, munmap=host_memory._libc.munmap))
-    memory.prepare(None, None)
+    memory.prepare(None)
     assert memory.wait_until_prepared(30)
     assert (memory.slots == 7).all()
     memory.close()
@@ -76,7 +76,7 @@ def _resident_bytes() -> int:
 
 def test_it_is_pinned_from_the_first_slot_to_the_last_in_pieces_of_whole_slots() -> None:
     driver, memory = Driver(), HostMemory(5, PAGE)
-    memory.prepare(driver.register, driver.unregister)
+    memory.prepare(driver)
     assert memory.wait_until_prepared(30)
     assert driver.asked == [memory.address + start for start in (0, 2 * PAGE, 4 * PAGE)]
     assert list(driver.ranges.values()) == [2 * PAGE, 2 * PAGE, PAGE]
@@ -88,7 +88,7 @@ def test_it_is_pinned_from_the_first_slot_to_the_last_in_pieces_of_whole_slots()
 
 def test_a_slot_never_lies_across_two_registered_pieces() -> None:
     driver, memory = Driver(), HostMemory(5, PAGE + 1)  # two pages each
-    memory.prepare(driver.register, driver.unregister)
+    memory.prepare(driver)
     assert memory.wait_until_prepared(30)
     for slot in range(5):
         first = memory.slots[slot].ctypes.data
@@ -99,14 +99,15 @@ def test_a_slot_never_lies_across_two_registered_pieces() -> None:
 
 
 def test_only_slots_that_are_registered_count_as_pinned_meanwhile() -> None:
-    goes_on, driver, memory = threading.Event(), Driver(), HostMemory(6, PAGE)
+    goes_on, memory = threading.Event(), HostMemory(6, PAGE)
 
-    def slow(address: int, length: int) -> str | None:
-        if driver.ranges:
-            goes_on.wait(30)
-        return driver.register(address, length)
+    class SlowDriver(Driver):
+        def register(self, address: int, length: int) -> str | None:
+            if self.ranges:
+                goes_on.wait(30)
+            return super().register(address, length)
 
-    memory.prepare(slow, driver.unregister)
+    memory.prepare(SlowDriver())
     assert not memory.wait_until_prepared(0.2)
     assert memory.pinned_slots == 2
     goes_on.set()
@@ -118,7 +119,7 @@ def test_only_slots_that_are_registered_count_as_pinned_meanwhile() -> None:
 def test_a_refusal_is_logged_and_the_rest_stays_unpinned_but_usable(log: pytest.LogCaptureFixture) -> None:
     driver, memory = Driver(refuses_after=1), HostMemory(8, PAGE)
     with log.at_level(logging.WARNING, logger="vllm"):
-        memory.prepare(driver.register, driver.unregister)
+        memory.prepare(driver)
         assert memory.wait_until_prepared(30)
     assert len(driver.asked) == 2, "after a refusal nothing more is asked for"
     assert memory.pinned_slots == 2
@@ -133,7 +134,7 @@ def test_a_refusal_is_logged_and_the_rest_stays_unpinned_but_usable(log: pytest.
 
 def test_closing_gives_every_registered_range_back_even_half_way() -> None:
     driver, memory = Driver(), HostMemory(64, PAGE)
-    memory.prepare(driver.register, driver.unregister)
+    memory.prepare(driver)
     memory.close()
     assert driver.ranges == {}
     assert len(memory.slots) == 0
@@ -168,3 +169,24 @@ def test_the_array_is_the_mapping_itself() -> None:
     assert memory.slots.dtype == np.uint8
     assert memory.address % (2 * 2**20) == 0, "huge pages need an aligned start"
     memory.close()
+
+
+def test_an_error_while_pinning_is_a_refusal_and_not_the_end(log: pytest.LogCaptureFixture) -> None:
+    class BrokenDriver(Driver):
+        def register(self, address: int, length: int) -> str | None:
+            raise RuntimeError("the driver is gone")
+
+    memory = HostMemory(8, PAGE)
+    memory.prepare(BrokenDriver())
+    assert memory.wait_until_prepared(30)
+    assert "the driver is gone" in memory.pinning_refused
+    assert any("refused" in r.getMessage() for r in log.records)
+    memory.close()
+
+
+def test_whether_this_process_has_a_pool_is_known() -> None:
+    assert not HostMemory.exists
+    memory = HostMemory(2, PAGE)
+    assert HostMemory.exists
+    memory.close()
+    assert not HostMemory.exists

@@ -8,9 +8,15 @@ from prometheus_client import REGISTRY
 from vllm import LLM, EngineArgs
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 
 from overspill.kv import metrics
+from overspill.kv.ram import Ram
 from tests.engine import assert_same, engine, overspill, random_prompt, stop_engines
 
 PROMPT = random_prompt(1, 600)
@@ -110,6 +116,21 @@ def test_bad_settings_are_refused_before_the_model_loads(llama: Path, name: str)
             model=str(llama), dtype="float32", skip_tokenizer_init=True, kv_transfer_config=transfer, **settings
         ).create_engine_config()
     assert sentence in str(refusal.value)
+
+
+def test_ram_that_the_pool_took_is_not_missed_when_vllm_configures_again(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's connector is built when the pool is full; counting it twice refused half of all machines."""
+    with engine(llama, by_name(host_bytes="64MiB")) as spilling:
+        assert spilling.worker.memory is not None
+        spilling.worker.memory.wait_until_prepared(30)
+        monkeypatch.setattr("overspill.kv.ram.available_ram", lambda: Ram(36 << 20, "a small machine"))
+        config = spilling.llm.llm_engine.vllm_config
+        config.__post_init__()
+        type(spilling.vllm_scheduler.connector)(
+            config, KVConnectorRole.SCHEDULER, spilling.vllm_scheduler.kv_cache_config
+        )
 
 
 def test_a_pool_smaller_than_a_block_is_refused(llama: Path) -> None:

@@ -20,7 +20,8 @@ def test_counting_adds_and_gauges_replace() -> None:
     some.count("hit_tokens", 2)
     some.gauge("pool_bytes", 10)
     some.gauge("pool_bytes", 7)
-    assert some.data == {"hit_tokens": 7, "pool_bytes": 7}
+    some.gauge("pool_bytes", 8, rank=1)
+    assert some.data == {"hit_tokens": 7, "pool_bytes@0": 7, "pool_bytes@1": 8}
 
 
 def test_nothing_counted_is_nothing_reported() -> None:
@@ -44,16 +45,19 @@ def test_a_name_that_nobody_would_show_cannot_be_counted(name: str) -> None:
         OverspillStats().count(name)
 
 
-def test_aggregation_adds_counters_and_keeps_the_last_gauge() -> None:
-    total = stats(load_bytes=10, pool_used_bytes=5).aggregate(stats(load_bytes=4, store_bytes=1, pool_used_bytes=3))
-    assert total.data == {"load_bytes": 14, "store_bytes": 1, "pool_used_bytes": 3}
+def test_aggregation_adds_counters_and_keeps_the_last_gauge_of_each_rank() -> None:
+    first, second = stats(load_bytes=10), stats(load_bytes=4, store_bytes=1)
+    first.gauge("pool_bytes", 5)
+    second.gauge("pool_bytes", 3)
+    second.gauge("pool_bytes", 9, rank=1)
+    total = first.aggregate(second)
+    assert total.data == {"load_bytes": 14, "store_bytes": 1, "pool_bytes@0": 3, "pool_bytes@1": 9}
 
 
 def test_the_log_line_has_amounts_speeds_and_what_went_wrong() -> None:
-    line = stats(
-        load_bytes=5e9, load_seconds=0.5, store_bytes=1e6, hit_tokens=7, corrupt_blocks=2, pool_used_bytes=3e6
-    ).reduce()
-    assert line == {
+    seen = stats(load_bytes=5e9, load_seconds=0.5, store_bytes=1e6, hit_tokens=7, corrupt_blocks=2)
+    seen.gauge("pool_used_bytes", 3e6)
+    assert seen.reduce() == {
         "load MB": 5000.0, "load GB/s": 10.0, "store MB": 1.0, "store GB/s": 0.0, "hit tokens": 7, "corrupt blocks": 2,
         "pool used MB": 3.0,
     }  # fmt: skip
@@ -73,12 +77,13 @@ def value(name: str, engine: str) -> float | None:
 
 def test_every_number_is_a_series_of_its_own_engine() -> None:
     metrics = series()
-    metrics.observe({"load_bytes": 10, "pool_bytes": 100})
-    metrics.observe({"load_bytes": 5, "pool_bytes": 80})
+    metrics.observe({"load_bytes": 10, "pool_bytes@0": 100, "pinning_refused@0": 0, "pinning_refused@1": 1})
+    metrics.observe({"load_bytes": 5, "pool_bytes@0": 80, "pool_bytes@1": 70, "pinning_refused@0": 0})
     metrics.observe({"load_bytes": 1}, engine_idx=1)
     assert value("overspill_load_bytes_total", "0") == 15
     assert value("overspill_load_bytes_total", "1") == 1
-    assert value("overspill_pool_bytes", "0") == 80
+    assert value("overspill_pool_bytes", "0") == 80 + 70, "ranks add up, steps do not"
+    assert value("overspill_pinning_refused", "0") == 1
 
 
 def test_all_series_are_there_before_anything_happens() -> None:

@@ -35,7 +35,8 @@ def engine(
 ) -> Any:
     model = {"is_encoder_decoder": False, "is_hybrid": False}
     parallel = {
-        "pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+        "pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
         "tensor_parallel_size": 1, "world_size": 1,
     }  # fmt: skip
     return SimpleNamespace(
@@ -69,7 +70,7 @@ def test_an_engine_without_overspill_is_left_alone() -> None:
         (engine(transfer(kv_connector_extra_config={})), "needs host_bytes"),
         (engine(transfer(kv_connector_extra_config=SIZE | {"stor": "lazy"})), "did you mean 'store'"),
         (engine(transfer(kv_connector_extra_config={"host_bytes": -1})), "larger than zero"),
-        (engine(transfer(kv_connector_extra_config={"host_bytes": "900TiB"})), "Largest that fits|No pool fits"),
+        (engine(transfer(), data_parallel_size=2), "use --data-parallel-size 1"),
         (engine(inside_multi()), '"kv_load_failure_policy": "recompute": add it'),
     ],
 )  # fmt: skip

@@ -24,9 +24,13 @@ class Verdict:
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
 
+    def error(self) -> BaseException | None:
+        """Why the check itself failed; waits for it."""
+        return next((error for part in self.parts if (error := part.exception()) is not None), None)
+
     def corrupt_slots(self) -> list[int]:
         """Slots that do not hold what was stored; waits for the check."""
-        return [slot for part in self.parts for slot in part.result()]
+        return [slot for part in self.parts if part.exception() is None for slot in part.result()]
 
 
 class Checksums:

@@ -1,8 +1,10 @@
 """CUDA's driver calls, and the copier that uses them: batched asynchronous copies on low-priority streams."""
 
+import contextlib
 import ctypes
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,9 @@ Addresses = npt.NDArray[np.uint64]
 
 _CUDA_VERSION = 12080  # the first that has cuMemcpyBatchAsync, in the form with a fail index
 _SUCCESS, _ALREADY_REGISTERED = 0, 712
+_WHILE_CAPTURING = (900, 901)  # stream capture unsupported, or invalidated
+_CAPTURE_MODE_RELAXED = 2
+_CAPTURE_WAIT_S = 60.0
 _BATCH = 512
 _BOUNCE_BYTES = 64 * MiB
 _BOUNCE_THREADS = 4
@@ -90,11 +95,24 @@ class PinnedRanges:
         self._device = device
         self._register = _driver_function("cuMemHostRegister", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         self._unregister = _driver_function("cuMemHostUnregister", ctypes.c_void_p)
+        self._exchange_capture_mode = _driver_function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
 
     def register(self, address: int, length: int) -> str | None:
         torch.cuda.set_device(self._device)
-        code = self._register(address, length, 0)
+        deadline = time.monotonic() + _CAPTURE_WAIT_S
+        while (code := self._register_relaxed(address, length)) in _WHILE_CAPTURING and time.monotonic() < deadline:
+            time.sleep(0.1)
         return None if code in (_SUCCESS, _ALREADY_REGISTERED) else _error_name(code)
+
+    def _register_relaxed(self, address: int, length: int) -> int:
+        """vLLM captures graphs while the pool is being registered; by default a capture in one thread forbids such
+        calls to all others."""
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        self._exchange_capture_mode(ctypes.addressof(mode))
+        try:
+            return self._register(address, length, 0)
+        finally:
+            self._exchange_capture_mode(ctypes.addressof(mode))
 
     def unregister(self, address: int) -> None:
         torch.cuda.set_device(self._device)
@@ -173,14 +191,17 @@ class _Lane:
         self._work.put((transfer, copy))
 
     def _run(self) -> None:
-        torch.cuda.set_device(self._device)
         while (item := self._work.get()) is not None:
             transfer, copy = item
             try:
+                torch.cuda.set_device(self._device)
                 transfer.begin(self.stream)
                 copy()
                 transfer.end(self.stream)
             except Exception as error:
+                # What was queued before must not land in blocks that are handed on. A dead context copies nothing.
+                with contextlib.suppress(RuntimeError):
+                    self.stream.synchronize()
                 transfer.settle(error)
 
     def close(self) -> None:

@@ -1,12 +1,13 @@
 """The pool's memory: mapped at once, filled with pages and registered for DMA piece by piece in the background."""
 
 import ctypes
+import errno
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +34,14 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-# Registers or unregisters a range; returns None, or why it was refused.
-Register = Callable[[int, int], str | None]
-Unregister = Callable[[int], None]
+
+class Pinning(Protocol):
+    """Registering memory for DMA."""
+
+    def register(self, address: int, length: int) -> str | None:
+        """None, or why it was refused."""
+
+    def unregister(self, address: int) -> None: ...
 
 
 class Mapping:
@@ -66,7 +72,11 @@ class Mapping:
         Before Linux 5.14 this does nothing, and pages come when they are registered or first written: touching them
         here would overwrite what was stored meanwhile.
         """
-        _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE)
+        if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:
+            logger.warning_once("Overspill: RAM for the pool could not be taken in advance: %s", os.strerror(code))
 
     def close(self) -> None:
         if self._raw:
@@ -76,6 +86,8 @@ class Mapping:
 
 class HostMemory:
     """`num_slots` slots of `slot_bytes` each; slots become DMA-able from the first to the last."""
+
+    exists = False  # in this process
 
     def __init__(self, num_slots: int, slot_bytes: int, *, numa_node: int | None = None) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
@@ -91,13 +103,14 @@ class HostMemory:
         self._numa_node = numa_node
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._unregister: Unregister | None = None
+        self._pinning: Pinning | None = None
         self._registered: list[int] = []
+        HostMemory.exists = True
 
-    def prepare(self, register: Register | None, unregister: Unregister | None) -> None:
-        """Fill and, with `register`, pin the pool in the background."""
-        self._unregister = unregister
-        self._thread = threading.Thread(target=self._prepare, args=(register,), name="overspill-pool", daemon=True)
+    def prepare(self, pinning: Pinning | None) -> None:
+        """Fill and, with `pinning`, register the pool in the background."""
+        self._pinning = pinning
+        self._thread = threading.Thread(target=self._prepare, name="overspill-pool", daemon=True)
         self._thread.start()
 
     @property
@@ -119,16 +132,24 @@ class HostMemory:
         """Give everything back; no transfer may be under way."""
         self._stop.set()
         self.wait_until_prepared()
-        if self._unregister is not None:
+        if self._pinning is not None:
             for start in self._registered:
-                self._unregister(self.address + start)
+                self._pinning.unregister(self.address + start)
         self._registered.clear()
+        HostMemory.exists = False
         self.pinned_bytes = 0
         self.slots = np.empty((0, self.slot_bytes), np.uint8)
         self._mapping.close()
 
-    def _prepare(self, register: Register | None) -> None:
+    def _prepare(self) -> None:
+        try:
+            self._fill_and_pin()
+        except Exception as error:
+            self._refused(repr(error))
+
+    def _fill_and_pin(self) -> None:
         began = time.monotonic()
+        pinning = self._pinning
         starts = range(0, self.num_bytes, self._piece_bytes)
         cpus = numa_cpus(self._numa_node)
         workers = max(1, min(8, len(cpus) or (os.cpu_count() or 1)))
@@ -138,32 +159,34 @@ class HostMemory:
                 piece.result()
                 if self._stop.is_set():
                     return
-                if register is not None and not self._pin(register, start):
-                    register = None
-        state = "not pinned" if self.pinned_bytes < self.num_bytes else "pinned"
+                if pinning is not None and not self._pin(pinning, start):
+                    pinning = None
         logger.info(
-            "Overspill: pool of %s ready and %s after %.1f s",
-            format_size(self.num_bytes), state, time.monotonic() - began,
+            "Overspill: pool of %s ready after %.1f s, %s of it pinned",
+            format_size(self.num_bytes), time.monotonic() - began, format_size(self.pinned_bytes),
         )  # fmt: skip
 
     def _fill(self, start: int) -> None:
         if not self._stop.is_set():
             self._mapping.populate(start, min(self._piece_bytes, self.num_bytes - start))
 
-    def _pin(self, register: Register, start: int) -> bool:
+    def _pin(self, pinning: Pinning, start: int) -> bool:
         length = min(self._piece_bytes, self.num_bytes - start)
-        refused = register(self.address + start, length)
+        refused = pinning.register(self.address + start, length)
         if refused is not None:
-            self.pinning_refused = refused
-            logger.warning(
-                "Overspill: registering the pool for DMA was refused after %s of %s (%s). It works on through a "
-                "bounce buffer, slower; raise the memlock limit (ulimit -l) or lower host_bytes.",
-                format_size(self.pinned_bytes), format_size(self.num_bytes), refused,
-            )  # fmt: skip
+            self._refused(refused)
             return False
         self._registered.append(start)
         self.pinned_bytes = start + length
         return True
+
+    def _refused(self, why: str) -> None:
+        self.pinning_refused = why
+        logger.warning(
+            "Overspill: registering the pool for DMA was refused after %s of %s (%s). It works on through a "
+            "bounce buffer, slower; raise the memlock limit (ulimit -l) or lower host_bytes.",
+            format_size(self.pinned_bytes), format_size(self.num_bytes), why,
+        )  # fmt: skip
 
 
 def slot_stride(slot_bytes: int) -> int:

@@ -175,6 +175,7 @@ class Loads:
     def recompute(self, request_ids: Collection[str]) -> None:
         """Loads failed. vLLM keeps a failed load's blocks reserved for its request, and would wait for ever to load
         again, so it is computed."""
+        self._stats.count("load_failures", len(request_ids))
         self._unloadable.update(set(request_ids).intersection(self._live))
 
     def drop_corrupt(self, slots: Collection[int]) -> None:

@@ -44,9 +44,10 @@ class OverspillStats(KVConnectorStats):
         if amount:
             self.data[name] = self.data.get(name, 0) + amount
 
-    def gauge(self, name: str, value: float) -> None:
+    def gauge(self, name: str, value: float, rank: int = 0) -> None:
+        """A rank's value now. Kept apart by rank: stats of ranks and of steps are put together by the same call."""
         assert name in GAUGES, name
-        self.data[name] = value
+        self.data[f"{name}@{rank}"] = value
 
     def take(self) -> "OverspillStats | None":
         """Everything since the last call, or None."""
@@ -61,7 +62,7 @@ class OverspillStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
-            self.data[name] = value if name in GAUGES else self.data.get(name, 0) + value
+            self.data[name] = value if "@" in name else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -75,8 +76,8 @@ class OverspillStats(KVConnectorStats):
         for name in ("hit_tokens", "load_failures", "corrupt_blocks", "stores_dropped_blocks", "store_failures"):
             if data.get(name):
                 line[name.replace("_", " ")] = data[name]
-        if "pool_used_bytes" in data:
-            line["pool used MB"] = round(data["pool_used_bytes"] / 1e6, 1)
+        if "pool_used_bytes@0" in data:
+            line["pool used MB"] = round(data["pool_used_bytes@0"] / 1e6, 1)
         return line
 
     def is_empty(self) -> bool:
@@ -96,6 +97,7 @@ class OverspillPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister_series()
         self._series: dict[str, dict[int, Any]] = {}
+        self._of_rank: dict[tuple[int, str], dict[str, float]] = {}
         for kind, table in ((Counter, COUNTERS), (Gauge, GAUGES)):
             for name, text in table.items():
                 arguments: dict[str, Any] = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
@@ -107,12 +109,15 @@ class OverspillPromMetrics(KVConnectorPromMetrics):
                 }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
+        for key, value in transfer_stats_data.items():
+            name, _, rank = key.partition("@")
             child = self._series[name][engine_idx]
-            if name in COUNTERS:
+            if not rank:
                 child.inc(value)
-            else:
-                child.set(value)
+                continue
+            parts = self._of_rank.setdefault((engine_idx, name), {})
+            parts[rank] = value
+            child.set(max(parts.values()) if name == "pinning_refused" else sum(parts.values()))
 
 
 def _unregister_series() -> None:

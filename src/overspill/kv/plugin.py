@@ -6,7 +6,9 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from overspill.kv.host_memory import HostMemory
 from overspill.kv.preflight import CONNECTOR, check_engine
+from overspill.kv.ram import require_ram
 
 
 def register() -> None:
@@ -24,7 +26,10 @@ def _check_when_configured() -> None:
     @functools.wraps(post_init)
     def checked_post_init(self: VllmConfig, *args: Any, **kwargs: Any) -> None:
         post_init(self, *args, **kwargs)
-        check_engine(self)
+        options = check_engine(self)
+        # vLLM makes configurations again while it starts; the RAM that this process's pool took then is not missing.
+        if options is not None and not HostMemory.exists:
+            require_ram(options.host_bytes, options.reserve_bytes)
 
     checked_post_init.overspill = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = checked_post_init

@@ -8,7 +8,6 @@ from vllm.config import VllmConfig
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
-from overspill.kv.ram import require_ram
 
 CONNECTOR = "OverspillConnector"
 # The interfaces used here change between releases; these are the ones the tests run on.
@@ -49,7 +48,7 @@ def overspill_extra_config(vllm_config: VllmConfig) -> tuple[Mapping[str, Any], 
 
 
 def check_engine(vllm_config: VllmConfig) -> Options | None:
-    """Options, if Overspill is configured and everything it needs is there."""
+    """Options, if Overspill is configured and everything it needs of vLLM is there."""
     ours = overspill_extra_config(vllm_config)
     if ours is None:
         return None
@@ -70,7 +69,6 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
             '"kv_load_failure_policy": "recompute": add it'
         )
     _check_model(vllm_config)
-    require_ram(options.host_bytes, options.reserve_bytes)
     return options
 
 
@@ -80,6 +78,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
         raise OverspillError("vLLM has no KV connectors for encoder-decoder models; remove --kv-transfer-config")
     if parallel.pipeline_parallel_size > 1:
         raise OverspillError("Overspill does not work with pipeline parallelism yet; use --pipeline-parallel-size 1")
+    if parallel.data_parallel_size > 1:
+        raise OverspillError(
+            "host_bytes is the RAM of one engine, and data parallelism starts several; use --data-parallel-size 1 and "
+            "one server for each engine"
+        )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise OverspillError(
             "Overspill does not work with context parallelism yet; use --decode-context-parallel-size 1"

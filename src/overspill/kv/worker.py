@@ -1,6 +1,8 @@
 """The worker's side: the pool's memory, copies under way, and what is reported of them."""
 
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +41,7 @@ class _Load:
 
 
 class OffloadWorker:
-    """One per rank. Nothing here waits for a copy."""
+    """One per rank. No step that computes waits for a copy."""
 
     def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         parallel = vllm_config.parallel_config
@@ -47,7 +49,7 @@ class OffloadWorker:
         self._config = kv_cache_config
         self._world_size = parallel.world_size
         self._steps_in_flight = vllm_config.max_concurrent_batches
-        self._reports_pool = parallel.rank == 0
+        self._rank = parallel.rank
         self.memory: HostMemory | None = None
         self.checksums: Checksums | None = None
         self.buffer: torch.Tensor | None = None  # vLLM's KV cache as bytes
@@ -75,7 +77,7 @@ class OffloadWorker:
             self._use_cuda(buffer, num_slots, slot_bytes, regions)
         else:
             self.memory = HostMemory(num_slots, slot_bytes)
-            self.memory.prepare(None, None)
+            self.memory.prepare(None)
             self._copier = PlainCopier(buffer, regions, self._config.num_blocks, self.memory)
         self.checksums = Checksums(self.memory, self._options.verify)  # type: ignore[arg-type]
         logger.info(
@@ -89,19 +91,13 @@ class OffloadWorker:
         pinned = PinnedRanges(buffer.device) if self._options.pin else None
         self.memory = HostMemory(num_slots, slot_bytes, numa_node=gpu_numa_node(buffer.device))
         self._copier = CudaCopier(buffer, regions, self.memory, pinned, self._steps_in_flight)
-        if pinned is not None:
-            self.memory.prepare(pinned.register, pinned.unregister)
-        else:
-            self.memory.prepare(None, None)
+        self.memory.prepare(pinned)
 
     # Every step.
 
     def begin_step(self, jobs: StepJobs) -> None:
-        """Before the forward: order it behind early loads, and start new ones, which it does not touch."""
+        """Before the forward: start loads, whose blocks it does not touch."""
         assert self._copier is not None and self.checksums is not None
-        for load in self._loads:
-            if load.announced:
-                load.transfer.fence()
         for job in jobs.loads:
             if job.void:
                 self._void.append(job)
@@ -128,23 +124,29 @@ class OffloadWorker:
             self._failed_load(job, results, "was void")
             self._report.loaded[job.job_id] = 1
         self._void.clear()
-        idle = jobs is not None and jobs.num_tokens == 0
-        self._loads = [load for load in self._loads if not self._advance(load, idle, results)]
+        if jobs is not None and jobs.num_tokens == 0:
+            self._wait_for_early_loads()
+        self._loads = [load for load in self._loads if not self._advance(load, results)]
         self._poll_stores()
         self._poll_prefills()
         return results
 
-    def _advance(self, load: _Load, idle: bool, results: KVConnectorTransferResults) -> bool:
+    def _wait_for_early_loads(self) -> None:
+        """In a step without a forward there is nothing to hold up, so a load about to be queued is waited for."""
+        deadline = time.monotonic() + _QUEUE_WAIT_S
+        for load in self._loads:
+            if load.job.early and not load.announced:
+                load.transfer.wait_queued(max(0.0, deadline - time.monotonic()))
+
+    def _advance(self, load: _Load, results: KVConnectorTransferResults) -> bool:
         """Announce the load's request when it may run; True once the copies are over."""
         job, transfer = load.job, load.transfer
-        if job.early and idle and not load.announced:
-            transfer.wait_queued(_QUEUE_WAIT_S)
         over = transfer.done()
         if not load.announced:
             if not (over or (job.early and transfer.queued)) or not load.verdict.done():
                 return False
-            corrupt = load.verdict.corrupt_slots()
-            if not over and corrupt:
+            corrupt, error = load.verdict.corrupt_slots(), transfer.error or load.verdict.error()
+            if not over and (corrupt or error is not None):
                 return False  # its blocks are still being written
             self.stats.count("verified_blocks", load.verdict.num_checked)
             load.announced = True
@@ -152,10 +154,12 @@ class OffloadWorker:
                 self._report.corrupt_slots.update(corrupt)
                 self.stats.count("corrupt_blocks", len(corrupt))
                 self._failed_load(job, results, f"found {len(corrupt)} corrupt block(s)")
-            elif transfer.error is not None:
+            elif error is not None:
                 self._report.failed.add(job.job_id)
-                self._failed_load(job, results, f"failed: {transfer.error}")
+                self._failed_load(job, results, f"failed: {error}")
             else:
+                # All compute queued from now on: vLLM copies recurrent states before it binds a step's metadata.
+                transfer.fence()
                 results.finished_recving.add(job.request_id)
         if over:
             self._report.loaded[job.job_id] = 1
@@ -167,7 +171,6 @@ class OffloadWorker:
 
     def _failed_load(self, job: LoadJob, results: KVConnectorTransferResults, what: str) -> None:
         logger.warning("Overspill: the load of request %s %s; it is recomputed", job.request_id, what)
-        self.stats.count("load_failures")
         results.finished_recving.add(job.request_id)
         results.failed_recving.add(job.request_id)
 
@@ -207,25 +210,25 @@ class OffloadWorker:
 
     def take_stats(self) -> OverspillStats | None:
         memory = self.memory
-        if memory is not None and self._reports_pool:
+        if memory is not None:
             shown = (memory.pinned_bytes, bool(memory.pinning_refused))
             if shown != self._shown_pool:
                 self._shown_pool = shown
-                self.stats.gauge("pool_bytes", memory.num_bytes * self._world_size)
-                self.stats.gauge("pool_pinned_bytes", memory.pinned_bytes * self._world_size)
-                self.stats.gauge("pinning_refused", int(shown[1]))
+                self.stats.gauge("pool_bytes", memory.num_bytes, self._rank)
+                self.stats.gauge("pool_pinned_bytes", memory.pinned_bytes, self._rank)
+                self.stats.gauge("pinning_refused", int(shown[1]), self._rank)
         return self.stats.take()
 
     def shutdown(self) -> None:
-        """Copies end, then memory goes back."""
-        if self._copier is not None:
-            self._copier.close()
-            self._copier = self.buffer = None
-        if self.checksums is not None:
-            self.checksums.close()
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
+        """Copies end, then memory goes back, whatever fails on the way."""
+        with ExitStack() as stack:
+            if self.memory is not None:
+                stack.callback(self.memory.close)
+            if self.checksums is not None:
+                stack.callback(self.checksums.close)
+            if self._copier is not None:
+                stack.callback(self._copier.close)
+            self.memory = self.checksums = self._copier = self.buffer = None
 
 
 def _ids(values: list[int]) -> npt.NDArray[np.int64]:
@@ -239,6 +242,6 @@ def gpu_numa_node(device: torch.device) -> int | None:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         with open(f"/sys/bus/pci/devices/{address}/numa_node") as file:
             node = int(file.read())
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, ValueError):
         return None
     return node if node >= 0 else None
