@@ -40,11 +40,13 @@ def llama(models: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What Overspill logs. vLLM's loggers, which it uses, do not pass records on to the root."""
+    """What Overspill logs, through vLLM's loggers, which need not pass records on to the root."""
     logger = logging.getLogger("vllm")
+    passes_on, logger.propagate = logger.propagate, False
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+    logger.propagate = passes_on
 
 
 @pytest.fixture

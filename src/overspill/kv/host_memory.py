@@ -25,6 +25,9 @@ _MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
 # Registering holds the driver's lock, so a piece must be short against a step; small enough to be quick, large
 # enough that a terabyte is not millions of calls.
 PIECE_BYTES = 256 * MiB
+# Taking pages keeps the process from mapping memory meanwhile, and it is starting up: a little at a time.
+_FILL_BYTES = 8 * MiB
+_FILL_THREADS = 4
 _HUGE_PAGE = 2 * MiB
 _PAGE = 4096
 
@@ -152,7 +155,7 @@ class HostMemory:
         pinning = self._pinning
         starts = range(0, self.num_bytes, self._piece_bytes)
         cpus = numa_cpus(self._numa_node)
-        workers = max(1, min(8, len(cpus) or (os.cpu_count() or 1)))
+        workers = max(1, min(_FILL_THREADS, len(cpus) or (os.cpu_count() or 1)))
         with ThreadPoolExecutor(workers, "overspill-fill", initializer=_run_on, initargs=(cpus,)) as pool:
             filled = [pool.submit(self._fill, start) for start in starts]
             for start, piece in zip(starts, filled, strict=True):
@@ -167,8 +170,11 @@ class HostMemory:
         )  # fmt: skip
 
     def _fill(self, start: int) -> None:
-        if not self._stop.is_set():
-            self._mapping.populate(start, min(self._piece_bytes, self.num_bytes - start))
+        end = min(start + self._piece_bytes, self.num_bytes)
+        for at in range(start, end, _FILL_BYTES):
+            if self._stop.is_set():
+                return
+            self._mapping.populate(at, min(_FILL_BYTES, end - at))
 
     def _pin(self, pinning: Pinning, start: int) -> bool:
         length = min(self._piece_bytes, self.num_bytes - start)
