@@ -109,8 +109,10 @@ def run_life(target: System, blocks: int, workloads: list[str], seconds: float, 
         error = f"exit code {code}" if code else None
     except subprocess.TimeoutExpired:
         error = f"killed after {seconds:.0f} s"
-    finally:
-        left = process.stop(child)
+    except SystemExit:
+        # This process was asked to end; what the life has measured is kept all the same.
+        error = "stopped"
+    left = process.stop(child)
     outcome = read_report(Path(life.report))
     outcome |= {"gpu_blocks": blocks, "seconds": time.monotonic() - began, "error": error}
     if left:
@@ -163,6 +165,8 @@ def run_all(arguments: argparse.Namespace, out: Path, result: Json) -> None:
                 summary.summarise(result)
                 record.write(out, result)
                 say_life(name, entry)
+                if life["error"] == "stopped":
+                    raise SystemExit(143)
 
 
 def say_life(name: str, entry: Json) -> None:
