@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tests.simulated_engine import Engine, Setup
+from tests.simulated_copies import Setup
+from tests.simulated_engine import Engine
 
 SIZE = 4
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from overspill.kv.loads import Loads
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.stores import Stores
-from tests.simulated_engine import MAX_MODEL_LEN, Engine, ScriptedTransfer, Setup, Violation
+from tests.simulated_copies import ScriptedTransfer, Setup, Violation
+from tests.simulated_engine import MAX_MODEL_LEN, Engine
 
 FULL, FULL_AND_WINDOW, UNEQUAL = ((4, 0),), ((4, 0), (4, 10)), ((8, 0), (4, 6))
 PREFIXES = [[100 * p + i % 90 for i in range(MAX_MODEL_LEN)] for p in range(1, 7)]
