@@ -141,11 +141,14 @@ class LruOrder:
             self._push(block_id)
 
     def _push(self, block_id: int) -> None:
-        heapq.heappush(self._heap, (self._stamp[block_id], block_id))
+        self._push_on(self._heap, block_id)
+
+    def _push_on(self, heap: list[tuple[int, int]], block_id: int) -> None:
+        heapq.heappush(heap, (self._stamp[block_id], block_id))
         # Every use leaves a stale entry behind; they must not outnumber the pool for ever.
-        if len(self._heap) > 4 * len(self._blocks) + 64:
-            self._heap = [entry for entry in self._heap if self._is_current(entry)]
-            heapq.heapify(self._heap)
+        if len(heap) > 4 * len(self._blocks) + 64:
+            heap[:] = [entry for entry in heap if self._is_current(entry)]
+            heapq.heapify(heap)
 
     def _is_current(self, entry: tuple[int, int]) -> bool:
         stamp, block_id = entry
@@ -233,13 +236,7 @@ class ArcOrder(LruOrder):
         super().forget(block)
 
     def _push(self, block_id: int) -> None:
-        if not self._again[block_id]:
-            super()._push(block_id)
-            return
-        heapq.heappush(self._again_heap, (self._stamp[block_id], block_id))
-        if len(self._again_heap) > 4 * len(self._blocks) + 64:
-            self._again_heap = [entry for entry in self._again_heap if self._is_current(entry)]
-            heapq.heapify(self._again_heap)
+        self._push_on(self._again_heap if self._again[block_id] else self._heap, block_id)
 
     def _candidate(self) -> int | None:
         first, second = self._heap, self._again_heap
