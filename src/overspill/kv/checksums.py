@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,9 @@ class Verdict:
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
+
+    def wait(self, timeout: float) -> None:
+        wait(self.parts, timeout)
 
     def error(self) -> BaseException | None:
         """Why the check itself failed; waits for it."""

@@ -28,8 +28,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own logge
 
 # Steps of fewer tokens say little about prefill.
 _PREFILL_TOKENS = 256
-# How long an idle step may wait for a load to be queued; there is nothing else it could do.
-_QUEUE_WAIT_S = 0.05
+# How long an idle step may wait for a load to be queued and checked; there is nothing else it could do.
+_IDLE_WAIT_S = 0.05
 
 
 @dataclass(slots=True)
@@ -132,11 +132,12 @@ class OffloadWorker:
         return results
 
     def _wait_for_early_loads(self) -> None:
-        """In a step without a forward there is nothing to hold up, so a load about to be queued is waited for."""
-        deadline = time.monotonic() + _QUEUE_WAIT_S
+        """A step without a forward holds nothing up, and spinning would take the cores from the threads at work."""
+        deadline = time.monotonic() + _IDLE_WAIT_S
         for load in self._loads:
             if load.job.early and not load.announced:
                 load.transfer.wait_queued(max(0.0, deadline - time.monotonic()))
+                load.verdict.wait(max(0.0, deadline - time.monotonic()))
 
     def _advance(self, load: _Load, results: KVConnectorTransferResults) -> bool:
         """Announce the load's request when it may run; True once the copies are over."""
