@@ -185,8 +185,8 @@ def test_an_error_while_pinning_is_a_refusal_and_not_the_end(log: pytest.LogCapt
 
 
 def test_whether_this_process_has_a_pool_is_known() -> None:
-    assert not HostMemory.exists
+    assert not HostMemory.num_alive
     memory = HostMemory(2, PAGE)
-    assert HostMemory.exists
+    assert HostMemory.num_alive
     memory.close()
-    assert not HostMemory.exists
+    assert not HostMemory.num_alive

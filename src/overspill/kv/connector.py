@@ -1,6 +1,7 @@
 """The class vLLM loads. It has two lives, one beside the scheduler and one in each worker; every hook delegates."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -25,18 +25,22 @@ from vllm.v1.request import Request
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import num_host_slots, slot_stride
-from overspill.kv.jobs import StepJobs
-from overspill.kv.layout import BLOCK_OUTERMOST, bytes_per_block
+from overspill.kv.jobs import StepJobs, StepReport
+from overspill.kv.layout import BLOCK_OUTERMOST, LAYER_OUTERMOST, bytes_per_block, kv_buffer
 from overspill.kv.metrics import OverspillPromMetrics, OverspillStats
 from overspill.kv.options import Options
-from overspill.kv.preflight import check_engine
+from overspill.kv.preflight import check_engine, require_spill_worker
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.sizes import format_size
+from overspill.kv.speeds import Speeds
+from overspill.kv.spill.scheduler import SpillScheduler
+from overspill.kv.spill.worker import SpillWorker
+from overspill.kv.timing import Mark, StepTimer, WallMark
 from overspill.kv.worker import OffloadWorker
 
 
 class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps KV that no running request uses in RAM."""
+    """Offload: keeps KV that no running request uses in RAM. Spill: lets running requests use RAM. Either, or both."""
 
     _cache_hit_source = CacheHitSource.HOST
     # A store that is dropped is a later miss, nothing worse.
@@ -49,13 +53,24 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         check_engine(vllm_config)
         # vLLM's default ends the request of a failed load. The scheduler reads this after building the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        _check_pool_size(options, vllm_config, kv_cache_config)
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = OffloadScheduler(options, vllm_config, kv_cache_config)
-        else:
-            self._worker = OffloadWorker(options, vllm_config, kv_cache_config)
+        self.spill_scheduler: SpillScheduler | None = None
+        self.spill_worker: SpillWorker | None = None
+        self._timer: StepTimer | None = None
+        self._speeds = Speeds()
+        if options.host_bytes:
+            _check_pool_size(options, vllm_config, kv_cache_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = OffloadScheduler(options, vllm_config, kv_cache_config, self._speeds)
+            else:
+                self._worker = OffloadWorker(options, vllm_config, kv_cache_config)
+        if options.spill_bytes:
+            require_spill_worker(vllm_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self.spill_scheduler = SpillScheduler(options, vllm_config, kv_cache_config, self._speeds)
+            else:
+                self.spill_worker = SpillWorker(options, vllm_config, kv_cache_config)
 
     @property
     def scheduler(self) -> OffloadScheduler:
@@ -71,7 +86,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return BLOCK_OUTERMOST
+        options = check_engine(vllm_config)
+        return LAYER_OUTERMOST if options is not None and options.spill_bytes else BLOCK_OUTERMOST
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -89,51 +105,92 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker hooks, in the order of a step.
 
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        return self.spill_worker.allocation() if self.spill_worker is not None else None
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.register(kv_caches)
+        buffer = kv_buffer(kv_caches)
+        self._timer = StepTimer(_cuda_mark if buffer.is_cuda else WallMark)
+        if self.spill_worker is not None:
+            self.spill_worker.register(buffer)
+        if self._worker is not None:
+            self._worker.register(buffer)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepJobs)
-        self.worker.begin_step(connector_metadata)
+        assert isinstance(connector_metadata, StepJobs) and self._timer is not None
+        if self._worker is not None:
+            self._worker.begin_step(connector_metadata)
+        if self.spill_worker is not None:
+            self.spill_worker.begin_step(connector_metadata.spill)
+        self._timer.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads start in bind_connector_metadata, before the forward, which does not touch their blocks."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole blocks of all layers."""
+        """Loads are whole blocks of all layers; only spilled KV comes layer by layer."""
+        if self.spill_worker is not None:
+            self.spill_worker.before_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Stores are whole blocks of all layers."""
+        """Stores are whole blocks of all layers; only spilled KV goes layer by layer."""
+        if self.spill_worker is not None:
+            self.spill_worker.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepJobs)
-        self.worker.end_step(metadata)
+        assert isinstance(metadata, StepJobs) and self._timer is not None
+        self._timer.end_step(metadata)
+        if self.spill_worker is not None:
+            self.spill_worker.end_step()
+        if self._worker is not None:
+            self._worker.end_step(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         metadata = self._connector_metadata
-        return self.worker.results(metadata if isinstance(metadata, StepJobs) else None)
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        return self._worker.results(metadata if isinstance(metadata, StepJobs) else None)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.take_report()
+        report = StepReport()
+        for part in (self._timer, self.spill_worker, self._worker):
+            if part is not None:
+                part.report(report)
+        return None if report.is_empty() else report
 
     # Scheduler hooks.
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self.scheduler.bind(gpu_block_pool)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        if self.spill_scheduler is not None:
+            self.spill_scheduler.bind(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager.block_pool)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.scheduler.match(request, num_computed_tokens)
+        return self._scheduler.match(request, num_computed_tokens) if self._scheduler is not None else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self.scheduler.admit(request, blocks, num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.admit(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.scheduler.plan_step(scheduler_output)
+        jobs = StepJobs(num_tokens=scheduler_output.total_num_scheduled_tokens)
+        if self._scheduler is not None:
+            self._scheduler.plan_step(scheduler_output, jobs)
+        if self.spill_scheduler is not None:
+            jobs.spill = self.spill_scheduler.plan_step(scheduler_output)
+        return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.scheduler.complete(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        if not isinstance(report, StepReport):
+            report = None
+        else:
+            self._speeds.saw(report)
+        if self._scheduler is not None:
+            self._scheduler.complete(connector_output.failed_recving or (), report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -141,31 +198,45 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler.finished(request, block_ids)
-        return False, None  # blocks being copied are referenced; vLLM may free the rest
+        if self._scheduler is not None:
+            self._scheduler.finished(request, block_ids)
+        told = self.spill_scheduler.finished(request) if self.spill_scheduler is not None else None
+        return False, told  # blocks being copied are referenced; vLLM may free the rest
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler.is_busy()
+        return self._scheduler is not None and self._scheduler.is_busy()
 
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler.stores.will_free_gpu_blocks()
+        return self._scheduler is not None and self._scheduler.stores.will_free_gpu_blocks()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self.scheduler.take_events()
+        return self._scheduler.take_events() if self._scheduler is not None else ()
 
     def reset_cache(self) -> bool | None:
-        return self.scheduler.reset()
+        return self._scheduler.reset() if self._scheduler is not None else None
 
     # Both.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._scheduler is not None:
-            return self._scheduler.take_stats()
-        return self.worker.take_stats()
+        parts = (self._scheduler, self.spill_scheduler, self._worker, self.spill_worker)
+        taken = [stats for part in parts if part is not None and (stats := part.take_stats()) is not None]
+        for more in taken[1:]:
+            taken[0].aggregate(more)
+        return taken[0] if taken else None
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
+        with ExitStack() as stack:
+            # The offload worker copies from and to the memory that the spill worker owns: it ends first.
+            if self.spill_worker is not None:
+                stack.callback(self.spill_worker.shutdown)
+            if self._worker is not None:
+                stack.callback(self._worker.shutdown)
+
+
+def _cuda_mark() -> Mark:
+    from overspill.kv.cuda import CudaMark
+
+    return CudaMark()
 
 
 def _check_pool_size(options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -47,14 +47,6 @@ class Transfer:
         self._queued.set()
 
 
-class Mark(ABC):
-    """A point in the order of compute, for timing."""
-
-    @abstractmethod
-    def seconds_until(self, later: "Mark") -> float | None:
-        """Seconds between two marks; None while the later one is not reached."""
-
-
 class Copier(ABC):
     """Copies between slots of the pool and blocks of the KV buffer."""
 
@@ -71,20 +63,8 @@ class Copier(ABC):
         """All compute of a step is queued."""
 
     @abstractmethod
-    def mark(self) -> Mark: ...
-
-    @abstractmethod
     def close(self) -> None:
         """Wait for the copies under way, then stop."""
-
-
-class _WallMark(Mark):
-    def __init__(self) -> None:
-        self._time = time.perf_counter()
-
-    def seconds_until(self, later: Mark) -> float | None:
-        assert isinstance(later, _WallMark)
-        return later._time - self._time
 
 
 class PlainCopier(Copier):
@@ -144,9 +124,6 @@ class PlainCopier(Copier):
 
     def end_step(self) -> None:
         """A step's compute is over when it returns."""
-
-    def mark(self) -> Mark:
-        return _WallMark()
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -16,11 +16,12 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
-from overspill.kv.copies import Copier, Ids, Mark, Transfer
+from overspill.kv.copies import Copier, Ids, Transfer
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import HostMemory, Mapping, slot_stride
 from overspill.kv.layout import Region
 from overspill.kv.sizes import MiB
+from overspill.kv.timing import Mark
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -132,13 +133,14 @@ def merge_runs(dst: Addresses, src: Addresses, size: int, pieces: Ids) -> tuple[
     return dst[starts], src[starts], lengths * step
 
 
-class _CudaMark(Mark):
-    def __init__(self) -> None:
+class CudaMark(Mark):
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        """On the compute stream, if none is given."""
         self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record()
+        self.event.record(stream)
 
     def seconds_until(self, later: Mark) -> float | None:
-        assert isinstance(later, _CudaMark)
+        assert isinstance(later, CudaMark)
         return self.event.elapsed_time(later.event) / 1e3 if later.event.query() else None
 
 
@@ -287,9 +289,6 @@ class CudaCopier(Copier):
             if not to_gpu:
                 bounce.empty(addresses)
 
-    def mark(self) -> Mark:
-        return _CudaMark()
-
     def close(self) -> None:
         for lane in (self._loads, self._stores):
             lane.close()
@@ -350,3 +349,15 @@ class _Bounce:
         if self._pinned is not None:
             self._pinned.unregister(self._mapping.address)
         self._mapping.close()
+
+
+def gpu_numa_node(device: torch.device) -> int | None:
+    """The NUMA node next to the GPU, where the machine says which."""
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        with open(f"/sys/bus/pci/devices/{address}/numa_node") as file:
+            node = int(file.read())
+    except (OSError, AttributeError, ValueError):
+        return None
+    return node if node >= 0 else None

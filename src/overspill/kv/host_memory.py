@@ -90,9 +90,18 @@ class Mapping:
 class HostMemory:
     """`num_slots` slots of `slot_bytes` each; slots become DMA-able from the first to the last."""
 
-    exists = False  # in this process
+    num_alive = 0  # in this process
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, numa_node: int | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        numa_node: int | None = None,
+        name: str = "pool",
+        option: str = "host_bytes",
+    ) -> None:
+        self._name, self._option = name, option
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         # One copy must not cross from one registered piece into the next, so a piece is whole slots and whole pages.
         self.slot_stride = slot_stride(slot_bytes)
@@ -108,7 +117,7 @@ class HostMemory:
         self._thread: threading.Thread | None = None
         self._pinning: Pinning | None = None
         self._registered: list[int] = []
-        HostMemory.exists = True
+        HostMemory.num_alive += 1
 
     def prepare(self, pinning: Pinning | None) -> None:
         """Fill and, with `pinning`, register the pool in the background."""
@@ -125,6 +134,10 @@ class HostMemory:
     def _piece_bytes(self) -> int:
         return self.slots_per_piece * self.slot_stride
 
+    @property
+    def is_prepared(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
     def wait_until_prepared(self, timeout: float | None = None) -> bool:
         if self._thread is not None:
             self._thread.join(timeout)
@@ -139,7 +152,7 @@ class HostMemory:
             for start in self._registered:
                 self._pinning.unregister(self.address + start)
         self._registered.clear()
-        HostMemory.exists = False
+        HostMemory.num_alive -= 1
         self.pinned_bytes = 0
         self.slots = np.empty((0, self.slot_bytes), np.uint8)
         self._mapping.close()
@@ -165,8 +178,8 @@ class HostMemory:
                 if pinning is not None and not self._pin(pinning, start):
                     pinning = None
         logger.info(
-            "Overspill: pool of %s ready after %.1f s, %s of it pinned",
-            format_size(self.num_bytes), time.monotonic() - began, format_size(self.pinned_bytes),
+            "Overspill: %s of %s ready after %.1f s, %s of it pinned",
+            self._name, format_size(self.num_bytes), time.monotonic() - began, format_size(self.pinned_bytes),
         )  # fmt: skip
 
     def _fill(self, start: int) -> None:
@@ -189,9 +202,9 @@ class HostMemory:
     def _refused(self, why: str) -> None:
         self.pinning_refused = why
         logger.warning(
-            "Overspill: registering the pool for DMA was refused after %s of %s (%s). It works on through a "
-            "bounce buffer, slower; raise the memlock limit (ulimit -l) or lower host_bytes.",
-            format_size(self.pinned_bytes), format_size(self.num_bytes), why,
+            "Overspill: registering the %s for DMA was refused after %s of %s (%s). The rest is copied as pageable "
+            "memory, slower; raise the memlock limit (ulimit -l) or lower %s.",
+            self._name, format_size(self.pinned_bytes), format_size(self.num_bytes), why, self._option,
         )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from overspill.kv.spill.steps import SpillStep
+
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
@@ -38,6 +40,8 @@ class StepJobs(KVConnectorMetadata):
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     num_tokens: int = 0
+    # The step reads or writes KV in RAM, layer by layer.
+    spill: SpillStep | None = None
 
 
 @dataclass(slots=True)
@@ -65,17 +69,19 @@ class StepReport(KVConnectorWorkerMetadata):
     corrupt_slots: set[int] = field(default_factory=set)
     load_speed: Sample = field(default_factory=Sample)
     prefill_speed: Sample = field(default_factory=Sample)
+    stream_speed: Sample = field(default_factory=Sample)
+    plain_steps: Sample = field(default_factory=Sample)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         assert isinstance(other, StepReport)
-        for mine, theirs in ((self.loaded, other.loaded), (self.stored, other.stored)):
-            for job_id, count in theirs.items():
-                mine[job_id] = mine.get(job_id, 0) + count
+        for counts, more in ((self.loaded, other.loaded), (self.stored, other.stored)):
+            for job_id, count in more.items():
+                counts[job_id] = counts.get(job_id, 0) + count
         self.failed |= other.failed
         self.corrupt_slots |= other.corrupt_slots
         # Ranks work side by side: amounts of a rank over its own seconds.
-        self.load_speed.add(other.load_speed.amount, other.load_speed.seconds)
-        self.prefill_speed.add(other.prefill_speed.amount, other.prefill_speed.seconds)
+        for mine, theirs in zip(self._samples(), other._samples(), strict=True):
+            mine.add(theirs.amount, theirs.seconds)
         return self
 
     def is_empty(self) -> bool:
@@ -84,6 +90,8 @@ class StepReport(KVConnectorWorkerMetadata):
             or self.stored
             or self.failed
             or self.corrupt_slots
-            or self.load_speed.amount
-            or self.prefill_speed.amount
+            or any(sample.amount for sample in self._samples())
         )
+
+    def _samples(self) -> tuple[Sample, ...]:
+        return self.load_speed, self.prefill_speed, self.stream_speed, self.plain_steps

@@ -3,13 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from overspill.kv.errors import OverspillError
 
 # Block-outermost: a block of all layers is one contiguous piece, one copy. The default keeps layers outermost.
 BLOCK_OUTERMOST = "BLNHC"
+# Layer-outermost: a layer's blocks are one contiguous range, which spill maps and streams.
+LAYER_OUTERMOST = "LBNHC"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +55,10 @@ def block_regions(kv_cache_config: KVCacheConfig) -> list[Region]:
 
 def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     return sum(region.block_bytes for region in block_regions(kv_cache_config))
+
+
+def kv_buffer(kv_caches: dict[str, Any]) -> torch.Tensor:
+    """vLLM's KV cache as bytes: all layers' tensors are views of one buffer."""
+    first = next(iter(kv_caches.values()))
+    tensor: torch.Tensor = first[0] if isinstance(first, list | tuple) else first
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

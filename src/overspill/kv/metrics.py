@@ -24,12 +24,19 @@ COUNTERS = {
     "evicted_blocks": "Blocks given up in RAM for newer ones",
     "verified_blocks": "Blocks whose checksum was checked before a load",
     "corrupt_blocks": "Blocks whose checksum did not match; each was dropped and recomputed",
+    "spilled_steps": "Steps that streamed spilled KV",
+    "plain_steps": "Steps that streamed none, with spill on",
+    "spill_in_bytes": "Bytes of spilled KV streamed to the GPU",
+    "spill_out_bytes": "Bytes of spilled KV written back to RAM",
 }
 GAUGES = {
     "pool_bytes": "RAM of the pool",
     "pool_used_bytes": "RAM of the pool that holds KV",
     "pool_pinned_bytes": "RAM of the pool that is registered for DMA so far",
     "pinning_refused": "1 if registering the pool for DMA was refused; copies then go through a bounce buffer",
+    "resident_blocks_used": "KV blocks in use on the GPU, with spill on",
+    "spilled_blocks_used": "KV blocks in use in RAM",
+    "spill_link_bytes_per_second": "Speed at which spilled KV was last streamed to the GPU",
 }
 
 
@@ -73,6 +80,9 @@ class OverspillStats(KVConnectorStats):
             if num_bytes:
                 line[f"{way} MB"] = round(num_bytes / 1e6, 1)
                 line[f"{way} GB/s"] = round(num_bytes / 1e9 / seconds, 1) if seconds else 0.0
+        if data.get("spilled_steps"):
+            line["spilled steps"] = data["spilled_steps"]
+            line["spill MB per step"] = round(data.get("spill_in_bytes", 0) / 1e6 / data["spilled_steps"], 1)
         for name in ("hit_tokens", "load_failures", "corrupt_blocks", "stores_dropped_blocks", "store_failures"):
             if data.get(name):
                 line[name.replace("_", " ")] = data[name]

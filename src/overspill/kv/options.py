@@ -15,11 +15,10 @@ Verify = Literal["off", "sample", "all"]
 Load = Literal["auto", "always"]
 
 
-def _positive_size(value: object) -> int:
-    size = parse_size(value)
-    if size <= 0:
-        raise OverspillError(f'must be larger than zero, got {value!r}; write for example "40GiB"')
-    return size
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise OverspillError(f"must be above 0 and at most 1, got {value!r}")
+    return float(value)
 
 
 def _size(value: object) -> int:
@@ -50,13 +49,31 @@ def _option(parse: Callable[[object], Any], default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of the connector; `host_bytes` has no default."""
+    """Settings of the connector. One of `host_bytes` and `spill_bytes` must be given."""
 
     host_bytes: int = _option(
-        _positive_size,
+        _size,
         0,
         "RAM for offloaded KV, in total for the server (each tensor-parallel rank takes an equal part). "
-        'An integer of bytes or a string such as "40GiB". Required.',
+        'An integer of bytes or a string such as "40GiB". 0 turns offload off.',
+    )
+    spill_bytes: int = _option(
+        _size,
+        0,
+        "RAM for the KV of running requests that do not fit on the GPU, in total for the server. Contexts may be as "
+        "long as the GPU's KV cache and this together hold. 0 turns spill off.",
+    )
+    resident_bytes: int = _option(
+        _size,
+        0,
+        "GPU memory for KV with spill, its window included, in total for the server. 0 takes what vLLM finds free "
+        "under `--gpu-memory-utilization`.",
+    )
+    spill_share: float = _option(
+        _share,
+        0.5,
+        "The share of time that spilled requests may take from others while both generate: 1 runs them in every step, "
+        "at the speed of the link; less lets them sit out steps. Above 0, at most 1.",
     )
     store: Store = _option(
         _one_of("eager", "lazy"),
@@ -109,10 +126,16 @@ class Options:
                 values[key] = known[key].metadata["parse"](value)
             except OverspillError as error:
                 raise OverspillError(f"kv_connector_extra_config[{key!r}]: {error}") from error
-        if "host_bytes" not in values:
+        if not values.get("host_bytes") and not values.get("spill_bytes"):
             raise OverspillError(
-                'kv_connector_extra_config needs host_bytes, the RAM to give to KV, for example {"host_bytes": "40GiB"}'
+                "kv_connector_extra_config needs host_bytes, the RAM for KV that waits to be used again, or "
+                'spill_bytes, the RAM for requests longer than the GPU holds, for example {"host_bytes": "40GiB"}'
             )
+        for name in ("resident_bytes", "spill_share"):
+            if name in values and not values.get("spill_bytes"):
+                raise OverspillError(
+                    f"kv_connector_extra_config[{name!r}] has no effect without spill_bytes; remove it"
+                )
         return cls(**values)
 
     def host_bytes_per_rank(self, world_size: int) -> int:
@@ -123,8 +146,6 @@ def describe_options() -> list[tuple[str, str, str]]:
     """(name, default, help) of every option, for the reference page."""
     rows = []
     for f in fields(Options):
-        default = (
-            "required" if f.name == "host_bytes" else str(f.default).lower() if f.name == "pin" else str(f.default)
-        )
+        default = str(f.default).lower() if isinstance(f.default, bool) else str(f.default)
         rows.append((f.name, default, f.metadata["help"]))
     return rows

@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from overspill.kv.host_memory import HostMemory
-from overspill.kv.preflight import CONNECTOR, check_engine
+from overspill.kv.preflight import CONNECTOR, check_engine, use_spill_classes
 from overspill.kv.ram import require_ram
 
 
@@ -27,9 +27,13 @@ def _check_when_configured() -> None:
     def checked_post_init(self: VllmConfig, *args: Any, **kwargs: Any) -> None:
         post_init(self, *args, **kwargs)
         options = check_engine(self)
+        if options is not None and options.spill_bytes:
+            use_spill_classes(self)
         # vLLM makes configurations again while it starts; the RAM that this process's pool took then is not missing.
-        if options is not None and not HostMemory.exists:
-            require_ram(options.host_bytes, options.reserve_bytes)
+        if options is not None and not HostMemory.num_alive:
+            wanted = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
+            asking = " + ".join(name for name, num_bytes in wanted.items() if num_bytes)
+            require_ram(sum(wanted.values()), options.reserve_bytes, option=asking)
 
     checked_post_init.overspill = True  # type: ignore[attr-defined]
     VllmConfig.__post_init__ = checked_post_init

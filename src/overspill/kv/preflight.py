@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
@@ -55,9 +56,9 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
     extra, is_child = ours
     check_vllm_version()
     options = Options.parse(extra)
-    if not vllm_config.cache_config.enable_prefix_caching:
+    if options.host_bytes and not vllm_config.cache_config.enable_prefix_caching:
         raise OverspillError(
-            "Overspill finds KV by prefix hashes, and prefix caching is off: remove --no-enable-prefix-caching"
+            "offload finds KV by prefix hashes, and prefix caching is off: remove --no-enable-prefix-caching"
         )
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -69,6 +70,8 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
             '"kv_load_failure_policy": "recompute": add it'
         )
     _check_model(vllm_config)
+    if options.spill_bytes:
+        _check_spill(vllm_config, is_child=is_child)
     return options
 
 
@@ -91,4 +94,64 @@ def _check_model(vllm_config: VllmConfig) -> None:
         raise OverspillError(
             "speculative decoding rewrites the state of Mamba and linear-attention layers after it was stored; "
             "remove --speculative-config or Overspill"
+        )
+
+
+def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
+    """What spill cannot do, and what to use instead."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if is_child:
+        raise OverspillError(
+            "spill does not work beside other connectors: give OverspillConnector alone, or remove spill_bytes"
+        )
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise OverspillError(
+            f"spill maps memory with CUDA's driver; this is {current_platform.device_name}. Remove spill_bytes"
+        )
+    if cache.num_gpu_blocks_override is not None:
+        raise OverspillError(
+            "with spill the number of KV blocks follows from spill_bytes and GPU memory: remove "
+            "--num-gpu-blocks-override, or use resident_bytes to limit GPU memory"
+        )
+    model = vllm_config.model_config
+    if model is not None and model.enable_sleep_mode:
+        raise OverspillError("sleep mode cannot release KV memory that spill has mapped: remove --enable-sleep-mode")
+    if parallel.enable_dbo:
+        raise OverspillError("spill does not work with dual-batch overlap: remove --enable-dbo")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and not speculative.method.startswith("ngram"):
+        raise OverspillError(
+            f"spill does not work with draft models ({speculative.method}), which read KV in graphs of their own: use "
+            "the ngram method, or remove --speculative-config"
+        )
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
+        raise OverspillError(
+            "a FULL CUDA graph of a mixed batch leaves spill no way in: use cudagraph_mode FULL_AND_PIECEWISE (the "
+            "default), PIECEWISE or NONE"
+        )
+
+
+SPILL_WORKER = "overspill.kv.spill.vllm_worker.OverspillWorker"
+_SPILL_SCHEDULER = "overspill.kv.spill.vllm_scheduler.OverspillScheduler"
+_SPILL_ASYNC_SCHEDULER = "overspill.kv.spill.vllm_scheduler.OverspillAsyncScheduler"
+_VLLM_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
+
+
+def use_spill_classes(vllm_config: VllmConfig) -> None:
+    """Put our worker and scheduler where vLLM's own would be."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    if parallel.worker_cls in _VLLM_WORKERS:
+        parallel.worker_cls = SPILL_WORKER
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = _SPILL_ASYNC_SCHEDULER if scheduler.async_scheduling else _SPILL_SCHEDULER
+
+
+def require_spill_worker(vllm_config: VllmConfig) -> None:
+    """Spill without the worker that counts its memory would be refused by vLLM, or worse, accepted."""
+    found = vllm_config.parallel_config.worker_cls
+    if found != SPILL_WORKER:
+        raise OverspillError(
+            f"spill needs its own worker class, and this is {found}: start vLLM with --worker-cls {SPILL_WORKER}, or "
+            "install Overspill as a package, which sets it"
         )

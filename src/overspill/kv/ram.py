@@ -75,14 +75,14 @@ def available_ram(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ram:
     return best
 
 
-def require_ram(need_bytes: int, reserve_bytes: int, ram: Ram | None = None) -> None:
-    """Refuse a pool that would take the machine below its reserve."""
+def require_ram(need_bytes: int, reserve_bytes: int, ram: Ram | None = None, *, option: str = "host_bytes") -> None:
+    """Refuse to take the machine below its reserve. `option` is what asks for the RAM; "+" joins several."""
     ram = available_ram() if ram is None else ram
     fits = ram.available_bytes - reserve_bytes
     if need_bytes <= fits:
         return
-    advice = f'Largest that fits: "host_bytes": "{fits // MiB}MiB"' if fits >= MiB else "No pool fits: free some RAM"
+    advice = f'Largest that fits: "{option}": "{fits // MiB}MiB"' if fits >= MiB else "Nothing fits: free some RAM"
     raise OverspillError(
-        f"host_bytes needs {format_size(need_bytes)} of RAM; {format_size(ram.available_bytes)} is available "
+        f"{option} needs {format_size(need_bytes)} of RAM; {format_size(ram.available_bytes)} is available "
         f"({ram.source}) and {format_size(reserve_bytes)} stays in reserve. {advice}, or lower reserve_bytes."
     )

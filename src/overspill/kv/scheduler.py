@@ -1,7 +1,7 @@
 """The engine core's side: it decides what is loaded and stored; the workers copy."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, KVCacheEvent
@@ -10,7 +10,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from overspill.kv.host_cache import HostCache
@@ -28,7 +27,9 @@ from overspill.kv.stores import Stores, StoreSettings
 class OffloadScheduler:
     """Ties admissions, steps, reports and ends of requests to loads and stores."""
 
-    def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, speeds: Speeds
+    ) -> None:
         world_size = vllm_config.parallel_config.world_size
         block_bytes = bytes_per_block(kv_cache_config)
         self._slot_bytes = slot_stride(block_bytes) * world_size
@@ -39,7 +40,7 @@ class OffloadScheduler:
             num_slots=num_host_slots(options, world_size, block_bytes),
             eviction=options.eviction,
         )
-        self.speeds = Speeds()
+        self.speeds = speeds
         self.stats = OverspillStats()
         self._used_bytes = -1
         self._gpu: BlockPool | None = None
@@ -120,24 +121,18 @@ class OffloadScheduler:
 
     # Steps.
 
-    def plan_step(self, scheduler_output: SchedulerOutput) -> StepJobs:
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        return StepJobs(
-            loads=self.loads.plan(num_tokens),
-            stores=self.stores.plan(num_tokens, scheduler_output.preempted_req_ids or ()),
-            num_tokens=num_tokens,
-        )
+    def plan_step(self, scheduler_output: SchedulerOutput, jobs: StepJobs) -> None:
+        """Add the step's loads and stores to its jobs."""
+        jobs.loads = self.loads.plan(jobs.num_tokens)
+        jobs.stores = self.stores.plan(jobs.num_tokens, scheduler_output.preempted_req_ids or ())
 
-    def complete(self, output: KVConnectorOutput) -> None:
+    def complete(self, failed_requests: Collection[str], report: StepReport | None) -> None:
         """What the workers report of a step."""
-        self.loads.recompute(output.failed_recving or ())
-        report = output.kv_connector_worker_meta
-        if not isinstance(report, StepReport):
+        self.loads.recompute(failed_requests)
+        if report is None:
             return
         if report.corrupt_slots:
             self.loads.drop_corrupt(report.corrupt_slots)
-        self.speeds.saw_load(report.load_speed.amount, report.load_speed.seconds)
-        self.speeds.saw_prefill(report.prefill_speed.amount, report.prefill_speed.seconds)
         for job_id, count in report.loaded.items():
             self.loads.report(job_id, count, failed=job_id in report.failed)
         for job_id, count in report.stored.items():

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from overspill.kv.jobs import StepReport
+
 # A load costs an extra engine step and a round of bookkeeping besides its bytes. Assumed, on the small side.
 LOAD_OVERHEAD_S = 1e-3
 # Stores may keep the link busy for this long; what is beyond waits, so that a burst never delays a load for longer.
@@ -16,12 +18,27 @@ class Speeds:
 
     load_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    stream_bytes_per_s: float = 0.0  # of spilled KV, layer by layer
+    plain_step_s: float = 0.0  # a small step that streams nothing
+
+    def saw(self, report: StepReport) -> None:
+        self.saw_load(report.load_speed.amount, report.load_speed.seconds)
+        self.saw_prefill(report.prefill_speed.amount, report.prefill_speed.seconds)
+        self.saw_stream(report.stream_speed.amount, report.stream_speed.seconds)
+        self.saw_plain_steps(report.plain_steps.amount, report.plain_steps.seconds)
 
     def saw_load(self, num_bytes: int, seconds: float) -> None:
         self.load_bytes_per_s = _mean(self.load_bytes_per_s, num_bytes, seconds)
 
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:
         self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens, seconds)
+
+    def saw_stream(self, num_bytes: int, seconds: float) -> None:
+        self.stream_bytes_per_s = _mean(self.stream_bytes_per_s, num_bytes, seconds)
+
+    def saw_plain_steps(self, count: int, seconds: float) -> None:
+        rate = _mean(1 / self.plain_step_s if self.plain_step_s else 0.0, count, seconds)
+        self.plain_step_s = 1 / rate if rate else 0.0
 
 
 def _mean(mean: float, amount: int, seconds: float) -> float:

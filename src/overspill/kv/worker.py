@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from overspill.kv.checksums import Checksums, Verdict
-from overspill.kv.copies import Copier, Mark, PlainCopier, Transfer
+from overspill.kv.copies import Copier, PlainCopier, Transfer
 from overspill.kv.host_memory import HostMemory, num_host_slots, slot_stride
 from overspill.kv.jobs import LoadJob, StepJobs, StepReport, StoreJob
 from overspill.kv.layout import block_regions
@@ -26,8 +26,6 @@ from overspill.kv.sizes import format_size
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# Steps of fewer tokens say little about prefill.
-_PREFILL_TOKENS = 256
 # How long an idle step may wait for a load to be queued and checked; there is nothing else it could do.
 _IDLE_WAIT_S = 0.05
 
@@ -60,20 +58,15 @@ class OffloadWorker:
         self._report = StepReport()
         self.stats = OverspillStats()
         self._shown_pool: tuple[int, bool] | None = None
-        self._prefill_start: Mark | None = None
-        self._prefills: list[tuple[int, Mark, Mark]] = []
 
-    def register(self, kv_caches: dict[str, Any]) -> None:
-        """Map the pool and make ready to copy."""
-        first = next(iter(kv_caches.values()))
-        tensor: torch.Tensor = first[0] if isinstance(first, list | tuple) else first
+    def register(self, buffer: torch.Tensor) -> None:
+        """Map the pool and make ready to copy. `buffer` is vLLM's KV cache as bytes."""
         regions = block_regions(self._config)
         slot_bytes = sum(region.block_bytes for region in regions)
         num_slots = num_host_slots(self._options, self._world_size, slot_bytes)
         require_ram(num_slots * slot_stride(slot_bytes), self._options.reserve_bytes)
-        buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.buffer = buffer
-        if tensor.is_cuda:
+        if buffer.is_cuda:
             self._use_cuda(buffer, num_slots, slot_bytes, regions)
         else:
             self.memory = HostMemory(num_slots, slot_bytes)
@@ -86,7 +79,7 @@ class OffloadWorker:
         )  # fmt: skip
 
     def _use_cuda(self, buffer: torch.Tensor, num_slots: int, slot_bytes: int, regions: Sequence[Any]) -> None:
-        from overspill.kv.cuda import CudaCopier, PinnedRanges
+        from overspill.kv.cuda import CudaCopier, PinnedRanges, gpu_numa_node
 
         pinned = PinnedRanges(buffer.device) if self._options.pin else None
         self.memory = HostMemory(num_slots, slot_bytes, numa_node=gpu_numa_node(buffer.device))
@@ -104,15 +97,10 @@ class OffloadWorker:
                 continue
             verdict = self.checksums.check(job.slots)
             self._loads.append(_Load(job, self._copier.load(_ids(job.slots), _ids(job.block_ids)), verdict))
-        if jobs.num_tokens >= _PREFILL_TOKENS:
-            self._prefill_start = self._copier.mark()
 
     def end_step(self, jobs: StepJobs) -> None:
         """After the forward: store what it, or an earlier one, has filled."""
         assert self._copier is not None
-        if self._prefill_start is not None:
-            self._prefills.append((jobs.num_tokens, self._prefill_start, self._copier.mark()))
-            self._prefill_start = None
         self._copier.end_step()
         for job in jobs.stores:
             self._stores.append((job, self._copier.store(_ids(job.block_ids), _ids(job.slots))))
@@ -128,7 +116,6 @@ class OffloadWorker:
             self._wait_for_early_loads()
         self._loads = [load for load in self._loads if not self._advance(load, results)]
         self._poll_stores()
-        self._poll_prefills()
         return results
 
     def _wait_for_early_loads(self) -> None:
@@ -193,21 +180,10 @@ class OffloadWorker:
                 self.stats.count("store_seconds", transfer.seconds)
         self._stores = under_way
 
-    def _poll_prefills(self) -> None:
-        waiting: list[tuple[int, Mark, Mark]] = []
-        for num_tokens, start, end in self._prefills:
-            seconds = start.seconds_until(end)
-            if seconds is None:
-                waiting.append((num_tokens, start, end))
-            else:
-                self._report.prefill_speed.add(num_tokens, seconds)
-        self._prefills = waiting
-
-    def take_report(self) -> StepReport | None:
-        if self._report.is_empty():
-            return None
-        report, self._report = self._report, StepReport()
-        return report
+    def report(self, report: StepReport) -> None:
+        """Put what happened since the last time into the report."""
+        report.aggregate(self._report)
+        self._report = StepReport()
 
     def take_stats(self) -> OverspillStats | None:
         memory = self.memory
@@ -234,15 +210,3 @@ class OffloadWorker:
 
 def _ids(values: list[int]) -> npt.NDArray[np.int64]:
     return np.array(values, np.int64)
-
-
-def gpu_numa_node(device: torch.device) -> int | None:
-    """The NUMA node next to the GPU, where the machine says which."""
-    properties = torch.cuda.get_device_properties(device)
-    try:
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        with open(f"/sys/bus/pci/devices/{address}/numa_node") as file:
-            node = int(file.read())
-    except (OSError, AttributeError, ValueError):
-        return None
-    return node if node >= 0 else None

@@ -1,0 +1,44 @@
+"""Two decisions, as pure functions: which tier a request's blocks come from, and how often a spilled request runs."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCosts:
+    """What is known when a request asks for a block and no GPU block is empty."""
+
+    block_bytes: int
+    block_size: int
+    link_bytes_per_s: float
+    prefill_tokens_per_s: float
+    # Steps in which the request will still read the block.
+    expected_steps: float
+    # Blocks that it asks for.
+    num_blocks: int
+    # What a step costs more as soon as it streams at all: it then runs without FULL graphs. Zero if it already does.
+    step_overhead_s: float
+    # How likely the cached GPU block that would be given up is to be asked for again.
+    reuse_probability: float
+
+
+def take_spilled(costs: TierCosts) -> bool:
+    """Whether to take an empty spilled block and leave a cached GPU block where it is.
+
+    The spilled block is streamed in every step of the request; the cached one, once given up, may be recomputed.
+    """
+    overhead_s = costs.step_overhead_s / costs.num_blocks
+    streaming_s = costs.expected_steps * (overhead_s + costs.block_bytes / costs.link_bytes_per_s)
+    recompute_s = costs.reuse_probability * costs.block_size / costs.prefill_tokens_per_s
+    return streaming_s < recompute_s
+
+
+def steps_apart(*, spilled_step_s: float, plain_step_s: float, share: float, most: int) -> int:
+    """Every how many steps a spilled request takes part while others run, so that it takes at most `share` of the time.
+
+    In a round of k steps one is spilled: k - 1 plain steps take (1 - share) of it at least.
+    """
+    if share >= 1 or spilled_step_s <= plain_step_s:
+        return 1
+    plain_steps = spilled_step_s * (1 - share) / share / plain_step_s
+    return min(most, 1 + math.ceil(plain_steps - 1e-9))

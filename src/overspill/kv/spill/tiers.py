@@ -1,0 +1,119 @@
+"""vLLM's free queue in two tiers: GPU blocks first, then spilled ones."""
+
+from collections.abc import Iterator, Sequence
+
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+# The estimate of reuse forgets: it should follow what the server does now.
+_MEMORY = 4096
+
+
+class TieredQueue:
+    """Stands in for `FreeKVCacheBlockQueue` in vLLM's block pool.
+
+    Empty GPU blocks go first. Then it is either the GPU block that was not used for longest, which gives up what it
+    caches, or an empty spilled one: `take_spilled` says which, and is set for the request that is asking.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock], num_resident: int) -> None:
+        """`blocks` are free, in eviction order."""
+        self._num_resident = num_resident
+        self._resident = FreeKVCacheBlockQueue([b for b in blocks if b.block_id < num_resident])
+        self._spilled = FreeKVCacheBlockQueue([b for b in blocks if b.block_id >= num_resident])
+        self.take_spilled = False
+        self._hits = 1.0
+        self._evictions = 1.0
+
+    # What vLLM's BlockPool calls.
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._resident.num_free_blocks + self._spilled.num_free_blocks
+
+    def popleft(self) -> KVCacheBlock:
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        assert n <= self.num_free_blocks
+        taken = []
+        for _ in range(n):
+            if self._next_is_resident():
+                block = self._resident.popleft()
+                if block.block_hash is not None:
+                    self._count(evictions=1)
+            else:
+                block = self._spilled.popleft()
+            taken.append(block)
+        return taken
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """A free block is used again: a prefix hit."""
+        if block.block_id < self._num_resident:
+            self._count(hits=1)
+        self._tier(block).remove(block)
+
+    def append(self, block: KVCacheBlock) -> None:
+        self._tier(block).append(block)
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        for queue, part in self._split(blocks):
+            queue.append_n(part)
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        for queue, part in self._split(blocks):
+            queue.prepend_n(part)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        return self._resident.get_all_free_blocks() + self._spilled.get_all_free_blocks()
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        if cursor is None or cursor.block_id < self._num_resident:
+            yield from self._resident.iter_blocks_after(cursor)
+            cursor = None
+        yield from self._spilled.iter_blocks_after(cursor)
+
+    # What spill asks.
+
+    @property
+    def num_free_resident(self) -> int:
+        return self._resident.num_free_blocks
+
+    @property
+    def num_free_spilled(self) -> int:
+        return self._spilled.num_free_blocks
+
+    @property
+    def has_empty_resident(self) -> bool:
+        head = _head(self._resident)
+        return head is not None and head.block_hash is None
+
+    @property
+    def reuse_probability(self) -> float:
+        """Of cached GPU blocks that were free, those that were used again rather than given up."""
+        return self._hits / (self._hits + self._evictions)
+
+    def _next_is_resident(self) -> bool:
+        resident, spilled = _head(self._resident), _head(self._spilled)
+        if resident is None or spilled is None:
+            return spilled is None
+        if resident.block_hash is None or spilled.block_hash is not None:
+            return True
+        return not self.take_spilled
+
+    def _count(self, hits: int = 0, evictions: int = 0) -> None:
+        self._hits += hits
+        self._evictions += evictions
+        if self._hits + self._evictions > _MEMORY:
+            self._hits /= 2
+            self._evictions /= 2
+
+    def _tier(self, block: KVCacheBlock) -> FreeKVCacheBlockQueue:
+        return self._resident if block.block_id < self._num_resident else self._spilled
+
+    def _split(self, blocks: list[KVCacheBlock]) -> Iterator[tuple[FreeKVCacheBlockQueue, list[KVCacheBlock]]]:
+        yield self._resident, [b for b in blocks if b.block_id < self._num_resident]
+        yield self._spilled, [b for b in blocks if b.block_id >= self._num_resident]
+
+
+def _head(queue: FreeKVCacheBlockQueue) -> KVCacheBlock | None:
+    return queue.fake_free_list_head.next_free_block if queue.num_free_blocks else None

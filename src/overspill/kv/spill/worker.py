@@ -1,0 +1,150 @@
+"""A worker's side of spill: memory for the KV buffer and the arena, and the window during a step."""
+
+import time
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.host_memory import HostMemory
+from overspill.kv.jobs import StepReport
+from overspill.kv.metrics import OverspillStats
+from overspill.kv.options import Options
+from overspill.kv.ram import require_ram
+from overspill.kv.sizes import format_size
+from overspill.kv.spill.aliased_memory import AliasedMemory
+from overspill.kv.spill.allocation import KvAllocation
+from overspill.kv.spill.layers import attention_layers, spill_geometry
+from overspill.kv.spill.steps import SpillStep
+from overspill.kv.spill.streams import HostStreams, Streams
+from overspill.kv.spill.window import Window, plan_accesses
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
+
+
+class SpillWorker:
+    """One per rank."""
+
+    def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._options = options
+        self._vllm_config = vllm_config
+        self._config = kv_cache_config
+        self._rank = vllm_config.parallel_config.rank
+        self.geometry = spill_geometry(options, vllm_config, kv_cache_config)
+        self.stats = OverspillStats()
+        self.arena: HostMemory | None = None
+        self.streams: Streams | None = None
+        self._memory: Any = None
+        self._window: Window | None = None
+
+    # Start.
+
+    def allocation(self) -> AbstractContextManager[Any]:
+        """The context in which vLLM allocates its KV buffer."""
+        return KvAllocation(self.geometry.buffer_bytes, self._map_buffer)
+
+    def _map_buffer(self) -> torch.Tensor:
+        if current_platform.is_cpu():
+            self._memory = AliasedMemory(self.geometry)
+        else:
+            from overspill.kv.spill.cuda_memory import CudaAliasedMemory
+
+            self._memory = CudaAliasedMemory(self.geometry, torch.device("cuda", torch.cuda.current_device()))
+        tensor: torch.Tensor = self._memory.tensor()
+        return tensor
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """`buffer` is vLLM's KV cache as bytes."""
+        geometry = self.geometry
+        if self._memory is None:
+            raise OverspillError("vLLM did not allocate its KV cache where Overspill could map it; spill cannot work")
+        arena_bytes = geometry.num_regions * geometry.half_bytes
+        require_ram(arena_bytes, self._options.reserve_bytes, option="spill_bytes")
+        # One slot is one region's spilled blocks, so that no copy crosses a registered piece.
+        numa_node = None
+        if buffer.is_cuda:
+            from overspill.kv.cuda import PinnedRanges, gpu_numa_node
+            from overspill.kv.spill.cuda_streams import CudaStreams
+
+            numa_node = gpu_numa_node(buffer.device)
+        self.arena = HostMemory(
+            geometry.num_regions, geometry.half_bytes, numa_node=numa_node, name="arena", option="spill_bytes"
+        )
+        if buffer.is_cuda:
+            self.arena.prepare(PinnedRanges(buffer.device) if self._options.pin else None)
+            self.streams = CudaStreams(geometry, buffer, self.arena)
+        else:
+            self.arena.prepare(None)
+            self.streams = HostStreams(geometry, buffer, self.arena)
+        modules = self._vllm_config.compilation_config.static_forward_context
+        layers = attention_layers(modules, self._config, geometry)
+        self._window = Window(plan_accesses(layers, geometry), self.streams)
+        logger.info(
+            "Overspill: %d of %d KV blocks are on the GPU, %d spill to %s of RAM through a window of %s",
+            geometry.num_resident, geometry.num_blocks, geometry.num_spilled, format_size(arena_bytes),
+            format_size(geometry.num_halves * geometry.half_bytes),
+        )  # fmt: skip
+
+    # Every step.
+
+    def begin_step(self, step: SpillStep | None) -> None:
+        if step is None:
+            return
+        assert self._window is not None and self.arena is not None
+        if not self.arena.is_prepared:
+            self._wait_for_arena()
+        self._window.begin(step)
+
+    def _wait_for_arena(self) -> None:
+        """Memory that is not registered yet would be copied at a fraction of the speed, in the model's thread."""
+        assert self.arena is not None
+        logger.info("Overspill: the first spilled request waits until its RAM is ready")
+        began = time.monotonic()
+        self.arena.wait_until_prepared()
+        logger.info("Overspill: it waited for %.1f s", time.monotonic() - began)
+
+    def before_layer(self, name: str) -> None:
+        if self._window is not None:
+            self._window.before_read(name)
+
+    def after_layer(self, name: str) -> None:
+        if self._window is not None:
+            self._window.after_read(name)
+
+    def end_step(self) -> None:
+        assert self._window is not None and self.streams is not None
+        if not self._window.is_active:
+            return
+        self._window.end()
+        streams = self.streams
+        self.stats.count("spill_in_bytes", streams.bytes_in)
+        self.stats.count("spill_out_bytes", streams.bytes_out)
+        streams.bytes_in = streams.bytes_out = 0
+
+    def report(self, report: StepReport) -> None:
+        """Put what is known by now into the report."""
+        if self._window is None:
+            return
+        self._window.report(report.stream_speed)
+        speed = report.stream_speed
+        if speed.seconds:
+            self.stats.gauge("spill_link_bytes_per_second", speed.amount / speed.seconds, self._rank)
+
+    def take_stats(self) -> OverspillStats | None:
+        return self.stats.take()
+
+    def shutdown(self) -> None:
+        """Copies end, then memory goes back, whatever fails on the way. vLLM's KV tensors are void afterwards."""
+        with ExitStack() as stack:
+            if self._memory is not None:
+                stack.callback(self._memory.close)
+            if self.arena is not None:
+                stack.callback(self.arena.close)
+            if self.streams is not None:
+                stack.callback(self.streams.close)
+            self._memory = self.arena = self.streams = self._window = None
