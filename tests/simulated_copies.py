@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.kv.checksums import Verdict
-from overspill.kv.copies import Copier, Mark, PlainCopier, Transfer
+from overspill.kv.copies import Copier, Transfer
 
 BLOCK_BYTES = 4096
 GARBAGE = -1
@@ -147,9 +147,6 @@ class ScriptedCopier(Copier):
         """Checksums are always up to date here."""
 
     def end_step(self) -> None: ...
-
-    def mark(self) -> Mark:
-        return PlainCopier.mark(None)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -46,6 +46,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from overspill.kv.jobs import StepReport
 from overspill.kv.options import Options
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.worker import OffloadWorker
@@ -202,7 +203,7 @@ class Engine:
         results = worker.results(jobs)
         reported = KVConnectorOutput(
             finished_recving=results.finished_recving or None, failed_recving=results.failed_recving,
-            kv_connector_stats=worker.take_stats(), kv_connector_worker_meta=worker.take_report(),
+            kv_connector_stats=worker.take_stats(), kv_connector_worker_meta=_report(worker),
         )  # fmt: skip
         names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
@@ -459,3 +460,9 @@ def _kv_cache_config(setup: Setup) -> KVCacheConfig:
     return KVCacheConfig(
         num_blocks=setup.gpu_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, kv_cache_layout="BLNHC"
     )
+
+
+def _report(worker: OffloadWorker) -> StepReport | None:
+    report = StepReport()
+    worker.report(report)
+    return None if report.is_empty() else report

@@ -109,10 +109,3 @@ def test_a_copy_that_fails_is_over_and_says_why(rig: Rig, direction: str) -> Non
     transfer = rig.copier.load(bad, good) if direction == "load" else rig.copier.store(good, bad)
     assert isinstance(wait(transfer).error, IndexError)
     assert wait(rig.copier.load(ids(0), ids(0))).error is None, "the next copy is not affected"
-
-
-def test_a_mark_measures_the_time_to_a_later_one(rig: Rig) -> None:
-    start = rig.copier.mark()
-    time.sleep(0.01)
-    seconds = start.seconds_until(rig.copier.mark())
-    assert seconds is not None and seconds >= 0.01

@@ -69,7 +69,7 @@ def test_an_engine_without_overspill_is_left_alone() -> None:
         (engine(transfer(), is_hybrid=True, speculative=object()), "remove --speculative-config"),
         (engine(transfer(kv_connector_extra_config={})), "needs host_bytes"),
         (engine(transfer(kv_connector_extra_config=SIZE | {"stor": "lazy"})), "did you mean 'store'"),
-        (engine(transfer(kv_connector_extra_config={"host_bytes": -1})), "larger than zero"),
+        (engine(transfer(kv_connector_extra_config={"host_bytes": -1})), "must not be negative"),
         (engine(transfer(), data_parallel_size=2), "use --data-parallel-size 1"),
         (engine(inside_multi()), '"kv_load_failure_policy": "recompute": add it'),
     ],

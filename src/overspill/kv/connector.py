@@ -114,7 +114,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self.spill_worker is not None:
             self.spill_worker.register(buffer)
         if self._worker is not None:
-            self._worker.register(buffer)
+            self._worker.register(buffer, self.spill_worker)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

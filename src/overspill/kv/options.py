@@ -43,8 +43,9 @@ def _flag(value: object) -> bool:
     return value
 
 
-def _option(parse: Callable[[object], Any], default: Any, text: str) -> Any:
-    return dataclass_field(default=default, metadata={"parse": parse, "help": text})
+def _option(parse: Callable[[object], Any], default: Any, text: str, *, needs: str = "") -> Any:
+    """`needs` is the option without which this one does nothing."""
+    return dataclass_field(default=default, metadata={"parse": parse, "help": text, "needs": needs})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,36 +69,42 @@ class Options:
         0,
         "GPU memory for KV with spill, its window included, in total for the server. 0 takes what vLLM finds free "
         "under `--gpu-memory-utilization`.",
+        needs="spill_bytes",
     )
     spill_share: float = _option(
         _share,
         0.5,
         "The share of time that spilled requests may take from others while both generate: 1 runs them in every step, "
         "at the speed of the link; less lets them sit out steps. Above 0, at most 1.",
+        needs="spill_bytes",
     )
     store: Store = _option(
         _one_of("eager", "lazy"),
         "eager",
         "When blocks are copied to RAM: `eager` as soon as they are full, prompt and output alike; `lazy` when they "
         "come near eviction from the GPU, or when a second request uses them.",
+        needs="host_bytes",
     )
     eviction: Eviction = _option(
         _one_of("lru", "arc"),
         "lru",
         "What leaves RAM first: `lru`, least recently used; `arc`, which also protects what was used more than once. "
         "Both give up the tail of a prefix before its head.",
+        needs="host_bytes",
     )
     verify: Verify = _option(
         _one_of("off", "sample", "all"),
         "sample",
         "Which blocks carry an xxh3 checksum that is checked beside a load, before its request runs: none, one in 16, "
         "or all. A block that fails is dropped and recomputed.",
+        needs="host_bytes",
     )
     load: Load = _option(
         _one_of("auto", "always"),
         "auto",
         "`auto` loads only when that is faster than recomputing, from the measured link and prefill speed; "
         "`always` loads every hit.",
+        needs="host_bytes",
     )
     reserve_bytes: int = _option(
         _size,
@@ -131,11 +138,10 @@ class Options:
                 "kv_connector_extra_config needs host_bytes, the RAM for KV that waits to be used again, or "
                 'spill_bytes, the RAM for requests longer than the GPU holds, for example {"host_bytes": "40GiB"}'
             )
-        for name in ("resident_bytes", "spill_share"):
-            if name in values and not values.get("spill_bytes"):
-                raise OverspillError(
-                    f"kv_connector_extra_config[{name!r}] has no effect without spill_bytes; remove it"
-                )
+        for key in values:
+            needs = known[key].metadata["needs"]
+            if needs and not values.get(needs):
+                raise OverspillError(f"kv_connector_extra_config[{key!r}] does nothing without {needs}; remove it")
         return cls(**values)
 
     def host_bytes_per_rank(self, world_size: int) -> int:

@@ -23,6 +23,7 @@ from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.ram import require_ram
 from overspill.kv.sizes import format_size
+from overspill.kv.spill.worker import SpillWorker
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -59,7 +60,7 @@ class OffloadWorker:
         self.stats = OverspillStats()
         self._shown_pool: tuple[int, bool] | None = None
 
-    def register(self, buffer: torch.Tensor) -> None:
+    def register(self, buffer: torch.Tensor, spill: SpillWorker | None = None) -> None:
         """Map the pool and make ready to copy. `buffer` is vLLM's KV cache as bytes."""
         regions = block_regions(self._config)
         slot_bytes = sum(region.block_bytes for region in regions)
@@ -72,7 +73,10 @@ class OffloadWorker:
             self.memory = HostMemory(num_slots, slot_bytes)
             self.memory.prepare(None)
             self._copier = PlainCopier(buffer, regions, self._config.num_blocks, self.memory)
-        self.checksums = Checksums(self.memory, self._options.verify)  # type: ignore[arg-type]
+        assert self.memory is not None and self._copier is not None
+        if spill is not None:
+            self._copier = spill.copier(self._copier, self.memory)
+        self.checksums = Checksums(self.memory, self._options.verify)
         logger.info(
             "Overspill: %s of RAM for KV, %d blocks of %s in %d piece(s) each",
             format_size(num_slots * slot_bytes), num_slots, format_size(slot_bytes), len(regions),

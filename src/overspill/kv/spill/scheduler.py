@@ -57,6 +57,9 @@ class SpillScheduler:
         self._world_size = vllm_config.parallel_config.world_size
         self._block_bytes = self.geometry.num_regions * self.geometry.page_bytes
         self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        self._windows = [
+            getattr(group.kv_cache_spec, "sliding_window", None) for group in kv_cache_config.kv_cache_groups
+        ]
         self._share = options.spill_share
         self._at_risk = drafts_at_risk(vllm_config)
         self._spilled: dict[str, Spilled] = {}
@@ -78,21 +81,28 @@ class SpillScheduler:
         allocate_slots = manager.allocate_slots
 
         def tiered_allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
-            self.queue.take_spilled = self._take_spilled(request)
+            need = self._blocks_to_come(request, kwargs.get("num_new_computed_tokens", 0))
+            self.queue.take_spilled = self._take_spilled(request, need)
+            self.queue.num_spilled_first = max(0, need - self.queue.num_free_resident)
             return allocate_slots(request, *args, **kwargs)
 
         manager.allocate_slots = tiered_allocate_slots
 
-    def _take_spilled(self, request: Request) -> bool:
-        if self.queue.has_empty_resident:
-            return False  # nothing to decide yet
+    def _blocks_to_come(self, request: Request, num_hit_tokens: int) -> int:
+        """Blocks for the tokens that are known and not computed yet."""
+        tokens = max(0, request.num_tokens - request.num_computed_tokens - num_hit_tokens)
+        return sum(
+            1 + min(tokens, window or tokens) // block_size
+            for block_size, window in zip(self._block_sizes, self._windows, strict=True)
+        )
+
+    def _take_spilled(self, request: Request, num_blocks: int) -> bool:
         remaining = request.max_tokens - request.num_output_tokens
-        block_size = min(self._block_sizes)
         return take_spilled(
             TierCosts(
                 block_bytes=self._block_bytes,
-                block_size=block_size,
-                num_blocks=1 + (request.num_tokens - request.num_computed_tokens) // block_size,
+                block_size=min(self._block_sizes),
+                num_blocks=num_blocks,
                 step_overhead_s=0.0 if request.request_id in self._spilled else _STEP_OVERHEAD_S,
                 link_bytes_per_s=self.link_bytes_per_s,
                 prefill_tokens_per_s=self.speeds.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,

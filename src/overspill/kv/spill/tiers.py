@@ -13,6 +13,10 @@ class TieredQueue:
 
     Empty GPU blocks go first. Then it is either the GPU block that was not used for longest, which gives up what it
     caches, or an empty spilled one: `take_spilled` says which, and is set for the request that is asking.
+
+    A request that does not fit on the GPU anyway begins in spilled blocks (`num_spilled_first`) and ends in GPU ones.
+    It streams the same either way, but when others push out its GPU blocks later, it loses its tail and not its head,
+    without which nothing of it could be found again.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], num_resident: int) -> None:
@@ -21,6 +25,7 @@ class TieredQueue:
         self._resident = FreeKVCacheBlockQueue([b for b in blocks if b.block_id < num_resident])
         self._spilled = FreeKVCacheBlockQueue([b for b in blocks if b.block_id >= num_resident])
         self.take_spilled = False
+        self.num_spilled_first = 0
         self._hits = 1.0
         self._evictions = 1.0
 
@@ -83,11 +88,6 @@ class TieredQueue:
         return self._spilled.num_free_blocks
 
     @property
-    def has_empty_resident(self) -> bool:
-        head = _head(self._resident)
-        return head is not None and head.block_hash is None
-
-    @property
     def reuse_probability(self) -> float:
         """Of cached GPU blocks that were free, those that were used again rather than given up."""
         return self._hits / (self._hits + self._evictions)
@@ -96,6 +96,9 @@ class TieredQueue:
         resident, spilled = _head(self._resident), _head(self._spilled)
         if resident is None or spilled is None:
             return spilled is None
+        if self.num_spilled_first > 0:
+            self.num_spilled_first -= 1
+            return False
         if resident.block_hash is None or spilled.block_hash is not None:
             return True
         return not self.take_spilled

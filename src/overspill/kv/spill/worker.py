@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from overspill.kv.copies import Copier
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import HostMemory
 from overspill.kv.jobs import StepReport
@@ -19,6 +20,7 @@ from overspill.kv.ram import require_ram
 from overspill.kv.sizes import format_size
 from overspill.kv.spill.aliased_memory import AliasedMemory
 from overspill.kv.spill.allocation import KvAllocation
+from overspill.kv.spill.arena_copier import ArenaCopier
 from overspill.kv.spill.layers import attention_layers, spill_geometry
 from overspill.kv.spill.steps import SpillStep
 from overspill.kv.spill.streams import HostStreams, Streams
@@ -89,6 +91,11 @@ class SpillWorker:
             geometry.num_resident, geometry.num_blocks, geometry.num_spilled, format_size(arena_bytes),
             format_size(geometry.num_halves * geometry.half_bytes),
         )  # fmt: skip
+
+    def copier(self, gpu: Copier, pool: HostMemory) -> Copier:
+        """Offload's copies, where some blocks are not on the GPU."""
+        assert self.arena is not None and self.streams is not None
+        return ArenaCopier(gpu, self.geometry, self.arena, pool, self.streams)
 
     # Every step.
 

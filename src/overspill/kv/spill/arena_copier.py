@@ -1,0 +1,122 @@
+"""Offload's copies with spill on: a spilled block's content is in the arena, and its GPU address holds anything."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from overspill.kv.copies import Copier, Ids, Transfer
+from overspill.kv.host_memory import HostMemory
+from overspill.kv.spill.geometry import Geometry
+from overspill.kv.spill.streams import Point, Streams
+
+_THREADS = 4  # one core alone copies slower than the link
+
+
+class JoinedTransfer(Transfer):
+    """Copies of one job that go different ways."""
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        super().__init__(sum(part.num_bytes for part in parts))
+        self._parts = parts
+
+    @property
+    def queued(self) -> bool:
+        return all(part.queued for part in self._parts)
+
+    def wait_queued(self, timeout: float) -> bool:
+        return all(part.wait_queued(timeout) for part in self._parts)
+
+    def done(self) -> bool:
+        if not all(part.done() for part in self._parts):
+            return False
+        self.seconds = max(part.seconds for part in self._parts)
+        self.error = next((part.error for part in self._parts if part.error is not None), None)
+        return True
+
+    def fence(self) -> None:
+        for part in self._parts:
+            part.fence()
+
+
+class ArenaCopier(Copier):
+    """Copies resident blocks as `gpu` does, and spilled ones within RAM."""
+
+    def __init__(self, gpu: Copier, geometry: Geometry, arena: HostMemory, pool: HostMemory, streams: Streams) -> None:
+        self._gpu = gpu
+        self._geometry = geometry
+        self._arena, self._pool = arena, pool
+        self._streams = streams
+        self._jobs = ThreadPoolExecutor(1, "overspill-arena")
+        self._threads = ThreadPoolExecutor(_THREADS, "overspill-arena-copy")
+
+    def load(self, slots: Ids, blocks: Ids) -> Transfer:
+        # The blocks were free, but a step in flight may be the last to have touched them.
+        after = self._streams.filled(), self._streams.saved()
+        return self._split(slots, blocks, self._gpu.load, after, to_arena=True)
+
+    def store(self, blocks: Ids, slots: Ids) -> Transfer:
+        # The step that filled them is queued, and so is bringing back what it wrote.
+        def store(slots: Ids, blocks: Ids) -> Transfer:
+            return self._gpu.store(blocks, slots)
+
+        return self._split(slots, blocks, store, (self._streams.saved(),), to_arena=False)
+
+    def _split(
+        self,
+        slots: Ids,
+        blocks: Ids,
+        resident: Callable[[Ids, Ids], Transfer],
+        after: Sequence[Point],
+        *,
+        to_arena: bool,
+    ) -> Transfer:
+        spilled = blocks >= self._geometry.num_resident
+        if not spilled.any():
+            return resident(slots, blocks)
+        parts = [self._within_ram(slots[spilled], blocks[spilled], after, to_arena=to_arena)]
+        if not spilled.all():
+            parts.append(resident(slots[~spilled], blocks[~spilled]))
+        return JoinedTransfer(parts)
+
+    def _within_ram(self, slots: Ids, blocks: Ids, after: Sequence[Point], *, to_arena: bool) -> Transfer:
+        transfer = Transfer(len(slots) * self._pool.slot_bytes)
+
+        def run() -> None:
+            try:
+                for point in after:
+                    self._streams.wait(point)
+                self._copy(slots, blocks, to_arena=to_arena)
+            except Exception as error:
+                transfer.settle(error)
+            else:
+                transfer.settle()
+
+        self._jobs.submit(run)
+        return transfer
+
+    def _copy(self, slots: Ids, blocks: Ids, *, to_arena: bool) -> None:
+        """memmove releases the interpreter lock."""
+        page = self._geometry.page_bytes
+        places = blocks - self._geometry.num_resident
+
+        def copy(part: Ids) -> None:
+            for region in range(self._geometry.num_regions):
+                arena = self._arena.address + region * self._arena.slot_stride
+                pool = self._pool.address + region * page
+                for i in part:
+                    a = arena + int(places[i]) * page
+                    b = pool + int(slots[i]) * self._pool.slot_stride
+                    ctypes.memmove(a, b, page) if to_arena else ctypes.memmove(b, a, page)
+
+        for done in [self._threads.submit(copy, part) for part in np.array_split(np.arange(len(slots)), _THREADS)]:
+            done.result()
+
+    def end_step(self) -> None:
+        self._gpu.end_step()
+
+    def close(self) -> None:
+        self._jobs.shutdown()
+        self._threads.shutdown()
+        self._gpu.close()
