@@ -112,5 +112,5 @@ def test_a_pool_that_would_not_is_refused_with_need_have_and_the_largest_that_fi
 
 
 def test_where_nothing_fits_no_size_is_advised() -> None:
-    with pytest.raises(OverspillError, match="No pool fits: free some RAM"):
+    with pytest.raises(OverspillError, match="Nothing fits: free some RAM"):
         require_ram(1, 4 * GIB, Ram(3 * GIB, "test"))

@@ -60,7 +60,7 @@ class SpillScheduler:
         self._windows = [
             getattr(group.kv_cache_spec, "sliding_window", None) for group in kv_cache_config.kv_cache_groups
         ]
-        self._share = options.spill_share
+        self.share = options.spill_share
         self._at_risk = drafts_at_risk(vllm_config)
         self._spilled: dict[str, Spilled] = {}
         self._in_step: set[str] = set()  # spilled requests of the step planned last
@@ -204,7 +204,7 @@ class SpillScheduler:
         return steps_apart(
             spilled_step_s=num_bytes / self.link_bytes_per_s,
             plain_step_s=self.speeds.plain_step_s or _PLAIN_STEP_S,
-            share=self._share,
+            share=self.share,
             most=_MOST_STEPS_APART,
         )
 
