@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
@@ -18,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 
 from overspill.kv.connector import OverspillConnector
 from overspill.kv.scheduler import OffloadScheduler
+from overspill.kv.spill.scheduler import SpillScheduler
+from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.worker import OffloadWorker
 
 BLOCK = 32
@@ -54,13 +57,31 @@ def sampling(max_tokens: int) -> SamplingParams:
 
 def overspill(**extra: Any) -> KVTransferConfig:
     """Every hit is loaded: a tiny model is often faster to recompute, and these tests are about loads."""
-    settings: dict[str, Any] = {"host_bytes": "64MiB", "load": "always", "reserve_bytes": 0, **extra}
+    return overspill_config({"host_bytes": "64MiB", "load": "always", "reserve_bytes": 0, **extra})
+
+
+def overspill_config(settings: dict[str, Any]) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="OverspillConnector",
         kv_connector_module_path="overspill.kv.connector",
         kv_role="kv_both",
         kv_connector_extra_config=settings,
     )
+
+
+PAGE = BLOCK * 2 * 2 * 32 * 4  # of the tiny models: K and V, 2 heads of 32 numbers, 4 bytes each
+
+
+def spilling(*, resident: int = 10, spilled: int = 60, regions: int = 4, **extra: Any) -> KVTransferConfig:
+    """So many blocks on the GPU and so many in RAM, of a model whose KV takes so many regions."""
+    window = min(2, regions) * spilled * PAGE
+    settings: dict[str, Any] = {
+        "spill_bytes": spilled * regions * PAGE,
+        "resident_bytes": resident * regions * PAGE + window,
+        "reserve_bytes": 0,
+        **extra,
+    }
+    return overspill_config(settings)
 
 
 class Engine:
@@ -79,6 +100,18 @@ class Engine:
     @property
     def gpu_pool(self) -> Any:
         return self.vllm_scheduler.kv_cache_manager.block_pool
+
+    @property
+    def spill(self) -> SpillScheduler:
+        spill = self.vllm_scheduler.connector.spill_scheduler
+        assert spill is not None
+        return spill
+
+    @property
+    def spill_worker(self) -> SpillWorker:
+        worker = get_kv_transfer_group().spill_worker
+        assert worker is not None
+        return worker
 
     @property
     def scheduler(self) -> OffloadScheduler:
@@ -137,6 +170,10 @@ class Engine:
         buffer = self.worker.buffer
         assert buffer is not None
         buffer.view(dtype).fill_(7.0)
+        if get_kv_transfer_group().spill_worker is not None:
+            arena = self.spill_worker.arena
+            assert arena is not None
+            arena.slots.view(np.float32)[:] = 7.0
 
     def preemptions(self) -> float:
         return REGISTRY.get_sample_value("vllm:num_preemptions_total", self._labels()) or 0
@@ -172,12 +209,13 @@ def _answer(output: Any) -> Answer:
 def engine(
     model: Path, transfer: KVTransferConfig | None = None, *, blocks: int = 40, **settings: Any
 ) -> Iterator[Engine]:
+    spills = transfer is not None and "spill_bytes" in transfer.kv_connector_extra_config
     arguments: dict[str, Any] = {
         "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-        "max_model_len": min(1200, (blocks - 1) * BLOCK),
+        "max_model_len": 1200 if spills else min(1200, (blocks - 1) * BLOCK),
         "block_size": BLOCK,
         "max_num_seqs": 8,
-        "num_gpu_blocks_override": blocks,
+        "num_gpu_blocks_override": None if spills else blocks,
         **settings,
     }
     llm = LLM(
@@ -208,3 +246,10 @@ def assert_same(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
     for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         reason = mine.differs_from(theirs)
         assert not reason, f"answer {i}: {reason}"
+
+
+def assert_identical(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    """Bit by bit, for requests that were computed in the same pieces."""
+    for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert mine.tokens == theirs.tokens, f"answer {i}"
+        assert mine.logprobs == theirs.logprobs, f"answer {i}"

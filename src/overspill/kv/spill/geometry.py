@@ -3,9 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import format_size
-
 NUM_HALVES = 2
 
 
@@ -75,23 +72,34 @@ def window_bytes(num_spilled: int, page_bytes: int, num_regions: int) -> int:
 def num_resident_blocks(
     available_bytes: int, num_spilled: int, page_bytes: int, num_regions: int, granularity: int
 ) -> int:
-    """Blocks that fit in GPU memory beside the window."""
+    """Blocks that fit in GPU memory beside the window; may be none."""
     step = block_step(page_bytes, granularity)
-    window = window_bytes(num_spilled, page_bytes, num_regions)
-    resident = max(0, available_bytes - window) // (page_bytes * num_regions) // step * step
-    if resident:
-        return resident
-    block_bytes = page_bytes * num_regions
-    need = window + step * block_bytes
-    per_block = min(NUM_HALVES, num_regions) * page_bytes
-    most = max(0, available_bytes - step * block_bytes) // per_block // step * step
-    advice = (
-        f'largest spill_bytes that leaves room: "{most * block_bytes // 2**20}MiB"'
-        if most
-        else "even the smallest window does not fit"
-    )
-    raise OverspillError(
-        f"spilling {num_spilled} blocks needs {format_size(need)} of GPU memory for KV ({format_size(window)} of it "
-        f"the window); {format_size(available_bytes)} is there. Lower spill_bytes ({advice}), raise resident_bytes or "
-        "--gpu-memory-utilization, or shorten --max-model-len."
-    )
+    room = available_bytes - window_bytes(num_spilled, page_bytes, num_regions)
+    return max(0, room) // (page_bytes * num_regions) // step * step
+
+
+def least_spilled_blocks(
+    num_blocks: int, available_bytes: int, page_bytes: int, num_regions: int, granularity: int
+) -> int | None:
+    """The fewest spilled blocks with which there are `num_blocks` in all; None if no number does.
+
+    Each spilled block takes room for a part of a resident one, in the window.
+    """
+    step = block_step(page_bytes, granularity)
+    gain = 1 - min(NUM_HALVES, num_regions) / num_regions
+    short = num_blocks - available_bytes / (page_bytes * num_regions)
+    if gain <= 0:
+        return None
+    about = max(0, math.ceil(short / gain)) // step * step
+    for spilled in range(about, about + 4 * step, step):
+        resident = num_resident_blocks(available_bytes, spilled, page_bytes, num_regions, granularity)
+        if resident and resident + spilled >= num_blocks:
+            return spilled
+    return None
+
+
+def most_spilled_blocks(available_bytes: int, page_bytes: int, num_regions: int, granularity: int) -> int:
+    """The most whose window leaves room for any resident block at all."""
+    step = block_step(page_bytes, granularity)
+    room = available_bytes - step * page_bytes * num_regions
+    return max(0, room) // (min(NUM_HALVES, num_regions) * page_bytes) // step * step

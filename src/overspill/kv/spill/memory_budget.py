@@ -12,8 +12,15 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
-from overspill.kv.sizes import GiB, format_size
-from overspill.kv.spill.geometry import block_step, num_resident_blocks, num_spilled_blocks, window_bytes
+from overspill.kv.sizes import KiB, format_size
+from overspill.kv.spill.geometry import (
+    block_step,
+    least_spilled_blocks,
+    most_spilled_blocks,
+    num_resident_blocks,
+    num_spilled_blocks,
+    window_bytes,
+)
 from overspill.kv.spill.layers import check_groups, check_spilled, granularity
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
@@ -38,15 +45,44 @@ def kv_bytes_with_spill(
     if options.resident_bytes:
         available_bytes = _limited(options.resident_bytes // world_size, available_bytes)
     resident = num_resident_blocks(available_bytes, spilled, page_bytes, num_regions, granularity())
-    total = (resident + spilled) * block_bytes
-    _check_longest(vllm_config, total - block_bytes, groups, spilled * block_bytes, world_size)
     window = window_bytes(spilled, page_bytes, num_regions)
+    if not resident:
+        most = most_spilled_blocks(available_bytes, page_bytes, num_regions, granularity())
+        raise OverspillError(
+            f"spill_bytes {format_size(options.spill_bytes)} needs a window of {format_size(window)} on each GPU; "
+            f"{format_size(available_bytes)} is there for KV. {_advice(most * block_bytes * world_size)}, raise "
+            "--gpu-memory-utilization or resident_bytes, or use a smaller model."
+        )
+    total = resident + spilled
+    need = -(-_bytes_of_longest(vllm_config, groups) // block_bytes) + 1  # and vLLM's null block
+    if need > total:
+        longest = _estimate_max_model_len_from_groups(vllm_config, groups, (total - 1) * block_bytes)
+        least = least_spilled_blocks(need, available_bytes, page_bytes, num_regions, granularity())
+        raise OverspillError(
+            f"a context of {vllm_config.model_config.max_model_len} tokens needs {format_size(need * block_bytes)} of "
+            f"KV; GPU and spill_bytes hold {format_size(total * block_bytes)}. Longest that fits: --max-model-len "
+            f"{longest}. "
+            f"{_advice(least * block_bytes * world_size) if least else 'No spill_bytes is enough on this GPU'}."
+        )
     logger.info(
         "Overspill: %s of GPU memory for KV: %s resident and a window of %s; %s more spills to RAM",
         format_size(available_bytes), format_size(resident * block_bytes), format_size(window),
         format_size(spilled * block_bytes),
     )  # fmt: skip
-    return total
+    return total * block_bytes
+
+
+def _advice(spill_bytes: int) -> str:
+    if not spill_bytes:
+        return "Remove spill_bytes: even the smallest window does not fit"
+    return f'Use "spill_bytes": "{-(-spill_bytes // KiB)}KiB"'
+
+
+def _bytes_of_longest(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    """KV of one request of `max_model_len`; nothing if vLLM chooses the longest that fits."""
+    if vllm_config.model_config.original_max_model_len == -1:
+        return 0
+    return int(_max_memory_usage_bytes_from_groups(vllm_config, groups))
 
 
 def _limited(resident_bytes: int, available_bytes: int) -> int:
@@ -56,22 +92,3 @@ def _limited(resident_bytes: int, available_bytes: int) -> int:
             "left for KV: lower it, or raise --gpu-memory-utilization"
         )
     return resident_bytes
-
-
-def _check_longest(
-    vllm_config: VllmConfig, total_bytes: int, groups: list[KVCacheGroupSpec], spilled_bytes: int, world_size: int
-) -> None:
-    """vLLM makes the same check, but would advise to raise what it cannot have."""
-    model = vllm_config.model_config
-    if model.original_max_model_len == -1:
-        return  # vLLM chooses the longest that fits
-    need = _max_memory_usage_bytes_from_groups(vllm_config, groups)
-    if need <= total_bytes:
-        return
-    longest = _estimate_max_model_len_from_groups(vllm_config, groups, total_bytes)
-    more = -(-(spilled_bytes + need - total_bytes) * world_size // GiB)
-    raise OverspillError(
-        f"a context of {model.max_model_len} tokens needs {format_size(need)} of KV; the GPU and spill_bytes hold "
-        f"{format_size(total_bytes)}. Longest that fits: --max-model-len {longest}. Or give more RAM: about "
-        f'"spill_bytes": "{more}GiB", and somewhat more for the window, which takes GPU memory.'
-    )
