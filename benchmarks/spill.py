@@ -15,15 +15,17 @@ and runs these phases (estimates: Llama-3.1-8B on an H200; a start with CUDA gra
 The GPU memory of 'spill' holds a window for as many tokens as the longest of --lengths, so a length of 524288 belongs
 in a run of its own: with it, 64 short requests no longer fit beside the window. A prompt of it takes two minutes.
 
-    python benchmarks/spill.py                                                          all of it, about 430 s
-    python benchmarks/spill.py --lives spill gpu --budget-seconds 560 --out mine.json
-    python benchmarks/spill.py --lives baseline --resume --out mine.json                adds a life to the file
-    python benchmarks/spill.py --lengths 524288 --phases long --lives spill gpu --resume --out mine.json      450 s
-    python benchmarks/spill.py --lengths 131072 --phases long --lives spill gpu --kv-cache-dtype fp8 --resume --out mine.json
-    python benchmarks/spill.py --model qwen3-coder-30b-a3b/ --gpu-bytes 70GB --lengths 131072 --phases long --lives spill gpu
-    python benchmarks/spill.py --tables mine.json                                       only prints the tables
-    python benchmarks/spill.py --model tiny --dtype float32 --enforce-eager --block-size 32 --resident-bytes 1MiB \\
-        --lengths 300,900 --max-num-batched-tokens 256 --sharing-output 32 --batch-output 32    on a CPU, 1 minute
+    python benchmarks/spill.py                       all of it, about 430 s
+    python benchmarks/spill.py --lives spill gpu --budget-seconds 560 --out mine.json --logs logs
+    python benchmarks/spill.py --lives baseline --resume --out mine.json                adds a life to the file: 80 s
+    python benchmarks/spill.py --lengths 524288 --phases long --lives spill gpu --resume --out mine.json       450 s
+    python benchmarks/spill.py --lengths 131072 --phases long --lives spill gpu --kv-cache-dtype fp8           220 s
+    python benchmarks/spill.py --lengths 131072 --phases long --lives spill gpu --gpu-bytes 70GB \\
+        --model qwen3-coder-30b-a3b                                                                            280 s
+    python benchmarks/spill.py --tables mine.json    only prints the tables
+    python benchmarks/spill.py --model tiny --dtype float32 --enforce-eager --block-size 32 --lengths 300,900 \\
+        --spill-bytes 4MiB --resident-bytes 3MiB --max-num-batched-tokens 256 --batches 1,2 --batch-output 16 \\
+        --sharing-requests 4 --sharing-input 32 --sharing-output 32 --sharing-long-output 256   on a CPU, 1 minute
 
 --model is a folder with a config.json; without weights in it they are drawn at random, so that tokens depend on all
 of the KV. The result file is written after every life, and keeps what a life that was killed had measured.
@@ -103,7 +105,8 @@ def make_life(name: str, report: Path, seconds: float, arguments: argparse.Names
     return Life(
         name=name, model=str(arguments.model), report=str(report), seconds=max(0.0, seconds - SHUTDOWN_SECONDS),
         lengths=() if fits_only else lengths, phases=("long",) if fits_only else phases, batches=arguments.batches,
-        load=load, max_model_len=-1 if fits_only else max_model_len, kv_transfer_config=transfer,
+        load=load, max_model_len=-1 if fits_only else max_model_len, positions=max_model_len,
+        kv_transfer_config=transfer,
         gpu_bytes=None if name == "gpu" else arguments.gpu_bytes,
         kv_bytes=arguments.resident_bytes if fits_only else None,
         kv_cache_dtype=arguments.kv_cache_dtype, dtype=arguments.dtype, load_format=load_format(arguments.model),
@@ -119,9 +122,11 @@ def load_format(model: Path) -> str:
 
 def run_life(name: str, seconds: float, arguments: argparse.Namespace) -> Json:
     """One engine life from start to end, whatever becomes of it."""
-    scratch = Path(tempfile.mkdtemp(prefix="life-"))
-    log = (arguments.logs or scratch) / f"{name}-{arguments.model.name}-{arguments.kv_cache_dtype}.log"
-    life = make_life(name, scratch / "report.jsonl", seconds, arguments)
+    folder = arguments.logs or Path(tempfile.mkdtemp(prefix="life-"))
+    stem = f"{name}-{arguments.model.name}-{arguments.kv_cache_dtype}-{max(arguments.lengths)}-{int(time.time())}"
+    log = folder / f"{stem}.log"
+    # Beside the log: should even this process be killed, the file of the life that ran is still there.
+    life = make_life(name, folder / f"{stem}.jsonl", seconds, arguments)
     began = time.monotonic()
     child = process.Forked(partial(spill_life.run, life), log)
     error = None

@@ -22,12 +22,17 @@ import spill_memory
 import spill_phases
 import spill_plan
 from engine_life import Report
-from record import Json, say
+from record import GIB, Json, say
 from spill_engine import Engine
 from spill_phases import Clock, OutOfTime
 from spill_plan import Load
 
 LINK_SECONDS = 90.0
+WHOLE_GPU = 0.9
+# The CUDA context takes some of the rest.
+MOST_OF_GPU = 0.97
+# The CPU platform has nothing to profile.
+CPU_KV_BYTES = GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,8 @@ class Life:
     load: Load = field(default_factory=Load)
     max_model_len: int
     """-1: the longest that fits."""
+    positions: int
+    """As many as the longest request of any life has, so that no life is limited by the model's own."""
     kv_transfer_config: dict[str, Any] | None
     gpu_bytes: int | None
     """GPU memory for everything; None takes the whole GPU."""
@@ -65,8 +72,8 @@ class Life:
 def import_engine() -> None:
     """Once, before the lives fork off."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Only the CPU platform asks for it: gigabytes for KV.
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # On the CPU platform it would override what a life asks for.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     import vllm.entrypoints.llm  # noqa: F401
 
 
@@ -78,18 +85,20 @@ def engine_arguments(life: Life, gpu_total_bytes: int | None) -> Json:
         "max_model_len": life.max_model_len, "max_num_seqs": life.max_num_seqs,
         "max_num_batched_tokens": life.max_num_batched_tokens, "kv_cache_dtype": life.kv_cache_dtype,
         "enable_prefix_caching": True, "enforce_eager": life.enforce_eager, "seed": life.load.seed,
-        "worker_extension_cls": "sensitive_weights.SensitiveWeights", "disable_log_stats": False,
+        "worker_extension_cls": "spill_weights.SpillWeights", "disable_log_stats": False,
     }  # fmt: skip
-    if life.max_model_len > max_positions(Path(life.model)):
+    if life.positions > max_positions(Path(life.model)):
         # A model of random weights has no opinion about positions; only the tables must be long enough.
-        arguments["hf_overrides"] = {"max_position_embeddings": life.max_model_len}
+        arguments["hf_overrides"] = {"max_position_embeddings": life.positions}
     if life.kv_transfer_config is not None:
         arguments["kv_transfer_config"] = KVTransferConfig(**life.kv_transfer_config)
     if gpu_total_bytes is not None:
-        whole = life.gpu_bytes is None
-        arguments["gpu_memory_utilization"] = 0.9 if whole else min(0.97, life.gpu_bytes / gpu_total_bytes)
+        wanted = WHOLE_GPU if life.gpu_bytes is None else life.gpu_bytes / gpu_total_bytes
+        arguments["gpu_memory_utilization"] = min(MOST_OF_GPU, wanted)
     if life.kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = life.kv_bytes
+    elif gpu_total_bytes is None:
+        arguments["kv_cache_memory_bytes"] = CPU_KV_BYTES
     if life.block_size is not None:
         arguments["block_size"] = life.block_size
     if not life.enforce_eager:

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def warm_up(engine: Engine, load: Load, lengths: Sequence[int], batches: Sequenc
     engine.run(lambda: long.is_done)
     for batch in batches:
         short = [engine.add(engine.prompt("warm-batch", i, load.batch_input), 8) for i in range(batch)]
-        engine.run(lambda short=short: all(request.is_done for request in short))
+        engine.run(partial(all_done, short))
     engine.forget()
 
 
@@ -96,7 +97,7 @@ def batches(engine: Engine, load: Load, clock: Clock, sizes: Sequence[int]) -> I
             prompts = [engine.prompt(kind, i, load.batch_input) for i in range(size)]
             before, began = engine.counters(), time.perf_counter()
             requests = [engine.add(prompt, load.batch_output) for prompt in prompts]
-            engine.run(lambda requests=requests: all(request.is_done for request in requests))
+            engine.run(partial(all_done, requests))
             seconds = time.perf_counter() - began
             slowest = max(slowest, seconds)
             yield {
@@ -139,12 +140,12 @@ def beside(engine: Engine, load: Load, long: Request | None, kind: str) -> Json:
     prompts = [engine.prompt(kind, i, load.sharing_input) for i in range(load.sharing_requests)]
     before = engine.counters()
     short = [engine.add(prompt, load.sharing_output) for prompt in prompts]
-    all_done = engine.run(lambda: all(request.is_done for request in short), load.sharing_seconds)
+    in_time = engine.run(partial(all_done, short), load.sharing_seconds)
     spilled = sum(engine.is_spilled(request) for request in short)
     engine.stop(short)
     result: Json = {
         "requests": len(short),
-        "all_done": all_done,
+        "all_done": in_time,
         **times(short),
         "requests_spilled": spilled,
         "spill": difference(engine.counters(), before),
@@ -173,6 +174,10 @@ def problems(phase: str, repeat: Json, resident_tokens: int | None, load: Load) 
         if repeat["spill"]["spilled_steps"]:
             found.append(f"{repeat['batch']} requests, {tokens} tokens in all, spilled; {resident_tokens} fit")
     return found
+
+
+def all_done(requests: Sequence[Request]) -> bool:
+    return all(request.is_done for request in requests)
 
 
 def times(requests: Sequence[Request]) -> Json:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # The last request's blocks are never quite full, and vLLM keeps one block for itself.
-SPARE_TOKENS = 4096
+SPARE_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)

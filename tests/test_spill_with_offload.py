@@ -1,0 +1,72 @@
+"""Offload and spill together: a spilled block is stored from RAM and loaded into RAM, not through its GPU address."""
+
+from pathlib import Path
+
+import pytest
+
+from overspill.kv.copies import PlainCopier
+from overspill.kv.spill import arena_copier
+from overspill.kv.spill import worker as spill_worker
+from tests.engine import BLOCK, assert_same, engine, random_prompt, spilling
+from tests.late_streams import LateStreams
+
+OFFLOAD = {"host_bytes": "64MiB", "load": "always", "verify": "all"}
+
+
+@pytest.fixture(params=["eager", "late"], autouse=True)
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "late":
+        monkeypatch.setattr(spill_worker, "HostStreams", LateStreams)
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_a_long_conversation_comes_back_from_the_pool(llama: Path, store: str) -> None:
+    prompts = [random_prompt(seed, length) for seed, length in enumerate((900, 700, 100))]
+    with engine(llama, blocks=400) as plain:
+        expected = [plain.ask_one(p) for p in prompts]
+    with engine(llama, spilling(**OFFLOAD, store=store)) as spills:
+        assert_same([spills.ask_one(p) for p in prompts], expected)
+        if store == "lazy":
+            for seed in range(6):
+                spills.ask_one(random_prompt(50 + seed, 900))
+        spills.forget_gpu()
+        streamed = spills.metric("spill_in_bytes")
+        again = [spills.ask_one(p) for p in prompts]
+        assert_same(again, expected)
+        assert again[0].num_cached >= 20 * BLOCK and spills.metric("hit_tokens") >= 20 * BLOCK
+        assert spills.metric("spill_in_bytes") > streamed
+        assert spills.metric("corrupt_blocks") == 0 and spills.metric("load_failures") == 0
+        spills.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_through_the_gpu_address_the_tokens_would_be_wrong(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    monkeypatch.setattr(arena_copier.ArenaCopier, direction, _through_the_gpu(direction))
+    prompt = random_prompt(1, 900)
+    with engine(llama, spilling(**OFFLOAD)) as spills:
+        before = spills.ask_one(prompt)
+        spills.forget_gpu()
+        assert spills.ask_one(prompt).differs_from(before)
+
+
+def _through_the_gpu(direction: str):  # type: ignore[no-untyped-def]
+    def copy(self: arena_copier.ArenaCopier, first, second):  # type: ignore[no-untyped-def]
+        assert isinstance(self._gpu, PlainCopier)
+        return getattr(self._gpu, direction)(first, second)
+
+    return copy
+
+
+def test_a_damaged_block_in_the_pool_is_computed_again(llama: Path) -> None:
+    prompt = random_prompt(1, 900)
+    with engine(llama, spilling(**OFFLOAD)) as spills:
+        before = spills.ask_one(prompt)
+        spills.forget_gpu()
+        memory = spills.worker.memory
+        assert memory is not None
+        memory.slots[:8] ^= 0x41
+        assert_same([spills.ask_one(prompt)], [before])
+        assert spills.metric("corrupt_blocks") > 0 and spills.metric("load_failures") > 0
+        spills.assert_nothing_is_held()
