@@ -2,7 +2,7 @@
 
 Each life is an engine of its own, in a process of its own:
 
-    spill      Overspill, GPU memory held to --gpu-bytes, the rest of the KV in RAM           about 210 s
+    spill      Overspill, GPU memory held to --gpu-bytes, the rest of the KV in RAM           about 230 s
     gpu        plain vLLM with the whole GPU: the peer, and the reference for tokens          about 140 s
     baseline   plain vLLM held to --gpu-bytes: the longest context that fits without spill     about 80 s
 
@@ -15,7 +15,7 @@ and runs these phases (estimates: Llama-3.1-8B on an H200; a start with CUDA gra
 The GPU memory of 'spill' holds a window for as many tokens as the longest of --lengths, so a length of 524288 belongs
 in a run of its own: with it, 64 short requests no longer fit beside the window. A prompt of it takes two minutes.
 
-    python benchmarks/spill.py                       all of it, about 430 s
+    python benchmarks/spill.py                       all of it, about 450 s
     python benchmarks/spill.py --lives spill gpu --budget-seconds 560 --out mine.json --logs logs
     python benchmarks/spill.py --lives baseline --resume --out mine.json                adds a life to the file: 80 s
     python benchmarks/spill.py --lengths 524288 --phases long --lives spill gpu --resume --out mine.json       450 s
@@ -23,8 +23,8 @@ in a run of its own: with it, 64 short requests no longer fit beside the window.
     python benchmarks/spill.py --lengths 131072 --phases long --lives spill gpu --gpu-bytes 70GB \\
         --model qwen3-coder-30b-a3b                                                                            280 s
     python benchmarks/spill.py --tables mine.json    only prints the tables
-    python benchmarks/spill.py --model tiny --dtype float32 --enforce-eager --block-size 32 --lengths 300,900 \\
-        --spill-bytes 4MiB --resident-bytes 3MiB --max-num-batched-tokens 256 --batches 1,2 --batch-output 16 \\
+    python benchmarks/spill.py --model tiny --dtype float32 --enforce-eager --block-size 32 --lengths 300,2500 \\
+        --spill-bytes 6MiB --resident-bytes 4MiB --max-num-batched-tokens 256 --batches 1,2 --batch-output 16 \\
         --sharing-requests 4 --sharing-input 32 --sharing-output 32 --sharing-long-output 256   on a CPU, 1 minute
 
 --model is a folder with a config.json; without weights in it they are drawn at random, so that tokens depend on all

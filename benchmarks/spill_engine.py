@@ -212,17 +212,20 @@ class Engine:
         raise RuntimeError("the engine still has work after 1000 steps, without any request")
 
     def forget(self) -> None:
-        """Empty the prefix cache: every prompt is cold."""
-        self.drain()
-        if not self._llm.llm_engine.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be emptied: blocks are still held")
+        """Empty the prefix cache: every prompt is cold. What ended last may still hold blocks for a moment."""
+        for _ in range(20):
+            self.drain()
+            if self._llm.llm_engine.reset_prefix_cache():
+                return
+            time.sleep(0.05)
+        raise RuntimeError("the prefix cache could not be emptied: blocks are still held")
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, int]:
         """Spill's counters up to the step that returned last; zeros without spill."""
-        values = dict.fromkeys(COUNTERS, 0.0)
+        values = dict.fromkeys(COUNTERS, 0)
         for name, collector in self._collectors.items():
             for metric in collector.collect():
-                values[name] += sum(s.value for s in metric.samples if s.name.endswith("_total"))
+                values[name] += sum(int(s.value) for s in metric.samples if s.name.endswith("_total"))
         return values
 
 
@@ -234,5 +237,5 @@ def _collectors() -> dict[str, Any]:
     return {name: by_name[f"overspill_{name}_total"] for name in COUNTERS if f"overspill_{name}_total" in by_name}
 
 
-def difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+def difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     return {name: after[name] - before[name] for name in after}

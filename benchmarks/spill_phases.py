@@ -117,14 +117,16 @@ def sharing(engine: Engine, load: Load, clock: Clock, length: int) -> Iterator[J
     long = engine.add(engine.prompt("sharing-long", 0, length), load.sharing_long_output)
     engine.run(lambda: len(long.tokens) >= SETTLED_TOKENS)
     default = engine.share
-    for share in (None,) if default is None else (default, 1.0):
-        engine.share = share
-        # At full share every token of the short ones takes as long as one of the long one: once is enough.
-        for number in range(1 if share == 1.0 else load.sharing_repeats):
-            clock.require(load.sharing_seconds)
-            yield {"share": share, "number": number, **beside(engine, load, long, f"sharing-{share}-{number}")}
-    engine.share = default
-    engine.stop([long])
+    try:
+        for share in (None,) if default is None else (default, 1.0):
+            engine.share = share
+            # At full share every token of the short ones takes as long as one of the long one: once is enough.
+            for number in range(1 if share == 1.0 else load.sharing_repeats):
+                clock.require(load.sharing_seconds)
+                yield {"share": share, "number": number, **beside(engine, load, long, f"sharing-{share}-{number}")}
+    finally:
+        engine.share = default
+        engine.stop([long])
     for number in range(load.sharing_repeats):
         clock.require(load.sharing_seconds)
         engine.forget()

@@ -85,7 +85,8 @@ def length_row(lives: Sequence[Json], length: int) -> Json:
         name: [(life, one) for life, one in repeats(lives, name, "long") if one["length"] == length]
         for name in ("spill", "gpu")
     }
-    row: Json = {"length": length}
+    per_token = next((life["kv_bytes_per_token"] for pairs in found.values() for life, _ in pairs), 0)
+    row: Json = {"length": length, "kv_bytes": length * per_token}
     for name, pairs in found.items():
         row[name] = {
             "ttft": extent([one["ttft"] for _, one in pairs]),
@@ -303,16 +304,17 @@ def where(result: Json) -> str:
 
 
 def lengths_table(rows: Sequence[Json]) -> str:
-    head = ["tokens", "TTFT spilled, s", "TTFT all on GPU, s", "ratio", "ms per token spilled", "ms all on GPU",
-            "from RAM per token, GB", "of the link", "GPU spilled, GB", "GPU all on it, GB"]  # fmt: skip
+    head = ["tokens", "their KV, GB", "TTFT spilled, s", "TTFT all on GPU, s", "ratio", "ms per token spilled",
+            "ms all on GPU", "from RAM per token, GB", "of the link", "GPU spilled, GB"]  # fmt: skip
     cells = []
     for row in rows:
         spill, gpu = row["spill"], row["gpu"]
         cells.append([
-            f"{row['length']:,}", ranged(spill["ttft"]), ranged(gpu["ttft"]), number(row["ttft_ratio"]),
+            f"{row['length']:,}", gigabytes(row["kv_bytes"]),
+            ranged(spill["ttft"]), ranged(gpu["ttft"]), number(row["ttft_ratio"]),
             ranged(spill["tpot"], 1000), ranged(gpu["tpot"], 1000),
             number(middle(spill["streamed_bytes_per_token"], 1 / GB)), percent(middle(spill["link_fraction"])),
-            gigabytes(spill["gpu_bytes"]), gigabytes(gpu["gpu_bytes"]),
+            gigabytes(spill["gpu_bytes"]),
         ])  # fmt: skip
     return markdown(head, cells) if cells else ""
 

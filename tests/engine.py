@@ -218,15 +218,19 @@ def engine(
         "num_gpu_blocks_override": None if spills else blocks,
         **settings,
     }
-    llm = LLM(
-        model=str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        enable_prefix_caching=arguments.pop("enable_prefix_caching", True),
-        disable_log_stats=False,
-        kv_transfer_config=transfer,
-        **arguments,
-    )
+    try:
+        llm = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=arguments.pop("enable_prefix_caching", True),
+            disable_log_stats=False,
+            kv_transfer_config=transfer,
+            **arguments,
+        )
+    except BaseException:
+        stop_engines()  # what was started of it would serve the next engine
+        raise
     running = Engine(llm)
     try:
         yield running

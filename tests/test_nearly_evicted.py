@@ -11,7 +11,7 @@ class Queue:
 
     def __init__(self, num_blocks: int, depth: int) -> None:
         self.pool = BlockPool(num_blocks + 1, True, 16)
-        self.front = EvictionFront(self.pool, depth)
+        self.front = EvictionFront(self.pool.free_block_queue, depth)
         self.stored: set[int] = set()
         self.looked_at = 0
         self.free_filled(num_blocks)

@@ -29,7 +29,7 @@ from overspill.kv.jobs import StepJobs, StepReport
 from overspill.kv.layout import BLOCK_OUTERMOST, LAYER_OUTERMOST, bytes_per_block, kv_buffer
 from overspill.kv.metrics import OverspillPromMetrics, OverspillStats
 from overspill.kv.options import Options
-from overspill.kv.preflight import check_engine, require_spill_worker
+from overspill.kv.preflight import check_engine, require_spill_classes
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Speeds
@@ -66,7 +66,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 self._worker = OffloadWorker(options, vllm_config, kv_cache_config)
         if options.spill_bytes:
-            require_spill_worker(vllm_config)
+            require_spill_classes(vllm_config, options)
             if role == KVConnectorRole.SCHEDULER:
                 self.spill_scheduler = SpillScheduler(options, vllm_config, kv_cache_config, self._speeds)
             else:

@@ -1,12 +1,16 @@
 """Which cached GPU blocks come near eviction: a walk along vLLM's free queue that remembers where it was."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 # Hits take blocks out of the middle of the queue unseen; walking anew now and then keeps the count honest.
 _STEPS_BETWEEN_FULL_WALKS = 16
+
+
+class FreeQueue(Protocol):
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]: ...
 
 
 class EvictionFront:
@@ -16,8 +20,8 @@ class EvictionFront:
     last one, whatever the number of running requests.
     """
 
-    def __init__(self, pool: BlockPool, depth: int) -> None:
-        self._pool = pool
+    def __init__(self, queue: FreeQueue, depth: int) -> None:
+        self._queue = queue
         self._depth = depth
         self._cursor: KVCacheBlock | None = None
         self._ahead = 0  # visited blocks between the head and the cursor, at most
@@ -35,7 +39,7 @@ class EvictionFront:
             cursor, self._ahead, self._steps = None, 0, 0
         found: list[KVCacheBlock] = []
         if self._ahead < self._depth:
-            for block in self._pool.free_block_queue.iter_blocks_after(cursor):
+            for block in self._queue.iter_blocks_after(cursor):
                 if self._ahead >= self._depth or len(found) >= limit:
                     break
                 if block.block_hash is not None and wanted(block):

@@ -147,11 +147,18 @@ def use_spill_classes(vllm_config: VllmConfig) -> None:
         scheduler.scheduler_cls = _SPILL_ASYNC_SCHEDULER if scheduler.async_scheduling else _SPILL_SCHEDULER
 
 
-def require_spill_worker(vllm_config: VllmConfig) -> None:
-    """Spill without the worker that counts its memory would be refused by vLLM, or worse, accepted."""
+def require_spill_classes(vllm_config: VllmConfig, options: Options) -> None:
+    """Spill without the worker that counts its memory would be refused by vLLM, or worse, accepted; and without the
+    scheduler a share would do nothing."""
     found = vllm_config.parallel_config.worker_cls
     if found != SPILL_WORKER:
         raise OverspillError(
             f"spill needs its own worker class, and this is {found}: start vLLM with --worker-cls {SPILL_WORKER}, or "
             "install Overspill as a package, which sets it"
+        )
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if options.spill_share < 1 and scheduler not in (_SPILL_SCHEDULER, _SPILL_ASYNC_SCHEDULER):
+        raise OverspillError(
+            f"spill_share needs its own scheduler class, and this is {scheduler}: remove --scheduler-cls, or set "
+            '"spill_share": 1'
         )

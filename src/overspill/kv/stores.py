@@ -72,7 +72,7 @@ class Stores:
         self._job_ids = job_ids
         self._live = live  # requests admitted and not finished
         self._gpu: BlockPool | None = None
-        self._front: EvictionFront | None = None
+        self._fronts: list[EvictionFront] = []
         self._offered: list[Candidate] = []
         self._num_seen = 0  # of the offered, those that an earlier step has seen
         self._steps_waited = 0
@@ -89,11 +89,14 @@ class Stores:
             self._watch_front(pool)
 
     def _watch_front(self, pool: BlockPool) -> None:
-        front = self._front = EvictionFront(pool, self._settings.front_depth)
+        queue = pool.free_block_queue
+        # With spill, GPU blocks and spilled ones leave from heads of their own.
+        self._fronts = [EvictionFront(tier, self._settings.front_depth) for tier in getattr(queue, "tiers", (queue,))]
         get_new_blocks = pool.get_new_blocks
 
         def observed_get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
-            front.taken(num_blocks)
+            for front in self._fronts:
+                front.taken(num_blocks)
             return get_new_blocks(num_blocks)
 
         pool.get_new_blocks = observed_get_new_blocks
@@ -133,9 +136,9 @@ class Stores:
             enough = len(self._offered) >= _BLOCKS_TO_STORE_AT_ONCE or self._steps_waited >= _STEPS_TO_WAIT
             if enough or num_tokens == 0 or preempted or self._gpu_is_short():
                 self._choose()
-        if self._front is not None:
+        for front in self._fronts:
             # vLLM may hold the same content in two blocks.
-            nearly_evicted = {b.block_hash: b for b in self._front.advance(self._is_wanted_and_known, self._budget())}
+            nearly_evicted = {b.block_hash: b for b in front.advance(self._is_wanted_and_known, self._budget())}
             self._start(list(nearly_evicted.values()), to_front=True)
         self._num_seen = len(self._offered)
         jobs, self._ready = self._ready, []

@@ -1,6 +1,7 @@
 """Offload's copies with spill on: a spilled block's content is in the arena, and its GPU address holds anything."""
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +24,8 @@ class JoinedTransfer(Transfer):
 
     @property
     def queued(self) -> bool:
-        return all(part.queued for part in self._parts)
+        """A part that failed counts as queued, and its request must not run before that is known."""
+        return all(part.queued and part.error is None for part in self._parts)
 
     def wait_queued(self, timeout: float) -> bool:
         return all(part.wait_queued(timeout) for part in self._parts)
@@ -87,7 +89,9 @@ class ArenaCopier(Copier):
             try:
                 for point in after:
                     self._streams.wait(point)
+                began = time.perf_counter()
                 self._copy(slots, blocks, to_arena=to_arena)
+                transfer.seconds = time.perf_counter() - began
             except Exception as error:
                 transfer.settle(error)
             else:

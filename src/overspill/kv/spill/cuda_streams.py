@@ -1,5 +1,7 @@
 """CUDA's copies between arena and window: one stream each way, ordered by events."""
 
+import time
+
 import numpy as np
 import torch
 
@@ -10,12 +12,15 @@ from overspill.kv.spill.steps import Runs
 from overspill.kv.spill.streams import Streams
 from overspill.kv.timing import Mark
 
+_POLL_S = 0.0005
+
 
 class CudaStreams(Streams):
     """All calls are made by the model's thread: an event must be recorded before anything can wait for it."""
 
     def __init__(self, geometry: Geometry, buffer: torch.Tensor, arena: HostMemory) -> None:
         super().__init__(geometry.page_bytes)
+        self._device = buffer.device
         self._in = torch.cuda.Stream(buffer.device)
         self._out = torch.cuda.Stream(buffer.device)
         self._copy = BatchCopy()
@@ -58,7 +63,9 @@ class CudaStreams(Streams):
         return CudaMark(self._in)
 
     def wait(self, point: torch.cuda.Event) -> None:
-        point.synchronize()
+        torch.cuda.set_device(self._device)  # a thread begins on the first GPU, and would make a context there
+        while not point.query():
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         self._in.synchronize()

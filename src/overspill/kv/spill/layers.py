@@ -16,6 +16,7 @@ from overspill.kv.spill.geometry import Geometry, block_step, num_spilled_blocks
 from overspill.kv.spill.window import Layer
 
 _CUDA_GRANULARITY = 2 * MiB
+_LAYOUTS = ("LBNHC", "LBHNC")
 
 
 def granularity() -> int:
@@ -64,9 +65,11 @@ def _pages(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
         )
     regions = block_regions(kv_cache_config)
     num_layers = max(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
-    if len(regions) < num_layers:
+    layout = kv_cache_config.kv_cache_layout
+    # With heads outside of blocks there are more regions than layers, and a layer would be streamed in part.
+    if len(regions) != num_layers or layout not in _LAYOUTS:
         raise OverspillError(
-            f"spill needs each layer's KV in one piece, and the layout is {kv_cache_config.kv_cache_layout}: unset "
+            f"spill needs each layer's KV in one piece, block by block, and the layout is {layout}: unset "
             "VLLM_KV_CACHE_LAYOUT, or set it to LBNHC"
         )
     sizes = {region.block_bytes for region in regions}

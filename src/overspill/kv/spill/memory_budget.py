@@ -42,6 +42,7 @@ def kv_bytes_with_spill(
     step = block_step(page_bytes, granularity())
     spilled = num_spilled_blocks(options.spill_bytes // world_size, block_bytes, step)
     check_spilled(options, spilled, step * block_bytes * world_size)
+    available_bytes -= _block_table_bytes(vllm_config, groups)
     if options.resident_bytes:
         available_bytes = _limited(options.resident_bytes // world_size, available_bytes)
     resident = num_resident_blocks(available_bytes, spilled, page_bytes, num_regions, granularity())
@@ -70,6 +71,13 @@ def kv_bytes_with_spill(
         format_size(spilled * block_bytes),
     )  # fmt: skip
     return total * block_bytes
+
+
+def _block_table_bytes(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    """vLLM makes them after it has looked how much memory is free; with long contexts they count."""
+    longest, sequences = vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_seqs
+    entries = sum(-(-longest // group.kv_cache_spec.block_size) for group in groups)
+    return 2 * 4 * sequences * entries  # two copies of 32-bit block ids
 
 
 def _advice(spill_bytes: int) -> str:

@@ -81,7 +81,9 @@ class SpillScheduler:
         allocate_slots = manager.allocate_slots
 
         def tiered_allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
-            need = self._blocks_to_come(request, kwargs.get("num_new_computed_tokens", 0))
+            num_hit_tokens = kwargs.get("num_new_computed_tokens", 0)
+            self.queue.found(num_hit_tokens // min(self._block_sizes))
+            need = self._blocks_to_come(request, num_hit_tokens)
             self.queue.take_spilled = self._take_spilled(request, need)
             self.queue.num_spilled_first = max(0, need - self.queue.num_free_resident)
             return allocate_slots(request, *args, **kwargs)
@@ -196,20 +198,29 @@ class SpillScheduler:
 
     # Sharing steps.
 
-    def steps_apart(self, num_running: int) -> int:
-        """Every how many steps the spilled requests of the last step may run, with `num_running` requests in all."""
-        if not self._in_step or num_running <= len(self._spilled):
-            return 1  # nobody to hold up
-        num_bytes = sum(self._spilled[request_id].num_blocks for request_id in self._in_step) * self._block_bytes
-        return steps_apart(
-            spilled_step_s=num_bytes / self.link_bytes_per_s,
-            plain_step_s=self.speeds.plain_step_s or _PLAIN_STEP_S,
+    def spacing(self, running: Iterable[str]) -> tuple[set[str], int]:
+        """Requests that slow the others down, and every how many steps those of them in the last step may run.
+
+        By what they stream, not by whether they do: a short request that found no GPU block streams a little, and is
+        held up by a long one like any other.
+        """
+        plain_step_s = self.speeds.plain_step_s or _PLAIN_STEP_S
+        streaming_s = {name: self._streaming_s(spilled) for name, spilled in self._spilled.items()}
+        heavy = {name for name, seconds in streaming_s.items() if seconds > plain_step_s}
+        slow = heavy & self._in_step
+        if not slow or all(request_id in heavy for request_id in running):
+            return set(), 1  # nobody to hold up
+        light_s = sum(streaming_s[name] for name in self._in_step - heavy)
+        apart = steps_apart(
+            spilled_step_s=sum(streaming_s[name] for name in slow),
+            plain_step_s=plain_step_s + light_s,
             share=self.share,
             most=_MOST_STEPS_APART,
         )
+        return slow, apart
 
-    def is_spilled(self, request_id: str) -> bool:
-        return request_id in self._in_step
+    def _streaming_s(self, spilled: Spilled) -> float:
+        return spilled.num_blocks * self._block_bytes / self.link_bytes_per_s
 
     # Ends.
 

@@ -52,9 +52,6 @@ class TieredQueue:
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:
-        """A free block is used again: a prefix hit."""
-        if block.block_id < self._num_resident:
-            self._count(hits=1)
         self._tier(block).remove(block)
 
     def append(self, block: KVCacheBlock) -> None:
@@ -77,7 +74,16 @@ class TieredQueue:
             cursor = None
         yield from self._spilled.iter_blocks_after(cursor)
 
-    # What spill asks.
+    # What spill asks and tells.
+
+    @property
+    def tiers(self) -> tuple[FreeKVCacheBlockQueue, FreeKVCacheBlockQueue]:
+        """Blocks leave each from its own head."""
+        return self._resident, self._spilled
+
+    def found(self, num_blocks: int) -> None:
+        """So many cached blocks were asked for again."""
+        self._count(hits=num_blocks)
 
     @property
     def num_free_resident(self) -> int:
@@ -89,7 +95,7 @@ class TieredQueue:
 
     @property
     def reuse_probability(self) -> float:
-        """Of cached GPU blocks that were free, those that were used again rather than given up."""
+        """Of cached blocks, those that were asked for again rather than given up."""
         return self._hits / (self._hits + self._evictions)
 
     def _next_is_resident(self) -> bool:

@@ -1,38 +1,76 @@
-"""vLLM's scheduler with spill: spilled requests sit out some steps, so that others keep their pace.
+"""vLLM's scheduler with spill: requests that stream much sit out some steps, so that others keep their pace.
 
 Set as vLLM's `--scheduler-cls`; with Overspill installed, that is done when `spill_bytes` is given.
 """
 
+from typing import Any
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
 
 
-def space_out(scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
-    """Let the spilled requests of this step sit out the next ones, as many as their share of the time asks."""
-    from overspill.kv.connector import OverspillConnector
+class Parking:
+    """Requests that wait for a later step. vLLM has the means: it leaves out who is not eligible yet."""
 
-    connector = scheduler.connector
-    if not isinstance(connector, OverspillConnector) or connector.spill_scheduler is None:
-        return
-    spill = connector.spill_scheduler
-    apart = spill.steps_apart(len(scheduler.running))
-    if apart == 1:
-        return
-    for request_id in scheduler_output.num_scheduled_tokens:
-        request = scheduler.requests[request_id]
-        # Prefill computes more than it streams.
-        if spill.is_spilled(request_id) and not request.is_prefill_chunk:
-            request.next_decode_eligible_step = max(request.next_decode_eligible_step, scheduler.current_step + apart)
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+
+    def park(self, scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
+        """Let those of this step that stream much sit out the next ones."""
+        from overspill.kv.connector import OverspillConnector
+
+        connector = scheduler.connector
+        if not isinstance(connector, OverspillConnector) or connector.spill_scheduler is None:
+            return
+        heavy, apart = connector.spill_scheduler.spacing(request.request_id for request in scheduler.running)
+        if apart == 1:
+            return
+        for request_id in heavy.intersection(scheduler_output.num_scheduled_tokens):
+            request = scheduler.requests[request_id]
+            # Prefill computes more than it streams.
+            if not request.is_prefill_chunk:
+                request.next_decode_eligible_step = max(
+                    request.next_decode_eligible_step, scheduler.current_step + apart
+                )
+                self._requests[request_id] = request
+
+    def release(self, scheduler: Scheduler) -> None:
+        """Before a step: nobody waits who has nobody left to wait for, or who was preempted and starts anew."""
+        if not self._requests:
+            return
+        nobody_else = all(request.request_id in self._requests for request in scheduler.running)
+        for request_id, request in list(self._requests.items()):
+            if nobody_else or request.status != RequestStatus.RUNNING:
+                request.next_decode_eligible_step = 0
+            if request.next_decode_eligible_step <= scheduler.current_step + 1:
+                del self._requests[request_id]
 
 
 class OverspillScheduler(Scheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parking = Parking()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._parking.release(self)
+        return super().schedule(*args, **kwargs)
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        space_out(self, scheduler_output)
+        self._parking.park(self, scheduler_output)
 
 
 class OverspillAsyncScheduler(AsyncScheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parking = Parking()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._parking.release(self)
+        return super().schedule(*args, **kwargs)
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        space_out(self, scheduler_output)
+        self._parking.park(self, scheduler_output)

@@ -43,6 +43,8 @@ def touches_spilled(scheduler_output: SchedulerOutput) -> bool:
 def choose_graphs_by_step(runner: Any) -> None:
     """A FULL graph is replayed without the per-layer hooks, so steps that touch spilled KV run piecewise; all others
     keep their FULL graphs, which take half the time for small batches."""
+    if "execute_model" in vars(runner):
+        return  # weights are loaded a second time
     execute_model = runner.execute_model
 
     def execute_model_by_step(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:

@@ -101,6 +101,7 @@ class Window:
             return
         expected = self._accesses[self._at].layer.name if self._at < len(self._accesses) else "the end of the step"
         if layer != expected:
+            self._step = None
             raise OverspillError(
                 f"spilled KV was prepared for {expected}, but {layer} runs: this model calls its attention layers in "
                 "an order that Overspill does not know. Remove spill_bytes."

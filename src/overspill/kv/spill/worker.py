@@ -28,6 +28,8 @@ from overspill.kv.spill.window import Window, plan_accesses
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
+_ARENA_WAIT_S = 120  # vLLM gives up on a step that takes some minutes
+
 
 class SpillWorker:
     """One per rank."""
@@ -112,8 +114,11 @@ class SpillWorker:
         assert self.arena is not None
         logger.info("Overspill: the first spilled request waits until its RAM is ready")
         began = time.monotonic()
-        self.arena.wait_until_prepared()
-        logger.info("Overspill: it waited for %.1f s", time.monotonic() - began)
+        if self.arena.wait_until_prepared(_ARENA_WAIT_S):
+            logger.info("Overspill: it waited for %.1f s", time.monotonic() - began)
+        else:
+            logger.warning("Overspill: RAM for spilled KV is not ready after %d s; copies are slow until it is",
+                           _ARENA_WAIT_S)  # fmt: skip
 
     def before_layer(self, name: str) -> None:
         if self._window is not None:
