@@ -45,6 +45,10 @@ class LateStreams(HostStreams):
         do = super()._fill
         self._in.ask(lambda: do(region, runs))
 
+    def move(self, pairs: list[tuple[int, int]]) -> None:
+        do = super().move
+        self._in.ask(lambda: do(pairs))
+
     def _save(self, region: int, runs: Runs) -> None:
         do = super()._save
         self._out.ask(lambda: do(region, runs))

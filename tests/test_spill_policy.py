@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from overspill.kv.spill.policy import TierCosts, steps_apart, take_spilled
+from overspill.kv.spill.policy import TierCosts, heavy_requests, steps_apart, take_spilled
 from overspill.kv.spill.tiers import TieredQueue
 
 # Llama-3.1-8B on an H200.
@@ -50,6 +50,21 @@ def test_a_spilled_request_takes_its_share_of_the_time(
     assert steps_apart(spilled_step_s=spilled_s, plain_step_s=plain_s, share=share, most=256) == apart
     if 1 < apart < 256:
         assert spilled_s / (spilled_s + (apart - 1) * plain_s) <= share
+
+
+def test_a_long_request_is_heavy_beside_short_ones_on_the_gpu() -> None:
+    assert heavy_requests({"long": 0.25}, plain_step_s=0.01, others_run=True) == {"long"}
+    assert heavy_requests({"long": 0.25}, plain_step_s=0.01, others_run=False) == set()
+
+
+def test_a_long_request_is_heavy_beside_short_ones_that_stream_a_little() -> None:
+    streaming_s = {"long": 0.25, "a": 0.015, "b": 0.02}
+    assert heavy_requests(streaming_s, plain_step_s=0.01, others_run=False) == {"long"}
+
+
+def test_equals_are_not_heavy_to_each_other() -> None:
+    assert heavy_requests({"a": 0.25, "b": 0.25}, plain_step_s=0.01, others_run=False) == set()
+    assert heavy_requests({"a": 0.25, "b": 0.25}, plain_step_s=0.01, others_run=True) == {"a", "b"}
 
 
 @pytest.fixture

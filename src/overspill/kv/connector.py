@@ -122,7 +122,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.begin_step(connector_metadata)
         if self.spill_worker is not None:
-            self.spill_worker.begin_step(connector_metadata.spill)
+            self.spill_worker.begin_step(connector_metadata)
         self._timer.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -169,9 +169,18 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind(kv_cache_manager.block_pool)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens) if self._scheduler is not None else (0, False)
+        moved = self.spill_scheduler.moves.offered_tokens(request.request_id) if self.spill_scheduler is not None else 0
+        if self._scheduler is None:
+            return moved, False
+        if moved:
+            self._scheduler.found_locally(request, num_computed_tokens + moved)
+            return moved, False  # they are there before the step's forward
+        return self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self.spill_scheduler is not None and self.spill_scheduler.moves.offered_tokens(request.request_id):
+            self.spill_scheduler.moves.admit(request.request_id, blocks, num_external_tokens)
+            num_external_tokens = 0  # for offload
         if self._scheduler is not None:
             self._scheduler.admit(request, blocks, num_external_tokens)
 
@@ -180,6 +189,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.plan_step(scheduler_output, jobs)
         if self.spill_scheduler is not None:
+            jobs.moves = self.spill_scheduler.moves.take()
             jobs.spill = self.spill_scheduler.plan_step(scheduler_output)
         return jobs
 

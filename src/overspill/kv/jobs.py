@@ -42,6 +42,8 @@ class StepJobs(KVConnectorMetadata):
     num_tokens: int = 0
     # The step reads or writes KV in RAM, layer by layer.
     spill: SpillStep | None = None
+    # Blocks to copy, from and to, before anything reads or writes them.
+    moves: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ COUNTERS = {
     "spilled_steps": "Steps that streamed spilled KV",
     "plain_steps": "Steps that streamed none, with spill on",
     "spill_in_bytes": "Bytes of spilled KV streamed to the GPU",
+    "moved_blocks": "Cached blocks that moved from RAM to the GPU for a request that fits there",
     "spill_out_bytes": "Bytes of spilled KV written back to RAM",
 }
 GAUGES = {

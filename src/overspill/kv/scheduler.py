@@ -91,6 +91,10 @@ class OffloadScheduler:
             return 0, False
         return self.loads.match(request, num_local_tokens)
 
+    def found_locally(self, request: Request, num_tokens: int) -> None:
+        """All that is to be had is on the GPU, or moves there by itself."""
+        self._local_tokens[request.request_id] = num_tokens
+
     def admit(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request has its GPU blocks: plan its load, and keep RAM's copy of its local prefix fresh."""
         request_id = request.request_id

@@ -3,6 +3,7 @@
 import time
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from overspill.kv.cuda import BatchCopy, CudaMark
@@ -26,6 +27,8 @@ class CudaStreams(Streams):
         self._copy = BatchCopy()
         regions = range(geometry.num_regions)
         self._windows = [buffer.data_ptr() + geometry.spilled_offset(region) for region in regions]
+        self._regions = [buffer.data_ptr() + region * geometry.region_bytes for region in regions]
+        self._num_resident = geometry.num_resident
         self._arena = [arena.address + region * arena.slot_stride for region in regions]
 
     def _fill(self, region: int, runs: Runs) -> None:
@@ -40,6 +43,23 @@ class CudaStreams(Streams):
         starts, ends = (np.array(column, np.uint64) for column in zip(*runs, strict=True))
         offsets = starts * page
         self._copy(np.uint64(target) + offsets, np.uint64(source) + offsets, (ends - starts) * page, stream.cuda_stream)
+
+    def move(self, pairs: list[tuple[int, int]]) -> None:
+        blocks = np.array(pairs, np.uint64)
+        for region in range(len(self._arena)):
+            addresses = self._content(region, blocks)
+            sizes = np.full(len(blocks), self.page_bytes, np.uint64)
+            self._copy(
+                np.ascontiguousarray(addresses[:, 1]), np.ascontiguousarray(addresses[:, 0]), sizes,
+                self._in.cuda_stream,
+            )  # fmt: skip
+
+    def _content(self, region: int, blocks: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Where blocks' content lies: on the GPU, or in RAM."""
+        page = np.uint64(self.page_bytes)
+        resident = np.uint64(self._regions[region]) + blocks * page
+        spilled = np.uint64(self._arena[region]) + (blocks - np.uint64(self._num_resident)) * page
+        return np.where(blocks < self._num_resident, resident, spilled)
 
     def filled(self) -> torch.cuda.Event:
         return self._in.record_event()

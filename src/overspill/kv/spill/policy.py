@@ -1,6 +1,7 @@
 """Two decisions, as pure functions: which tier a request's blocks come from, and how often a spilled request runs."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -31,6 +32,34 @@ def take_spilled(costs: TierCosts) -> bool:
     streaming_s = costs.expected_steps * (overhead_s + costs.block_bytes / costs.link_bytes_per_s)
     recompute_s = costs.reuse_probability * costs.block_size / costs.prefill_tokens_per_s
     return streaming_s < recompute_s
+
+
+def move_to_gpu(costs: TierCosts, *, num_spilled_hits: int, num_free_resident: int) -> bool:
+    """Whether a request should get its cached prefix on the GPU, copied once, rather than stream it in every step.
+
+    `costs.num_blocks` is what it needs in all; `num_spilled_hits` of them were found in RAM.
+    """
+    if costs.num_blocks > num_free_resident:
+        return False  # it streams anyway
+    block_s = costs.block_bytes / costs.link_bytes_per_s
+    stay_s = costs.expected_steps * (costs.step_overhead_s + num_spilled_hits * block_s)
+    given_up_s = costs.num_blocks * costs.reuse_probability * costs.block_size / costs.prefill_tokens_per_s
+    return num_spilled_hits * block_s + given_up_s < stay_s
+
+
+def heavy_requests(streaming_s: Mapping[str, float], *, plain_step_s: float, others_run: bool) -> set[str]:
+    """Requests that would make the steps of those that stream less three times as long, or longer; `others_run` if
+    some stream nothing.
+
+    A short request that found no GPU block streams a little, and is held up by a long one like any other.
+    """
+    step_s = plain_step_s
+    lightest_first = sorted(streaming_s, key=lambda name: streaming_s[name])
+    for position, name in enumerate(lightest_first):
+        if (others_run or position) and streaming_s[name] > 2 * step_s:
+            return set(lightest_first[position:])
+        step_s += streaming_s[name]
+    return set()
 
 
 def steps_apart(*, spilled_step_s: float, plain_step_s: float, share: float, most: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
@@ -18,7 +18,8 @@ from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Speeds
 from overspill.kv.spill.geometry import Geometry
 from overspill.kv.spill.layers import spill_geometry
-from overspill.kv.spill.policy import TierCosts, steps_apart, take_spilled
+from overspill.kv.spill.moves import Moves
+from overspill.kv.spill.policy import TierCosts, heavy_requests, move_to_gpu, steps_apart, take_spilled
 from overspill.kv.spill.steps import Span, SpillStep, group_step
 from overspill.kv.spill.tiers import TieredQueue
 
@@ -65,6 +66,7 @@ class SpillScheduler:
         self._spilled: dict[str, Spilled] = {}
         self._in_step: set[str] = set()  # spilled requests of the step planned last
         self._output_tokens = _OUTPUT_TOKENS
+        self.moves = Moves(self._block_sizes[0], self.geometry.num_resident)
         self._queue: TieredQueue | None = None
         self._shown: tuple[int, int] | None = None
 
@@ -78,17 +80,42 @@ class SpillScheduler:
         pool: BlockPool = manager.block_pool
         self._queue = TieredQueue(pool.free_block_queue.get_all_free_blocks(), self.geometry.num_resident)
         pool.free_block_queue = self._queue
-        allocate_slots = manager.allocate_slots
+        self.moves.bind(pool)
+        allocate_slots, get_computed_blocks = manager.allocate_slots, manager.get_computed_blocks
 
         def tiered_allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
-            num_hit_tokens = kwargs.get("num_new_computed_tokens", 0)
-            self.queue.found(num_hit_tokens // min(self._block_sizes))
-            need = self._blocks_to_come(request, num_hit_tokens)
-            self.queue.take_spilled = self._take_spilled(request, need)
-            self.queue.num_spilled_first = max(0, need - self.queue.num_free_resident)
+            self._choose_tiers(request, kwargs.get("num_new_computed_tokens", 0))
             return allocate_slots(request, *args, **kwargs)
 
+        def tiered_get_computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
+            blocks, num_tokens, boundary = get_computed_blocks(request)
+            if self._should_move(request, blocks, num_tokens):
+                num_tokens = self.moves.propose(request.request_id, list(blocks.blocks[0]))
+                kept = blocks.blocks[0][: num_tokens // self._block_sizes[0]]
+                blocks = manager.create_kv_cache_blocks((list(kept),))
+            return blocks, num_tokens, boundary
+
         manager.allocate_slots = tiered_allocate_slots
+        manager.get_computed_blocks = tiered_get_computed_blocks
+
+    def _choose_tiers(self, request: Request, num_hit_tokens: int) -> None:
+        """For the request that is about to be given blocks."""
+        self.queue.found(num_hit_tokens // min(self._block_sizes))
+        need = self._blocks_to_come(request, num_hit_tokens)
+        self.queue.take_spilled = not self.moves.offered_tokens(request.request_id) and take_spilled(
+            self._costs(request, need)
+        )
+        self.queue.num_spilled_first = max(0, need - self.queue.num_free_resident)
+
+    def _should_move(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
+        if len(self._block_sizes) > 1 or not num_tokens:
+            return False  # groups would have to move together
+        found = blocks.blocks[0]
+        num_spilled = sum(1 for block in found if block.block_id >= self.geometry.num_resident)
+        if not num_spilled:
+            return False
+        costs = self._costs(request, self._blocks_to_come(request, 0))
+        return move_to_gpu(costs, num_spilled_hits=num_spilled, num_free_resident=self.queue.num_free_resident)
 
     def _blocks_to_come(self, request: Request, num_hit_tokens: int) -> int:
         """Blocks for the tokens that are known and not computed yet."""
@@ -98,19 +125,17 @@ class SpillScheduler:
             for block_size, window in zip(self._block_sizes, self._windows, strict=True)
         )
 
-    def _take_spilled(self, request: Request, num_blocks: int) -> bool:
+    def _costs(self, request: Request, num_blocks: int) -> TierCosts:
         remaining = request.max_tokens - request.num_output_tokens
-        return take_spilled(
-            TierCosts(
-                block_bytes=self._block_bytes,
-                block_size=min(self._block_sizes),
-                num_blocks=num_blocks,
-                step_overhead_s=0.0 if request.request_id in self._spilled else _STEP_OVERHEAD_S,
-                link_bytes_per_s=self.link_bytes_per_s,
-                prefill_tokens_per_s=self.speeds.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
-                expected_steps=min(remaining, self._output_tokens),
-                reuse_probability=self.queue.reuse_probability,
-            )
+        return TierCosts(
+            block_bytes=self._block_bytes,
+            block_size=min(self._block_sizes),
+            num_blocks=num_blocks,
+            step_overhead_s=0.0 if request.request_id in self._spilled else _STEP_OVERHEAD_S,
+            link_bytes_per_s=self.link_bytes_per_s,
+            prefill_tokens_per_s=self.speeds.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
+            expected_steps=min(remaining, self._output_tokens),
+            reuse_probability=self.queue.reuse_probability,
         )
 
     @property
@@ -199,18 +224,15 @@ class SpillScheduler:
     # Sharing steps.
 
     def spacing(self, running: Iterable[str]) -> tuple[set[str], int]:
-        """Requests that slow the others down, and every how many steps those of them in the last step may run.
-
-        By what they stream, not by whether they do: a short request that found no GPU block streams a little, and is
-        held up by a long one like any other.
-        """
+        """Requests of the last step that slow the others down, and every how many steps they may run."""
         plain_step_s = self.speeds.plain_step_s or _PLAIN_STEP_S
-        streaming_s = {name: self._streaming_s(spilled) for name, spilled in self._spilled.items()}
-        heavy = {name for name, seconds in streaming_s.items() if seconds > plain_step_s}
+        running = set(running)
+        streaming_s = {name: self._streaming_s(self._spilled[name]) for name in running & self._spilled.keys()}
+        heavy = heavy_requests(streaming_s, plain_step_s=plain_step_s, others_run=len(streaming_s) < len(running))
         slow = heavy & self._in_step
-        if not slow or all(request_id in heavy for request_id in running):
-            return set(), 1  # nobody to hold up
-        light_s = sum(streaming_s[name] for name in self._in_step - heavy)
+        if not slow:
+            return slow, 1
+        light_s = sum(seconds for name, seconds in streaming_s.items() if name in self._in_step - heavy)
         apart = steps_apart(
             spilled_step_s=sum(streaming_s[name] for name in slow),
             plain_step_s=plain_step_s + light_s,
@@ -226,6 +248,7 @@ class SpillScheduler:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """What to tell the user about a request that was spilled."""
+        self.moves.cancel(request.request_id)
         self._output_tokens += (request.num_output_tokens - self._output_tokens) / 16
         self._in_step.discard(request.request_id)
         spilled = self._spilled.pop(request.request_id, None)

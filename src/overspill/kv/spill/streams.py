@@ -38,6 +38,10 @@ class Streams(ABC):
             self._save(region, runs)
 
     @abstractmethod
+    def move(self, pairs: list[tuple[int, int]]) -> None:
+        """Blocks of all regions, from and to, on the way in; either may be spilled."""
+
+    @abstractmethod
     def _fill(self, region: int, runs: Runs) -> None: ...
 
     @abstractmethod
@@ -86,6 +90,11 @@ class HostStreams(Streams):
         regions = range(geometry.num_regions)
         starts = [geometry.spilled_offset(region) for region in regions]
         self._windows = [buffer[start : start + geometry.half_bytes].view(shape) for start in starts]
+        self._num_resident = geometry.num_resident
+        self._resident = [
+            buffer[start : start + geometry.resident_bytes].view(-1, geometry.page_bytes)
+            for start in range(0, geometry.buffer_bytes, geometry.region_bytes)
+        ]
         self._arena = [torch.from_numpy(arena.slots[region]).view(shape) for region in regions]
 
     def _fill(self, region: int, runs: Runs) -> None:
@@ -95,6 +104,15 @@ class HostStreams(Streams):
     def _save(self, region: int, runs: Runs) -> None:
         for start, end in runs:
             self._arena[region][start:end] = self._windows[region][start:end]
+
+    def move(self, pairs: list[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            for region in range(len(self._arena)):
+                self._content(region, target).copy_(self._content(region, source))
+
+    def _content(self, region: int, block: int) -> torch.Tensor:
+        spilled = block - self._num_resident
+        return self._resident[region][block] if spilled < 0 else self._arena[region][spilled]
 
     def filled(self) -> Point:
         return None

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from overspill.kv.copies import Copier
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import HostMemory
-from overspill.kv.jobs import StepReport
+from overspill.kv.jobs import StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.ram import require_ram
@@ -22,7 +22,6 @@ from overspill.kv.spill.aliased_memory import AliasedMemory
 from overspill.kv.spill.allocation import KvAllocation
 from overspill.kv.spill.arena_copier import ArenaCopier
 from overspill.kv.spill.layers import attention_layers, spill_geometry
-from overspill.kv.spill.steps import SpillStep
 from overspill.kv.spill.streams import HostStreams, Streams
 from overspill.kv.spill.window import Window, plan_accesses
 
@@ -101,13 +100,24 @@ class SpillWorker:
 
     # Every step.
 
-    def begin_step(self, step: SpillStep | None) -> None:
-        if step is None:
+    def begin_step(self, jobs: StepJobs) -> None:
+        if jobs.spill is None and not jobs.moves:
             return
-        assert self._window is not None and self.arena is not None
+        assert self._window is not None and self.arena is not None and self.streams is not None
         if not self.arena.is_prepared:
             self._wait_for_arena()
-        self._window.begin(step)
+        if jobs.moves:
+            self._move(jobs.moves, self.streams)
+        if jobs.spill is not None:
+            self._window.begin(jobs.spill)
+
+    def _move(self, pairs: list[tuple[int, int]], streams: Streams) -> None:
+        """Between steps: after all that came before, and before all that comes."""
+        streams.save_after(streams.computed())
+        streams.fill_after(streams.saved())
+        streams.move(pairs)
+        streams.compute_after(streams.filled())
+        self.stats.count("moved_blocks", len(pairs))
 
     def _wait_for_arena(self) -> None:
         """Memory that is not registered yet would be copied at a fraction of the speed, in the model's thread."""

@@ -1,0 +1,93 @@
+"""Cached KV that lies in RAM moves to the GPU when a request that fits there asks for it.
+
+Otherwise a prefix that was cached while the GPU was full would be streamed in every step of every request that uses it,
+for as long as it is popular, beside an empty GPU.
+"""
+
+from dataclasses import dataclass
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+@dataclass(slots=True)
+class Move:
+    """Spilled blocks of a prefix that was found, and where they go once their request has its blocks."""
+
+    num_local_tokens: int
+    sources: list[KVCacheBlock]
+    targets: list[KVCacheBlock]
+
+    @property
+    def is_admitted(self) -> bool:
+        return bool(self.targets)
+
+
+class Moves:
+    """From the lookup of a request to the step that copies, all within one pass of the scheduler."""
+
+    def __init__(self, block_size: int, num_resident: int) -> None:
+        self._block_size = block_size
+        self._num_resident = num_resident
+        self._pool: BlockPool | None = None
+        self._moves: dict[str, Move] = {}
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    @property
+    def pool(self) -> BlockPool:
+        assert self._pool is not None, "the block pool is not bound yet"
+        return self._pool
+
+    def split(self, blocks: list[KVCacheBlock]) -> int:
+        """How many of a prefix's blocks come before the first spilled one."""
+        return next((i for i, block in enumerate(blocks) if block.block_id >= self._num_resident), len(blocks))
+
+    def propose(self, request_id: str, blocks: list[KVCacheBlock]) -> int:
+        """Found blocks from the first spilled one on are to be moved; how many tokens are left where they are.
+
+        They are held meanwhile: they are free, and the request's new blocks could be taken from among them.
+        """
+        self.cancel(request_id)
+        kept = self.split(blocks)
+        move = self._moves[request_id] = Move(kept * self._block_size, blocks[kept:], [])
+        self.pool.touch(move.sources)
+        return move.num_local_tokens
+
+    def offered_tokens(self, request_id: str) -> int:
+        """Tokens that vLLM should take as loaded, as if from elsewhere."""
+        move = self._moves.get(request_id)
+        return len(move.sources) * self._block_size if move is not None and not move.is_admitted else 0
+
+    def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has its blocks. The old ones are forgotten, so that the next one finds the new."""
+        move = self._moves.get(request_id)
+        if move is None or move.is_admitted:
+            return
+        if num_external_tokens != len(move.sources) * self._block_size:
+            self.cancel(request_id)
+            return
+        first = move.num_local_tokens // self._block_size
+        move.targets = list(blocks.blocks[0][first : first + len(move.sources)])
+        self.pool.evict_blocks({block.block_id for block in move.sources})
+
+    def take(self) -> list[tuple[int, int]]:
+        """(block, block) ids of this step's copies, from and to; a spilled block may be followed by ones on the GPU.
+
+        The sources may be handed out again at once: whatever is written to them comes after this step's compute, and
+        that waits for the copies.
+        """
+        pairs = []
+        for request_id, move in list(self._moves.items()):
+            if move.is_admitted:
+                pairs += [(a.block_id, b.block_id) for a, b in zip(move.sources, move.targets, strict=True)]
+            self.cancel(request_id)
+        return pairs
+
+    def cancel(self, request_id: str) -> None:
+        """Let go of what is held."""
+        move = self._moves.pop(request_id, None)
+        if move is not None:
+            self.pool.free_blocks(reversed(move.sources))

@@ -1,0 +1,112 @@
+"""How a long request shares steps with short ones: it sits some out, and nobody waits for nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from overspill.kv.speeds import Speeds
+from tests.engine import Answer, Engine, assert_same, engine, random_prompt, spilling
+
+LONG = random_prompt(1, 900)
+SHORT = [random_prompt(seed, 40) for seed in (2, 3)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    from overspill.tiny import MODELS
+
+    with engine(MODELS["llama"](tmp_path_factory.mktemp("sharing") / "llama"), blocks=400) as plain:
+        return [plain.ask_one(LONG, 40), *(plain.ask_one(p, 40) for p in SHORT)]
+
+
+def slow_link(spills: Engine) -> None:
+    """The long request's step takes twenty plain ones."""
+    blocks = 26
+    geometry = spills.spill.geometry
+    link = blocks * geometry.page_bytes * geometry.num_regions / 0.2
+    # In place of the speeds that are measured while it runs.
+    spills.spill.speeds = Speeds(plain_step_s=0.01, stream_bytes_per_s=link, prefill_tokens_per_s=5000)
+
+
+def run(spills: Engine, *, long_first: bool) -> tuple[list[Answer], dict[str, list[int]]]:
+    """Answers of the long and the short requests, and the steps in which each ran."""
+    steps: dict[str, list[int]] = {}
+    names = {}
+    if long_first:
+        names["long"] = spills.add(LONG, 40)
+        for _ in range(2):
+            spills.step()
+    for i, prompt in enumerate(SHORT):
+        names[f"short {i}"] = spills.add(prompt, 40)
+    if not long_first:
+        names["long"] = spills.add(LONG, 40)
+    done: dict[str, Answer] = {}
+    for step in range(2000):
+        if not spills.llm.llm_engine.has_unfinished_requests():
+            break
+        before = {r.request_id: r.num_computed_tokens for r in spills.vllm_scheduler.running}
+        done.update(spills.step())
+        for request in spills.vllm_scheduler.running:
+            if request.num_computed_tokens > before.get(request.request_id, 0):
+                steps.setdefault(request.request_id.rsplit("-", 1)[0], []).append(step)
+    else:
+        raise AssertionError("a request never ends")
+    return [done[name] for name in names.values()], {key: steps[name] for key, name in names.items()}
+
+
+@pytest.mark.parametrize("long_first", [True, False])
+def test_short_requests_keep_their_pace_and_the_long_one_gets_its_turns(
+    llama: Path, expected: list[Answer], long_first: bool
+) -> None:
+    """Whoever came first: a short request that finds no GPU block left streams a little, and is not one to park."""
+    with engine(llama, spilling(spill_share=0.5)) as spills:
+        slow_link(spills)
+        answers, steps = run(spills, long_first=long_first)
+        assert spills.metric("spilled_steps") > 0
+    in_order = expected if long_first else [*expected[1:], expected[0]]
+    assert_same(answers, in_order)
+    together = [step for step in steps["long"] if step <= max(steps["short 0"])]
+    assert 2 <= len(together) <= len(steps["short 0"]) // 3, "the long one runs in too many of the steps, or in none"
+
+
+def test_with_a_share_of_one_it_runs_in_every_step(llama: Path, expected: list[Answer]) -> None:
+    with engine(llama, spilling(spill_share=1)) as spills:
+        slow_link(spills)
+        answers, steps = run(spills, long_first=True)
+    assert_same(answers, expected)
+    assert {step for step in steps["short 0"] if step <= max(steps["long"])} <= set(steps["long"])
+
+
+def test_when_the_others_are_gone_it_does_not_wait_any_longer(llama: Path) -> None:
+    with engine(llama, spilling(spill_share=0.01)) as spills:
+        slow_link(spills)
+        _, steps = run(spills, long_first=True)
+        assert spills.vllm_scheduler._parking._requests == {}
+    alone = [step for step in steps["long"] if step > max(steps["short 1"])]
+    assert alone and alone == list(range(alone[0], alone[0] + len(alone)))
+    assert alone[0] <= max(steps["short 1"]) + 2
+
+
+def test_a_long_request_alone_runs_in_every_step(llama: Path, expected: list[Answer]) -> None:
+    with engine(llama, spilling(spill_share=0.01)) as spills:
+        slow_link(spills)
+        name = spills.add(LONG, 40)
+        answers, steps = {}, 0
+        while spills.llm.llm_engine.has_unfinished_requests():
+            answers.update(spills.step())
+            steps += 1
+    assert_same([answers[name]], expected[:1])
+    assert steps <= 41
+
+
+def test_two_long_requests_do_not_wait_for_each_other(llama: Path, expected: list[Answer]) -> None:
+    with engine(llama, spilling(spilled=80, spill_share=0.01)) as spills:
+        slow_link(spills)
+        other = random_prompt(7, 800)
+        name, second = spills.add(LONG, 40), spills.add(other, 40)
+        answers, steps = {}, 0
+        while spills.llm.llm_engine.has_unfinished_requests():
+            answers.update(spills.step())
+            steps += 1
+    assert_same([answers[name]], expected[:1])
+    assert second in answers and steps < 60
