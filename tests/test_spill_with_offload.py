@@ -1,12 +1,14 @@
 """Offload and spill together: a spilled block is stored from RAM and loaded into RAM, not through its GPU address."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from overspill.kv.copies import PlainCopier
+from overspill.kv.copies import PlainCopier, Transfer
 from overspill.kv.spill import arena_copier
 from overspill.kv.spill import worker as spill_worker
+from overspill.kv.spill.arena_copier import JoinedTransfer
 from tests.engine import BLOCK, assert_same, engine, random_prompt, spilling
 from tests.late_streams import LateStreams
 
@@ -69,4 +71,52 @@ def test_a_damaged_block_in_the_pool_is_computed_again(llama: Path) -> None:
         memory.slots[:8] ^= 0x41
         assert_same([spills.ask_one(prompt)], [before])
         assert spills.metric("corrupt_blocks") > 0 and spills.metric("load_failures") > 0
+        spills.assert_nothing_is_held()
+
+
+def test_a_copy_within_ram_that_fails_is_computed_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that failed counted as queued, and its request was let run on what it had not got."""
+    prompt = random_prompt(1, 900)
+    with engine(llama, spilling(**OFFLOAD)) as spills:
+        before = spills.ask_one(prompt)
+        spills.forget_gpu()
+        copy = arena_copier.ArenaCopier._copy
+
+        def fail(self: arena_copier.ArenaCopier, slots: Any, blocks: Any, *, to_arena: bool) -> None:
+            if to_arena:
+                raise OSError("the RAM is gone")
+            copy(self, slots, blocks, to_arena=to_arena)
+
+        monkeypatch.setattr(arena_copier.ArenaCopier, "_copy", fail)
+        assert_same([spills.ask_one(prompt)], [before])
+        assert spills.metric("load_failures") > 0
+        spills.assert_nothing_is_held()
+
+
+def test_joined_copies_are_queued_when_all_are_and_none_has_failed() -> None:
+    gpu, ram = Transfer(10), Transfer(20)
+    both = JoinedTransfer([ram, gpu])
+    assert both.num_bytes == 30 and not both.queued and not both.done()
+    gpu._queued.set()
+    ram.settle(OSError("the RAM is gone"))
+    assert not both.queued, "it must not be announced: one of its parts will never be there"
+    assert not both.done()
+    gpu.seconds = 2.0
+    gpu.settle()
+    assert both.done() and isinstance(both.error, OSError) and both.seconds == 2.0
+
+
+def test_lazy_stores_see_spilled_blocks_that_are_about_to_go(llama: Path) -> None:
+    """They leave from a head of their own; a walk that began with the GPU's blocks never came to them."""
+    first, second = random_prompt(1, 1100), random_prompt(2, 1100)
+    with engine(llama, blocks=400) as plain:
+        expected = plain.ask_one(first)
+    with engine(llama, spilling(resident=20, spilled=40, **OFFLOAD, store="lazy"), max_num_batched_tokens=96) as spills:
+        spills.ask_one(first)
+        spills.ask_one(second)
+        spills.ask_one(random_prompt(3, 1100))
+        answer = spills.ask_one(first)
+        assert_same([answer], [expected])
+        assert answer.num_cached >= 25 * BLOCK, "what was pushed out of RAM's own tier was not kept"
+        assert spills.metric("hit_tokens") > 0
         spills.assert_nothing_is_held()
