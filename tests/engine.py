@@ -17,11 +17,14 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
+from overspill.kv import plugin
 from overspill.kv.connector import OverspillConnector
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.worker import OffloadWorker
+
+plugin.register()  # as vLLM does where Overspill is installed as a package
 
 BLOCK = 32
 VOCAB = 512
@@ -222,7 +225,7 @@ def engine(
         llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
-            enforce_eager=True,
+            enforce_eager=arguments.pop("enforce_eager", True),
             enable_prefix_caching=arguments.pop("enable_prefix_caching", True),
             disable_log_stats=False,
             kv_transfer_config=transfer,

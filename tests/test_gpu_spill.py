@@ -1,0 +1,241 @@
+"""Spill on a GPU: virtual memory, stream order, vLLM's CUDA runner and its graphs. Run with `pytest -m gpu`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.spill.geometry import Geometry
+from tests.engine import BLOCK, PAGE, Engine, assert_same, engine, overspill_config, random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+MIB = 2**20
+GEOMETRY = Geometry(num_blocks=24, num_spilled=16, num_regions=5, page_bytes=MIB // 2)
+
+
+class Rig:
+    """A mapped buffer, an arena and the streams between them."""
+
+    def __init__(self) -> None:
+        from overspill.kv.cuda import PinnedRanges
+        from overspill.kv.host_memory import HostMemory
+        from overspill.kv.spill.cuda_memory import CudaAliasedMemory
+        from overspill.kv.spill.cuda_streams import CudaStreams
+
+        device = torch.device("cuda", 0)
+        torch.cuda.init()
+        self.free_before = torch.cuda.mem_get_info()[0]
+        self.memory = CudaAliasedMemory(GEOMETRY, device)
+        self.buffer = self.memory.tensor().view(torch.uint8)
+        self.arena = HostMemory(GEOMETRY.num_regions, GEOMETRY.half_bytes)
+        self.arena.prepare(PinnedRanges(device))
+        assert self.arena.wait_until_prepared(60)
+        self.streams = CudaStreams(GEOMETRY, self.buffer, self.arena)
+
+    def window(self, region: int) -> torch.Tensor:
+        start = GEOMETRY.spilled_offset(region)
+        return self.buffer[start : start + GEOMETRY.half_bytes].view(GEOMETRY.num_spilled, -1)
+
+    def resident(self, region: int) -> torch.Tensor:
+        start = region * GEOMETRY.region_bytes
+        return self.buffer[start : start + GEOMETRY.resident_bytes].view(GEOMETRY.num_resident, -1)
+
+    def kept(self, region: int) -> torch.Tensor:
+        return torch.from_numpy(self.arena.slots[region]).view(GEOMETRY.num_spilled, -1)
+
+    def close(self) -> None:
+        self.streams.close()
+        self.arena.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def test_regions_of_a_parity_share_their_window_and_nothing_else(rig: Rig) -> None:
+    assert bool((rig.buffer == 0).all()), "fresh memory is zeroed"
+    for region in range(GEOMETRY.num_regions):
+        rig.resident(region).fill_(10 + region)
+    rig.window(0).fill_(1)
+    rig.window(1).fill_(2)
+    torch.cuda.synchronize()
+    assert [int(rig.window(region).float().mean()) for region in range(5)] == [1, 2, 1, 2, 1]
+    assert [int(rig.resident(region).float().mean()) for region in range(5)] == [10, 11, 12, 13, 14]
+
+
+def test_the_buffer_costs_its_resident_blocks_and_two_halves() -> None:
+    rig = Rig()
+    used = rig.free_before - torch.cuda.mem_get_info()[0]
+    mapped = GEOMETRY.num_regions * GEOMETRY.resident_bytes + 2 * GEOMETRY.half_bytes
+    assert mapped <= used < mapped + 64 * MIB < GEOMETRY.buffer_bytes + 64 * MIB
+    rig.close()
+    assert rig.free_before - torch.cuda.mem_get_info()[0] < 64 * MIB, "memory was not given back"
+
+
+def test_copies_move_runs_of_blocks_both_ways(rig: Rig) -> None:
+    for region in range(GEOMETRY.num_regions):
+        rig.kept(region)[:] = torch.arange(GEOMETRY.num_spilled, dtype=torch.uint8)[:, None] + 16 * region
+    runs = [(0, 3), (7, 8), (10, 16)]
+    rig.streams.fill(3, runs)
+    rig.streams.compute_after(rig.streams.filled())
+    expected = torch.zeros(16, dtype=torch.uint8)
+    for start, end in runs:
+        expected[start:end] = torch.arange(start, end, dtype=torch.uint8) + 48
+    assert torch.equal(rig.window(3)[:, 0].cpu(), expected) and torch.equal(rig.window(3)[:, -1].cpu(), expected)
+    rig.window(3).add_(100)
+    rig.streams.save_after(rig.streams.computed())
+    rig.streams.save(3, [(1, 2), (10, 12)])
+    rig.streams.wait(rig.streams.saved())
+    assert rig.kept(3)[:, 5].tolist() == [48, 149, *range(50, 58), 158, 159, *range(60, 64)]
+    assert rig.streams.bytes_in == 10 * MIB // 2 and rig.streams.bytes_out == 3 * MIB // 2
+
+
+def test_a_save_waits_for_compute_and_a_fill_for_the_save(rig: Rig) -> None:
+    rig.kept(0)[:] = 1
+    rig.kept(2)[:] = 2
+    torch.cuda._sleep(200_000_000)
+    rig.window(0).fill_(7)  # what layer 0 writes
+    rig.streams.save_after(rig.streams.computed())
+    rig.streams.save(0, [(0, 16)])
+    rig.streams.fill_after(rig.streams.saved())
+    rig.streams.fill(2, [(0, 16)])  # the same half
+    rig.streams.compute_after(rig.streams.filled())
+    seen = rig.window(2).clone()
+    torch.cuda.synchronize()
+    assert bool((rig.kept(0) == 7).all()) and bool((seen == 2).all())
+
+
+def test_blocks_move_from_ram_to_the_gpu_and_within_it(rig: Rig) -> None:
+    for region in range(GEOMETRY.num_regions):
+        rig.resident(region)[1] = 20 + region
+        rig.kept(region)[3] = 40 + region
+    torch.cuda.synchronize()
+    rig.streams.move([(GEOMETRY.num_resident + 3, 5), (1, 6)])
+    rig.streams.compute_after(rig.streams.filled())
+    for region in range(GEOMETRY.num_regions):
+        assert bool((rig.resident(region)[5] == 40 + region).all())
+        assert bool((rig.resident(region)[6] == 20 + region).all())
+
+
+def test_the_way_in_can_be_timed(rig: Rig) -> None:
+    start = rig.streams.mark()
+    rig.streams.fill(0, [(0, 16)])
+    end = rig.streams.mark()
+    torch.cuda.synchronize()
+    seconds = start.seconds_until(end)
+    assert seconds is not None and seconds > 0
+
+
+# Engines. Memory is mapped 2 MiB at a time, which is 256 blocks of the tiny model.
+
+RESIDENT, SPILLED = 256, 768
+PROMPT = 15_000
+
+
+def spilling(**extra: Any) -> Any:
+    page = PAGE // 2  # bf16
+    window = 2 * SPILLED * page
+    return overspill_config(
+        {"spill_bytes": SPILLED * 4 * page, "resident_bytes": RESIDENT * 4 * page + window, "reserve_bytes": 0, **extra}
+    )
+
+
+SETTINGS: dict[str, Any] = {"max_model_len": 20_000, "max_num_batched_tokens": 2048}
+
+
+@pytest.mark.parametrize("extra", [{}, {"host_bytes": "256MiB", "load": "always", "verify": "all"}], ids=str)
+def test_a_prompt_longer_than_the_gpu_gives_the_same_tokens(llama: Path, extra: dict[str, Any]) -> None:
+    prompts = [random_prompt(1, PROMPT), random_prompt(2, 300), random_prompt(3, 9000)]
+    with engine(llama, blocks=1400, **SETTINGS) as plain:
+        expected = [plain.ask_one(p) for p in prompts]
+        turn = prompts[0] + list(expected[0].tokens) + random_prompt(4, 100)
+        expected_turn = plain.ask_one(turn)
+    with engine(llama, spilling(**extra), **SETTINGS) as spills:
+        assert (spills.spill.geometry.num_resident, spills.spill.geometry.num_spilled) == (RESIDENT, SPILLED)
+        assert_same([spills.ask_one(prompts[0])], expected[:1])
+        answer = spills.ask_one(turn)
+        assert_same([answer], [expected_turn])
+        assert answer.num_cached >= 12_000 // BLOCK * BLOCK
+        assert_same(spills.ask(prompts), expected)
+        assert spills.metric("spill_in_bytes") > 0 and spills.metric("spill_out_bytes") > 0
+        if extra:
+            spills.forget_gpu()
+            assert_same([spills.ask_one(p) for p in prompts], expected)
+            assert spills.metric("hit_tokens") > 10_000
+
+
+def test_fp8_kv_spills_too(llama: Path) -> None:
+    prompt = random_prompt(1, PROMPT)
+    settings = {**SETTINGS, "kv_cache_dtype": "fp8"}
+    with engine(llama, blocks=1400, **settings) as plain:
+        expected = plain.ask([prompt])
+    page = PAGE // 4
+    config = overspill_config(
+        {"spill_bytes": 1024 * 4 * page, "resident_bytes": 512 * 4 * page + 2 * 1024 * page, "reserve_bytes": 0}
+    )
+    with engine(llama, config, **{**settings, "max_model_len": 20_000}) as spills:
+        # 512 blocks hold 16,384 tokens: beside a first request, the second spills.
+        assert_same(spills.ask([random_prompt(2, PROMPT), prompt])[1:], expected)
+        assert spills.metric("spill_in_bytes") > 0
+
+
+def test_steps_that_stream_run_piecewise_and_others_in_full_graphs(llama: Path) -> None:
+    long, short = random_prompt(1, PROMPT), random_prompt(2, 300)
+    graphs = {**SETTINGS, "enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
+    with engine(llama, blocks=1400, **graphs) as plain:
+        expected = [plain.ask_one(p) for p in (long, short)]
+        assert full_graph_runs(plain, lambda: plain.ask_one(short)) > 20
+    with engine(llama, spilling(), **graphs) as spills:
+        assert full_graph_runs(spills, lambda: assert_same([spills.ask_one(short)], expected[1:])) > 20
+        assert spills.metric("spilled_steps") == 0
+        assert full_graph_runs(spills, lambda: assert_same([spills.ask_one(long)], expected[:1])) == 0
+        assert spills.metric("spilled_steps") >= 24
+        assert full_graph_runs(spills, lambda: assert_same([spills.ask_one(short)], expected[1:])) > 0
+
+
+def full_graph_runs(running: Engine, ask: Any) -> int:
+    """How often a FULL graph is replayed meanwhile."""
+    runner = running.core.model_executor.driver_worker.worker.model_runner
+    manager, count = runner.cudagraph_manager, 0
+    replay = manager.run_fullgraph
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return replay(*args, **kwargs)
+
+    manager.run_fullgraph = counted
+    try:
+        ask()
+    finally:
+        manager.run_fullgraph = replay
+    return count
+
+
+def test_memory_comes_back_when_the_engine_stops(llama: Path) -> None:
+    with engine(llama, spilling(), **SETTINGS) as spills:
+        spills.ask_one(random_prompt(1, PROMPT), 4)
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    with engine(llama, spilling(), **SETTINGS) as spills:
+        spills.ask_one(random_prompt(1, PROMPT), 4)
+    torch.cuda.empty_cache()
+    assert free - torch.cuda.mem_get_info()[0] < 64 * MIB
+
+
+def test_more_memory_than_the_gpu_has_is_an_error_that_says_so() -> None:
+    from overspill.kv.spill.vmm import PhysicalMemory
+
+    with pytest.raises(OverspillError, match="of GPU memory for KV could not be had"):
+        PhysicalMemory(0, 4 << 40)
