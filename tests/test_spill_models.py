@@ -11,8 +11,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from overspill.kv.spill import worker as spill_worker
 from overspill.tiny import MODELS
-from tests.engine import assert_identical, assert_same, engine, random_prompt, spilling
+from tests.engine import BLOCK, assert_identical, assert_same, engine, random_prompt, spilling
 from tests.late_streams import LateStreams
+from tests.test_hybrids import HAS_BF16
 
 Models = Callable[[str], Path]
 
@@ -77,6 +78,27 @@ def test_layers_that_share_kv(
         assert spills.spill.geometry.num_regions == owners
         assert_identical([spills.ask_one(p) for p in prompts], expected)
         assert spills.metric("spill_in_bytes") > 0
+
+
+@pytest.mark.skipif(not HAS_BF16, reason="vLLM's CPU kernel for latent attention needs AVX-512 bf16")
+def test_latent_attention(models: Models, schedule: None) -> None:
+    prompts = [random_prompt(seed, length) for seed, length in enumerate((800, 90))]
+    settings = {"dtype": "bfloat16", "max_model_len": 1500, "enable_prefix_caching": False}
+    with engine(models("mla"), blocks=400, **settings) as plain:
+        expected = [plain.ask_one(p) for p in prompts]
+    page = BLOCK * (512 + 64) * 2
+    config = spilling(spill_bytes=60 * 4 * page, resident_bytes=10 * 4 * page + 2 * 60 * page)
+    with engine(models("mla"), config, **settings) as spills:
+        assert (spills.spill.geometry.num_resident, spills.spill.geometry.page_bytes) == (10, page)
+        assert_identical([spills.ask_one(p) for p in prompts], expected)
+        assert spills.metric("spill_in_bytes") > 0
+        arena = spills.spill_worker.arena
+        assert arena is not None
+        name = spills.add(prompts[0], 24)
+        for _ in range(3):
+            spills.step()
+        arena.slots[1, : 4 * page] ^= 0x01
+        assert spills.run()[name].differs_from(expected[0]), "the model does not read what is in RAM"
 
 
 def test_two_ranks_spill_their_halves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

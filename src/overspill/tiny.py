@@ -167,12 +167,44 @@ def make_chunked_local(path: Path, *, layers: int = 6, seed: int = 0) -> Path:
     return _write(Llama4ForCausalLM, config, path, seed)
 
 
+def make_mla(path: Path, *, layers: int = 4, seed: int = 0) -> Path:
+    """Multi-head latent attention (DeepSeek V2, without experts).
+
+    On a CPU vLLM runs it in bfloat16 only, with latents of DeepSeek's size.
+    """
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=layers,
+        first_k_dense_replace=layers,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=HEAD_DIM,
+        v_head_dim=HEAD_DIM,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _write(DeepseekV2ForCausalLM, config, path, seed)
+
+
 MODELS: dict[str, Maker] = {
     "llama": make_llama,
     "gemma3": make_gemma3,
     "mamba-hybrid": make_mamba_hybrid,
     "gdn-hybrid": make_gdn_hybrid,
     "chunked-local": make_chunked_local,
+    "mla": make_mla,
 }
 
 
