@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
@@ -20,7 +21,7 @@ from overspill.kv.spill.geometry import Geometry
 from overspill.kv.spill.layers import spill_geometry
 from overspill.kv.spill.moves import Moves
 from overspill.kv.spill.policy import TierCosts, heavy_requests, move_to_gpu, steps_apart, take_spilled
-from overspill.kv.spill.steps import Span, SpillStep, group_step
+from overspill.kv.spill.steps import Ids, Span, SpillStep, group_step
 from overspill.kv.spill.tiers import TieredQueue
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
@@ -188,14 +189,14 @@ class SpillScheduler:
         if request_id not in self._spilled and any(ids and max(ids) >= self.geometry.num_resident for ids in block_ids):
             self._spilled[request_id] = Spilled()
 
-    def _table(self, output: SchedulerOutput, request_id: str) -> tuple[list[int], ...]:
+    def _table(self, output: SchedulerOutput, request_id: str) -> list[Ids]:
         """As it is now: blocks of a resumed or windowed request change places, so what was appended will not do."""
         assert output.kv_connector_block_state is not None
         table = output.kv_connector_block_state.get_block_ids(request_id)
         assert table is not None, request_id
-        return table
+        return [np.array(block_ids, np.int64) for block_ids in table]
 
-    def _span(self, block_ids: list[int], computed: int, num_tokens: int) -> Span:
+    def _span(self, block_ids: Ids, computed: int, num_tokens: int) -> Span:
         return Span(block_ids, max(0, computed - self._at_risk), computed, computed + num_tokens)
 
     def _refuse_block_copies(self, output: SchedulerOutput) -> None:
@@ -204,10 +205,9 @@ class SpillScheduler:
             if max(copy.src_block_id, copy.dst_block_id) >= self.geometry.num_resident:
                 raise RuntimeError("vLLM copies a spilled KV block; Overspill cannot spill this model")
 
-    def _describe(self, request_id: str, table: tuple[list[int], ...], computed: int, num_tokens: int) -> None:
+    def _describe(self, request_id: str, table: list[Ids], computed: int, num_tokens: int) -> None:
         spilled = self._spilled[request_id]
-        first = self.geometry.num_resident
-        spilled.num_blocks = sum(1 for ids in table for block_id in ids if block_id >= first)
+        spilled.num_blocks = sum(int(np.count_nonzero(ids >= self.geometry.num_resident)) for ids in table)
         spilled.most_blocks = max(spilled.most_blocks, spilled.num_blocks)
         spilled.steps += 1
         if spilled.is_announced or not spilled.num_blocks:

@@ -34,7 +34,7 @@ class SpillStep:
 class Span:
     """One request's part of a step in one cache group."""
 
-    block_ids: Sequence[int]
+    block_ids: Sequence[int] | Ids
     certain: int  # tokens whose KV is surely there
     computed: int  # tokens whose KV may be there: drafts of a step in flight may still be rejected
     end: int  # where this step's writes end
