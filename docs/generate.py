@@ -46,9 +46,10 @@ PLAIN_FILES = {
     "pyproject.toml": "the package, and the settings of its tools",
     ".ci/run": "everything a change has to pass",
     "requirements/cpu.lock": "the versions of the CPU engine and the test tools",
-    "docs/offload.svg": "the picture in how-it-works.md",
+    "docs/offload.svg": "the first picture in how-it-works.md",
+    "docs/spill.svg": "the second picture in how-it-works.md",
 }
-FOLDERS = ("src/overspill", "src/overspill/kv", "benchmarks", "docs", "tests")
+FOLDERS = ("src/overspill", "src/overspill/kv", "src/overspill/kv/spill", "benchmarks", "docs", "tests")
 
 
 def files() -> str:

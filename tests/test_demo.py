@@ -8,11 +8,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from overspill import demo
-from overspill.demo import Answer, Outcome, compare
+from overspill.demo import Answer, Offload, Spill, compare
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -40,12 +41,33 @@ def test_it_ends_well_and_shows_what_moved(finished: subprocess.CompletedProcess
         r"log-probabilities +[1-9][\d,]+ compared",
         r"damaged block +1 caught, dropped and recomputed",
     ):
-        assert re.search(rf"^{pattern}", finished.stdout, re.MULTILINE), (pattern, finished.stdout)
+        assert re.search(rf"^{pattern}", parts(finished)[0], re.MULTILINE), (pattern, finished.stdout)
+
+
+def test_it_serves_a_prompt_of_several_times_the_kv_cache(finished: subprocess.CompletedProcess[str]) -> None:
+    spilled = parts(finished)[1]
+    for pattern in (
+        r"prompt tokens +2,400 in the first turn: 5\.0 times the KV cache of 480",
+        r"KV in RAM +[1-9][\d,]+ bytes, [1-9]\d* blocks",
+        r"streamed in +[1-9][\d,]+ bytes in [1-9]\d* steps",
+        r"written back +[1-9][\d,]+ bytes",
+        r"tokens +48 compared, all identical",
+        r"log-probabilities +96 compared",
+    ):
+        assert re.search(rf"^{pattern}", spilled, re.MULTILINE), (pattern, finished.stdout)
+    prompt = demo.LONG_PROMPT // demo.BLOCK_TOKENS
+    held = re.search(r"^KV in RAM .* (\d+) blocks$", spilled, re.MULTILINE)
+    assert held is not None and int(held[1]) >= prompt - 15, "what the KV cache cannot hold is in RAM"
+
+
+def parts(finished: subprocess.CompletedProcess[str]) -> list[str]:
+    _, offload, spill = re.split(r"^(?:Offload|Spill): ", finished.stdout, flags=re.MULTILINE)
+    return [offload, spill]
 
 
 def test_it_is_quiet_and_short(finished: subprocess.CompletedProcess[str]) -> None:
     assert finished.stderr == ""
-    assert len(finished.stdout.splitlines()) < 25
+    assert len(finished.stdout.splitlines()) < 35
 
 
 def test_the_readme_shows_this_output(finished: subprocess.CompletedProcess[str]) -> None:
@@ -100,7 +122,7 @@ def test_a_missing_answer_is_a_difference() -> None:
     assert compare([ANSWER], [ANSWER, ANSWER]).difference == "there are 1 answers instead of 2"
 
 
-GOOD = Outcome(
+OFFLOAD = Offload(
     small=[ANSWER],
     large=[ANSWER],
     offloaded=[ANSWER],
@@ -108,20 +130,36 @@ GOOD = Outcome(
     after_damage={"corrupt_blocks": 1},
     block_bytes=5,
 )
-BAD = {
-    "another answer": ({"offloaded": [changed(tokens=(5, 7))]}, "with Overspill answer 1 has other tokens"),
-    "nothing loaded": ({"moved": {**GOOD.moved, "hit_tokens": 0}}, "nothing was loaded from RAM"),
-    "corrupt by itself": ({"moved": {**GOOD.moved, "corrupt_blocks": 2}}, "2 block(s) were corrupt before"),
-    "damage not caught": ({"after_damage": {"corrupt_blocks": 0}}, "one block was damaged and 0 were caught"),
+SPILL = Spill(
+    stock=[ANSWER],
+    spilled=[changed(spilled_bytes=20)],
+    streamed={"spill_in_bytes": 30, "spill_out_bytes": 20, "spilled_steps": 2},
+    cache_blocks=3,
+    block_bytes=5,
+)
+BAD: dict[str, tuple[Offload | Spill, dict[str, Any], str]] = {
+    "another answer": (OFFLOAD, {"offloaded": [changed(tokens=(5, 7))]}, "with Overspill answer 1 has other tokens"),
+    "nothing loaded": (OFFLOAD, {"moved": {**OFFLOAD.moved, "hit_tokens": 0}}, "nothing was loaded from RAM"),
+    "corrupt by itself": (OFFLOAD, {"moved": {**OFFLOAD.moved, "corrupt_blocks": 2}}, "2 block(s) were corrupt before"),
+    "damage not caught": (OFFLOAD, {"after_damage": {"corrupt_blocks": 0}}, "one block was damaged and 0 were caught"),
+    "another answer from spilled KV": (
+        SPILL,
+        {"spilled": [changed(spilled_bytes=20, tokens=(5, 7))]},
+        "with spill answer 1 has other tokens",
+    ),
+    "nothing in RAM": (SPILL, {"spilled": [ANSWER]}, "nothing was streamed from RAM"),
+    "nothing streamed": (SPILL, {"streamed": {**SPILL.streamed, "spill_in_bytes": 0}}, "nothing was streamed from RAM"),
 }
 
 
 @pytest.fixture
 def quiet_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What main() changes for the whole process goes back."""
+    """What main() changes for the whole process goes back. Both parts went well, unless a test says otherwise."""
     monkeypatch.setattr(demo, "ENVIRONMENT", {})
     monkeypatch.setattr("overspill.tiny.make_llama", lambda path: path)
     monkeypatch.setattr(sys, "argv", ["demo"])
+    monkeypatch.setattr(demo, "offload", lambda model: OFFLOAD)
+    monkeypatch.setattr(demo, "spill", lambda model: SPILL)
     with warnings.catch_warnings():
         yield
     logging.disable(logging.NOTSET)
@@ -132,15 +170,18 @@ def quiet_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_it_fails_with_a_sentence(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change, sentence = BAD[name]
-    monkeypatch.setattr(demo, "run", lambda model: dataclasses.replace(GOOD, **change))  # type: ignore[arg-type]
+    good, change, sentence = BAD[name]
+    part = "offload" if good is OFFLOAD else "spill"
+    monkeypatch.setattr(demo, part, lambda model: dataclasses.replace(good, **change))
     assert demo.main() == 1
     said = capsys.readouterr()
     assert sentence in said.err and said.err.startswith("FAILED: ")
-    assert "identical" not in said.out
+    assert "ok: " not in said.out
+    if good is OFFLOAD:
+        assert "identical" not in said.out, "it went on after a failure"
 
 
 @pytest.mark.usefixtures("quiet_process")
-def test_it_succeeds_on_good_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run", lambda model: GOOD)
+def test_it_succeeds_on_good_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main() == 0
+    assert capsys.readouterr().out.endswith("ok: every answer is the one that stock vLLM gives\n")

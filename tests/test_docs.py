@@ -156,6 +156,23 @@ def test_there_are_configurations_for_serve_and_for_multiconnector() -> None:
     assert names.count(CONNECTOR) >= 3 and "MultiConnector" in names
 
 
+@pytest.mark.parametrize(("host", "spill"), [(True, False), (False, True), (True, True)])
+def test_there_are_commands_for_offload_for_spill_and_for_both(host: bool, spill: bool) -> None:
+    served = [json.loads(found) for found in re.findall(r"--kv-transfer-config '([^']*)'", "\n".join(TEXT.values()))]
+    given = [config["kv_connector_extra_config"].keys() for config in served]
+    assert any(("host_bytes" in options, "spill_bytes" in options) == (host, spill) for options in given)
+
+
+def test_classes_named_in_commands_exist() -> None:
+    from importlib import import_module
+
+    named = re.findall(r"--(?:worker|scheduler)-cls (overspill\.\S+)", "\n".join(TEXT.values()))
+    assert len(named) >= 2
+    for place in named:
+        module, _, name = place.rpartition(".")
+        assert hasattr(import_module(module), name), place
+
+
 @pytest.mark.parametrize("block", blocks("python"), ids=name_of)
 def test_python_examples_run(block: Block, tmp_path: Path) -> None:
     answer = subprocess.run(
@@ -203,7 +220,7 @@ def test_scripts_and_their_flags_exist(command: str) -> None:
 
 def test_every_benchmark_has_a_command() -> None:
     named = {Path(command.split()[1]).name for command in SCRIPTS}
-    assert {"offload.py", "startup.py", "link.py", "scheduler_cost.py", "results_table.py"} <= named
+    assert {"offload.py", "spill.py", "startup.py", "link.py", "scheduler_cost.py", "results_table.py"} <= named
 
 
 # Links.
