@@ -173,7 +173,7 @@ class Engine:
         buffer = self.worker.buffer
         assert buffer is not None
         buffer.view(dtype).fill_(7.0)
-        if get_kv_transfer_group().spill_worker is not None:
+        if getattr(get_kv_transfer_group(), "spill_worker", None) is not None:
             arena = self.spill_worker.arena
             assert arena is not None
             arena.slots.view(np.float32)[:] = 7.0

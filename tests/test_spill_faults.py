@@ -52,13 +52,13 @@ def filled_while_it_is_read(patch: Patch) -> None:
 
 def changed_steps(change: Callable[[GroupStep], GroupStep]) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
-        plan = spill_scheduler.SpillScheduler.plan_step
+        plan = spill_scheduler.SpillScheduler._streamed
 
-        def plan_step(self: Any, output: Any) -> SpillStep | None:
+        def streamed(self: Any, output: Any) -> SpillStep | None:
             step = plan(self, output)
             return step and SpillStep({group: change(part) for group, part in step.groups.items()})
 
-        patch.setattr(spill_scheduler.SpillScheduler, "plan_step", plan_step)
+        patch.setattr(spill_scheduler.SpillScheduler, "_streamed", streamed)
 
     return plant
 

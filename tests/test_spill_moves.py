@@ -153,3 +153,24 @@ def test_a_long_conversation_is_left_in_ram(llama: Path) -> None:
         again = spills.ask_one(LONG + list(first.tokens))
         assert again.num_cached >= 900 // BLOCK * BLOCK
         assert spills.metric("moved_blocks") == 0
+
+
+def test_a_prefix_that_is_being_written_is_not_moved(llama: Path, schedule: None) -> None:
+    """A hit on a block written in the same step again: there is nothing to copy before the step has run."""
+    short = LONG[: 4 * BLOCK] + random_prompt(3, 20)
+    settings = {"long_prefill_token_threshold": 256, "max_num_batched_tokens": 1024}
+    with engine(llama, blocks=400, **settings) as plain:
+        expected = plain.ask([LONG, short])
+    with engine(llama, spilling(), **settings) as spills:
+        answers = spills.ask([LONG, short])
+        assert answers[1].num_cached == 4 * BLOCK, "the second did not hit what the first wrote"
+        assert_same(answers, expected)
+
+
+def test_blocks_hashed_in_this_pass_are_no_sources(pool: BlockPool, moves: Moves) -> None:
+    prefix = cached(pool, [1, 7, 8])
+    assert [block.block_id for block in moves.sources(prefix)] == [7, 8]
+    moves._written.add(8)
+    assert moves.sources(prefix) == []
+    moves.take()
+    assert [block.block_id for block in moves.sources(prefix)] == [7, 8], "the step that writes it is on its way"

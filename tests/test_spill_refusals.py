@@ -189,6 +189,6 @@ def test_another_worker_is_not_replaced_but_refused() -> None:
 def test_a_share_needs_our_scheduler() -> None:
     config = settings(scheduler="somebody.elses.Scheduler")
     use_spill_classes(config)
-    with pytest.raises(OverspillError, match='remove --scheduler-cls, or set "spill_share": 1'):
+    with pytest.raises(OverspillError, match='OverspillAsyncScheduler, or set "spill_share": 1'):
         require_spill_classes(config, Options(spill_bytes=1, spill_share=0.5))
     require_spill_classes(config, Options(spill_bytes=1, spill_share=1.0))

@@ -189,8 +189,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.plan_step(scheduler_output, jobs)
         if self.spill_scheduler is not None:
-            jobs.moves = self.spill_scheduler.moves.take()
-            jobs.spill = self.spill_scheduler.plan_step(scheduler_output)
+            self.spill_scheduler.plan_step(scheduler_output, jobs)
         return jobs
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -50,14 +50,14 @@ class Pinning(Protocol):
 class Mapping:
     """Anonymous memory of our own: no /dev/shm, no rounding up to a power of two."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, option: str = "host_bytes") -> None:
         self.num_bytes = num_bytes
         # Huge pages make filling and registering faster, and need an aligned start.
         self._length = num_bytes + _HUGE_PAGE
         raw = _libc.mmap(None, self._length, _PROT_READ_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
         if raw is None or raw == _MAP_FAILED:
             reason = os.strerror(ctypes.get_errno())
-            raise OverspillError(f"cannot map {format_size(num_bytes)} for host_bytes: {reason}; lower host_bytes")
+            raise OverspillError(f"cannot map {format_size(num_bytes)} for {option}: {reason}; lower {option}")
         self._raw = raw
         self.address = -(-raw // _HUGE_PAGE) * _HUGE_PAGE
         _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
@@ -107,7 +107,7 @@ class HostMemory:
         self.slot_stride = slot_stride(slot_bytes)
         self.slots_per_piece = max(1, PIECE_BYTES // self.slot_stride)
         self.num_bytes = num_slots * self.slot_stride
-        self._mapping = Mapping(self.num_bytes)
+        self._mapping = Mapping(self.num_bytes, option)
         self.address = self._mapping.address
         self.slots = self._mapping.bytes().reshape(num_slots, self.slot_stride)[:, :slot_bytes]
         self.pinned_bytes = 0

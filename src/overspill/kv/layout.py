@@ -44,12 +44,12 @@ def block_regions(kv_cache_config: KVCacheConfig) -> list[Region]:
             if region.block_bytes != tensor.block_stride:
                 raise OverspillError(
                     f"this model's cache groups have pages of different sizes ({region.block_bytes} and "
-                    f"{tensor.block_stride} bytes) at the same place; Overspill cannot offload it"
+                    f"{tensor.block_stride} bytes) at the same place; Overspill cannot move it"
                 )
     regions = sorted(found.values(), key=lambda region: region.offset)
     for left, right in pairwise(regions):
         if left.offset + num_blocks * left.block_bytes > right.offset:
-            raise OverspillError("this model's KV cache regions overlap in part; Overspill cannot offload it")
+            raise OverspillError("this model's KV cache regions overlap in part; Overspill cannot move it")
     return regions
 
 

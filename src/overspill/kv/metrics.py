@@ -34,7 +34,7 @@ GAUGES = {
     "pool_bytes": "RAM of the pool",
     "pool_used_bytes": "RAM of the pool that holds KV",
     "pool_pinned_bytes": "RAM of the pool that is registered for DMA so far",
-    "pinning_refused": "1 if registering the pool for DMA was refused; copies then go through a bounce buffer",
+    "pinning_refused": "1 if registering the pool for DMA was refused; the rest is copied as pageable memory",
     "resident_blocks_used": "KV blocks in use on the GPU, with spill on",
     "spilled_blocks_used": "KV blocks in use in RAM",
     "spill_link_bytes_per_second": "Speed at which spilled KV was last streamed to the GPU",

@@ -114,7 +114,8 @@ class Options:
     pin: bool = _option(
         _flag,
         True,
-        "Register the pool for DMA, in the background. `false` keeps it pageable: slower, but nothing is locked.",
+        "Register the RAM given to KV for DMA, in the background. `false` keeps it pageable: slower, but nothing is "
+        "locked.",
     )
 
     @classmethod

@@ -83,7 +83,8 @@ def _check_model(vllm_config: VllmConfig) -> None:
         raise OverspillError("Overspill does not work with pipeline parallelism yet; use --pipeline-parallel-size 1")
     if parallel.data_parallel_size > 1:
         raise OverspillError(
-            "host_bytes is the RAM of one engine, and data parallelism starts several; use --data-parallel-size 1 and "
+            "host_bytes and spill_bytes are the RAM of one engine, and data parallelism starts several; use "
+            "--data-parallel-size 1 and "
             "one server for each engine"
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -159,6 +160,6 @@ def require_spill_classes(vllm_config: VllmConfig, options: Options) -> None:
     scheduler = vllm_config.scheduler_config.scheduler_cls
     if options.spill_share < 1 and scheduler not in (_SPILL_SCHEDULER, _SPILL_ASYNC_SCHEDULER):
         raise OverspillError(
-            f"spill_share needs its own scheduler class, and this is {scheduler}: remove --scheduler-cls, or set "
-            '"spill_share": 1'
+            f"spill_share needs its own scheduler class, and this is {scheduler or 'the default'}: start vLLM with "
+            f'--scheduler-cls {_SPILL_ASYNC_SCHEDULER}, or set "spill_share": 1'
         )

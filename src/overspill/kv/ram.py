@@ -81,7 +81,8 @@ def require_ram(need_bytes: int, reserve_bytes: int, ram: Ram | None = None, *, 
     fits = ram.available_bytes - reserve_bytes
     if need_bytes <= fits:
         return
-    advice = f'Largest that fits: "{option}": "{fits // MiB}MiB"' if fits >= MiB else "Nothing fits: free some RAM"
+    largest = f'"{fits // MiB}MiB" for both' if "+" in option else f'"{option}": "{fits // MiB}MiB"'
+    advice = f"Largest that fits: {largest}" if fits >= MiB else "Nothing fits: free some RAM"
     raise OverspillError(
         f"{option} needs {format_size(need_bytes)} of RAM; {format_size(ram.available_bytes)} is available "
         f"({ram.source}) and {format_size(reserve_bytes)} stays in reserve. {advice}, or lower reserve_bytes."

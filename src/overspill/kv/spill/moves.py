@@ -4,11 +4,14 @@ Otherwise a prefix that was cached while the GPU was full would be streamed in e
 for as long as it is popular, beside an empty GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
 
 @dataclass(slots=True)
@@ -32,27 +35,50 @@ class Moves:
         self._num_resident = num_resident
         self._pool: BlockPool | None = None
         self._moves: dict[str, Move] = {}
+        self._written: set[int] = set()
 
     def bind(self, pool: BlockPool) -> None:
+        """Watch which blocks are filled: vLLM hashes them when it schedules the step that writes them, so they can be
+        found before there is anything to copy."""
         self._pool = pool
+        cache_full_blocks = pool.cache_full_blocks
+
+        def observed_cache_full_blocks(
+            request: Request, blocks: list[KVCacheBlock], num_cached_blocks: int, num_full_blocks: int, **kwargs: Any
+        ) -> None:
+            self._written.update(block.block_id for block in blocks[num_cached_blocks:num_full_blocks])
+            cache_full_blocks(
+                request=request,
+                blocks=blocks,
+                num_cached_blocks=num_cached_blocks,
+                num_full_blocks=num_full_blocks,
+                **kwargs,
+            )
+
+        pool.cache_full_blocks = observed_cache_full_blocks
 
     @property
     def pool(self) -> BlockPool:
         assert self._pool is not None, "the block pool is not bound yet"
         return self._pool
 
-    def split(self, blocks: list[KVCacheBlock]) -> int:
-        """How many of a prefix's blocks come before the first spilled one."""
-        return next((i for i, block in enumerate(blocks) if block.block_id >= self._num_resident), len(blocks))
+    def sources(self, blocks: Sequence[KVCacheBlock]) -> Sequence[KVCacheBlock]:
+        """The part of a found prefix that would move: from the first spilled block on. None if nothing is spilled, or
+        if some of it is only written in the step that is being scheduled."""
+        for i, block in enumerate(blocks):
+            if block.block_id >= self._num_resident:
+                return [] if any(later.block_id in self._written for later in blocks[i:]) else blocks[i:]
+        return []
 
-    def propose(self, request_id: str, blocks: list[KVCacheBlock]) -> int:
-        """Found blocks from the first spilled one on are to be moved; how many tokens are left where they are.
+    def propose(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> int:
+        """A found prefix's spilled part is to be moved; how many of its tokens are left where they are.
 
         They are held meanwhile: they are free, and the request's new blocks could be taken from among them.
         """
         self.cancel(request_id)
-        kept = self.split(blocks)
-        move = self._moves[request_id] = Move(kept * self._block_size, blocks[kept:], [])
+        sources = list(self.sources(blocks))
+        kept = len(blocks) - len(sources)
+        move = self._moves[request_id] = Move(kept * self._block_size, sources, [])
         self.pool.touch(move.sources)
         return move.num_local_tokens
 
@@ -84,6 +110,7 @@ class Moves:
             if move.is_admitted:
                 pairs += [(a.block_id, b.block_id) for a, b in zip(move.sources, move.targets, strict=True)]
             self.cancel(request_id)
+        self._written.clear()
         return pairs
 
     def cancel(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Two decisions, as pure functions: which tier a request's blocks come from, and how often a spilled request runs."""
+"""Decisions, as pure functions: where a request's blocks come from, what moves, and who runs how often."""
 
 import math
 from collections.abc import Mapping

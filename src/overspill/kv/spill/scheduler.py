@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from overspill.kv.jobs import StepJobs
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.sizes import format_size
@@ -91,7 +92,7 @@ class SpillScheduler:
         def tiered_get_computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
             blocks, num_tokens, boundary = get_computed_blocks(request)
             if self._should_move(request, blocks, num_tokens):
-                num_tokens = self.moves.propose(request.request_id, list(blocks.blocks[0]))
+                num_tokens = self.moves.propose(request.request_id, blocks.blocks[0])
                 kept = blocks.blocks[0][: num_tokens // self._block_sizes[0]]
                 blocks = manager.create_kv_cache_blocks((list(kept),))
             return blocks, num_tokens, boundary
@@ -111,10 +112,10 @@ class SpillScheduler:
     def _should_move(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
         if len(self._block_sizes) > 1 or not num_tokens:
             return False  # groups would have to move together
-        found = blocks.blocks[0]
-        num_spilled = sum(1 for block in found if block.block_id >= self.geometry.num_resident)
-        if not num_spilled:
+        sources = self.moves.sources(blocks.blocks[0])
+        if not sources:
             return False
+        num_spilled = sum(1 for block in sources if block.block_id >= self.geometry.num_resident)
         costs = self._costs(request, self._blocks_to_come(request, 0))
         return move_to_gpu(costs, num_spilled_hits=num_spilled, num_free_resident=self.queue.num_free_resident)
 
@@ -145,7 +146,13 @@ class SpillScheduler:
 
     # Steps.
 
-    def plan_step(self, output: SchedulerOutput) -> SpillStep | None:
+    def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        """Add the step's moves and its spilled blocks to its jobs."""
+        jobs.moves = self.moves.take()
+        self.stats.count("moved_blocks", len(jobs.moves))
+        jobs.spill = self._streamed(output)
+
+    def _streamed(self, output: SchedulerOutput) -> SpillStep | None:
         """The spilled blocks of this step, each streamed once however many requests read it."""
         self._refuse_block_copies(output)
         computed = self._note_new_blocks(output)
@@ -215,10 +222,10 @@ class SpillScheduler:
         spilled.is_announced = True
         num_bytes = spilled.num_blocks * self._block_bytes
         logger.info(
-            "Overspill: request %s does not fit on the GPU: of its %d tokens, %s of KV is in RAM. At %.0f GB/s expect "
-            "at most %.1f tokens/s, fewer as it grows",
-            request_id, computed + num_tokens, format_size(num_bytes * self._world_size),
-            self.link_bytes_per_s / 1e9, self.link_bytes_per_s / num_bytes,
+            "Overspill: request %s does not fit on the GPU: of its %d tokens, %s of KV is in RAM. At %.0f GB/s (%s) "
+            "expect at most %.1f tokens/s, fewer as it grows",
+            request_id, computed + num_tokens, format_size(num_bytes * self._world_size), self.link_bytes_per_s / 1e9,
+            "measured" if self.speeds.stream_bytes_per_s else "assumed", self.link_bytes_per_s / num_bytes,
         )  # fmt: skip
 
     # Sharing steps.

@@ -117,7 +117,6 @@ class SpillWorker:
         streams.fill_after(streams.saved())
         streams.move(pairs)
         streams.compute_after(streams.filled())
-        self.stats.count("moved_blocks", len(pairs))
 
     def _wait_for_arena(self) -> None:
         """Memory that is not registered yet would be copied at a fraction of the speed, in the model's thread."""
