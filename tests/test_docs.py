@@ -166,7 +166,7 @@ def test_there_are_commands_for_offload_for_spill_and_for_both(host: bool, spill
 def test_classes_named_in_commands_exist() -> None:
     from importlib import import_module
 
-    named = re.findall(r"--(?:worker|scheduler)-cls (overspill\.\S+)", "\n".join(TEXT.values()))
+    named = re.findall(r"--(?:worker|scheduler)-cls (overspill\.[\w.]+)", "\n".join(TEXT.values()))
     assert len(named) >= 2
     for place in named:
         module, _, name = place.rpartition(".")
