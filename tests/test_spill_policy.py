@@ -7,7 +7,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from overspill.kv.spill.policy import TierCosts, heavy_requests, steps_apart, take_spilled
-from overspill.kv.spill.tiers import TieredQueue
+from overspill.kv.spill.tiers import Choice, TieredQueue
 
 # Llama-3.1-8B on an H200.
 COSTS = TierCosts(
@@ -75,6 +75,10 @@ def pool() -> BlockPool:
     return pool
 
 
+def choose(pool: BlockPool, **choice: int) -> None:
+    queue(pool)._choose = lambda: Choice(**choice)
+
+
 def hold(block: KVCacheBlock, content: bytes = b"x" * 32) -> None:
     """Let the block be cached."""
     block._block_hash = make_block_hash_with_group_id(BlockHash(content), 0)
@@ -102,9 +106,8 @@ def test_freed_blocks_return_to_their_tier(pool: BlockPool) -> None:
 
 
 def test_a_long_request_begins_in_ram_and_ends_on_the_gpu(pool: BlockPool) -> None:
-    queue(pool).num_spilled_first = 2
+    choose(pool, num_spilled_first=2)
     assert ids(pool.get_new_blocks(5)) == [4, 5, 1, 2, 3]
-    assert queue(pool).num_spilled_first == 0
 
 
 @pytest.mark.parametrize("take", [False, True])
@@ -112,7 +115,7 @@ def test_a_cached_gpu_block_is_kept_or_not_as_was_decided(pool: BlockPool, take:
     block = pool.get_new_blocks(1)[0]
     hold(block)
     pool.free_blocks([block])
-    queue(pool).take_spilled = take
+    choose(pool, take_spilled=take)
     others = ids(pool.get_new_blocks(2))
     assert others == [2, 3], "empty GPU blocks first"
     assert ids(pool.get_new_blocks(1)) == ([4] if take else [1])
@@ -123,7 +126,7 @@ def test_without_empty_blocks_the_oldest_cached_gpu_block_goes(pool: BlockPool) 
     for block in taken:
         hold(block, bytes([block.block_id]) * 32)
     pool.free_blocks(taken)
-    queue(pool).take_spilled = True
+    choose(pool, take_spilled=True)
     assert ids(pool.get_new_blocks(1)) == [1], "an empty spilled block is worth waiting for, a cached one is not"
 
 

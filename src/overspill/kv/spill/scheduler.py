@@ -23,7 +23,7 @@ from overspill.kv.spill.layers import spill_geometry
 from overspill.kv.spill.moves import Moves
 from overspill.kv.spill.policy import TierCosts, heavy_requests, move_to_gpu, steps_apart, take_spilled
 from overspill.kv.spill.steps import Ids, Span, SpillStep, group_step
-from overspill.kv.spill.tiers import TieredQueue
+from overspill.kv.spill.tiers import Choice, TieredQueue
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -70,6 +70,7 @@ class SpillScheduler:
         self._output_tokens = _OUTPUT_TOKENS
         self.moves = Moves(self._block_sizes[0], self.geometry.num_resident)
         self._queue: TieredQueue | None = None
+        self._asking: tuple[Request, int] | None = None  # who is being given blocks, and what it found cached
         self._shown: tuple[int, int] | None = None
 
     @property
@@ -80,13 +81,17 @@ class SpillScheduler:
     def bind(self, manager: KVCacheManager) -> None:
         """Hand out resident blocks first, and know for whom."""
         pool: BlockPool = manager.block_pool
-        self._queue = TieredQueue(pool.free_block_queue.get_all_free_blocks(), self.geometry.num_resident)
+        free = pool.free_block_queue.get_all_free_blocks()
+        self._queue = TieredQueue(free, self.geometry.num_resident, self._choose_tiers)
         pool.free_block_queue = self._queue
         self.moves.bind(pool)
         allocate_slots, get_computed_blocks = manager.allocate_slots, manager.get_computed_blocks
 
         def tiered_allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
-            self._choose_tiers(request, kwargs.get("num_new_computed_tokens", 0))
+            num_hit_tokens = kwargs.get("num_new_computed_tokens", 0)
+            if num_hit_tokens:
+                self.queue.found(num_hit_tokens // min(self._block_sizes))
+            self._asking = request, num_hit_tokens
             return allocate_slots(request, *args, **kwargs)
 
         def tiered_get_computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
@@ -100,14 +105,17 @@ class SpillScheduler:
         manager.allocate_slots = tiered_allocate_slots
         manager.get_computed_blocks = tiered_get_computed_blocks
 
-    def _choose_tiers(self, request: Request, num_hit_tokens: int) -> None:
-        """For the request that is about to be given blocks."""
-        self.queue.found(num_hit_tokens // min(self._block_sizes))
+    def _choose_tiers(self) -> Choice:
+        """For the request that is being given blocks."""
+        if self._asking is None:
+            return Choice()
+        request, num_hit_tokens = self._asking
         need = self._blocks_to_come(request, num_hit_tokens)
-        self.queue.take_spilled = not self.moves.offered_tokens(request.request_id) and take_spilled(
-            self._costs(request, need)
+        moves = self.moves.offered_tokens(request.request_id) > 0
+        return Choice(
+            take_spilled=not moves and take_spilled(self._costs(request, need)),
+            num_spilled_first=max(0, need - self.queue.num_free_resident),
         )
-        self.queue.num_spilled_first = max(0, need - self.queue.num_free_resident)
 
     def _should_move(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
         if len(self._block_sizes) > 1 or not num_tokens:

@@ -1,6 +1,7 @@
 """vLLM's free queue in two tiers: GPU blocks first, then spilled ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
@@ -8,24 +9,34 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 _MEMORY = 4096
 
 
+class Choice(NamedTuple):
+    """For the request that asks for blocks."""
+
+    # Whether to take an empty spilled block rather than a GPU block that caches something.
+    take_spilled: bool = False
+    # So many come from RAM before anything else.
+    num_spilled_first: int = 0
+
+
 class TieredQueue:
     """Stands in for `FreeKVCacheBlockQueue` in vLLM's block pool.
 
     Empty GPU blocks go first. Then it is either the GPU block that was not used for longest, which gives up what it
-    caches, or an empty spilled one: `take_spilled` says which, and is set for the request that is asking.
+    caches, or an empty spilled one: `choose` says which, and is asked when blocks are taken, not in every step.
 
-    A request that does not fit on the GPU anyway begins in spilled blocks (`num_spilled_first`) and ends in GPU ones.
-    It streams the same either way, but when others push out its GPU blocks later, it loses its tail and not its head,
-    without which nothing of it could be found again.
+    A request that does not fit on the GPU anyway begins in spilled blocks and ends in GPU ones. It streams the same
+    either way, but when others push out its GPU blocks later, it loses its tail and not its head, without which
+    nothing of it could be found again.
     """
 
-    def __init__(self, blocks: Sequence[KVCacheBlock], num_resident: int) -> None:
+    def __init__(
+        self, blocks: Sequence[KVCacheBlock], num_resident: int, choose: Callable[[], Choice] = Choice
+    ) -> None:
         """`blocks` are free, in eviction order."""
         self._num_resident = num_resident
         self._resident = FreeKVCacheBlockQueue([b for b in blocks if b.block_id < num_resident])
         self._spilled = FreeKVCacheBlockQueue([b for b in blocks if b.block_id >= num_resident])
-        self.take_spilled = False
-        self.num_spilled_first = 0
+        self._choose = choose
         self._hits = 1.0
         self._evictions = 1.0
 
@@ -40,9 +51,10 @@ class TieredQueue:
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         assert n <= self.num_free_blocks
-        taken = []
+        choice = self._choose()
+        taken: list[KVCacheBlock] = []
         for _ in range(n):
-            if self._next_is_resident():
+            if self._next_is_resident(choice, is_first=len(taken) < choice.num_spilled_first):
                 block = self._resident.popleft()
                 if block.block_hash is not None:
                     self._count(evictions=1)
@@ -98,16 +110,15 @@ class TieredQueue:
         """Of cached blocks, those that were asked for again rather than given up."""
         return self._hits / (self._hits + self._evictions)
 
-    def _next_is_resident(self) -> bool:
+    def _next_is_resident(self, choice: Choice, *, is_first: bool) -> bool:
         resident, spilled = _head(self._resident), _head(self._spilled)
         if resident is None or spilled is None:
             return spilled is None
-        if self.num_spilled_first > 0:
-            self.num_spilled_first -= 1
+        if is_first:
             return False
         if resident.block_hash is None or spilled.block_hash is not None:
             return True
-        return not self.take_spilled
+        return not choice.take_spilled
 
     def _count(self, hits: int = 0, evictions: int = 0) -> None:
         self._hits += hits
