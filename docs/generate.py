@@ -46,31 +46,28 @@ PLAIN_FILES = {
     "pyproject.toml": "the package, and the settings of its tools",
     ".ci/run": "everything a change has to pass",
     "requirements/cpu.lock": "the versions of the CPU engine and the test tools",
-    "docs/offload.svg": "the first picture in how-it-works.md",
-    "docs/spill.svg": "the second picture in how-it-works.md",
+    "docs/": "the pages linked above, and what makes their tables",
+    "benchmarks/": "what was measured, and the scripts that measure it",
+    "tests/": "a file for each module or promise; the names of the tests are sentences",
 }
-FOLDERS = ("src/overspill", "src/overspill/kv", "src/overspill/kv/spill", "benchmarks", "docs", "tests")
+# The rest is small enough, or dull enough, to be read there.
+FOLDERS = ("src/overspill", "src/overspill/kv", "src/overspill/kv/spill")
+PACKAGES = ("src/overspill/hardware",)
 
 
 def files() -> str:
-    found = [ROOT / name for name in PLAIN_FILES if "docs" not in name]
+    rows = list(PLAIN_FILES.items())
     for folder in FOLDERS:
-        names = (path for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".md", ".svg"))
-        found += sorted(path for path in names if path.name != "__init__.py")
-    rows = [(str(path.relative_to(ROOT)), _purpose(path)) for path in found]
+        modules = sorted(path for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py")
+        rows += [(str(path.relative_to(ROOT)), _purpose(path)) for path in modules]
+    rows += [(f"{package}/", _purpose(ROOT / package / "__init__.py")) for package in PACKAGES]
     width = max(len(name) for name, _ in rows)
     return "```text\n" + "".join(f"{name:{width}}  {purpose}\n" for name, purpose in rows) + "```\n"
 
 
 def _purpose(path: Path) -> str:
-    """A module's first line of documentation, or a page's title."""
-    name = str(path.relative_to(ROOT))
-    if name in PLAIN_FILES:
-        return PLAIN_FILES[name]
-    text = path.read_text()
-    if path.suffix == ".md":
-        return text.splitlines()[0].removeprefix("# ")
-    return (ast.get_docstring(ast.parse(text)) or "").split("\n")[0].rstrip(".")
+    """A module's first line of documentation."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].rstrip(".")
 
 
 TABLES: dict[str, Callable[[], str]] = {"options": options, "counters": counters, "gauges": gauges, "files": files}

@@ -240,6 +240,8 @@ class SpillScheduler:
 
     def spacing(self, running: Iterable[str]) -> tuple[set[str], int]:
         """Requests of the last step that slow the others down, and every how many steps they may run."""
+        if not self._in_step:
+            return set(), 1
         plain_step_s = self.speeds.plain_step_s or _PLAIN_STEP_S
         running = set(running)
         streaming_s = {name: self._streaming_s(self._spilled[name]) for name in running & self._spilled.keys()}

@@ -1,0 +1,66 @@
+"""Figures that say where they come from: measured here, derived from other figures, or assumed."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Origin(StrEnum):
+    MEASURED = "measured"  # read or timed on this machine
+    DERIVED = "derived"  # computed from what was measured
+    ASSUMED = "assumed"  # stated by the user, from a data sheet, or a default: nothing here confirms it
+
+
+@dataclass(frozen=True, slots=True)
+class Known(Generic[T_co]):
+    """A value, where it comes from, and a few words for the line it is printed on."""
+
+    value: T_co
+    origin: Origin
+    note: str = ""
+
+
+def measured(value: T, note: str = "") -> Known[T]:
+    return Known(value, Origin.MEASURED, note)
+
+
+def derived(value: T, *sources: Known[Any], note: str = "") -> Known[T]:
+    """A value computed from `sources`; it is no better than the weakest of them."""
+    return Known(value, origin_of(*sources), note)
+
+
+def combine(function: Callable[..., T], *figures: Known[Any], note: str = "") -> Known[T]:
+    """`function` of the figures' values, with the origin that follows from theirs."""
+    return derived(function(*(figure.value for figure in figures)), *figures, note=note)
+
+
+def assumed(value: T, note: str = "") -> Known[T]:
+    return Known(value, Origin.ASSUMED, note)
+
+
+def origin_of(*sources: Known[Any]) -> Origin:
+    """The origin of what is computed from `sources`: never "measured", and "assumed" as soon as one of them is."""
+    return Origin.ASSUMED if any(source.origin is Origin.ASSUMED for source in sources) else Origin.DERIVED
+
+
+def as_json(value: object) -> Any:
+    """Figures, dataclasses and collections of them as JSON takes them; bytes stay integers."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(as_json(item) for item in value)
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, StrEnum | Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} has no JSON form")

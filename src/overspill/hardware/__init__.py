@@ -1,0 +1,30 @@
+"""Hardware facts: what a planner needs to know about a machine, each figure with its origin."""
+
+from overspill.hardware.cards import CARDS, Card
+from overspill.hardware.detection import Hardware, describe, detect, find_link
+from overspill.hardware.gpu import Gpu, GpuProcess
+from overspill.hardware.link import Link
+from overspill.hardware.link_measurement import LinkNotMeasured, measure_link
+from overspill.hardware.machine import Machine
+from overspill.hardware.numa import NumaNode
+from overspill.hardware.stated import parse_gpu, parse_link, parse_ram, with_stated
+
+__all__ = [
+    "CARDS",
+    "Card",
+    "Gpu",
+    "GpuProcess",
+    "Hardware",
+    "Link",
+    "LinkNotMeasured",
+    "Machine",
+    "NumaNode",
+    "describe",
+    "detect",
+    "find_link",
+    "measure_link",
+    "parse_gpu",
+    "parse_link",
+    "parse_ram",
+    "with_stated",
+]

@@ -1,0 +1,103 @@
+"""What this machine has: one call for a planner."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from overspill.figures import Known, as_json, derived
+from overspill.hardware.gpu import Gpu
+from overspill.hardware.link import Link
+from overspill.hardware.link_cache import fingerprint_of, load_link, store_link
+from overspill.hardware.link_measurement import LinkNotMeasured, measure_link
+from overspill.hardware.machine import Machine, read_machine
+from overspill.hardware.nvml import read_gpus
+from overspill.hardware.visibility import visible_gpus
+from overspill.kv.errors import OverspillError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    machine: Machine
+    gpus: tuple[Gpu, ...]  # those CUDA_VISIBLE_DEVICES leaves, in its order
+    problems: tuple[str, ...] = ()  # why a GPU, or all, is missing
+
+    def first_gpu(self) -> Gpu:
+        """The GPU an engine would take."""
+        if self.gpus:
+            return self.gpus[0]
+        why = "; ".join(self.problems) or "none was found"
+        raise OverspillError(f"no GPU to plan for: {why}. State one with --gpu, for example --gpu 24GiB")
+
+
+def detect(
+    *,
+    measure: bool = False,
+    environ: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+    nvml: Any | None = None,
+) -> Hardware:
+    """This machine and its GPUs.
+
+    Quick, and without touching the GPUs, unless `measure` is set: then a link that was never measured is, which takes
+    some seconds, most of them to import torch. Otherwise it follows from PCIe.
+    """
+    machine = read_machine(root, environ)
+    report = read_gpus(nvml, root)
+    setting = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus, problems = visible_gpus(report.gpus, setting), report.problems
+    if report.gpus and not gpus:
+        problems = (*problems, f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU")
+    machine = without_gpu_memory(machine, report.gpus)
+    gpus = tuple(replace(gpu, link=find_link(gpu, machine, measure=measure)) for gpu in gpus)
+    return Hardware(machine, gpus, problems)
+
+
+def describe(hardware: Hardware) -> dict[str, Any]:
+    """Everything, as JSON takes it; sizes are bytes."""
+    described: dict[str, Any] = as_json(hardware)
+    return described
+
+
+def without_gpu_memory(machine: Machine, gpus: tuple[Gpu, ...]) -> Machine:
+    """On a GH200 the GPU's memory is a NUMA node, and the kernel counts it as RAM; a planner must not."""
+    of_gpus = {gpu.memory_numa_node for gpu in gpus if gpu.memory_numa_node is not None}
+    taken = [node for node in machine.numa_nodes if node.index in of_gpus and not node.cpus]
+    if not taken:
+        return machine
+    total, available = machine.ram_total_bytes, machine.ram_available_bytes
+
+    def less(figure: Known[int], num_bytes: int) -> Known[int]:
+        note = "; ".join(filter(None, (figure.note, "without the GPU's memory, which is a NUMA node")))
+        return derived(max(0, figure.value - num_bytes), figure, note=note)
+
+    return replace(
+        machine,
+        ram_total_bytes=less(total, sum(node.total_bytes for node in taken)),
+        ram_available_bytes=less(available, sum(node.free_bytes for node in taken)),
+        numa_nodes=tuple(node for node in machine.numa_nodes if node not in taken),
+    )
+
+
+def find_link(gpu: Gpu, machine: Machine, *, measure: bool) -> Link:
+    """The link as it was measured, now or earlier; else as it stands with the GPU, from PCIe or a data sheet."""
+    fingerprint = fingerprint_of(gpu, machine.kernel)
+    folder = machine.cache_folder
+    known = None if folder is None else load_link(folder, fingerprint)
+    if known is not None or not measure:
+        return known or gpu.link
+    near = gpu.numa_node.value if gpu.numa_node else None
+    cpus = next((node.cpus for node in machine.numa_nodes if node.index == near), frozenset[int]())
+    try:
+        link = measure_link(gpu, cpus)
+    except LinkNotMeasured as error:
+        logger.warning("Overspill: %s; its speed is taken from PCIe", error)
+        return gpu.link
+    # Beside another program's copies the link looks slower than it is: good for now, not to be kept.
+    if folder is not None and not gpu.processes:
+        store_link(folder, fingerprint, link)
+    return link

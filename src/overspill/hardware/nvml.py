@@ -1,0 +1,280 @@
+"""GPUs as NVIDIA's management library describes them, and a sentence where it does not."""
+
+import contextlib
+import importlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from overspill.figures import Known, assumed, derived, measured
+from overspill.hardware.cards import Card, card_in_machine, link_of_card, tensor_flops
+from overspill.hardware.gpu import Gpu, GpuProcess
+from overspill.hardware.link import link_from_pcie
+
+# Codes of nvmlReturn_t.
+_NO_PERMISSION, _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND = 4, 9, 12
+_GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH = 15, 16, 18
+_VIRTUAL_GPU = 2  # NVML_GPU_VIRTUALIZATION_MODE_VGPU
+_MIG_ENABLED = 1
+
+_NOT_INSTALLED = "GPUs cannot be read: the package nvidia-ml-py is missing; pip install nvidia-ml-py"
+_NO_NVML = {
+    _LIBRARY_NOT_FOUND: "no NVIDIA driver: libnvidia-ml.so.1 was not found; install the driver, or, in a container, "
+    "start it with --gpus all",
+    _DRIVER_NOT_LOADED: "the NVIDIA driver is installed but not loaded; load it with nvidia-modprobe, or reboot",
+    _NO_PERMISSION: "the NVIDIA driver refuses this user; give it access to /dev/nvidiactl and /dev/nvidia0",
+    _VERSION_MISMATCH: "the NVIDIA driver was updated and its old kernel module is still loaded; reboot",
+}
+_NO_GPU = {
+    _GPU_IS_LOST: "is lost: it no longer answers on the bus; reset it with nvidia-smi --gpu-reset, or reboot",
+    _RESET_REQUIRED: "needs a reset after an error; run nvidia-smi --gpu-reset, or reboot",
+    _NO_PERMISSION: "may not be used by this user; give it access to the GPU's /dev/nvidia file",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReport:
+    gpus: tuple[Gpu, ...] = ()
+    problems: tuple[str, ...] = ()  # one sentence for each GPU that is missing from `gpus`, or for all of them
+
+
+def read_gpus(nvml: Any | None = None, root: Path = Path("/")) -> GpuReport:
+    """All GPUs of the machine. Starts no CUDA context, so it takes no GPU memory and may be called at any time."""
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return GpuReport(problems=(_NOT_INSTALLED,))
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return GpuReport(problems=(_NO_NVML.get(_code(error), f"NVML did not start: {error}"),))
+    try:
+        return _read_all(nvml, root)
+    except nvml.NVMLError as error:
+        return GpuReport(problems=(f"the GPUs could not be listed: {error}",))
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _code(error: Exception) -> int:
+    return int(getattr(error, "value", -1))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value  # bytes in older nvidia-ml-py
+
+
+def _read_all(nvml: Any, root: Path) -> GpuReport:
+    driver = _text(nvml.nvmlSystemGetDriverVersion())
+    gpus: list[Gpu] = []
+    problems: list[str] = []
+    count = nvml.nvmlDeviceGetCount()
+    for index in range(count):
+        try:
+            device = _Device(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
+            if device.in_mig_mode():
+                gpus += _read_slices(device, index, driver, root)
+            else:
+                gpus.append(_read_gpu(device, index, driver, root, device.memory()))
+        except nvml.NVMLError as error:
+            problems.append(f"GPU {index} {_NO_GPU.get(_code(error), f'cannot be read: {error}')}")
+        except _NotUsable as error:
+            problems.append(f"GPU {index} {error}")
+    if not count:
+        problems.append("the NVIDIA driver works and finds no GPU")
+    return GpuReport(tuple(gpus), tuple(problems))
+
+
+class _NotUsable(Exception):
+    """A GPU that answers and still cannot be planned for; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    shown_bytes: int  # by nvidia-smi
+    total: Known[int]  # of that, what CUDA counts
+    free: Known[int]
+
+
+class _Device:
+    """One handle. What a GPU, a driver or a version of nvidia-ml-py does not support is None, not an error."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+
+    def require(self, function: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._nvml, function)(self._handle, *arguments, **options)
+
+    def ask(self, function: str, *arguments: Any, **options: Any) -> Any | None:
+        if not hasattr(self._nvml, function):
+            return None
+        try:
+            return self.require(function, *arguments, **options)
+        except self._nvml.NVMLError as error:
+            if _code(error) in (_GPU_IS_LOST, _RESET_REQUIRED):
+                raise
+            return None
+
+    def memory(self) -> _Memory:
+        memory = self.memory_if_told()
+        if memory is None:
+            raise _NotUsable(f"({self.name()}) does not tell its memory; state it with --gpu, for example --gpu 24GiB")
+        return memory
+
+    def memory_if_told(self) -> _Memory | None:
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        info = None if version is None else self.ask("nvmlDeviceGetMemoryInfo", version=version)
+        if info is not None:
+            counted = derived(info.total - info.reserved, note="NVML's total less what the driver reserves")
+            return _Memory(info.total, counted, measured(info.free))
+        info = self.ask("nvmlDeviceGetMemoryInfo")
+        if info is None:
+            return None
+        return _Memory(info.total, measured(info.total, "includes what the driver reserves"), measured(info.free))
+
+    def name(self) -> str:
+        return _text(self.require("nvmlDeviceGetName"))
+
+    def in_mig_mode(self) -> bool:
+        mode = self.ask("nvmlDeviceGetMigMode")
+        return mode is not None and mode[0] == _MIG_ENABLED
+
+    def mig_devices(self) -> list["_Device"]:
+        found = []
+        for index in range(self.ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
+            handle = self.ask("nvmlDeviceGetMigDeviceHandleByIndex", index)
+            if handle is not None:  # slots that are not in use are "not found"
+                found.append(_Device(self._nvml, handle))
+        return found
+
+    def processes(self) -> tuple[GpuProcess, ...] | None:
+        """None where the driver does not say."""
+        lists = [self.ask(f"nvmlDeviceGet{kind}RunningProcesses") for kind in ("Compute", "Graphics")]
+        if all(each is None for each in lists):
+            return None
+        # A program that draws and computes is in both lists, with the same memory.
+        by_pid = {each.pid: each.usedGpuMemory for some in lists for each in some or ()}
+        return tuple(GpuProcess(pid, self._process_name(pid), used) for pid, used in sorted(by_pid.items()))
+
+    def _process_name(self, pid: int) -> str:
+        try:
+            return _text(self._nvml.nvmlSystemGetProcessName(pid))
+        except self._nvml.NVMLError:
+            return ""
+
+    def numa_node(self, root: Path) -> Known[int] | None:
+        pci = self.ask("nvmlDeviceGetPciInfo")
+        if pci is None:
+            return None
+        address = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
+        try:
+            node = int((root / f"sys/bus/pci/devices/{address}/numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return measured(node) if node >= 0 else None  # -1: the firmware does not say
+
+
+def _read_gpu(device: _Device, index: int, driver: str, root: Path, memory: _Memory) -> Gpu:
+    name = device.name()
+    card = card_in_machine(name, memory.shown_bytes)
+    capability = device.ask("nvmlDeviceGetCudaComputeCapability")
+    capability = None if capability is None else (int(capability[0]), int(capability[1]))
+    generation, width, width_note = _pcie(device)
+    processes = device.processes()
+    notes = [width_note] if width_note else []
+    if processes is None:
+        notes.append("the driver does not say which programs use this GPU")
+    if device.ask("nvmlDeviceGetVirtualizationMode") == _VIRTUAL_GPU:
+        notes.append("a virtual GPU: the host may share its link and its time with others")
+    return Gpu(
+        index=index,
+        uuid=_text(device.require("nvmlDeviceGetUUID")),
+        name=name,
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        memory_bytes_per_second=_memory_bandwidth(device, card),
+        bf16_flops=_flops(device, name, capability, card),
+        compute_capability=capability,
+        pcie_generation=generation,
+        pcie_width=width,
+        numa_node=device.numa_node(root),
+        link=link_from_pcie(generation, width) if card is None else link_of_card(card, generation, width),
+        processes=processes or (),
+        driver_version=driver,
+        # Answered only where the GPU's memory is a NUMA node of its own; not the node next to the GPU.
+        memory_numa_node=device.ask("nvmlDeviceGetNumaNodeId"),
+        notes=tuple(notes),
+    )
+
+
+def _pcie(device: _Device) -> tuple[Known[int] | None, Known[int] | None, str]:
+    """Generation, width, and a note where the slot is narrower than the card.
+
+    The current generation falls when the GPU idles and comes back with work, so the highest one that card and slot
+    agree on counts. The width does not change, so the current one counts.
+    """
+    generation = device.ask("nvmlDeviceGetMaxPcieLinkGeneration")
+    width, widest = device.ask("nvmlDeviceGetCurrPcieLinkWidth"), device.ask("nvmlDeviceGetMaxPcieLinkWidth")
+    note = (
+        f"runs on {width} of {widest} PCIe lanes; another slot may be faster"
+        if 0 < (width or 0) < (widest or 0)
+        else ""
+    )
+    # 0 is said by virtual machines that hide the link.
+    return measured(generation) if generation else None, measured(width) if width else None, note
+
+
+def _memory_bandwidth(device: _Device, card: Card | None) -> Known[int] | None:
+    clock = device.ask("nvmlDeviceGetMaxClockInfo", 2)  # NVML_CLOCK_MEM, in MHz
+    bits = device.ask("nvmlDeviceGetMemoryBusWidth")
+    if clock and bits:
+        # Two transfers a clock, in NVML's counting, for every kind of memory: 10501 MHz and 384 bits are the 1008 GB/s
+        # of an RTX 4090, 2619 MHz and 5120 bits the 3.35 TB/s of an H100.
+        return derived(2 * clock * 10**6 * bits // 8, note=f"{bits} bits at {clock} MHz, two transfers a clock")
+    return None if card is None else assumed(int(card.memory_gb_s * 1e9), f"data sheet of the {card.name}")
+
+
+def _flops(device: _Device, name: str, capability: tuple[int, int] | None, card: Card | None) -> Known[int] | None:
+    if card is not None:
+        return assumed(int(card.bf16_tflops * 1e12), f"data sheet of the {card.name}")
+    cores = device.ask("nvmlDeviceGetNumGpuCores")
+    clock = device.ask("nvmlDeviceGetMaxClockInfo", 1)  # NVML_CLOCK_SM
+    if not cores or not clock or capability is None:
+        return None
+    flops = tensor_flops(name, capability, cores, clock)
+    return None if flops is None else derived(flops, note=f"{cores} cores at {clock} MHz, their highest clock")
+
+
+def _read_slices(device: _Device, index: int, driver: str, root: Path) -> list[Gpu]:
+    """MIG devices as GPUs. NVML tells their memory; their speeds go by their share of it."""
+    parts = device.mig_devices()
+    if not parts:
+        raise _NotUsable(f"({device.name()}) is in MIG mode without a MIG device; create one with nvidia-smi mig -cgi")
+    # Whoever may use a MIG device may often not read the whole GPU's memory.
+    memory = device.memory_if_told()
+    whole = _read_gpu(device, index, driver, root, memory or _Memory(0, measured(0), measured(0)))
+    return [_slice(whole, part, memory) for part in parts]
+
+
+def _slice(whole: Gpu, part: _Device, whole_memory: _Memory | None) -> Gpu:
+    memory = part.memory()
+    share = min(1.0, memory.total.value / whole_memory.total.value) if whole_memory else None
+    return replace(
+        whole,
+        uuid=_text(part.require("nvmlDeviceGetUUID")),
+        name=_text(part.ask("nvmlDeviceGetName") or whole.name),
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        memory_bytes_per_second=_shared(whole.memory_bytes_per_second, share),
+        bf16_flops=_shared(whole.bf16_flops, share),
+        processes=part.processes() or (),
+        notes=(*whole.notes, "a MIG device: other devices of this GPU share its link"),
+    )
+
+
+def _shared(figure: Known[int] | None, share: float | None) -> Known[int] | None:
+    if figure is None or share is None:
+        return None
+    return assumed(int(figure.value * share), f"{share:.0%} of the whole GPU's, like its memory")

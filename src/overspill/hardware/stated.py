@@ -1,0 +1,121 @@
+"""Hardware as users state it: --gpu, --ram, --link."""
+
+import re
+from dataclasses import replace
+
+from overspill.figures import Known, assumed
+from overspill.hardware.cards import Card, find_card, link_of_card, modest_card, nearest_cards
+from overspill.hardware.detection import Hardware
+from overspill.hardware.gpu import Gpu
+from overspill.hardware.link import PCIE_GENERATIONS, PCIE_WIDTHS, Link, link_from_pcie, same_both_ways
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import GiB, TiB, format_size, parse_size
+
+_GPU_EXAMPLE = '--gpu rtx4090, --gpu 24GiB or --gpu "rtx 4090:23GiB"'
+_SMALLEST, _LARGEST_GPU, _LARGEST_RAM = GiB, TiB, 64 * TiB
+_SLOWEST_LINK, _FASTEST_LINK = 10**8, 2 * 10**12
+# "Gb" are bits, and eight times less: the B must be a capital one.
+_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?\s*[kKMGT]?i?B)\s*/\s*s\s*")
+_PCIE = re.compile(r"\s*pcie[\s-]*([0-9])(?:\.0)?\s*x\s*([0-9]{1,2})\s*", re.IGNORECASE)
+
+
+def parse_gpu(text: str) -> Gpu:
+    """A card by its name, with less or more memory than usual after a colon; or any card of a memory size."""
+    name, colon, memory = text.partition(":")
+    card = find_card(name)
+    if card is not None:
+        total = _gpu_bytes(text, memory) if colon else None
+        return _gpu(card, total, name=card.name)
+    if not colon and _is_size(text):
+        total = _gpu_bytes(text, text)
+        return _gpu(modest_card(total), total, name=f"a GPU of {format_size(total)}")
+    alike = nearest_cards(name)
+    nearest = f" (nearest: {', '.join(alike)})" if alike else ""
+    raise OverspillError(
+        f"--gpu {text!r} is neither a card known here{nearest} nor a memory size with its unit; write for example "
+        f"{_GPU_EXAMPLE}"
+    )
+
+
+def parse_ram(text: str) -> Known[int]:
+    num_bytes = parse_size(text) if _is_size(text) else None
+    if num_bytes is None or not _SMALLEST <= num_bytes <= _LARGEST_RAM:
+        raise OverspillError(
+            f"--ram {text!r} is not a size from 1GiB to 64TiB with its unit; write for example --ram 128GiB"
+        )
+    return assumed(num_bytes, "stated with --ram")
+
+
+def parse_link(text: str) -> Link:
+    """A rate that holds each way, or a PCIe generation and width."""
+    pcie = _PCIE.fullmatch(text)
+    if pcie is not None and int(pcie[1]) in PCIE_GENERATIONS and int(pcie[2]) in PCIE_WIDTHS:
+        return link_from_pcie(assumed(int(pcie[1]), "stated with --link"), assumed(int(pcie[2]), "stated with --link"))
+    rate = _RATE.fullmatch(text)
+    num_bytes = parse_size(rate[1]) if rate is not None else 0
+    if not _SLOWEST_LINK <= num_bytes <= _FASTEST_LINK:
+        raise OverspillError(
+            f"--link {text!r} is neither a rate from 0.1GB/s to 2TB/s nor a PCIe link; write for example --link 25GB/s "
+            "or --link pcie4x16"
+        )
+    return same_both_ways(assumed(num_bytes, "stated with --link"))
+
+
+def with_stated(
+    hardware: Hardware, *, gpu: str | None = None, ram: str | None = None, link: str | None = None
+) -> Hardware:
+    """The hardware with what the user states in place of what was found."""
+    if gpu is not None:
+        hardware = replace(hardware, gpus=(parse_gpu(gpu),), problems=())
+    if ram is not None:
+        size = parse_ram(ram)
+        # The nodes' sizes would no longer add up.
+        machine = replace(hardware.machine, ram_total_bytes=size, ram_available_bytes=size, numa_nodes=())
+        hardware = replace(hardware, machine=machine)
+    if link is not None:
+        stated = parse_link(link)
+        hardware = replace(hardware, gpus=tuple(replace(each, link=stated) for each in hardware.gpus))
+    return hardware
+
+
+def _is_size(text: str) -> bool:
+    """A size with a unit: a bare number would be bytes, which nobody means here."""
+    try:
+        parse_size(text)
+    except OverspillError:
+        return False
+    return not text.strip().isdigit()
+
+
+def _gpu_bytes(text: str, memory: str) -> int:
+    num_bytes = parse_size(memory) if _is_size(memory) else None
+    if num_bytes is None or not _SMALLEST <= num_bytes <= _LARGEST_GPU:
+        raise OverspillError(
+            f"--gpu {text!r}: {memory.strip()!r} is not a memory size from 1GiB to 1TiB with its unit; write for "
+            f"example {_GPU_EXAMPLE}"
+        )
+    return num_bytes
+
+
+def _gpu(card: Card, total_bytes: int | None, *, name: str) -> Gpu:
+    """`total_bytes` where the user gave it; the rest is the card's."""
+    sheet = f"data sheet of the {card.name}" if name == card.name else f"as on an {card.name}, the slowest of that size"
+    if total_bytes is None:
+        total = assumed(card.total_bytes, f"usual for an {card.name}, sold as {card.marketed_gb} GB")
+    else:
+        total = assumed(total_bytes, "stated with --gpu")
+    generation, width = (assumed(value, sheet) for value in card.pcie)
+    return Gpu(
+        index=0,
+        uuid="",
+        name=name,
+        total_bytes=total,
+        free_bytes=assumed(total.value, "no other program uses it"),
+        memory_bytes_per_second=assumed(int(card.memory_gb_s * 1e9), sheet),
+        bf16_flops=assumed(int(card.bf16_tflops * 1e12), sheet),
+        compute_capability=card.compute_capability,
+        pcie_generation=generation,
+        pcie_width=width,
+        numa_node=None,
+        link=link_of_card(card, generation, width),
+    )

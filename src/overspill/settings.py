@@ -1,0 +1,175 @@
+"""Settings of the commands: one table for flags, environment, config.toml, validation and the documentation.
+
+A flag wins over the environment (`OVERSPILL_…`), that over the file, and that over the default; each value remembers
+which it was.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import parse_size
+
+
+class SettingsError(OverspillError):
+    """A value that cannot be used; says where it was given, what it was and what is accepted."""
+
+
+class GivenBy(StrEnum):
+    FLAG = "flag"
+    ENVIRONMENT = "environment"
+    FILE = "config.toml"
+    DEFAULT = "default"
+
+
+def _size(text: object) -> int:
+    size = parse_size(text)
+    if size < 0:
+        raise OverspillError(f"a size cannot be negative, got {text!r}; write for example 24GiB")
+    return size
+
+
+def _length(text: object) -> int:
+    """Tokens, as people write them: 131072, 128k (of 1,024 each), 1m."""
+    if isinstance(text, bool) or not isinstance(text, int | str):
+        raise OverspillError(f"{text!r} is not a number of tokens; write for example 131072 or 128k")
+    digits = str(text).strip().lower().replace("_", "").replace(",", "")
+    factor = {"k": 1024, "m": 1024 * 1024}.get(digits[-1:], 1)
+    digits = digits[:-1] if factor > 1 else digits
+    if not digits.isdigit() or int(digits) == 0:
+        raise OverspillError(f"{text!r} is not a number of tokens; write for example 131072 or 128k")
+    return int(digits) * factor
+
+
+def _port(text: object) -> int:
+    if isinstance(text, bool) or not str(text).isdigit() or not 1 <= int(str(text)) <= 65535:
+        raise OverspillError(f"{text!r} is not a port; ports are 1 to 65535")
+    return int(str(text))
+
+
+def _text(text: object) -> str:
+    if not isinstance(text, str) or not text:
+        raise OverspillError(f"{text!r} is not a text; give one without being empty")
+    return text
+
+
+def _flag(text: object) -> bool:
+    if isinstance(text, bool):
+        return text
+    value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if str(text).lower() not in value:
+        raise OverspillError(f"{text!r} is neither yes nor no; write true or false")
+    return value[str(text).lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    parse: Callable[[object], Any]
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "OVERSPILL_" + self.name.upper()
+
+
+SETTINGS = (
+    Setting("max_model_len", _length, None, "The longest context to serve, in tokens; `128k` is 131,072."),
+    Setting(
+        "gpu", _text, None, "Plan for this card, or this much GPU memory, instead of the one here: `rtx4090`, `24GiB`."
+    ),
+    Setting("gpu_memory", _size, None, "GPU memory to keep to on a bigger card, weights included."),
+    Setting("ram", _size, None, "RAM that may be used; without it, what is available less a reserve."),
+    Setting("link", _text, None, "Speed of the link to the GPU, instead of a measured one: `25GB/s`."),
+    Setting("host", _text, "127.0.0.1", "Address to listen on."),
+    Setting("port", _port, 8000, "Port to listen on."),
+    Setting("force", _flag, False, "Go on although the plan says that it does not fit."),
+)
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    setting: Setting
+    value: Any
+    origin: GivenBy
+    place: str  # where exactly, for messages: "--port", "OVERSPILL_PORT", a file's path
+
+
+def resolve(
+    flags: Mapping[str, object], environment: Mapping[str, str] | None = None, file: Path | None = None
+) -> dict[str, Value]:
+    """Every setting's value and where it comes from. `flags` holds those that were given, by name."""
+    environment = os.environ if environment is None else environment
+    written = read_file(file) if file is not None else {}
+    _refuse_unknown_variables(environment)
+    values = {}
+    for setting in SETTINGS:
+        if (given := flags.get(setting.name)) is not None:
+            values[setting.name] = _value(setting, given, GivenBy.FLAG, setting.flag)
+        elif setting.variable in environment:
+            values[setting.name] = _value(setting, environment[setting.variable], GivenBy.ENVIRONMENT, setting.variable)
+        elif setting.name in written:
+            values[setting.name] = _value(setting, written[setting.name], GivenBy.FILE, f"{file}: {setting.name}")
+        else:
+            values[setting.name] = Value(setting, setting.default, GivenBy.DEFAULT, "")
+    return values
+
+
+def _value(setting: Setting, given: object, origin: GivenBy, place: str) -> Value:
+    try:
+        return Value(setting, setting.parse(given), origin, place)
+    except OverspillError as error:
+        raise SettingsError(f"{place}: {error}") from error
+
+
+def config_path(environment: Mapping[str, str] | None = None) -> Path:
+    """`OVERSPILL_CONFIG`, or config.toml in the XDG configuration folder."""
+    environment = os.environ if environment is None else environment
+    if given := environment.get("OVERSPILL_CONFIG"):
+        return Path(given)
+    folder = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(folder) / "overspill" / "config.toml"
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a file sets; nothing if there is none."""
+    try:
+        written = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from error
+    for name in written:
+        if name not in _BY_NAME:
+            raise SettingsError(f"{path}: there is no setting {name!r}; {_nearest(name, list(_BY_NAME))}")
+    return written
+
+
+# Variables with our prefix that are no settings.
+_OTHER_VARIABLES = {"OVERSPILL_CONFIG", "OVERSPILL_DATABASE_URL"}
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    """A misspelt variable would be ignored in silence."""
+    known = {setting.variable for setting in SETTINGS} | _OTHER_VARIABLES
+    for name in environment:
+        if name.startswith("OVERSPILL_") and name not in known:
+            raise SettingsError(f"there is no variable {name}; {_nearest(name, sorted(known))}")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return f"did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}?"

@@ -1,0 +1,222 @@
+"""Everything together: detect, describe, which GPUs count, and where the link's speed is taken from."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from overspill.figures import Origin
+from overspill.hardware import Gpu, Hardware, describe, detect, parse_gpu
+from overspill.hardware.visibility import visible_gpus
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import GiB, MiB
+from tests.test_hardware_machine import Tree
+from tests.test_hardware_nvml import LIBRARY_NOT_FOUND, Device, FakeNvml, NVMLError, used
+
+
+def gpus(*uuids: str) -> list[Gpu]:
+    return [replace(parse_gpu("rtx4090"), index=index, uuid=uuid) for index, uuid in enumerate(uuids)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "seen"),
+    [
+        (None, "abc"),
+        ("", "abc"),
+        ("1", "b"),
+        ("2,0", "ca"),
+        (" 2 , 0 ", "ca"),
+        ("GPU-c", "c"),
+        ("GPU-b1,0", "ba"),
+        ("-1", ""),
+        ("none", ""),
+        ("0,7,1", "a"),
+        ("0,0", "a"),
+        ("GPU-", ""),
+        ("GPU-x", ""),
+        ("²", ""),
+    ],
+)
+def test_cuda_visible_devices_says_which_gpus_count(setting: str | None, seen: str) -> None:
+    found = visible_gpus(gpus("GPU-a1", "GPU-b1", "GPU-c1"), setting)
+    assert "".join(gpu.uuid[4] for gpu in found) == seen
+
+
+def test_of_mig_devices_a_number_takes_the_first_of_its_gpu() -> None:
+    two = [replace(gpu, index=0) for gpu in gpus("MIG-a", "MIG-b")]
+    assert [gpu.uuid for gpu in visible_gpus(two, "0")] == ["MIG-a"]
+    assert [gpu.uuid for gpu in visible_gpus(two, "MIG-b")] == ["MIG-b"]
+
+
+def test_this_machine_is_detected_and_described_as_json() -> None:
+    hardware = detect()
+    described = json.loads(json.dumps(describe(hardware)))
+    assert described["machine"]["ram_total_bytes"] == {
+        "value": hardware.machine.ram_total_bytes.value,
+        "origin": "measured",
+        "note": "",
+    }
+    assert isinstance(described["machine"]["ram_available_bytes"]["value"], int)
+    assert len(described["gpus"]) == len(hardware.gpus)
+    # Either there are GPUs or a sentence says why not.
+    assert described["gpus"] or described["problems"]
+
+
+def test_a_machine_without_a_gpu_is_an_error_only_for_who_needs_one() -> None:
+    hardware = detect(nvml=FakeNvml(init=NVMLError(LIBRARY_NOT_FOUND)))
+    assert hardware.gpus == ()
+    with pytest.raises(OverspillError) as refused:
+        hardware.first_gpu()
+    message = str(refused.value)
+    assert message.startswith("no GPU to plan for: no NVIDIA driver: libnvidia-ml.so.1 was not found")
+    assert message.endswith("State one with --gpu, for example --gpu 24GiB")
+
+
+def test_a_setting_that_hides_every_gpu_is_named() -> None:
+    hardware = detect(nvml=FakeNvml(Device()), environ={"CUDA_VISIBLE_DEVICES": "5"})
+    assert hardware.problems == ("CUDA_VISIBLE_DEVICES='5' hides every GPU",)
+
+
+def test_gpus_are_described_with_every_figure_and_its_origin(tmp_path: Path) -> None:
+    nvml = FakeNvml(Device(ComputeRunningProcesses=[used(42, GiB)]))
+    described = describe(detect(nvml=nvml, environ={"XDG_CACHE_HOME": str(tmp_path)}))
+    (gpu,) = json.loads(json.dumps(described))["gpus"]
+    assert gpu["total_bytes"]["value"] == (24564 - 357) * MiB and gpu["total_bytes"]["origin"] == "derived"
+    assert gpu["free_bytes"] == {"value": 20 * GiB, "origin": "measured", "note": ""}
+    assert gpu["processes"] == [{"pid": 42, "name": "program42", "used_bytes": GiB}]
+    assert gpu["compute_capability"] == [8, 9]
+    assert gpu["link"]["h2d_bytes_per_second"]["origin"] == "derived"
+    assert gpu["numa_node"] is None
+
+
+def test_importing_and_detecting_load_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; import overspill.hardware as h; h.detect(); print({'torch', 'vllm', 'numpy'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+class Bench:
+    """A machine with one GPU, whose measuring child is a program of ours that counts its runs."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.cache = root / "root", root / "cache"
+        Tree(self.root).node(1, 32, "4-7")
+        self.write_numa("1")
+        program = root / "python"
+        program.write_text(f'#!/bin/sh\necho "$3" >> {root}/runs\n. {root}/behaviour\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr(sys, "executable", str(program))
+        self._root = root
+        self.behave('echo \'{"h2d": 26e9, "d2h": 25e9}\'')
+
+    def write_numa(self, node: str) -> None:
+        folder = self.root / "sys/bus/pci/devices/0000:41:00.0"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "numa_node").write_text(node)
+
+    def behave(self, script: str) -> None:
+        (self._root / "behaviour").write_text(script)
+
+    @property
+    def runs(self) -> list[str]:
+        file = self._root / "runs"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def detect(self, device: Device | None = None, *, measure: bool) -> Gpu:
+        environ = {"XDG_CACHE_HOME": str(self.cache), "PATH": os.environ["PATH"]}
+        found = detect(measure=measure, environ=environ, root=self.root, nvml=FakeNvml(device or Device()))
+        return found.first_gpu()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+def test_a_link_is_measured_once_on_the_gpus_node_and_remembered(bench: Bench) -> None:
+    first = bench.detect(measure=True).link
+    assert first.h2d_bytes_per_second.value == 26 * 10**9
+    assert first.d2h_bytes_per_second.origin is Origin.MEASURED
+    for measure in (True, False):
+        again = bench.detect(measure=measure).link
+        assert again.d2h_bytes_per_second.value == 25 * 10**9
+        assert again.d2h_bytes_per_second.origin is Origin.MEASURED
+    assert bench.runs == ["[4, 5, 6, 7]"]
+
+
+def test_nothing_is_measured_unasked(bench: Bench) -> None:
+    assert bench.detect(measure=False).link.h2d_bytes_per_second.origin is Origin.DERIVED
+    assert bench.runs == []
+    assert not bench.cache.exists()
+
+
+def test_another_slot_is_measured_anew(bench: Bench) -> None:
+    bench.detect(measure=True)
+    bench.detect(Device(CurrPcieLinkWidth=8), measure=True)
+    assert len(bench.runs) == 2
+
+
+def test_a_gpu_whose_node_is_not_known_is_measured_on_any(bench: Bench) -> None:
+    bench.write_numa("-1")
+    bench.detect(measure=True)
+    assert bench.runs == ["[]"]
+
+
+def test_beside_other_programs_it_is_measured_and_not_remembered(bench: Bench) -> None:
+    busy = Device(ComputeRunningProcesses=[used(42, GiB)])
+    assert bench.detect(busy, measure=True).link.h2d_bytes_per_second.origin is Origin.MEASURED
+    assert not bench.cache.exists()
+    bench.detect(measure=True)
+    assert len(bench.runs) == 2
+
+
+def test_where_measuring_fails_pcie_is_the_answer_and_a_warning_says_so(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.behave("echo 'CUDA out of memory' >&2; exit 1")
+    link = bench.detect(measure=True).link
+    assert link.h2d_bytes_per_second.note == "85% of PCIe 4.0 x16"
+    assert "CUDA out of memory; its speed is taken from PCIe" in caplog.text
+    assert not bench.cache.exists()
+
+
+def test_a_gpus_memory_that_the_kernel_counts_as_ram_is_taken_off(tmp_path: Path) -> None:
+    """On a GH200 the kernel shows the GPU's HBM as a NUMA node without CPUs, and adds it to MemTotal."""
+    tree = Tree(tmp_path, total_gib=576, available_gib=500)
+    tree.node(0, 480, "0-71")
+    tree.node(1, 96, "")
+    memory = SimpleNamespace(total=97871 * MiB, reserved=500 * MiB, free=0)
+    gh200 = Device(Name="NVIDIA GH200 480GB", MemoryInfo=memory, NumaNodeId=1)
+    machine = detect(root=tmp_path, environ={}, nvml=FakeNvml(gh200)).machine
+    assert machine.ram_total_bytes.value == 480 * GiB
+    assert machine.ram_available_bytes.value == (500 - 95) * GiB
+    assert machine.ram_total_bytes.origin is Origin.DERIVED
+    assert [node.index for node in machine.numa_nodes] == [0]
+
+
+def test_memory_without_cpus_that_is_not_a_gpus_stays_ram(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.node(0, 32, "0-7")
+    tree.node(1, 32, "")  # a CXL expander
+    machine = detect(root=tmp_path, environ={}, nvml=FakeNvml(Device())).machine
+    assert machine.ram_total_bytes.value == 64 * GiB
+    assert len(machine.numa_nodes) == 2
+
+
+def test_hardware_without_gpus_and_without_a_reason_still_makes_a_sentence() -> None:
+    with pytest.raises(OverspillError, match="no GPU to plan for: none was found"):
+        Hardware(detect().machine, ()).first_gpu()
+
+
+def test_a_node_with_cpus_is_ram_whatever_the_driver_calls_it(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.node(0, 64, "0-7")
+    machine = detect(root=tmp_path, environ={}, nvml=FakeNvml(Device(NumaNodeId=0))).machine
+    assert machine.ram_total_bytes.value == 64 * GiB

@@ -1,0 +1,78 @@
+"""The real NVML and the real link. Run with `pytest -m gpu`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from overspill.figures import Origin
+from overspill.hardware import Gpu, describe, detect, measure_link
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    hardware = detect()
+    if not hardware.gpus:
+        pytest.skip("; ".join(hardware.problems))
+    return hardware.first_gpu()
+
+
+def cuda(expression: str) -> str:
+    """What torch says of the first GPU, in a process whose CUDA context ends with it."""
+    code = f"import torch; p = torch.cuda.get_device_properties(0); print({expression})"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_nvml_and_cuda_agree_about_the_gpu(gpu: Gpu) -> None:
+    assert cuda("p.name") == gpu.name
+    assert cuda("p.uuid") in gpu.uuid
+    assert cuda("(p.major, p.minor)") == str(gpu.compute_capability)
+
+
+def test_the_total_is_what_vllm_will_count(gpu: Gpu) -> None:
+    assert int(cuda("torch.cuda.mem_get_info()[1]")) == pytest.approx(gpu.total_bytes.value, rel=0.01)
+    assert 0 < gpu.free_bytes.value <= gpu.total_bytes.value
+
+
+def test_the_gpu_has_every_figure(gpu: Gpu) -> None:
+    assert gpu.memory_bytes_per_second is not None and gpu.memory_bytes_per_second.value > 10**11
+    assert gpu.bf16_flops is not None and gpu.bf16_flops.value > 10**13
+    assert gpu.driver_version
+
+
+def test_a_program_on_the_gpu_is_seen(gpu: Gpu) -> None:
+    code = "import torch; x = torch.zeros(2**28, dtype=torch.uint8, device='cuda'); print('ready', flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as program:
+        assert program.stdout is not None and program.stdout.readline() == "ready\n"
+        busy = detect().first_gpu()
+        program.communicate("\n")
+    assert busy.free_bytes.value <= gpu.free_bytes.value - 2**28
+    # In a container the driver may list none, or the host's numbers.
+    assert all(process.pid > 0 for process in busy.processes)
+
+
+def test_the_link_is_measured_near_what_pcie_promises(gpu: Gpu) -> None:
+    link = measure_link(gpu)
+    for rate in (link.h2d_bytes_per_second, link.d2h_bytes_per_second):
+        assert rate.origin is Origin.MEASURED
+        assert 10**9 < rate.value < 10**12
+        if gpu.link.h2d_bytes_per_second.origin is Origin.DERIVED:
+            # A virtual machine may report another width than it has; within a factor it must be the same link.
+            assert 0.2 < rate.value / gpu.link.h2d_bytes_per_second.value < 1.2
+
+
+def test_detecting_with_measurement_takes_no_gpu_memory_and_is_remembered(gpu: Gpu, tmp_path: Path) -> None:
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    first = detect(measure=True, environ=environ)
+    if gpu.processes:
+        pytest.skip("other programs use the GPU, so nothing is remembered")
+    again = detect(environ=environ)
+    assert again.first_gpu().link.h2d_bytes_per_second.origin is Origin.MEASURED
+    assert again.first_gpu().link.h2d_bytes_per_second.value == first.first_gpu().link.h2d_bytes_per_second.value
+    assert not any(process.pid == os.getpid() for process in again.first_gpu().processes)
+    assert describe(again)["gpus"][0]["uuid"] == gpu.uuid

@@ -1,0 +1,104 @@
+"""Flag over environment over file over default, and each value knows which it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overspill.settings import SETTINGS, GivenBy, SettingsError, config_path, resolve
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_flag_wins_over_the_environment_that_over_the_file_and_that_over_the_default(tmp_path: Path) -> None:
+    file = written(tmp_path, 'port = 1\nram = "1GiB"\ngpu_memory = "3GiB"\n')
+    environment = {"OVERSPILL_PORT": "2", "OVERSPILL_RAM": "2GiB"}
+    values = resolve({"port": "3"}, environment, file)
+    assert [(values[n].value, values[n].origin) for n in ("port", "ram", "gpu_memory", "host")] == [
+        (3, GivenBy.FLAG),
+        (2 << 30, GivenBy.ENVIRONMENT),
+        (3 << 30, GivenBy.FILE),
+        ("127.0.0.1", GivenBy.DEFAULT),
+    ]
+    assert values["port"].place == "--port" and values["ram"].place == "OVERSPILL_RAM"
+    assert str(file) in values["gpu_memory"].place
+
+
+def test_every_setting_has_a_value_without_anything_given() -> None:
+    values = resolve({}, {}, None)
+    assert set(values) == {setting.name for setting in SETTINGS}
+    assert all(value.origin is GivenBy.DEFAULT for value in values.values())
+
+
+def test_a_missing_file_sets_nothing(tmp_path: Path) -> None:
+    assert resolve({}, {}, tmp_path / "none.toml")["port"].origin is GivenBy.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("131072", 131072), ("128k", 131072), ("52K", 53248), ("1m", 1 << 20), (4096, 4096), ("32_768", 32768)],
+)
+def test_lengths_as_people_write_them(text: object, tokens: int) -> None:
+    assert resolve({"max_model_len": text}, {}, None)["max_model_len"].value == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("max_model_len", "0", "not a number of tokens"),
+        ("max_model_len", "-1", "not a number of tokens"),
+        ("max_model_len", "many", "not a number of tokens"),
+        ("max_model_len", "12.5k", "not a number of tokens"),
+        ("max_model_len", True, "not a number of tokens"),
+        ("ram", "-1GiB", "is not a size"),
+        ("ram", "24 gigs", "is not a size"),
+        ("gpu_memory", "", "is not a size"),
+        ("port", "0", "ports are 1 to 65535"),
+        ("port", "65536", "ports are 1 to 65535"),
+        ("port", "http", "ports are 1 to 65535"),
+        ("force", "maybe", "write true or false"),
+        ("host", "", "without being empty"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_place(name: str, given: Any, said: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(SettingsError) as refused:
+        resolve({name: given}, {}, None)
+    assert str(refused.value).startswith(f"{flag}: ") and said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_wrong_value_in_the_environment_or_the_file_names_it(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="OVERSPILL_PORT: 'x' is not a port"):
+        resolve({}, {"OVERSPILL_PORT": "x"}, None)
+    with pytest.raises(SettingsError, match=r"config\.toml: port: -1 is not a port"):
+        resolve({}, {}, written(tmp_path, "port = -1"))
+
+
+def test_misspelt_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no variable OVERSPILL_PROT; did you mean OVERSPILL_PORT"):
+        resolve({}, {"OVERSPILL_PROT": "1"}, None)
+    with pytest.raises(SettingsError, match="no setting 'gpu_mem'; did you mean gpu_memory"):
+        resolve({}, {}, written(tmp_path, 'gpu_mem = "1GiB"'))
+
+
+def test_a_file_that_is_not_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="is not TOML"):
+        resolve({}, {}, written(tmp_path, "port: 1"))
+    (tmp_path / "config.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        resolve({}, {}, tmp_path / "config.toml")
+
+
+def test_where_the_file_is() -> None:
+    assert config_path({"OVERSPILL_CONFIG": "/a/b.toml"}) == Path("/a/b.toml")
+    assert config_path({"XDG_CONFIG_HOME": "/x"}) == Path("/x/overspill/config.toml")
+    assert config_path({}).parts[-3:] == (".config", "overspill", "config.toml")
+
+
+def test_every_setting_is_described() -> None:
+    assert all(len(setting.help) > 15 for setting in SETTINGS)
