@@ -148,5 +148,7 @@ class ScriptedCopier(Copier):
 
     def end_step(self) -> None: ...
 
+    def reused_early(self) -> None: ...
+
     def close(self) -> None:
         """Nothing to give back."""

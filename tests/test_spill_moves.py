@@ -1,5 +1,6 @@
 """A cached prefix in RAM moves to the GPU, once, for a request that fits there; one that does not streams it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,83 @@ def test_blocks_hashed_in_this_pass_are_no_sources(pool: BlockPool, moves: Moves
     assert moves.sources(prefix) == []
     moves.take()
     assert [block.block_id for block in moves.sources(prefix)] == [7, 8], "the step that writes it is on its way"
+
+
+def test_a_move_that_needs_its_blocks_twice_does_not_keep_its_request_waiting(llama: Path) -> None:
+    """The prefix began in RAM and ended on the GPU. Held there until it is copied, it left too few blocks, and was
+    proposed again in every pass, for ever, beside an engine that did nothing."""
+    prompt = random_prompt(1, 15 * BLOCK)
+    with engine(llama, blocks=400) as plain:
+        expected = plain.ask_one(prompt + SHORT[0][:10], 4)
+    with engine(llama, spilling(resident=20, spilled=4), max_model_len=600) as spills:
+        other = spills.add(random_prompt(9, 5 * BLOCK), 30)
+        spills.step()
+        spills.step()
+        spills.add(prompt, 2)
+        assert other in spills.run()
+        name = spills.add(prompt + SHORT[0][:10], 4)
+        assert_same([spills.run(limit=200)[name]], [expected])
+
+
+def test_a_request_that_was_not_admitted_with_a_move_is_not_offered_another(pool: BlockPool, moves: Moves) -> None:
+    moves.propose("r", cached(pool, [7, 8]))
+    moves.take()
+    assert not moves.may_propose("r")
+    moves.finished("r")
+    assert moves.may_propose("r")
+
+
+def test_the_tail_of_a_moved_request_is_on_the_gpu_too(llama: Path) -> None:
+    """Blocks are taken twice, moved ones and then new ones; the second time the first ones were counted again."""
+    with engine(llama, spilling(resident=9)) as spills:
+        push_the_prefix_to_ram(spills)
+        before = spills.metric("spilled_steps")
+        spills.ask_one(SHORT[1], 4)
+        assert spills.metric("moved_blocks") == 4 and spills.metric("spilled_steps") == before
+
+
+def test_a_hybrid_that_fits_stays_on_the_gpu(models: Callable[[str], Path]) -> None:
+    """Groups are given their blocks one after the other; each counted what the others need again."""
+    with engine(models("gemma3"), spilling(resident=40, spilled=60, regions=2), max_model_len=900) as spills:
+        spills.ask_one(random_prompt(1, 8 * BLOCK), 4)
+        assert spills.metric("spilled_steps") == 0 and spills.metric("plain_steps") == 4
+
+
+def test_a_move_does_not_hide_more_that_offload_has(llama: Path) -> None:
+    prompt = random_prompt(1, 12 * BLOCK)
+    offload = {"host_bytes": "64MiB", "load": "always", "verify": "all"}
+    with engine(llama, spilling(resident=24, **offload)) as spills:
+        spills.add(random_prompt(9, 16 * BLOCK), 200)
+        spills.step()
+        spills.step()
+        name = spills.add(prompt, 2)
+        spills.step()
+        request = next(r for r in spills.vllm_scheduler.running if r.request_id.startswith(name))
+        table = spills.vllm_scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        spills.run()
+        spills.drain()
+        assert any(block >= 24 for block in table[:4]), "its head should be in RAM"
+        spills.gpu_pool.evict_blocks(set(table[4:]))  # as others push out the tail first
+        answer = spills.ask_one(prompt + SHORT[0][:10], 4)
+        assert answer.num_cached == 12 * BLOCK and spills.metric("load_bytes") > 0
+
+
+def test_requests_that_wait_do_not_count_as_found_again_and_again(llama: Path) -> None:
+    with engine(llama, spilling(resident=12, spilled=24), max_model_len=1000, max_num_seqs=2) as spills:
+        prefix = random_prompt(1, 4 * BLOCK)
+        spills.ask_one(prefix, 2)
+        spills.add(random_prompt(2, 24 * BLOCK), 100)
+        spills.step()
+        spills.add(prefix + random_prompt(3, 12 * BLOCK), 4)
+        for _ in range(50):
+            spills.step()
+        assert spills.spill.queue._hits < 12
+        spills.run()
+
+
+def test_a_moved_prefix_is_not_published_as_gone(pool: BlockPool, moves: Moves) -> None:
+    pool.enable_kv_cache_events = True
+    prefix = cached(pool, [7, 8])
+    moves.propose("r", prefix)
+    moves.admit("r", KVCacheBlocks((pool.get_new_blocks(2),)), 32)
+    assert pool.take_events() == [] and all(block.block_hash is None for block in prefix)

@@ -1,10 +1,15 @@
 """How a long request shares steps with short ones: it sits some out, and nobody waits for nothing."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from overspill.kv.speeds import Speeds
+from overspill.kv.spill.scheduler import Spilled
+from overspill.kv.spill.vllm_scheduler import Parking
 from tests.engine import Answer, Engine, assert_same, engine, random_prompt, spilling
 
 LONG = random_prompt(1, 900)
@@ -110,3 +115,31 @@ def test_two_long_requests_do_not_wait_for_each_other(llama: Path, expected: lis
             steps += 1
     assert_same([answers[name]], expected[:1])
     assert second in answers and steps < 60
+
+
+def test_heavy_requests_out_of_step_share_what_one_would_have(llama: Path) -> None:
+    """Each of them, seen alone, would have been given the whole share."""
+    with engine(llama, spilling(spilled=80, spill_share=0.5)) as spills:
+        slow_link(spills)
+        spill = spills.spill
+        spill._spilled = {"a": Spilled(num_blocks=20), "b": Spilled(num_blocks=20)}
+        spill._in_step = {"a"}
+        alone = spill.spacing(["a", "short"])
+        both = spill.spacing(["a", "b", "short"])
+        assert both.steps_apart > 1.8 * alone.steps_apart > 1
+        assert both.seconds_apart == pytest.approx(2 * alone.seconds_apart)
+        assert both.requests == {"a"}
+        spill._spilled, spill._in_step = {}, set()
+
+
+def test_among_long_steps_nobody_waits_longer_than_their_share_asks(llama: Path) -> None:
+    """Steps that are sat out may be prefills of seconds: their number alone says little."""
+    parking, waited = Parking(), SimpleNamespace(request_id="a", status=RequestStatus.RUNNING)
+    waited.next_decode_eligible_step = 200
+    scheduler = SimpleNamespace(running=[waited, SimpleNamespace(request_id="b")], current_step=10)
+    parking._requests["a"], parking._deadlines["a"] = waited, time.monotonic() + 60
+    parking.release(scheduler)  # type: ignore[arg-type]
+    assert waited.next_decode_eligible_step == 200
+    parking._deadlines["a"] = time.monotonic() - 1
+    parking.release(scheduler)  # type: ignore[arg-type]
+    assert waited.next_decode_eligible_step == 0 and parking._requests == {}

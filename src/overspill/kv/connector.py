@@ -69,6 +69,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             require_spill_classes(vllm_config, options)
             if role == KVConnectorRole.SCHEDULER:
                 self.spill_scheduler = SpillScheduler(options, vllm_config, kv_cache_config, self._speeds)
+                if self._scheduler is not None:
+                    self.spill_scheduler.finds_more = self._scheduler.loads.finds_more
             else:
                 self.spill_worker = SpillWorker(options, vllm_config, kv_cache_config)
 

@@ -63,6 +63,10 @@ class Copier(ABC):
         """All compute of a step is queued."""
 
     @abstractmethod
+    def reused_early(self) -> None:
+        """Blocks that the step about to run reads may be loaded into in the next one already."""
+
+    @abstractmethod
     def close(self) -> None:
         """Wait for the copies under way, then stop."""
 
@@ -124,6 +128,9 @@ class PlainCopier(Copier):
 
     def end_step(self) -> None:
         """A step's compute is over when it returns."""
+
+    def reused_early(self) -> None:
+        """It has read them when it returns."""
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -242,6 +242,10 @@ class CudaCopier(Copier):
     def end_step(self) -> None:
         self._ends.append(_compute_so_far())
 
+    def reused_early(self) -> None:
+        # Until the ring is full again, a load waits for all compute queued before it.
+        self._ends.clear()
+
     def load(self, slots: Ids, blocks: Ids) -> Transfer:
         after = self._ends[0] if len(self._ends) == self._ends.maxlen else _compute_so_far()
         return self._submit(self._loads, slots, blocks, after, to_gpu=True)

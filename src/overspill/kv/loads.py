@@ -86,6 +86,13 @@ class Loads:
         self._hits[request.request_id] = hit
         return hit.num_tokens, True
 
+    def finds_more(self, request: Request, num_local_tokens: int) -> bool:
+        """Whether RAM has more of the request than so many tokens."""
+        max_tokens = request.num_tokens - 1
+        if max_tokens <= num_local_tokens or request.request_id in self._unloadable:
+            return False
+        return self._host.lookup(request.block_hashes, num_local_tokens, max_tokens) is not None
+
     def _blocks_of(self, hit: Hit) -> list[KVCacheBlock]:
         return [
             block

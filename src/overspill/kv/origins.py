@@ -9,6 +9,7 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
     generate_block_hash_extra_keys,
+    make_block_hash_with_group_id,
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
@@ -66,12 +67,24 @@ class Origins:
                 # A hash that ends inside the block is a state the next step overwrites.
                 if block.is_null or key is None or block.block_hash_num_tokens != (i + 1) * block_size:
                     continue
-                parent = blocks[i - 1].block_hash if i > 0 and not blocks[i - 1].is_null else None
+                parent = self._parent(request, blocks, i, block_size, kv_cache_group_id)
                 event = self._event(request, i, block_size, kv_cache_group_id) if self._with_events else None
                 self._by_block[block.block_id] = Origin(key, parent, event)
                 on_full(block, key, request.request_id)
 
         pool.cache_full_blocks = observed_cache_full_blocks
+
+    def _parent(
+        self, request: Request, blocks: list[KVCacheBlock], index: int, block_size: int, group: int
+    ) -> BlockHashWithGroupId | None:
+        if index == 0 or blocks[index - 1].is_null:
+            return None
+        key = blocks[index - 1].block_hash
+        if key is not None:
+            return key
+        # What the block before holds was moved, and is found elsewhere now.
+        per_block = block_size // self._hash_block_size
+        return make_block_hash_with_group_id(request.block_hashes[index * per_block - 1], group)
 
     def of(self, block: KVCacheBlock) -> Origin | None:
         """None if what the block holds was not seen, or is no longer there."""

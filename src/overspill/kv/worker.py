@@ -101,6 +101,8 @@ class OffloadWorker:
                 continue
             verdict = self.checksums.check(job.slots)
             self._loads.append(_Load(job, self._copier.load(_ids(job.slots), _ids(job.block_ids)), verdict))
+        if jobs.moves:
+            self._copier.reused_early()
 
     def end_step(self, jobs: StepJobs) -> None:
         """After the forward: store what it, or an earlier one, has filled."""

@@ -59,11 +59,11 @@ class ArenaCopier(Copier):
         return self._split(slots, blocks, self._gpu.load, after, to_arena=True)
 
     def store(self, blocks: Ids, slots: Ids) -> Transfer:
-        # The step that filled them is queued, and so is bringing back what it wrote.
+        # The step that filled them is queued, and so is bringing back what it wrote, or what was moved there.
         def store(slots: Ids, blocks: Ids) -> Transfer:
             return self._gpu.store(blocks, slots)
 
-        return self._split(slots, blocks, store, (self._streams.saved(),), to_arena=False)
+        return self._split(slots, blocks, store, (self._streams.filled(), self._streams.saved()), to_arena=False)
 
     def _split(
         self,
@@ -119,6 +119,9 @@ class ArenaCopier(Copier):
 
     def end_step(self) -> None:
         self._gpu.end_step()
+
+    def reused_early(self) -> None:
+        self._gpu.reused_early()
 
     def close(self) -> None:
         self._jobs.shutdown()

@@ -36,6 +36,7 @@ class Moves:
         self._pool: BlockPool | None = None
         self._moves: dict[str, Move] = {}
         self._written: set[int] = set()
+        self._declined: set[str] = set()
 
     def bind(self, pool: BlockPool) -> None:
         """Watch which blocks are filled: vLLM hashes them when it schedules the step that writes them, so they can be
@@ -61,6 +62,10 @@ class Moves:
     def pool(self) -> BlockPool:
         assert self._pool is not None, "the block pool is not bound yet"
         return self._pool
+
+    def may_propose(self, request_id: str) -> bool:
+        """A request that was not admitted with a move is admitted without: it would be offered the same for ever."""
+        return request_id not in self._declined
 
     def sources(self, blocks: Sequence[KVCacheBlock]) -> Sequence[KVCacheBlock]:
         """The part of a found prefix that would move: from the first spilled block on. None if nothing is spilled, or
@@ -97,21 +102,29 @@ class Moves:
             return
         first = move.num_local_tokens // self._block_size
         move.targets = list(blocks.blocks[0][first : first + len(move.sources)])
-        self.pool.evict_blocks({block.block_id for block in move.sources})
+        for block in move.sources:
+            # Not evict_blocks: that would publish the prefix as gone, which is now in other blocks.
+            self.pool._remove_cached_block_hashes(block)
 
     def take(self) -> list[tuple[int, int]]:
         """(block, block) ids of this step's copies, from and to; a spilled block may be followed by ones on the GPU.
 
-        The sources may be handed out again at once: whatever is written to them comes after this step's compute, and
-        that waits for the copies.
+        The sources may be handed out again at once: what a later step writes to them comes after this step's compute,
+        which waits for the copies. Loads need not wait for it by themselves, and are told to.
         """
         pairs = []
         for request_id, move in list(self._moves.items()):
             if move.is_admitted:
                 pairs += [(a.block_id, b.block_id) for a, b in zip(move.sources, move.targets, strict=True)]
+            else:
+                self._declined.add(request_id)
             self.cancel(request_id)
         self._written.clear()
         return pairs
+
+    def finished(self, request_id: str) -> None:
+        self.cancel(request_id)
+        self._declined.discard(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Let go of what is held."""

@@ -1,6 +1,6 @@
 """The engine core's side of spill: which tier blocks come from, what a step streams, and who may run how often."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,13 @@ class Spilled:
     is_announced: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Spacing:
+    requests: frozenset[str] | set[str] = frozenset()
+    steps_apart: int = 1
+    seconds_apart: float = 0.0
+
+
 class SpillScheduler:
     """Gives each step its spilled blocks. A step costs what it allocates, and the tables of spilled requests."""
 
@@ -70,7 +77,10 @@ class SpillScheduler:
         self._output_tokens = _OUTPUT_TOKENS
         self.moves = Moves(self._block_sizes[0], self.geometry.num_resident)
         self._queue: TieredQueue | None = None
-        self._asking: tuple[Request, int] | None = None  # who is being given blocks, and what it found cached
+        # Who is being given blocks, how many tokens it found cached, and how many it computes in the step.
+        self._asking: tuple[Request, int, int] | None = None
+        # Whether offload could load more of a request than so many tokens: a move would keep it from that.
+        self.finds_more: Callable[[Request, int], bool] = lambda request, num_tokens: False
         self._shown: tuple[int, int] | None = None
 
     @property
@@ -87,12 +97,14 @@ class SpillScheduler:
         self.moves.bind(pool)
         allocate_slots, get_computed_blocks = manager.allocate_slots, manager.get_computed_blocks
 
-        def tiered_allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
+        def tiered_allocate_slots(request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
             num_hit_tokens = kwargs.get("num_new_computed_tokens", 0)
-            if num_hit_tokens:
+            self._asking = request, num_hit_tokens, num_new_tokens
+            self.queue.num_taken = 0
+            blocks = allocate_slots(request, num_new_tokens, *args, **kwargs)
+            if blocks is not None and num_hit_tokens:
                 self.queue.found(num_hit_tokens // min(self._block_sizes))
-            self._asking = request, num_hit_tokens
-            return allocate_slots(request, *args, **kwargs)
+            return blocks
 
         def tiered_get_computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
             blocks, num_tokens, boundary = get_computed_blocks(request)
@@ -109,8 +121,9 @@ class SpillScheduler:
         """For the request that is being given blocks."""
         if self._asking is None:
             return Choice()
-        request, num_hit_tokens = self._asking
-        need = self._blocks_to_come(request, num_hit_tokens)
+        request, num_hit_tokens, num_new_tokens = self._asking
+        # Some of them it has been given already: blocks are taken group by group, and loaded ones before new ones.
+        need = max(1, self._blocks_to_come(request, num_hit_tokens, num_new_tokens) - self.queue.num_taken)
         moves = self.moves.offered_tokens(request.request_id) > 0
         return Choice(
             take_spilled=not moves and take_spilled(self._costs(request, need)),
@@ -118,20 +131,26 @@ class SpillScheduler:
         )
 
     def _should_move(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
-        if len(self._block_sizes) > 1 or not num_tokens:
+        if len(self._block_sizes) > 1 or not num_tokens or not self.moves.may_propose(request.request_id):
             return False  # groups would have to move together
         sources = self.moves.sources(blocks.blocks[0])
-        if not sources:
+        if not sources or self.finds_more(request, num_tokens):
             return False
-        num_spilled = sum(1 for block in sources if block.block_id >= self.geometry.num_resident)
-        costs = self._costs(request, self._blocks_to_come(request, 0))
-        return move_to_gpu(costs, num_spilled_hits=num_spilled, num_free_resident=self.queue.num_free_resident)
+        resident = [block for block in sources if block.block_id < self.geometry.num_resident]
+        costs = self._costs(request, self._blocks_to_come(request, 0, request.num_tokens))
+        return move_to_gpu(
+            costs,
+            num_spilled_hits=len(sources) - len(resident),
+            # Until it is copied, what moves within the GPU takes its place twice.
+            num_free_resident=self.queue.num_free_resident - sum(block.ref_cnt == 0 for block in resident),
+        )
 
-    def _blocks_to_come(self, request: Request, num_hit_tokens: int) -> int:
-        """Blocks for the tokens that are known and not computed yet."""
+    def _blocks_to_come(self, request: Request, num_hit_tokens: int, num_new_tokens: int) -> int:
+        """Blocks for the tokens that are known and not computed yet. A window's are given back as it moves on, but
+        not before the step."""
         tokens = max(0, request.num_tokens - request.num_computed_tokens - num_hit_tokens)
         return sum(
-            1 + min(tokens, window or tokens) // block_size
+            1 + (tokens if window is None else min(tokens, window + num_new_tokens)) // block_size
             for block_size, window in zip(self._block_sizes, self._windows, strict=True)
         )
 
@@ -158,6 +177,7 @@ class SpillScheduler:
         """Add the step's moves and its spilled blocks to its jobs."""
         jobs.moves = self.moves.take()
         self.stats.count("moved_blocks", len(jobs.moves))
+        self.queue.found(len(jobs.moves))
         jobs.spill = self._streamed(output)
 
     def _streamed(self, output: SchedulerOutput) -> SpillStep | None:
@@ -238,25 +258,25 @@ class SpillScheduler:
 
     # Sharing steps.
 
-    def spacing(self, running: Iterable[str]) -> tuple[set[str], int]:
-        """Requests of the last step that slow the others down, and every how many steps they may run."""
+    def spacing(self, running: Iterable[str]) -> Spacing:
+        """How the requests of the last step that slow the others down should keep their distance."""
         if not self._in_step:
-            return set(), 1
+            return Spacing()
         plain_step_s = self.speeds.plain_step_s or _PLAIN_STEP_S
         running = set(running)
         streaming_s = {name: self._streaming_s(self._spilled[name]) for name in running & self._spilled.keys()}
         heavy = heavy_requests(streaming_s, plain_step_s=plain_step_s, others_run=len(streaming_s) < len(running))
         slow = heavy & self._in_step
         if not slow:
-            return slow, 1
+            return Spacing()
         light_s = sum(seconds for name, seconds in streaming_s.items() if name in self._in_step - heavy)
+        # Of all of them, whether they run in the same steps or in different ones.
+        spilled_s = sum(streaming_s[name] for name in heavy)
         apart = steps_apart(
-            spilled_step_s=sum(streaming_s[name] for name in slow),
-            plain_step_s=plain_step_s + light_s,
-            share=self.share,
-            most=_MOST_STEPS_APART,
+            spilled_step_s=spilled_s, plain_step_s=plain_step_s + light_s, share=self.share, most=_MOST_STEPS_APART
         )
-        return slow, apart
+        # The steps between may be long ones, prefills, of which fewer make up for it.
+        return Spacing(slow, apart, spilled_s * (1 - self.share) / self.share)
 
     def _streaming_s(self, spilled: Spilled) -> float:
         return spilled.num_blocks * self._block_bytes / self.link_bytes_per_s
@@ -265,7 +285,7 @@ class SpillScheduler:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """What to tell the user about a request that was spilled."""
-        self.moves.cancel(request.request_id)
+        self.moves.finished(request.request_id)
         self._output_tokens += (request.num_output_tokens - self._output_tokens) / 16
         self._in_step.discard(request.request_id)
         spilled = self._spilled.pop(request.request_id, None)

@@ -37,6 +37,7 @@ class TieredQueue:
         self._resident = FreeKVCacheBlockQueue([b for b in blocks if b.block_id < num_resident])
         self._spilled = FreeKVCacheBlockQueue([b for b in blocks if b.block_id >= num_resident])
         self._choose = choose
+        self.num_taken = 0  # since whoever asks began to
         self._hits = 1.0
         self._evictions = 1.0
 
@@ -61,6 +62,7 @@ class TieredQueue:
             else:
                 block = self._spilled.popleft()
             taken.append(block)
+        self.num_taken += n
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:

@@ -3,6 +3,7 @@
 Set as vLLM's `--scheduler-cls`; with Overspill installed, that is done when `spill_bytes` is given.
 """
 
+import time
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,6 +17,7 @@ class Parking:
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
+        self._deadlines: dict[str, float] = {}
 
     def park(self, scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
         """Let those of this step that stream much sit out the next ones."""
@@ -24,28 +26,31 @@ class Parking:
         connector = scheduler.connector
         if not isinstance(connector, OverspillConnector) or connector.spill_scheduler is None:
             return
-        heavy, apart = connector.spill_scheduler.spacing(request.request_id for request in scheduler.running)
-        if apart == 1:
+        spacing = connector.spill_scheduler.spacing(request.request_id for request in scheduler.running)
+        if spacing.steps_apart == 1:
             return
-        for request_id in heavy.intersection(scheduler_output.num_scheduled_tokens):
+        for request_id in spacing.requests & scheduler_output.num_scheduled_tokens.keys():
             request = scheduler.requests[request_id]
             # Prefill computes more than it streams.
             if not request.is_prefill_chunk:
                 request.next_decode_eligible_step = max(
-                    request.next_decode_eligible_step, scheduler.current_step + apart
+                    request.next_decode_eligible_step, scheduler.current_step + spacing.steps_apart
                 )
                 self._requests[request_id] = request
+                self._deadlines[request_id] = time.monotonic() + spacing.seconds_apart
 
     def release(self, scheduler: Scheduler) -> None:
-        """Before a step: nobody waits who has nobody left to wait for, or who was preempted and starts anew."""
+        """Before a step: nobody waits who has nobody left to wait for, or has waited long enough, or was preempted and
+        starts anew."""
         if not self._requests:
             return
         nobody_else = all(request.request_id in self._requests for request in scheduler.running)
+        now = time.monotonic()
         for request_id, request in list(self._requests.items()):
-            if nobody_else or request.status != RequestStatus.RUNNING:
+            if nobody_else or request.status != RequestStatus.RUNNING or now >= self._deadlines[request_id]:
                 request.next_decode_eligible_step = 0
             if request.next_decode_eligible_step <= scheduler.current_step + 1:
-                del self._requests[request_id]
+                del self._requests[request_id], self._deadlines[request_id]
 
 
 class OverspillScheduler(Scheduler):
