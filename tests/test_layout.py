@@ -52,7 +52,7 @@ def test_one_layer_is_one_piece() -> None:
 
 
 def test_pages_of_different_sizes_at_one_place_are_refused() -> None:
-    with pytest.raises(OverspillError, match=r"different sizes \(256 and 512 bytes\).*cannot offload"):
+    with pytest.raises(OverspillError, match=r"different sizes \(256 and 512 bytes\).*cannot move"):
         block_regions(config(layer_outermost(NAMES[:2]), layer_outermost(NAMES[2:], page=2 * PAGE)))
 
 
