@@ -52,7 +52,7 @@ PLAIN_FILES = {
 }
 # The rest is small enough, or dull enough, to be read there.
 FOLDERS = ("src/overspill", "src/overspill/kv", "src/overspill/kv/spill")
-PACKAGES = ("src/overspill/hardware",)
+PACKAGES = ("src/overspill/hardware", "src/overspill/model", "src/overspill/plan")
 
 
 def files() -> str:

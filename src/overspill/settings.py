@@ -91,6 +91,7 @@ SETTINGS = (
     ),
     Setting("gpu_memory", _size, None, "GPU memory to keep to on a bigger card, weights included."),
     Setting("ram", _size, None, "RAM that may be used; without it, what is available less a reserve."),
+    Setting("kv_cache_dtype", _text, None, "What numbers KV is kept in: `auto` as the model's, `fp8` half of that."),
     Setting("link", _text, None, "Speed of the link to the GPU, instead of a measured one: `25GB/s`."),
     Setting("host", _text, "127.0.0.1", "Address to listen on."),
     Setting("port", _port, 8000, "Port to listen on."),

@@ -1,0 +1,92 @@
+"""What a planner knows of a model."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from overspill.model.caches import LayerCache
+
+
+class Source(StrEnum):
+    """Where a number comes from."""
+
+    MEASURED = "measured"
+    """Read from the headers of the weight files."""
+    DERIVED = "derived"
+    """Computed from config.json, for an architecture whose tensors are known one by one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Bytes that vLLM holds once the model is loaded, by where they are used.
+
+    Tensors are counted as they lie in the checkpoint. Only those of an unquantised one in another dtype than the
+    model is served in count as served: vLLM converts them while loading.
+    """
+
+    source: Source
+    layer_bytes: tuple[int, ...]
+    """Of each decoder layer, routed experts included."""
+    expert_bytes: tuple[int, ...]
+    """Of these, what routed experts take."""
+    embedding_bytes: int
+    lm_head_bytes: int
+    """0 where it is tied to the embedding."""
+    rest_bytes: int
+    """Final norm, vision tower, projector."""
+    unused_bytes: int
+    """In the checkpoint, but not loaded: a tied lm_head, layers for multi-token prediction. Not part of the total."""
+    checkpoint_bytes: int
+    """Of all tensors in the files."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.layer_bytes) + self.embedding_bytes + self.lm_head_bytes + self.rest_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """A model as vLLM would serve it; what its settings change is left to the functions that take them."""
+
+    name: str
+    folder: Path | None
+    """Where its files are, if on this machine."""
+    architecture: str
+    dtype: str
+    """What it is served in: --dtype, or with "auto" the config's, a float32 model in bfloat16."""
+    quantization: str | None
+    """vLLM's name: fp8, awq, gptq, mxfp4, modelopt_fp4 (NVFP4), bitsandbytes, compressed-tensors, ..."""
+    kv_cache_dtype: str
+    """What the checkpoint asks for under --kv-cache-dtype auto; "auto" is the model's dtype."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Of a dense MLP; of one expert where every layer routes."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    is_tied: bool
+    """Whether the embedding serves as lm_head."""
+    num_experts: int
+    """Routed experts per layer; 0 for a dense model."""
+    num_experts_per_tok: int
+    caches: tuple[LayerCache, ...]
+    weights: Weights
+
+
+def active_bytes(facts: ModelFacts, num_tokens: int = 1) -> int:
+    """Weight bytes that a step over `num_tokens` tokens is expected to read: all of a dense model's layers and lm_head.
+
+    Of routed experts only those that a token is sent to, taking every choice as equally likely.
+    """
+    weights = facts.weights
+    head = weights.embedding_bytes if facts.is_tied else weights.lm_head_bytes
+    experts = sum(weights.expert_bytes)
+    if facts.num_experts:
+        untouched = (1 - facts.num_experts_per_tok / facts.num_experts) ** num_tokens
+        touched = round(experts * (1 - untouched))
+    else:
+        touched = experts
+    return sum(weights.layer_bytes) - experts + touched + head

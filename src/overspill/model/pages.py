@@ -1,0 +1,143 @@
+"""One layer's share of one block, in bytes (mirrors vllm/v1/kv_cache_interface.py, the KVCacheSpec classes)."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from overspill.model.caches import Attention, Cache, LatentAttention, RecurrentState
+from overspill.model.errors import BadSettings
+from overspill.model.settings import KV_CACHE_DTYPE_BYTES, CacheSettings
+
+
+class Kind(StrEnum):
+    """vLLM's names (KVCacheSpecKind)."""
+
+    FULL = "full_attention"
+    MLA = "mla_attention"
+    SLIDING = "sliding_window"
+    CHUNKED = "chunked_local_attention"
+    MAMBA = "mamba"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """What a layer keeps in one block. Layers share a group only if their pages are equal."""
+
+    kind: Kind
+    block_size: int
+    """Tokens in a block."""
+    num_heads: int = 1
+    head_bytes: int = 0
+    """Of one token in one head, key and value together."""
+    state_bytes: int = 0
+    states_per_request: int = 0
+    window: int = 0
+    """Tokens a sliding window or a chunk spans."""
+    padded_bytes: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_heads * self.head_bytes
+
+    @property
+    def content_bytes(self) -> int:
+        return self.state_bytes if self.kind is Kind.MAMBA else self.block_size * self.token_bytes
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.padded_bytes or self.content_bytes
+
+    @property
+    def grows(self) -> bool:
+        """Whether a longer request always needs more of these."""
+        return self.kind in (Kind.FULL, Kind.MLA)
+
+    def blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """Most blocks one request of `max_model_len` tokens holds at a time (max_memory_usage_bytes / page)."""
+        match self.kind:
+            case Kind.MAMBA:
+                return self.states_per_request
+            case Kind.SLIDING:
+                # One more: a window need not begin where a block does.
+                return ceil_div(min(self.window - 1 + max_in_flight_tokens, max_model_len), self.block_size) + 1
+            case Kind.CHUNKED:
+                return ceil_div(min(self.window + max_in_flight_tokens, max_model_len), self.block_size)
+            case _:
+                return ceil_div(max_model_len, self.block_size)
+
+    def padded_to(self, size: int | None) -> "Page":
+        return self if size is None else replace(self, padded_bytes=size)
+
+    def as_full(self) -> "Page":
+        """Kept for all tokens although only some are attended to (vLLM's _promote_local_kv_cache_specs)."""
+        return replace(self, kind=Kind.FULL, window=0) if self.kind in (Kind.SLIDING, Kind.CHUNKED) else self
+
+
+def page_of(cache: Cache, settings: CacheSettings, *, dtype: str, kv_cache_dtype: str) -> Page:
+    """`dtype` is what the model runs in, `kv_cache_dtype` what is left when the checkpoint's own wish was heard."""
+    bytes_each = KV_CACHE_DTYPE_BYTES[dtype if kv_cache_dtype == "auto" else kv_cache_dtype]
+    match cache:
+        case Attention():
+            kind, window = Kind.FULL, 0
+            if cache.sliding_window is not None:
+                kind, window = Kind.SLIDING, cache.sliding_window
+            elif cache.attention_chunk_size is not None:
+                kind, window = Kind.CHUNKED, cache.attention_chunk_size
+            return Page(
+                kind=kind,
+                block_size=_window_block_size(settings) if kind is Kind.SLIDING else settings.block_size,
+                num_heads=_heads_per_rank(cache.num_kv_heads, settings.tensor_parallel_size),
+                head_bytes=2 * cache.head_size * bytes_each,
+                window=window,
+            )
+        case LatentAttention():
+            # Every rank holds the whole latent.
+            return Page(kind=Kind.MLA, block_size=settings.block_size, head_bytes=cache.head_size * bytes_each)
+        case RecurrentState():
+            return _state_page(cache, settings, dtype)
+
+
+def _heads_per_rank(num_kv_heads: int, tensor_parallel_size: int) -> int:
+    """Divided among the ranks; where there are fewer heads than ranks, each rank has a copy of one."""
+    fewer, more = sorted((num_kv_heads, tensor_parallel_size))
+    if more % fewer:
+        raise BadSettings(
+            f"tensor_parallel_size {tensor_parallel_size} neither divides the model's {num_kv_heads} KV heads nor is a "
+            "multiple of them; choose one that does"
+        )
+    return max(1, num_kv_heads // tensor_parallel_size)
+
+
+def _window_block_size(settings: CacheSettings) -> int:
+    # Layers with a window choose the largest block the kernel reads that is no larger than the others'
+    # (layers/attention/attention.py, _largest_kernel_block_within).
+    multiple = settings.kernel_block_multiple
+    return max(multiple, settings.block_size // multiple * multiple)
+
+
+def _state_page(state: RecurrentState, settings: CacheSettings, dtype: str) -> Page:
+    """Shapes as in vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator."""
+    ranks = settings.tensor_parallel_size
+    # A rank needs the groups of its heads, so groups that cannot be divided are copied.
+    groups = state.conv_groups if state.conv_groups % ranks == 0 else ranks
+    channels = state.conv_channels + groups * state.conv_group_channels
+    if channels % ranks or state.num_heads % ranks:
+        raise BadSettings(
+            f"tensor_parallel_size {ranks} does not divide the {channels} channels and {state.num_heads} heads of the "
+            "model's recurrent state; choose one that does"
+        )
+    conv_dtype = dtype if settings.mamba_cache_dtype == "auto" else settings.mamba_cache_dtype
+    wanted = state.state_dtype if settings.mamba_ssm_cache_dtype == "auto" else settings.mamba_ssm_cache_dtype
+    conv_bytes = channels // ranks * (state.conv_kernel - 1) * KV_CACHE_DTYPE_BYTES[conv_dtype]
+    head_bytes = state.head_state * KV_CACHE_DTYPE_BYTES[conv_dtype if wanted == "auto" else wanted]
+    # With prefix caching (mamba_cache_mode "align") the state before the current block is kept beside the current one.
+    states = 2 + state.keeps_checkpoint if settings.enable_prefix_caching else 1
+    return Page(
+        kind=Kind.MAMBA,
+        block_size=settings.block_size,
+        state_bytes=conv_bytes + state.num_heads // ranks * head_bytes,
+        states_per_request=states,
+    )
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

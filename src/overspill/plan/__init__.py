@@ -1,0 +1,1 @@
+"""The plan: what goes where, and how fast that is. Arithmetic only: no torch, no GPU, no network."""

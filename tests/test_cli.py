@@ -1,0 +1,89 @@
+"""The command line: examples in every help, exit codes, one sentence for every mistake."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def overspill(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
+    return subprocess.run(
+        [sys.executable, "-c", "from overspill.cli import main; main()", *arguments],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**clean, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["plan", "config"])
+def test_every_command_has_an_example_in_its_help(command: str) -> None:
+    answer = overspill(command, "--help")
+    assert answer.returncode == 0 and f"Example: overspill {command}" in answer.stdout
+
+
+def test_a_plan_for_a_model_on_disk(llama: Path) -> None:
+    answer = overspill("plan", str(llama), "--gpu", "24GiB", "--ram", "64GiB", "--max-model-len", "4k", "--json")
+    assert answer.returncode == 0, answer.stderr
+    told = json.loads(answer.stdout)
+    assert told["max_model_len"] == 4096 and told["spilled_kv_bytes"] == 0
+    weights = sum(path.stat().st_size for path in llama.glob("*.safetensors"))
+    assert 0 < told["weights_bytes"] <= weights
+    text = overspill("plan", str(llama), "--gpu", "24GiB", "--ram", "64GiB")
+    assert text.returncode == 0 and "everything on the GPU" in text.stdout and "assumed" in text.stdout
+
+
+def test_what_does_not_fit_exits_with_one(llama: Path) -> None:
+    answer = overspill("plan", str(llama), "--gpu", "1GiB", "--ram", "1GiB")
+    assert answer.returncode == 1 and "does not fit" in answer.stdout
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no such folder": (["plan", "/nonexistent/model", "--gpu", "24GiB"], "nonexistent"),
+    "not a size": (["plan", "{llama}", "--gpu", "24GiB", "--ram", "lots"], "--ram"),
+    "negative": (["plan", "{llama}", "--gpu", "24GiB", "--ram", "-1"], "--ram"),
+    "unknown card": (["plan", "{llama}", "--gpu", "rtx9999"], "rtx9999"),
+    "no tokens": (["plan", "{llama}", "--gpu", "24GiB", "--max-model-len", "0"], "not a number of tokens"),
+    "unknown KV dtype": (["plan", "{llama}", "--gpu", "24GiB", "--kv-cache-dtype", "fp7"], "fp7"),
+    "not a link": (["plan", "{llama}", "--gpu", "24GiB", "--link", "fast"], "--link"),
+    "no GPU here": (["plan", "{llama}"], "--gpu"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence_and_exit_code_two(llama: Path, name: str) -> None:
+    arguments, said = MISTAKES[name]
+    answer = overspill(*(argument.format(llama=llama) for argument in arguments), CUDA_VISIBLE_DEVICES="")
+    assert answer.returncode == 2, answer.stdout + answer.stderr
+    assert answer.stderr.startswith("error: ") and said in answer.stderr
+    assert "Traceback" not in answer.stderr and len(answer.stderr.strip().splitlines()) == 1
+
+
+def test_config_says_where_values_come_from(tmp_path: Path) -> None:
+    (tmp_path / "overspill").mkdir()
+    (tmp_path / "overspill/config.toml").write_text('gpu = "rtx4090"\n')
+    answer = overspill("config", "--json", XDG_CONFIG_HOME=str(tmp_path), OVERSPILL_PORT="9000")
+    told = json.loads(answer.stdout)
+    assert told["gpu"] == {"value": "rtx4090", "origin": "config.toml"}
+    assert told["port"] == {"value": 9000, "origin": "environment"}
+    assert told["host"]["origin"] == "default"
+    assert "OVERSPILL_PORT" in overspill("config", OVERSPILL_PORT="9000").stdout
+
+
+def test_the_commands_modules_do_not_load_the_engine() -> None:
+    """A plan should take a fraction of a second."""
+    loaded = "[m for m in ('torch', 'vllm') if m in sys.modules]"
+    code = f"import sys, overspill.cli, overspill.plan.machine; print({loaded})"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_every_flag_of_plan_is_documented_and_every_documented_one_exists() -> None:
+    page = (Path(__file__).parents[1] / "docs/plan.md").read_text()
+    flags = set(re.findall(r"--[a-z-]+", overspill("plan", "--help").stdout)) - {"--help"}
+    documented = set(re.findall(r"^\| `(--[a-z-]+)`", page, re.MULTILINE))
+    assert documented == flags
