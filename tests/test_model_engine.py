@@ -9,7 +9,8 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups, _pool_bytes_per_block
 
-from overspill.model import CacheSettings, Kind, KVGeometry, ModelFacts, Source, kv_geometry, read_folder
+from overspill.figures import Origin
+from overspill.model import CacheSettings, Kind, KVGeometry, ModelFacts, kv_geometry, read_folder
 from tests.engine import BLOCK, Engine, engine
 from tests.model_tensors import describe_config
 
@@ -133,7 +134,7 @@ def _memory_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_tiny_checkpoint_takes_what_was_computed(models: Models, name: str, arguments: dict[str, Any]) -> None:
     facts = read_folder(models(name), dtype=arguments.get("dtype", "float32"))
-    assert facts.weights.source is Source.MEASURED
+    assert facts.weights.source is Origin.MEASURED
     with run(models(name), **arguments) as running:
         assert_as_allocated(facts, running)
 

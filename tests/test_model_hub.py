@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+from overspill.figures import Origin
 from overspill.model import (
     AccessDenied,
     BadCheckpoint,
     BadConfig,
     HubUnreachable,
     ModelNotFound,
-    Source,
     hub,
     read_model,
 )
@@ -150,7 +150,7 @@ def environ(server: Hub, tmp_path: Path) -> dict[str, str]:
 def test_headers_are_read_and_weights_are_not(server: Hub, environ: dict[str, str]) -> None:
     facts = read_model(NAME, environ=environ)
     assert (facts.name, facts.folder) == (NAME, None)
-    assert facts.weights.source is Source.MEASURED
+    assert facts.weights.source is Origin.MEASURED
     assert facts.weights.total_bytes == sum(tensor.num_bytes for tensor in TENSORS) > 4 * 10**9
     assert sum(facts.weights.expert_bytes) == 3 * 128 * 3 * 2048 * 768 * 2
     assert server.bytes_sent < 2 * 10**6
@@ -187,7 +187,7 @@ def test_a_server_that_ignores_ranges_is_not_listened_to_for_long(server: Hub, e
 def test_without_weights_on_the_hub_they_are_derived(server: Hub, environ: dict[str, str]) -> None:
     server.files = {"config.json": server.files["config.json"]}
     facts = read_model(NAME, environ=environ)
-    assert facts.weights.source is Source.DERIVED
+    assert facts.weights.source is Origin.DERIVED
     assert facts.weights.total_bytes == sum(tensor.num_bytes for tensor in TENSORS)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from overspill.figures import Origin
 from overspill.model import (
     AccessDenied,
     BadCheckpoint,
@@ -18,7 +19,6 @@ from overspill.model import (
     HubUnreachable,
     ModelError,
     ModelNotFound,
-    Source,
     UnknownArchitecture,
     UnknownWeights,
     read_folder,
@@ -67,7 +67,7 @@ def test_a_folder_is_read(folder: Path) -> None:
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) == (32, 8, 128)
     assert (facts.vocab_size, facts.max_position_embeddings, facts.is_tied) == (128256, 131072, False)
     assert (facts.num_experts, facts.num_experts_per_tok) == (0, 0)
-    assert facts.weights.source is Source.MEASURED
+    assert facts.weights.source is Origin.MEASURED
     assert facts.weights.total_bytes == sum(tensor.num_bytes for tensor in TENSORS)
 
 
@@ -92,7 +92,7 @@ def test_without_weights_they_are_derived(folder: Path) -> None:
     for name in (*SHARDS, "model.safetensors.index.json"):
         (folder / name).unlink()
     derived = read_folder(folder)
-    assert derived.weights.source is Source.DERIVED
+    assert derived.weights.source is Origin.DERIVED
     assert derived.weights.total_bytes == measured.weights.total_bytes
 
 
@@ -349,7 +349,7 @@ def test_a_fetched_model_is_found_in_the_cache_without_a_network(cache: Path) ->
     for environ in variables(cache):
         facts = read_model("meta-llama/Llama-3.1-8B", environ={**environ, "HF_HUB_OFFLINE": "1"})
         assert facts.name == "meta-llama/Llama-3.1-8B"
-        assert facts.weights.source is Source.MEASURED
+        assert facts.weights.source is Origin.MEASURED
         assert facts.folder is not None
         assert facts.folder.name == COMMIT
 
@@ -363,7 +363,7 @@ def test_a_config_alone_in_the_cache_will_do_offline(cache: Path) -> None:
     for link in next(cache.glob("*/snapshots/*")).glob("*safetensors*"):
         link.unlink()
     facts = read_model("meta-llama/Llama-3.1-8B", environ={"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"})
-    assert facts.weights.source is Source.DERIVED
+    assert facts.weights.source is Origin.DERIVED
 
 
 @pytest.mark.parametrize(("name", "revision"), [("meta-llama/Llama-3.1-8B", "v2"), ("Qwen/Qwen3-8B", "main")])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from overspill.model import CacheSettings, Source, kv_geometry, read_folder
+from overspill.figures import Origin
+from overspill.model import CacheSettings, kv_geometry, read_folder
 from overspill.model.defaults import DEFAULTS
 from overspill.model.derived import SHAPES
 from tests.model_configs import PUBLISHED, SMALL
@@ -106,7 +107,7 @@ def test_derived_weights_are_the_parameters_that_vllm_makes(
     answers: dict[tuple[str, str], dict[str, Any]], name: str
 ) -> None:
     facts = describe_config(CONFIGS[name])
-    assert facts.weights.source is Source.DERIVED
+    assert facts.weights.source is Origin.DERIVED
     assert facts.weights.total_bytes == answers[name, "as is"]["weight_bytes"]
 
 
@@ -115,7 +116,7 @@ def test_measured_weights_are_the_parameters_that_vllm_makes(
     answers: dict[tuple[str, str], dict[str, Any]], models: Models, name: str
 ) -> None:
     facts = read_folder(models(name), dtype="float32")
-    assert facts.weights.source is Source.MEASURED
+    assert facts.weights.source is Origin.MEASURED
     assert facts.weights.total_bytes == answers[name, "tiny"]["weight_bytes"]
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from overspill.figures import Origin
 from overspill.kv.sizes import GiB
-from overspill.model import ModelFacts, Source, UnknownWeights, active_bytes, read_folder
+from overspill.model import ModelFacts, UnknownWeights, active_bytes, read_folder
 from overspill.model.config import Config
 from overspill.model.derived import SHAPES, derive_tensors
 from overspill.model.describe import describe
@@ -42,7 +43,7 @@ def derive(config: dict[str, Any], **changes: Any) -> ModelFacts:
 def test_derived_weights_are_those_of_the_published_checkpoint(config: dict[str, Any], expected: int) -> None:
     weights = derive(config).weights
     assert weights.total_bytes == weights.checkpoint_bytes == expected
-    assert weights.source is Source.DERIVED
+    assert weights.source is Origin.DERIVED
 
 
 def test_what_vllm_reports_after_loading_is_what_is_derived() -> None:
@@ -143,7 +144,7 @@ def test_every_derived_tensor_is_in_the_checkpoint_and_no_other(
     assert {tensor.name: tensor.shape for tensor in derived} == written
     (folder / "model.safetensors").unlink()
     assert read_folder(folder).weights.total_bytes == measured.weights.total_bytes
-    assert measured.weights.source is Source.MEASURED
+    assert measured.weights.source is Origin.MEASURED
 
 
 def test_every_formula_has_been_held_against_a_checkpoint() -> None:
@@ -168,7 +169,7 @@ def test_weights_are_sorted_by_where_they_are_used() -> None:
     }
     tensors = [Tensor(name=name, dtype="BF16", shape=shape) for name, shape in shapes.items()]
     weights = sort_weights(
-        tensors, num_layers=2, is_tied=False, is_quantized=False, dtype="bfloat16", source=Source.MEASURED
+        tensors, num_layers=2, is_tied=False, is_quantized=False, dtype="bfloat16", source=Origin.MEASURED
     )
     assert weights.embedding_bytes == 2 * 64 * 8
     assert weights.lm_head_bytes == 2 * 32 * 8

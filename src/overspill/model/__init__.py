@@ -12,7 +12,7 @@ from overspill.model.errors import (
     UnknownArchitecture,
     UnknownWeights,
 )
-from overspill.model.facts import ModelFacts, Source, Weights, active_bytes
+from overspill.model.facts import ModelFacts, Weights, active_bytes
 from overspill.model.folder import read_folder
 from overspill.model.groups import CacheGroup
 from overspill.model.kv import KVGeometry, kv_geometry
@@ -38,7 +38,6 @@ __all__ = [
     "ModelNotFound",
     "Page",
     "RecurrentState",
-    "Source",
     "UnknownArchitecture",
     "UnknownWeights",
     "Weights",

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from overspill.figures import Origin
 from overspill.model.architectures import head_dim, layer_caches, num_experts, num_kv_heads
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
 from overspill.model.errors import BadCheckpoint, BadConfig
-from overspill.model.facts import ModelFacts, Source
+from overspill.model.facts import ModelFacts
 from overspill.model.quantization import quantization_of
 from overspill.model.tensors import Tensor
 from overspill.model.weights import common_dtype, has_lm_head, sort_weights
@@ -31,7 +32,7 @@ def describe(
     served = served_dtype(written, dtype)
     is_tied = _is_tied(config, tensors)
     num_layers = config.integer("num_hidden_layers")
-    source = Source.DERIVED if tensors is None else Source.MEASURED
+    source = Origin.DERIVED if tensors is None else Origin.MEASURED
     if tensors is None:
         tensors = derive_tensors(config, dtype=written, is_tied=is_tied, quantization=quantization.method)
     weights = sort_weights(

@@ -1,19 +1,10 @@
 """What a planner knows of a model."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
+from overspill.figures import Origin
 from overspill.model.caches import LayerCache
-
-
-class Source(StrEnum):
-    """Where a number comes from."""
-
-    MEASURED = "measured"
-    """Read from the headers of the weight files."""
-    DERIVED = "derived"
-    """Computed from config.json, for an architecture whose tensors are known one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +15,9 @@ class Weights:
     model is served in count as served: vLLM converts them while loading.
     """
 
-    source: Source
+    source: Origin
+    """Measured: read from the headers of the weight files. Derived: computed from config.json, for an architecture
+    whose tensors are known one by one."""
     layer_bytes: tuple[int, ...]
     """Of each decoder layer, routed experts included."""
     expert_bytes: tuple[int, ...]

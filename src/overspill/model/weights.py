@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterable
 
-from overspill.model.facts import Source, Weights
+from overspill.figures import Origin
+from overspill.model.facts import Weights
 from overspill.model.tensors import Tensor
 
 # The language model's own prefixes; a vision tower's layers stand behind others (vision_tower.encoder.layers.0).
@@ -24,7 +25,7 @@ _KEPT = re.compile(r"(?:e_score_correction_bias|A_log)$")
 
 
 def sort_weights(
-    tensors: Iterable[Tensor], *, num_layers: int, is_tied: bool, is_quantized: bool, dtype: str, source: Source
+    tensors: Iterable[Tensor], *, num_layers: int, is_tied: bool, is_quantized: bool, dtype: str, source: Origin
 ) -> Weights:
     layers, experts = [0] * num_layers, [0] * num_layers
     embedding = lm_head = rest = unused = checkpoint = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from overspill.kv.spill.geometry import (
+    CUDA_GRANULARITY,
     block_step,
     least_spilled_blocks,
     most_spilled_blocks,
@@ -11,10 +12,6 @@ from overspill.kv.spill.geometry import (
     window_bytes,
 )
 from overspill.model.kv import KVGeometry
-
-MIB = 2**20
-# CUDA maps memory so many bytes at a time (spill/layers.py asks for the same).
-GRANULARITY = 2 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +37,7 @@ def split_kv(geometry: KVGeometry, max_model_len: int, available_bytes: int, *, 
     if not spill:
         return None
     page, regions = geometry.page_size_bytes, geometry.num_regions
-    spilled = least_spilled_blocks(need, available_bytes, page, regions, GRANULARITY)
+    spilled = least_spilled_blocks(need, available_bytes, page, regions, CUDA_GRANULARITY)
     return _split(geometry, spilled, available_bytes) if spilled else None
 
 
@@ -52,10 +49,10 @@ def longest_context(geometry: KVGeometry, available_bytes: int, spill_bytes: int
     page, regions, block_bytes = geometry.page_size_bytes, geometry.num_regions, geometry.bytes_per_block
     total = available_bytes
     if spill_bytes:
-        step = block_step(page, GRANULARITY)
+        step = block_step(page, CUDA_GRANULARITY)
         spilled = min(
             num_spilled_blocks(spill_bytes, block_bytes, step),
-            most_spilled_blocks(available_bytes, page, regions, GRANULARITY),
+            most_spilled_blocks(available_bytes, page, regions, CUDA_GRANULARITY),
         )
         split = _split(geometry, spilled, available_bytes)
         total = max(total, split.resident_bytes + split.spilled_bytes)
@@ -64,7 +61,7 @@ def longest_context(geometry: KVGeometry, available_bytes: int, spill_bytes: int
 
 def _split(geometry: KVGeometry, spilled: int, available_bytes: int) -> KvSplit:
     page, regions = geometry.page_size_bytes, geometry.num_regions
-    resident = num_resident_blocks(available_bytes, spilled, page, regions, GRANULARITY)
+    resident = num_resident_blocks(available_bytes, spilled, page, regions, CUDA_GRANULARITY)
     return KvSplit(
         resident_bytes=resident * geometry.bytes_per_block,
         window_bytes=window_bytes(spilled, page, regions),

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 
 NUM_HALVES = 2
+# CUDA maps memory so many bytes at a time.
+CUDA_GRANULARITY = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

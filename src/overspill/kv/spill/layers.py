@@ -10,18 +10,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 from overspill.kv.errors import OverspillError
 from overspill.kv.layout import block_regions
 from overspill.kv.options import Options
-from overspill.kv.sizes import MiB, format_size
+from overspill.kv.sizes import format_size
 from overspill.kv.spill import aliased_memory
-from overspill.kv.spill.geometry import Geometry, block_step, num_spilled_blocks
+from overspill.kv.spill.geometry import CUDA_GRANULARITY, Geometry, block_step, num_spilled_blocks
 from overspill.kv.spill.window import Layer
 
-_CUDA_GRANULARITY = 2 * MiB
 _LAYOUTS = ("LBNHC", "LBHNC")
 
 
 def granularity() -> int:
     """How finely memory is mapped. The scheduler has no GPU to ask; workers check that theirs is no coarser."""
-    return aliased_memory.GRANULARITY if current_platform.is_cpu() else _CUDA_GRANULARITY
+    return aliased_memory.GRANULARITY if current_platform.is_cpu() else CUDA_GRANULARITY
 
 
 def spill_geometry(options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:

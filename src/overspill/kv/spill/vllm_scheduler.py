@@ -67,15 +67,5 @@ class OverspillScheduler(Scheduler):
         self._parking.park(self, scheduler_output)
 
 
-class OverspillAsyncScheduler(AsyncScheduler):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._parking = Parking()
-
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._parking.release(self)
-        return super().schedule(*args, **kwargs)
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        self._parking.park(self, scheduler_output)
+class OverspillAsyncScheduler(OverspillScheduler, AsyncScheduler):
+    """The same around vLLM's asynchronous scheduler, which comes next in the order of inheritance."""
