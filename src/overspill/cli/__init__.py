@@ -1,0 +1,34 @@
+"""The `overspill` command. Handlers hold no logic: they read settings, call a function, and print."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from overspill.cli.configuration import config
+from overspill.cli.planning import plan
+from overspill.kv.errors import OverspillError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Makes a GPU behave as if it had the machine's RAM, on stock vLLM.",
+)
+app.command(epilog="Example: overspill plan Qwen/Qwen3-8B --max-model-len 128k --gpu rtx4090 --ram 64GiB")(plan)
+app.command(epilog="Example: overspill config --json")(config)
+
+
+@app.callback()
+def _commands() -> None:
+    """A command is always named, even while there is only one."""
+
+
+def main(run: Callable[[], Any] = app) -> None:
+    """0 if it went well, 1 if what was asked for cannot be, 2 for a mistake in how it was asked."""
+    try:
+        run()
+    except OverspillError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
