@@ -160,6 +160,10 @@ def run_all(arguments: argparse.Namespace, out: Path, result: Json) -> None:
                 say(f"{name}: {', '.join(group)} on {blocks} GPU blocks; {left:.0f} s of the budget left")
                 life = run_life(target, blocks, group, min(left, arguments.life_seconds), arguments)
                 entry["lives"].append(life)
+                # Of a run that this one resumes.
+                result["skipped"] = [
+                    one for one in result["skipped"] if (one["system"], one["workloads"]) != (name, group)
+                ]
                 # The first life also compiles, so it is a safe guess for the next ones.
                 slowest[blocks] = max(slowest.get(blocks, 0.0), life["seconds"])
                 summary.summarise(result)

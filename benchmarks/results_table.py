@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import record
+import spill_tables
+from cells import markdown, number, ranged
 from record import GIB, Json
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,31 +26,6 @@ MARKED = re.compile(
     r"(?P<head><!-- table:(?P<name>[\w-]+)(?: (?P<file>[^\s>]+))? -->\n).*?(?P<end><!-- /table -->)",
     re.DOTALL,
 )
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Significant digits without exponents; a dash where there is no number."""
-    if value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    text = f"{value:.{digits}g}"
-    return text if "e" not in text else f"{value:.0f}"
-
-
-def ranged(numbers: Json | None, scale: float = 1.0, digits: int = 3) -> str:
-    """`median (min–max)`: a number without its spread is half a number."""
-    if not numbers or numbers.get("median") is None:
-        return "–"
-    if numbers["min"] == numbers["max"]:
-        return f"{number(numbers['median'] * scale, digits)} (one run)"
-    median, low, high = (number(numbers[key] * scale, digits) for key in ("median", "min", "max"))
-    return f"{median} ({low}–{high})"
 
 
 def front_page(result: Json) -> str:
@@ -198,7 +176,9 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "offload-notes": ("offload", notes),
     "offload-hardware": ("offload", hardware),
     "startup": ("startup", startup),
+    "startup-notes": ("startup", notes),
     "scheduler-cost": ("scheduler-cost", scheduler_cost),
+    **{f"spill-{name}": ("spill", partial(spill_tables.part, name)) for name in spill_tables.PARTS},
 }
 
 

@@ -51,6 +51,7 @@ import record
 import spill_life
 import spill_plan
 import spill_summary
+import spill_tables
 from record import Json, say
 from spill_life import Life
 from spill_plan import LOAD_HELP, Load
@@ -273,7 +274,7 @@ def main() -> None:
     process.exit_on_sigterm()
     arguments = parse_arguments()
     if arguments.tables:
-        print(spill_summary.text(record.read(arguments.tables)), end="")
+        print(spill_tables.text(record.read(arguments.tables)), end="")
         return
     if arguments.skip_longest:
         arguments.lengths = sorted(arguments.lengths)[:-1]
@@ -286,7 +287,7 @@ def main() -> None:
     say("importing vLLM")
     spill_life.import_engine()
     run_all(arguments, out, result)
-    print(spill_summary.text(result), end="")
+    print(spill_tables.text(result), end="")
     say(f"written to {out}")
     if any(life["failed"] for life in result["lives"]):
         raise SystemExit("some measurements are not what they claim to be: see 'failed' above")

@@ -30,6 +30,8 @@ from systems import System, system
 
 SYSTEMS = ("none", "overspill-eager", "native", "simple-eager")
 POLL_SECONDS = 0.05
+# The first request of a server also compiles kernels.
+ANSWER_SECONDS = 60.0
 
 
 def serve_command(target: System, port: int, arguments: argparse.Namespace) -> list[str]:
@@ -101,19 +103,19 @@ class Server:
 
     def complete_one_token(self) -> bool:
         body = {"model": self.model(), "prompt": [100, 101, 102, 103], "max_tokens": 1, "detokenize": False}
-        return self.get("/v1/completions", body) is not None
+        return self.get("/v1/completions", body, timeout=ANSWER_SECONDS) is not None
 
     def model(self) -> str:
         listed = json.loads(self.get("/v1/models") or '{"data": [{"id": ""}]}')
         return str(listed["data"][0]["id"])
 
-    def get(self, path: str, body: Json | None = None) -> str | None:
+    def get(self, path: str, body: Json | None = None, timeout: float = 5.0) -> str | None:
         data = json.dumps(body).encode() if body is not None else None
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data=data, headers={"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 text: str = answer.read().decode()
                 return text
         except (urllib.error.URLError, OSError, TimeoutError):

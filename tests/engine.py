@@ -262,8 +262,8 @@ def assert_identical(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
         assert mine.logprobs == theirs.logprobs, f"answer {i}"
 
 
-def assert_same_but_for_ties(got: Sequence[Answer], expected: Sequence[Answer], *, rounding: float = 0.15) -> None:
-    """For requests computed in other pieces, in numbers of 16 bits: a logit near 8 then has steps of 1/16.
+def assert_same_but_for_ties(got: Sequence[Answer], expected: Sequence[Answer], *, rounding: float = 0.6) -> None:
+    """For requests computed in other pieces, in bf16: a logit near 40, as the tiny models have, has steps of 1/4.
 
     Where the two likeliest tokens are so close that rounding decides between them, what follows may differ.
     """

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import spill_phases
 import spill_plan
 import spill_summary
+import spill_tables
 from spill_plan import Load
 
 LINK = {"h2d_bytes_per_second": 50e9}
@@ -123,7 +124,7 @@ def test_a_table_says_what_failed_and_what_was_skipped() -> None:
         "lives": [spilling], "skipped": [{"life": "gpu", "why": "no time"}], "hardware": {"gpu": "H200", "cpu": ""},
         "versions": {"vllm": "0.32.0"},
     }  # fmt: skip
-    text = spill_summary.text(result)
+    text = spill_tables.text(result)
     assert "failed: spill (m, KV auto): long 131072 0: spilled_steps is 0" in text
     assert "skipped: spill (m, KV auto): sharing 131072: 3 s left" in text
     assert "skipped: gpu: no time" in text
