@@ -12,8 +12,9 @@ import pytest
 from overspill.figures import Origin
 from overspill.hardware.folders import cache_folder
 from overspill.hardware.machine import Machine, find_container, read_machine
-from overspill.hardware.numa import NumaNode, parse_cpulist, read_numa_nodes
+from overspill.hardware.numa import NumaNode, read_numa_nodes
 from overspill.kv.errors import OverspillError
+from overspill.kv.numa import parse_cpulist
 from overspill.kv.ram import available_ram
 from overspill.kv.sizes import GiB
 

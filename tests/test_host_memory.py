@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from overspill.kv import host_memory
+from overspill.kv import host_memory, mapping
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_memory import HostMemory, Mapping, num_host_slots, numa_cpus, slot_stride
+from overspill.kv.host_memory import HostMemory, num_host_slots, slot_stride
+from overspill.kv.mapping import Mapping
+from overspill.kv.numa import numa_cpus
 from overspill.kv.options import Options
 
 PAGE = 4096
@@ -55,7 +57,7 @@ def test_filling_pages_does_not_wipe_what_was_stored_meanwhile(monkeypatch: pyte
     """Kernels before 5.14 cannot fill pages by madvise; the pool is in use while it is being filled."""
     memory = HostMemory(4, PAGE)
     memory.slots[:] = 7
-    monkeypatch.setattr(host_memory, "_libc", SimpleNamespace(madvise=lambda *_: -1, munmap=host_memory._libc.munmap))
+    monkeypatch.setattr(mapping, "_libc", SimpleNamespace(madvise=lambda *_: -1, munmap=mapping._libc.munmap))
     memory.prepare(None)
     assert memory.wait_until_prepared(30)
     assert (memory.slots == 7).all()
@@ -63,11 +65,11 @@ def test_filling_pages_does_not_wipe_what_was_stored_meanwhile(monkeypatch: pyte
 
 
 def test_pages_are_really_taken() -> None:
-    mapping = Mapping(4 * 2**20)
+    memory = Mapping(4 * 2**20)
     before = _resident_bytes()
-    mapping.populate(0, mapping.num_bytes)
+    memory.populate(0, memory.num_bytes)
     assert _resident_bytes() - before >= 3 * 2**20
-    mapping.close()
+    memory.close()
 
 
 def _resident_bytes() -> int:

@@ -245,7 +245,7 @@ def test_requests_that_wait_do_not_count_as_found_again_and_again(llama: Path) -
         spills.add(prefix + random_prompt(3, 12 * BLOCK), 4)
         for _ in range(50):
             spills.step()
-        assert spills.spill.queue._hits < 12
+        assert spills.spill.placement.queue._hits < 12
         spills.run()
 
 

@@ -30,7 +30,7 @@ def slow_link(spills: Engine) -> None:
     geometry = spills.spill.geometry
     link = blocks * geometry.page_bytes * geometry.num_regions / 0.2
     # In place of the speeds that are measured while it runs.
-    spills.spill.speeds = Speeds(plain_step_s=0.01, stream_bytes_per_s=link, prefill_tokens_per_s=5000)
+    spills.spill.placement.speeds = Speeds(plain_step_s=0.01, stream_bytes_per_s=link, prefill_tokens_per_s=5000)
 
 
 def run(spills: Engine, *, long_first: bool) -> tuple[list[Answer], dict[str, list[int]]]:

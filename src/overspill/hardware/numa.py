@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from overspill.kv.numa import parse_cpulist
+
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
@@ -10,15 +12,6 @@ class NumaNode:
     total_bytes: int
     free_bytes: int
     cpus: frozenset[int]  # none where the node is memory only: CXL, or the memory of a GPU such as a GH200's
-
-
-def parse_cpulist(text: str) -> frozenset[int]:
-    """CPUs of a list in the kernel's form: "0-3,8"."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
 
 
 def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:

@@ -70,7 +70,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             if role == KVConnectorRole.SCHEDULER:
                 self.spill_scheduler = SpillScheduler(options, vllm_config, kv_cache_config, self._speeds)
                 if self._scheduler is not None:
-                    self.spill_scheduler.finds_more = self._scheduler.loads.finds_more
+                    self.spill_scheduler.placement.finds_more = self._scheduler.loads.finds_more
             else:
                 self.spill_worker = SpillWorker(options, vllm_config, kv_cache_config)
 
@@ -166,12 +166,13 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         if self.spill_scheduler is not None:
-            self.spill_scheduler.bind(kv_cache_manager)
+            self.spill_scheduler.placement.bind(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager.block_pool)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        moved = self.spill_scheduler.moves.offered_tokens(request.request_id) if self.spill_scheduler is not None else 0
+        spill = self.spill_scheduler
+        moved = spill.placement.moves.offered_tokens(request.request_id) if spill is not None else 0
         if self._scheduler is None:
             return moved, False
         if moved:
@@ -180,8 +181,9 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if self.spill_scheduler is not None and self.spill_scheduler.moves.offered_tokens(request.request_id):
-            self.spill_scheduler.moves.admit(request.request_id, blocks, num_external_tokens)
+        spill = self.spill_scheduler
+        if spill is not None and spill.placement.moves.offered_tokens(request.request_id):
+            spill.placement.moves.admit(request.request_id, blocks, num_external_tokens)
             num_external_tokens = 0  # for offload
         if self._scheduler is not None:
             self._scheduler.admit(request, blocks, num_external_tokens)

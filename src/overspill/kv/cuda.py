@@ -18,8 +18,9 @@ from vllm.logger import init_logger
 
 from overspill.kv.copies import Copier, Ids, Transfer
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_memory import HostMemory, Mapping, slot_stride
+from overspill.kv.host_memory import HostMemory, slot_stride
 from overspill.kv.layout import Region
+from overspill.kv.mapping import Mapping
 from overspill.kv.sizes import MiB
 from overspill.kv.timing import Mark
 

@@ -1,41 +1,28 @@
 """The pool's memory: mapped at once, filled with pages and registered for DMA piece by piece in the background."""
 
-import ctypes
-import errno
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 from vllm.logger import init_logger
 
-from overspill.kv.errors import OverspillError
+from overspill.kv.mapping import Mapping
+from overspill.kv.numa import numa_cpus
 from overspill.kv.options import Options
 from overspill.kv.sizes import MiB, format_size
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-_PROT_READ_WRITE, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x3, 0x02, 0x20, 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
 # Registering holds the driver's lock, so a piece must be short against a step; small enough to be quick, large
 # enough that a terabyte is not millions of calls.
 PIECE_BYTES = 256 * MiB
 # Taking pages keeps the process from mapping memory meanwhile, and it is starting up: a little at a time.
 _FILL_BYTES = 8 * MiB
 _FILL_THREADS = 4
-_HUGE_PAGE = 2 * MiB
 _PAGE = 4096
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Pinning(Protocol):
@@ -45,46 +32,6 @@ class Pinning(Protocol):
         """None, or why it was refused."""
 
     def unregister(self, address: int) -> None: ...
-
-
-class Mapping:
-    """Anonymous memory of our own: no /dev/shm, no rounding up to a power of two."""
-
-    def __init__(self, num_bytes: int, option: str = "host_bytes") -> None:
-        self.num_bytes = num_bytes
-        # Huge pages make filling and registering faster, and need an aligned start.
-        self._length = num_bytes + _HUGE_PAGE
-        raw = _libc.mmap(None, self._length, _PROT_READ_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
-        if raw is None or raw == _MAP_FAILED:
-            reason = os.strerror(ctypes.get_errno())
-            raise OverspillError(f"cannot map {format_size(num_bytes)} for {option}: {reason}; lower {option}")
-        self._raw = raw
-        self.address = -(-raw // _HUGE_PAGE) * _HUGE_PAGE
-        _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
-        # A forked child must not copy, or keep, the pool.
-        _libc.madvise(self.address, num_bytes, _MADV_DONTFORK)
-
-    def bytes(self) -> npt.NDArray[np.uint8]:
-        """The memory as an array; it must not outlive the mapping."""
-        buffer = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
-        return np.frombuffer(memoryview(buffer), dtype=np.uint8)
-
-    def populate(self, start: int, length: int) -> None:
-        """Take the pages now, in the calling thread, on its NUMA node.
-
-        Before Linux 5.14 this does nothing, and pages come when they are registered or first written: touching them
-        here would overwrite what was stored meanwhile.
-        """
-        if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
-            return
-        code = ctypes.get_errno()
-        if code != errno.EINVAL:
-            logger.warning_once("Overspill: RAM for the pool could not be taken in advance: %s", os.strerror(code))
-
-    def close(self) -> None:
-        if self._raw:
-            _libc.munmap(self._raw, self._length)
-            self._raw = 0
 
 
 class HostMemory:
@@ -218,22 +165,7 @@ def num_host_slots(options: Options, world_size: int, slot_bytes: int) -> int:
     return options.host_bytes_per_rank(world_size) // slot_stride(slot_bytes)
 
 
-def numa_cpus(node: int | None, sys: Path = Path("/sys")) -> set[int]:
-    """CPUs of a NUMA node; none where the machine has no such node."""
-    if node is None or node < 0:
-        return set()
-    try:
-        text = (sys / f"devices/system/node/node{node}/cpulist").read_text().strip()
-    except OSError:
-        return set()
-    cpus: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def _run_on(cpus: set[int]) -> None:
+def _run_on(cpus: frozenset[int]) -> None:
     """Pages are taken from the node of the CPU that touches them first."""
     allowed = cpus & os.sched_getaffinity(0)
     if allowed:

@@ -1,0 +1,140 @@
+"""Where blocks are placed: which tier a request is given, and which cached prefix moves from RAM to the GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from overspill.kv.speeds import Speeds
+from overspill.kv.spill.geometry import Geometry
+from overspill.kv.spill.moves import Moves
+from overspill.kv.spill.policy import TierCosts, move_to_gpu, take_spilled
+from overspill.kv.spill.tiers import Choice, TieredQueue
+
+# Until they are measured: a PCIe 4.0 link, and an 8B model on a small card.
+LINK_BYTES_PER_S = 25e9
+_PREFILL_TOKENS_PER_S = 5000.0
+# An 8B model's decode step on an H200: 5.0 ms with FULL graphs, 11.4 ms with piecewise ones.
+_STEP_OVERHEAD_S = 0.006
+# How many tokens a request is expected to give, until some have ended.
+_OUTPUT_TOKENS = 256.0
+
+
+class Placement:
+    """Stands between vLLM's cache manager and its block pool, and knows for whom blocks are taken."""
+
+    def __init__(
+        self, geometry: Geometry, kv_cache_config: KVCacheConfig, speeds: Speeds, is_spilled: Callable[[str], bool]
+    ) -> None:
+        self.geometry = geometry
+        self.speeds = speeds
+        self.is_spilled = is_spilled
+        groups = kv_cache_config.kv_cache_groups
+        self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
+        self.moves = Moves(self.block_sizes[0], geometry.num_resident)
+        self._queue: TieredQueue | None = None
+        # Who is being given blocks, how many tokens it found cached, and how many it computes in the step.
+        self._asking: tuple[Request, int, int] | None = None
+        self._output_tokens = _OUTPUT_TOKENS
+        # Whether offload could load more of a request than so many tokens: a move would keep it from that.
+        self.finds_more: Callable[[Request, int], bool] = lambda request, num_tokens: False
+
+    @property
+    def queue(self) -> TieredQueue:
+        assert self._queue is not None, "the block pool is not bound yet"
+        return self._queue
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        return self.speeds.stream_bytes_per_s or LINK_BYTES_PER_S
+
+    @property
+    def block_bytes(self) -> int:
+        return self.geometry.num_regions * self.geometry.page_bytes
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Hand out resident blocks first, and know for whom."""
+        pool: BlockPool = manager.block_pool
+        free = pool.free_block_queue.get_all_free_blocks()
+        self._queue = TieredQueue(free, self.geometry.num_resident, self._choose_tiers)
+        pool.free_block_queue = self._queue
+        self.moves.bind(pool)
+        allocate_slots, get_computed_blocks = manager.allocate_slots, manager.get_computed_blocks
+
+        def tiered_allocate_slots(request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            num_hit_tokens = kwargs.get("num_new_computed_tokens", 0)
+            self._asking = request, num_hit_tokens, num_new_tokens
+            self.queue.num_taken = 0
+            blocks = allocate_slots(request, num_new_tokens, *args, **kwargs)
+            if blocks is not None and num_hit_tokens:
+                self.queue.found(num_hit_tokens // min(self.block_sizes))
+            return blocks
+
+        def tiered_get_computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
+            blocks, num_tokens, boundary = get_computed_blocks(request)
+            if self._should_move(request, blocks, num_tokens):
+                num_tokens = self.moves.propose(request.request_id, blocks.blocks[0])
+                kept = blocks.blocks[0][: num_tokens // self.block_sizes[0]]
+                blocks = manager.create_kv_cache_blocks((list(kept),))
+            return blocks, num_tokens, boundary
+
+        manager.allocate_slots = tiered_allocate_slots
+        manager.get_computed_blocks = tiered_get_computed_blocks
+
+    def finished(self, request: Request) -> None:
+        self.moves.finished(request.request_id)
+        self._output_tokens += (request.num_output_tokens - self._output_tokens) / 16
+
+    def _choose_tiers(self) -> Choice:
+        """For the request that is being given blocks."""
+        if self._asking is None:
+            return Choice()
+        request, num_hit_tokens, num_new_tokens = self._asking
+        # Some of them it has been given already: blocks are taken group by group, and loaded ones before new ones.
+        need = max(1, self._blocks_to_come(request, num_hit_tokens, num_new_tokens) - self.queue.num_taken)
+        moves = self.moves.offered_tokens(request.request_id) > 0
+        return Choice(
+            take_spilled=not moves and take_spilled(self._costs(request, need)),
+            num_spilled_first=max(0, need - self.queue.num_free_resident),
+        )
+
+    def _should_move(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
+        if len(self.block_sizes) > 1 or not num_tokens or not self.moves.may_propose(request.request_id):
+            return False  # groups would have to move together
+        sources = self.moves.sources(blocks.blocks[0])
+        if not sources or self.finds_more(request, num_tokens):
+            return False
+        resident = [block for block in sources if block.block_id < self.geometry.num_resident]
+        costs = self._costs(request, self._blocks_to_come(request, 0, request.num_tokens))
+        return move_to_gpu(
+            costs,
+            num_spilled_hits=len(sources) - len(resident),
+            # Until it is copied, what moves within the GPU takes its place twice.
+            num_free_resident=self.queue.num_free_resident - sum(block.ref_cnt == 0 for block in resident),
+        )
+
+    def _blocks_to_come(self, request: Request, num_hit_tokens: int, num_new_tokens: int) -> int:
+        """Blocks for the tokens that are known and not computed yet. A window's are given back as it moves on, but
+        not before the step."""
+        tokens = max(0, request.num_tokens - request.num_computed_tokens - num_hit_tokens)
+        return sum(
+            1 + (tokens if window is None else min(tokens, window + num_new_tokens)) // block_size
+            for block_size, window in zip(self.block_sizes, self._windows, strict=True)
+        )
+
+    def _costs(self, request: Request, num_blocks: int) -> TierCosts:
+        remaining = request.max_tokens - request.num_output_tokens
+        return TierCosts(
+            block_bytes=self.block_bytes,
+            block_size=min(self.block_sizes),
+            num_blocks=num_blocks,
+            step_overhead_s=0.0 if self.is_spilled(request.request_id) else _STEP_OVERHEAD_S,
+            link_bytes_per_s=self.link_bytes_per_s,
+            prefill_tokens_per_s=self.speeds.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
+            expected_steps=min(remaining, self._output_tokens),
+            reuse_probability=self.queue.reuse_probability,
+        )
