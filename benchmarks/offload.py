@@ -70,12 +70,7 @@ def load_result(arguments: argparse.Namespace, out: Path) -> Json:
             "skipped": [],
             "resumed": [],
         }
-    result = record.read(out)
-    for key in ("hardware", "versions"):
-        if result[key] != header[key]:
-            say(f"warning: {key} differ from those of the run that is resumed")
-    result["resumed"].append({key: header[key] for key in ("started", "command", "versions", "hardware", "settings")})
-    return result
+    return record.resumed(out, header)
 
 
 def measure_link() -> Json | None:
@@ -101,34 +96,14 @@ def run_life(target: System, blocks: int, workloads: list[str], seconds: float, 
         max_model_len=arguments.max_model_len, load_format=arguments.load_format, dtype=arguments.dtype,
         enforce_eager=arguments.enforce_eager,
     )  # fmt: skip
-    began = time.monotonic()
-    child = process.Forked(partial(engine_life.run, life), log)
-    error = None
-    try:
-        code = child.wait(timeout=seconds)
-        error = f"exit code {code}" if code else None
-    except subprocess.TimeoutExpired:
-        error = f"killed after {seconds:.0f} s"
-    except SystemExit:
-        # This process was asked to end; what the life has measured is kept all the same.
-        error = "stopped"
-    left = process.stop(child)
-    outcome = read_report(Path(life.report))
-    outcome |= {"gpu_blocks": blocks, "seconds": time.monotonic() - began, "error": error}
-    if left:
-        outcome["processes_left"] = left
-    if error:
-        outcome["log_tail"] = process.tail(log)
-        say(f"{target.name}: {error}; last lines of {log}:")
-        print("\n".join(outcome["log_tail"][-15:]), flush=True)
-    return outcome
+    ended = process.run_to_end(target.name, partial(engine_life.run, life), log, seconds)
+    return read_report(Path(life.report)) | {"gpu_blocks": blocks} | ended
 
 
 def read_report(path: Path) -> Json:
     life: Json = {"at": record.now(), "workloads": {}, "notes": []}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        said = json.loads(line)
-        match said.pop("event"):
+    for event, said in record.events(path):
+        match event:
             case "started":
                 life |= said
             case "repeat":
@@ -169,7 +144,7 @@ def run_all(arguments: argparse.Namespace, out: Path, result: Json) -> None:
                 summary.summarise(result)
                 record.write(out, result)
                 say_life(name, entry)
-                if life["error"] == "stopped":
+                if life["error"] == process.STOPPED:
                     raise SystemExit(143)
 
 

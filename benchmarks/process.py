@@ -11,6 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+# The error of a life that ended because the script was asked to.
+STOPPED = "stopped"
 
 
 def start(command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -56,6 +60,29 @@ def _run_in_group(run: Callable[[], None], log: Path) -> None:
     for stream in (1, 2):
         os.dup2(sink, stream)
     run()
+
+
+def run_to_end(name: str, work: Callable[[], None], log: Path, seconds: float) -> dict[str, Any]:
+    """One engine life from start to end, whatever becomes of it: how long it took, and what went wrong if anything."""
+    began = time.monotonic()
+    child = Forked(work, log)
+    error = None
+    try:
+        code = child.wait(timeout=seconds)
+        error = f"exit code {code}" if code else None
+    except subprocess.TimeoutExpired:
+        error = f"killed after {seconds:.0f} s"
+    except SystemExit:
+        # This process was asked to end; what the life has measured is kept all the same.
+        error = STOPPED
+    left = stop(child)
+    outcome: dict[str, Any] = {"seconds": time.monotonic() - began, "error": error}
+    if left:
+        outcome["processes_left"] = left
+    if error:
+        outcome["log_tail"] = tail(log)
+        print(f"{name}: {error}; last lines of {log}:", *outcome["log_tail"][-15:], sep="\n", flush=True)
+    return outcome
 
 
 def exit_on_sigterm() -> None:

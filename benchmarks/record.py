@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,23 @@ def default_path(benchmark: str) -> Path:
 def read(path: Path) -> Json:
     result: Json = json.loads(path.read_text())
     return result
+
+
+def resumed(path: Path, header: Json) -> Json:
+    """A result that is added to: who did so, where and with what is listed in it."""
+    result = read(path)
+    for key in ("hardware", "versions"):
+        if result[key] != header[key]:
+            say(f"warning: {key} differ from those of the run that is resumed")
+    result["resumed"].append({key: header[key] for key in ("started", "command", "versions", "hardware", "settings")})
+    return result
+
+
+def events(path: Path) -> Iterator[tuple[str, Json]]:
+    """What an engine life reported, line by line; nothing if it did not come so far."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        said: Json = json.loads(line)
+        yield said.pop("event"), said
 
 
 def write(path: Path, result: Json) -> None:

@@ -128,35 +128,16 @@ def run_life(name: str, seconds: float, arguments: argparse.Namespace) -> Json:
     log = folder / f"{stem}.log"
     # Beside the log: should even this process be killed, the file of the life that ran is still there.
     life = make_life(name, folder / f"{stem}.jsonl", seconds, arguments)
-    began = time.monotonic()
-    child = process.Forked(partial(spill_life.run, life), log)
-    error = None
-    try:
-        code = child.wait(timeout=seconds)
-        error = f"exit code {code}" if code else None
-    except subprocess.TimeoutExpired:
-        error = f"killed after {seconds:.0f} s"
-    except SystemExit:
-        # This process was asked to end; what the life has measured is kept all the same.
-        error = "stopped"
-    left = process.stop(child)
-    outcome = {
+    ended = process.run_to_end(name, partial(spill_life.run, life), log, seconds)
+    return {
         "name": name,
         "model": arguments.model.name,
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "at": record.now(),
-        "seconds": time.monotonic() - began,
-        "error": error,
         "settings": life_settings(life),
+        **ended,
         **read_report(Path(life.report)),
     }
-    if left:
-        outcome["processes_left"] = left
-    if error:
-        outcome["log_tail"] = process.tail(log)
-        say(f"{name}: {error}; last lines of {log}:")
-        print("\n".join(outcome["log_tail"][-15:]), flush=True)
-    return outcome
 
 
 def life_settings(life: Life) -> Json:
@@ -167,9 +148,8 @@ def life_settings(life: Life) -> Json:
 
 def read_report(path: Path) -> Json:
     life: Json = {"phases": {}, "failed": [], "notes": []}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        said = json.loads(line)
-        match said.pop("event"):
+    for event, said in record.events(path):
+        match event:
             case "started":
                 life |= said
             case "repeat":
@@ -187,12 +167,7 @@ def load_result(arguments: argparse.Namespace, out: Path) -> Json:
     header = record.header("spill", {k: v for k, v in settings.items() if k not in ("out", "logs", "tables")})
     if not (arguments.resume and out.exists()):
         return header | {"lives": [], "skipped": [], "resumed": []}
-    result = record.read(out)
-    for key in ("hardware", "versions"):
-        if result[key] != header[key]:
-            say(f"warning: {key} differ from those of the run that is resumed")
-    result["resumed"].append({key: header[key] for key in ("started", "command", "versions", "hardware", "settings")})
-    return result
+    return record.resumed(out, header)
 
 
 def run_all(arguments: argparse.Namespace, out: Path, result: Json) -> None:
@@ -212,7 +187,7 @@ def run_all(arguments: argparse.Namespace, out: Path, result: Json) -> None:
         result["summary"] = spill_summary.summarise(result)
         record.write(out, result)
         say(f"{name}: {life['seconds']:.0f} s; measured {', '.join(life['phases']) or 'nothing'}")
-        if life["error"] == "stopped":
+        if life["error"] == process.STOPPED:
             raise SystemExit(143)
 
 
