@@ -14,9 +14,11 @@ import pytest
 from overspill.kv.spill.geometry import Geometry
 from overspill.kv.spill.steps import GroupStep, Runs, Span, SpillStep, group_step
 from overspill.kv.spill.window import Access, Layer, Window, plan_accesses
-from tests import simulated_window
+from tests import simulated_requests, simulated_window
 from tests.simulated_copies import Violation
-from tests.simulated_window import Part, Scheduler, SimulatedStreams, simulate
+from tests.simulated_requests import Part, Scheduler
+from tests.simulated_streams import SimulatedStreams
+from tests.simulated_window import simulate
 
 Patch = pytest.MonkeyPatch
 
@@ -102,7 +104,7 @@ def changed_steps(change: Callable[[GroupStep], GroupStep]) -> Callable[[Patch],
             step = group_step(spans, **sizes)
             return step and change(step)
 
-        patch.setattr(simulated_window, "group_step", changed)
+        patch.setattr(simulated_requests, "group_step", changed)
 
     return plant
 
@@ -115,7 +117,7 @@ def no_regard_for_writers(patch: Patch) -> None:
         alone = [found for span in spans if (found := group_step([span], **sizes)) is not None]
         return step and replace(step, reads=union(found.reads for found in alone))
 
-    patch.setattr(simulated_window, "group_step", each_alone)
+    patch.setattr(simulated_requests, "group_step", each_alone)
 
 
 def union(parts: Iterable[Runs]) -> Runs:
@@ -128,7 +130,7 @@ def changed_certainty(certain: Callable[[Span], int]) -> Callable[[Patch], None]
         def changed(spans: Sequence[Span], **sizes: int) -> GroupStep | None:
             return group_step([replace(span, certain=certain(span)) for span in spans], **sizes)
 
-        patch.setattr(simulated_window, "group_step", changed)
+        patch.setattr(simulated_requests, "group_step", changed)
 
     return plant
 
