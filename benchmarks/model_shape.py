@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,14 @@ def llama_3_1_8b(**changes: Any) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="shape-")) / "llama-3.1-8b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_3_1_8B | changes))
+    return folder
+
+
+def tiny() -> Path:
+    """Made by another process: this one forks engines, and torch's threads do not survive a fork."""
+    folder = Path(tempfile.mkdtemp(prefix="shape-")) / "tiny-llama"
+    code = "import sys, pathlib, overspill.tiny as t; t.make_llama(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return folder
 
 

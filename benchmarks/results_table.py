@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import prediction
 import record
 import spill_tables
 from cells import markdown, number, ranged
@@ -178,6 +179,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "startup": ("startup", startup),
     "startup-notes": ("startup", notes),
     "scheduler-cost": ("scheduler-cost", scheduler_cost),
+    "prediction": ("prediction", prediction.table),
     **{f"spill-{name}": ("spill", partial(spill_tables.part, name)) for name in spill_tables.PARTS},
 }
 

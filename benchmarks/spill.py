@@ -35,9 +35,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import fields
@@ -191,19 +188,11 @@ def run_all(arguments: argparse.Namespace, out: Path, result: Json) -> None:
             raise SystemExit(143)
 
 
-def tiny_model() -> Path:
-    """Made by another process: this one forks engines, and torch's threads do not survive a fork."""
-    folder = Path(tempfile.mkdtemp(prefix="shape-")) / "tiny-llama"
-    code = "import sys, pathlib, overspill.tiny as t; t.make_llama(pathlib.Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return folder
-
-
 def model_folder(given: str | None) -> Path:
     if given is None:
         return model_shape.llama_3_1_8b()
     if given == "tiny":
-        return tiny_model()
+        return model_shape.tiny()
     folder = Path(given).resolve()
     if not (folder / "config.json").is_file():
         raise SystemExit(f"--model {given}: there is no config.json")

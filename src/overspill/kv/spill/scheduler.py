@@ -58,8 +58,12 @@ class SpillScheduler:
         self._at_risk = drafts_at_risk(vllm_config)
         self._spilled: dict[str, Spilled] = {}
         self._in_step: set[str] = set()  # spilled requests of the step planned last
-        self.placement = Placement(self.geometry, kv_cache_config, speeds, lambda name: name in self._spilled)
+        self.placement = Placement(self.geometry, kv_cache_config, speeds, self.is_spilled)
         self._shown: tuple[int, int] | None = None
+
+    def is_spilled(self, request_id: str) -> bool:
+        """Whether a request that runs was given blocks in RAM."""
+        return request_id in self._spilled
 
     # Steps.
 
