@@ -38,8 +38,45 @@ def test_a_plan_for_a_model_on_disk(llama: Path) -> None:
 
 
 def test_what_does_not_fit_exits_with_one(llama: Path) -> None:
-    answer = overspill("plan", str(llama), "--gpu", "1GiB", "--ram", "1GiB")
+    small = ("plan", str(llama), "--gpu", "1GiB", "--ram", "1GiB")
+    answer = overspill(*small)
     assert answer.returncode == 1 and "does not fit" in answer.stdout
+    for part in ("need: ", "have: 1 GiB of GPU memory and 1 GiB of RAM", "Smallest card", "--gpu ",
+                 "process and --offload-ram need 3 GiB of RAM"):  # fmt: skip
+        assert part in answer.stdout
+    assert json.loads(overspill(*small, "--json").stdout)["fits"] is False
+
+
+def test_what_is_forced_goes_on_with_a_warning(llama: Path) -> None:
+    tight = ("plan", str(llama), "--gpu", "2GiB", "--ram", "1GiB", "--max-num-batched-tokens", "2048")
+    assert overspill(*tight).returncode == 1, "not even the engine's own process fits in 1 GiB"
+    answer = overspill(*tight, "--force")
+    assert answer.returncode == 0 and "warning: it does not fit" in answer.stdout
+    told = json.loads(overspill(*tight, "--json", OVERSPILL_FORCE="true").stdout)
+    assert told["forced"] and not told["fits"] and told["vllm_args"]
+
+
+def test_a_plan_for_vllms_cpu_platform(llama: Path) -> None:
+    """8 MiB play the GPU's memory; 4,096 tokens of a tiny model do not fit in it."""
+    answer = overspill(
+        "plan", str(llama), "--device", "cpu", "--gpu-memory", "8MiB", "--ram", "8GiB", "--offload-ram", "0",
+        "--dtype", "float32", "--max-model-len", "4k", "--max-num-seqs", "8", "--enforce-eager", "--json",
+    )  # fmt: skip
+    told = json.loads(answer.stdout)
+    assert (told["device"], told["gpu"], told["fits"]) == ("cpu", "CPU", True)
+    arguments = told["vllm_args"]
+    assert "--gpu-memory-utilization" not in arguments and "--enforce-eager" in arguments
+    tables = 2 * 4 * 8 * 32
+    expected = told["resident_kv_bytes"] + told["window_bytes"] + tables
+    assert arguments[arguments.index("--kv-cache-memory-bytes") + 1] == str(expected)
+    assert arguments[arguments.index("--dtype") + 1] == "float32"
+    assert arguments[arguments.index("--max-num-seqs") + 1] == "8"
+    assert told["spilled_kv_bytes"] > 0 == told["offload_bytes"]
+
+
+def test_cards_are_listed_when_asked_for(llama: Path) -> None:
+    answer = overspill("plan", str(llama), "--gpu", "24GiB", "--ram", "64GiB", "--cards")
+    assert answer.returncode == 0 and re.search(r"rtx4090 +23\.5 GiB   on the GPU alone", answer.stdout)
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
@@ -50,14 +87,26 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no tokens": (["plan", "{llama}", "--gpu", "24GiB", "--max-model-len", "0"], "not a number of tokens"),
     "unknown KV dtype": (["plan", "{llama}", "--gpu", "24GiB", "--kv-cache-dtype", "fp7"], "fp7"),
     "not a link": (["plan", "{llama}", "--gpu", "24GiB", "--link", "fast"], "--link"),
-    "no GPU here": (["plan", "{llama}"], "--gpu"),
+    "no GPU here": (["plan", "{llama}", "--device", "cuda"], "--gpu"),
+    "no such device": (["plan", "{llama}", "--device", "tpu"], "--device: 'tpu' is none of auto, cuda, cpu"),
+    "a GPU for the CPU": (["plan", "{llama}", "--device", "cpu", "--gpu", "24GiB"], "leave one of them out"),
+    "more than the card": (["plan", "{llama}", "--gpu", "24GiB", "--gpu-memory", "48GiB"], "has 24 GiB; give at most"),
+    "more than all RAM": (["plan", "{llama}", "--device", "cpu", "--gpu-memory", "900TiB"], "of RAM is available"),
+    "unknown dtype": (["plan", "{llama}", "--gpu", "24GiB", "--dtype", "int8"], "--dtype: 'int8' is none of"),
+    "no requests": (["plan", "{llama}", "--gpu", "24GiB", "--max-num-seqs", "0"], "--max-num-seqs: '0' is not"),
+    "no chunk": (["plan", "{llama}", "--gpu", "24GiB", "--max-num-batched-tokens", "x"], "--max-num-batched-tokens"),
+    "no pool": (["plan", "{llama}", "--gpu", "24GiB", "--offload-ram", "much"], "--offload-ram: 'much' is not a size"),
+    "misspelt variable": (["plan", "{llama}", "--gpu", "24GiB"], "did you mean OVERSPILL_RAM?"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence_and_exit_code_two(llama: Path, name: str) -> None:
     arguments, said = MISTAKES[name]
-    answer = overspill(*(argument.format(llama=llama) for argument in arguments), CUDA_VISIBLE_DEVICES="")
+    environment = {"OVERSPILL_RAMS": "1GiB"} if name == "misspelt variable" else {}
+    answer = overspill(
+        *(argument.format(llama=llama) for argument in arguments), CUDA_VISIBLE_DEVICES="", **environment
+    )
     assert answer.returncode == 2, answer.stdout + answer.stderr
     assert answer.stderr.startswith("error: ") and said in answer.stderr
     assert "Traceback" not in answer.stderr and len(answer.stderr.strip().splitlines()) == 1

@@ -1,6 +1,7 @@
 """Plans for models and machines that people have: what fits, what goes to RAM, what is recommended."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,25 +10,28 @@ from overspill.figures import Origin
 from overspill.hardware import parse_gpu, parse_ram
 from overspill.kv.options import Options
 from overspill.model.config import Config
+from overspill.model.derived import derive_tensors
 from overspill.model.describe import describe
 from overspill.model.facts import ModelFacts
+from overspill.model.tensors import Tensor
 from overspill.plan.arguments import vllm_args
-from overspill.plan.planner import Plan, Wishes, make_plan
+from overspill.plan.card_fits import smallest_card
+from overspill.plan.planner import Plan, make_plan
+from overspill.plan.profiles import Profile
+from overspill.plan.refusal import refusal
 from overspill.plan.report import plan_as_json
+from overspill.plan.setup import nothing_measured
 from overspill.plan.text import plan_as_text
+from overspill.plan.wishes import Wishes
+from tests import model_configs as models
 
 GIB = 2**30
-
-# Shapes from the models' config.json.
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False, "dtype": "bfloat16",
-}  # fmt: skip
-OLMO_7B = {
-    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
-    "max_position_embeddings": 4096, "tie_word_embeddings": False, "dtype": "bfloat16",
+LLAMA_8B = models.llama_3_1_8b()
+OLMO_7B = models.olmo_2_7b()
+QWEN_30B = models.qwen3_coder_30b_a3b()
+QWEN_4B = {
+    **models.qwen3_8b(), "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -35,8 +39,32 @@ def model(config: dict[str, Any]) -> ModelFacts:
     return describe(Config(config, where="config.json"), None, name="model")
 
 
+def plan_of(facts: ModelFacts, gpu: str, ram: str, max_model_len: int, *, profiles: Any = None, **wishes: Any) -> Plan:
+    asked = Wishes(max_model_len=max_model_len, **wishes)
+    return make_plan(facts, parse_gpu(gpu), parse_ram(ram), asked, profiles=profiles or nothing_measured)
+
+
 def plan(config: dict[str, Any], gpu: str, ram: str, max_model_len: int, **wishes: Any) -> Plan:
-    return make_plan(model(config), parse_gpu(gpu), parse_ram(ram), Wishes(max_model_len=max_model_len, **wishes))
+    return plan_of(model(config), gpu, ram, max_model_len, **wishes)
+
+
+def awq(config: dict[str, Any]) -> ModelFacts:
+    """Linear layers in four bits, in groups of 128, as AutoAWQ writes them; routers and the rest stay as they are."""
+    tensors = []
+    written = Config(config, where="config.json")
+    for tensor in derive_tensors(written, dtype="bfloat16", is_tied=False, quantization=None):
+        name = tensor.name.removesuffix(".weight")
+        if not re.search(r"layers\..*_proj$", name):
+            tensors.append(tensor)
+            continue
+        out, inner = tensor.shape
+        tensors += [
+            Tensor(name=f"{name}.qweight", dtype="I32", shape=(inner, out // 8)),
+            Tensor(name=f"{name}.qzeros", dtype="I32", shape=(inner // 128, out // 8)),
+            Tensor(name=f"{name}.scales", dtype="F16", shape=(inner // 128, out)),
+        ]
+    quantised = {**config, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    return describe(Config(quantised, where="config.json"), tensors, name="model")
 
 
 def test_what_fits_stays_on_the_gpu() -> None:
@@ -54,7 +82,7 @@ def test_a_context_beyond_the_gpu_spills() -> None:
     spilled = next(way for way in made.ways if way.name == "KV spilled to RAM")
     assert spilled.kv.resident_bytes + spilled.kv.spilled_bytes >= 131072 * 131072
     assert spilled.kv.window_bytes == spilled.kv.spilled_bytes // 16, "two of 32 layers"
-    total = made.facts.weights.total_bytes + spilled.kv.gpu_bytes + spilled.overheads.total.value
+    total = made.facts.weights.total_bytes + spilled.kv.device_bytes + spilled.overheads.total.value
     assert total <= made.usable_gpu_bytes.value
     assert made.longest_context == 131072
     assert made.recommended is spilled, "weights in RAM would slow short requests as well"
@@ -94,8 +122,8 @@ def test_speeds_from_a_table_are_called_assumed() -> None:
 
 def test_a_budget_on_a_bigger_card_is_kept() -> None:
     made = plan(LLAMA_8B, "h200", "128GiB", 131072, gpu_memory_bytes=24 * GIB)
-    assert made.usable_gpu_bytes.value <= 24 * GIB
-    assert made.gpu_memory_utilization == pytest.approx(24 / 139.8, abs=0.005)
+    assert made.usable_gpu_bytes.value + made.budget.context_bytes.value < 24 * GIB
+    assert made.gpu_memory_utilization == pytest.approx((24 - 0.70) / 139.9, abs=0.0005)
     assert made.recommended is not None and made.recommended.num_mechanisms
 
 
@@ -103,8 +131,159 @@ def test_more_ram_never_makes_a_plan_slower() -> None:
     speeds = []
     for ram in ("8GiB", "16GiB", "32GiB", "64GiB", "128GiB"):
         made = plan(LLAMA_8B, "24GiB", ram, 100_000)
-        speeds.append(max((way.decode_tokens_per_s.value for way in made.ways if way.is_exact), default=0.0))
+        speeds.append(max((1 / way.request_s for way in made.ways if way.is_exact), default=0.0))
     assert speeds == sorted(speeds) and speeds[-1] > 0
+
+
+# Cases that users brought.
+
+
+def test_thirty_billion_parameters_in_four_bits_on_24_gb() -> None:
+    """Qwen3-Coder-30B-A3B in AWQ with 128 GB of RAM: weights fit, and a context of 131,072 tokens, 12 GiB, does not."""
+    facts = awq(QWEN_30B)
+    assert 15 * GIB < facts.weights.total_bytes < 17 * GIB
+    short = plan_of(facts, "24GB", "128GB", 32768).recommended
+    assert short is not None and short.name == "everything on the GPU"
+    long = plan_of(facts, "24GB", "128GB", 131072).recommended
+    assert long is not None and long.name == "KV spilled to RAM" and long.weights.ram_bytes == 0
+    assert long.geometry.kv_bytes_per_token == 96 * 1024
+    assert plan_of(facts, "24GB", "128GB", 262144).longest_context == 262144
+
+
+def test_four_billion_parameters_on_16_gb_need_nothing() -> None:
+    made = plan(QWEN_4B, "16GB", "32GB", 32768, offload_ram_bytes=0)
+    assert made.recommended is not None and made.recommended.ram_bytes == 0
+    assert made.recommended.name == "everything on the GPU" and "--kv-transfer-config" not in vllm_args(
+        made, made.recommended
+    )
+
+
+def test_experts_in_ram_are_read_where_they_lie() -> None:
+    """Prefetching would move all 128 of a layer's experts for the 8 that a token meets."""
+    made = plan(QWEN_30B, "48GiB", "128GiB", 32768)
+    best = made.recommended
+    assert best is not None and best.weights.is_uva
+    prefetched = next(way for way in made.ways if way.name == "weights in RAM")
+    assert best.decode_tokens_per_s.value > 4 * prefetched.decode_tokens_per_s.value
+    arguments = vllm_args(made, best)
+    assert arguments[arguments.index("--offload-backend") + 1] == "uva"
+    assert float(arguments[arguments.index("--cpu-offload-gb") + 1]) * GIB <= best.weights.ram_bytes
+
+
+def test_reads_in_ram_are_not_named_where_prefetching_wins() -> None:
+    made = plan(LLAMA_8B, "16GiB", "64GiB", 16384)
+    assert any(way.weights.ram_bytes for way in made.ways)
+    for way in made.ways:
+        rivals = [w for w in made.ways if w.weights.ram_bytes and not w.weights.is_uva and w.is_exact == way.is_exact]
+        if way.weights.is_uva and rivals:
+            assert way.request_s < max(rival.request_s for rival in rivals)
+
+
+# The other way round.
+
+
+def test_the_least_ram_is_enough_and_no_less_is() -> None:
+    made = plan(LLAMA_8B, "24GiB", "4GiB", 131072)
+    least = made.least_ram_bytes
+    assert least is not None and 10 * GIB < least < 16 * GIB
+    facts = model(LLAMA_8B)
+
+    def exact(ram: int) -> bool:
+        found = make_plan(facts, parse_gpu("24GiB"), parse_ram(f"{ram}B"), Wishes(max_model_len=131072))
+        return any(way.is_exact for way in found.ways)
+
+    assert exact(least) and not exact(least - 1)
+
+
+def test_what_fits_needs_only_the_engines_own_ram() -> None:
+    assert plan(LLAMA_8B, "24GiB", "64GiB", 8192).least_ram_bytes == 3 * GIB
+
+
+def test_no_ram_is_enough_for_a_gpu_without_room_for_a_window() -> None:
+    made = plan(LLAMA_8B, "2GiB", "128GiB", 131072)
+    assert made.least_ram_bytes is None and made.recommended is None and made.longest_context == 0
+    assert "No amount of RAM" in refusal(made) and "smaller or a quantised model" in refusal(made)
+
+
+def test_cards_are_told_when_nothing_fits() -> None:
+    made = plan(LLAMA_8B, "24GiB", "8GiB", 131072)
+    alone, with_ram = (smallest_card(made.cards, alone=alone) for alone in (True, False))
+    assert alone is not None and with_ram is not None
+    assert alone.key == "a100-40gb", "16 GiB of KV and 15 of weights"
+    assert with_ram.total_bytes < alone.total_bytes
+    for card, ways in ((alone, "everything on the GPU"), (with_ram, "KV spilled to RAM")):
+        recommended = plan(LLAMA_8B, card.key, "8GiB", 131072).recommended
+        assert recommended is not None and recommended.name == ways
+    assert plan(LLAMA_8B, "24GiB", "64GiB", 8192).cards == ()
+    assert len(plan(LLAMA_8B, "24GiB", "64GiB", 8192, cards=True).cards) > 20
+
+
+def test_a_refusal_says_need_have_and_what_would_work() -> None:
+    made = plan(LLAMA_8B, "24GiB", "8GiB", 131072, kv_cache_dtype="auto")
+    said = refusal(made)
+    assert "\n" not in said and made.recommended is None
+    for part in ("131072 tokens", "32.4 GiB of GPU memory", "24 GiB of GPU memory and 8 GiB of RAM", "--ram 14GiB",
+                 f"--max-model-len {made.longest_context}", "--gpu a100-40gb"):  # fmt: skip
+        assert part in said
+
+
+def test_what_is_forced_is_the_nearest_way() -> None:
+    made = plan(LLAMA_8B, "24GiB", "8GiB", 131072, kv_cache_dtype="auto", force=True)
+    assert made.recommended is None and made.chosen is made.forced is not None
+    assert made.forced.kv.spilled_bytes + 3 * GIB == made.least_ram_bytes
+    assert "warning: it does not fit" in plan_as_text(made) and plan_as_json(made)["forced"] is True
+    assert plan(LLAMA_8B, "24GiB", "128GiB", 131072, force=True).forced is None
+
+
+def test_a_context_beyond_the_models_own_is_warned_of() -> None:
+    made = plan(OLMO_7B, "h200", "128GiB", 8192)
+    assert made.recommended is not None and "--max-model-len 4096" in made.warnings[0]
+
+
+# What a run has measured.
+
+
+def test_what_was_measured_takes_the_place_of_what_is_assumed() -> None:
+    seen = Profile(non_torch_bytes=GIB, activation_bytes=2 * GIB, graph_bytes=GIB // 2, context_bytes=GIB)
+    made = plan(LLAMA_8B, "24GiB", "64GiB", 8192, profiles=lambda chunk, dtype: seen if chunk == 8192 else None,
+                max_num_batched_tokens=8192)  # fmt: skip
+    way = made.recommended
+    assert way is not None and way.overheads.activation_bytes.origin is Origin.MEASURED
+    assert way.overheads.total.value == int(3.5 * GIB) and made.budget.context_bytes.value == GIB
+    assert "measured, on an earlier run" in plan_as_text(made)
+    assumed = plan(LLAMA_8B, "24GiB", "64GiB", 8192, max_num_batched_tokens=8192).recommended
+    assert assumed is not None and assumed.kv.resident_bytes > way.kv.resident_bytes
+
+
+# Wishes.
+
+
+def test_ram_for_idle_kv_is_what_was_asked_for() -> None:
+    for asked in (0, 5 * GIB):
+        way = plan(LLAMA_8B, "24GiB", "128GiB", 131072, offload_ram_bytes=asked).recommended
+        assert way is not None and way.offload_bytes == asked
+    made = plan(LLAMA_8B, "24GiB", "20GiB", 131072, offload_ram_bytes=10 * GIB)
+    assert not any(way.is_exact and way.kv.spilled_bytes for way in made.ways), "RAM is needed for both"
+    assert made.least_ram_bytes is not None and made.least_ram_bytes > 20 * GIB
+
+
+def test_smaller_batches_leave_more_for_kv() -> None:
+    def resident(**wishes: Any) -> int:
+        way = plan(LLAMA_8B, "24GiB", "64GiB", 8192, **wishes).recommended
+        assert way is not None
+        return way.kv.resident_bytes
+
+    assert resident(max_num_batched_tokens=2048) > resident(max_num_batched_tokens=8192)
+    assert resident(enforce_eager=True, max_num_batched_tokens=2048) > resident(max_num_batched_tokens=2048)
+    assert resident(max_num_seqs=16) > resident(max_num_seqs=256)
+
+
+def test_requests_that_fit_at_once() -> None:
+    way = plan(LLAMA_8B, "24GiB", "128GiB", 131072).recommended
+    assert way is not None and way.requests_at_once(131072) == 1
+    blocks = (way.kv.resident_bytes + way.kv.spilled_bytes) // (16 * 131072) - 1
+    assert way.requests_at_once(8192) == blocks // 512
+    assert 1 < way.short_requests <= 64 and way.short_tokens_per_s.value > 5 * way.decode_tokens_per_s.value
 
 
 # In vLLM's words, as JSON, as text.
@@ -115,13 +294,21 @@ def test_the_flags_are_those_that_vllm_takes() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    for config, gpu, length in ((LLAMA_8B, "24GiB", 131072), (OLMO_7B, "16GiB", 4096), (LLAMA_8B, "h200", 4096)):
+    for config, gpu, length in (
+        (LLAMA_8B, "24GiB", 131072),
+        (OLMO_7B, "16GiB", 4096),
+        (LLAMA_8B, "h200", 4096),
+        (QWEN_30B, "48GiB", 4096),
+    ):
         made = plan(config, gpu, "128GiB", length)
         for way in made.ways:
             parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
             parsed = parser.parse_args(["--model", "m", *vllm_args(made, way)])
             assert parsed.max_model_len == length
             assert parsed.offload_group_size == way.weights.group_size
+            assert parsed.cpu_offload_gb == (way.weights.cpu_offload_gb if way.weights.is_uva else 0)
+            assert parsed.gpu_memory_utilization == made.gpu_memory_utilization
+            assert parsed.max_num_seqs == 64 and parsed.enforce_eager is False
             if way.ram_bytes - way.weights.ram_bytes:
                 assert parsed.kv_transfer_config is not None
                 options = Options.parse(parsed.kv_transfer_config.kv_connector_extra_config)
@@ -135,6 +322,9 @@ def test_the_json_has_bytes_as_integers() -> None:
     assert told["weights_bytes"] == 16_060_522_496
     for name in ("weights_in_ram_bytes", "resident_kv_bytes", "window_bytes", "spilled_kv_bytes", "offload_bytes"):
         assert isinstance(told[name], int)
+    assert told["context_bytes"]["value"] > 0 and told["least_ram_bytes"] > 10 * GIB and told["concurrency"] == {
+        "131072": 1, "8192": 16,
+    }  # fmt: skip
     assert told["vllm_args"][:2] == ["--max-model-len", "131072"] and told["decode_tokens_per_s"] > 0
 
 
@@ -143,4 +333,7 @@ def test_the_text_says_where_numbers_come_from() -> None:
     assert "KV spilled" in text and "window" in text and "assumed" in text and "* KV spilled to RAM" in text
     assert max(len(line) for line in text.splitlines()) < 120
     nothing = plan_as_text(plan(LLAMA_8B, "8GiB", "4GiB", 131072))
-    assert "does not fit" in nothing
+    assert "does not fit" in nothing and "need: " in nothing and "have: 8 GiB of GPU memory" in nothing
+    assert "CUDA context" in text
+    cards = plan_as_text(plan(LLAMA_8B, "24GiB", "128GiB", 131072, cards=True))
+    assert re.search(r"h200 +140 GiB   on the GPU alone", cards) and re.search(r"rtx4090 .* with this RAM", cards)

@@ -61,6 +61,13 @@ def test_lengths_as_people_write_them(text: object, tokens: int) -> None:
         ("port", "65536", "ports are 1 to 65535"),
         ("port", "http", "ports are 1 to 65535"),
         ("force", "maybe", "write true or false"),
+        ("enforce_eager", "2", "write true or false"),
+        ("device", "gpu", "is none of auto, cuda, cpu"),
+        ("dtype", "fp8", "is none of auto, bfloat16"),
+        ("max_num_seqs", "0", "write for example 64"),
+        ("max_num_seqs", "-4", "write for example 64"),
+        ("max_num_batched_tokens", "0", "not a number of tokens"),
+        ("offload_ram", "-1GiB", "is not a size"),
         ("host", "", "without being empty"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import parse_size
+from overspill.plan.wishes import MAX_NUM_SEQS
 
 
 class SettingsError(OverspillError):
@@ -45,6 +46,21 @@ def _length(text: object) -> int:
     if not digits.isdigit() or int(digits) == 0:
         raise OverspillError(f"{text!r} is not a number of tokens; write for example 131072 or 128k")
     return int(digits) * factor
+
+
+def _count(text: object) -> int:
+    if isinstance(text, bool) or not str(text).isdigit() or int(str(text)) == 0:
+        raise OverspillError(f"{text!r} is not a number from 1 on; write for example 64")
+    return int(str(text))
+
+
+def _one_of(*choices: str) -> Callable[[object], str]:
+    def parse(text: object) -> str:
+        if text not in choices:
+            raise OverspillError(f"{text!r} is none of {', '.join(choices)}; use one of these")
+        return str(text)
+
+    return parse
 
 
 def _port(text: object) -> int:
@@ -87,16 +103,34 @@ class Setting:
 SETTINGS = (
     Setting("max_model_len", _length, None, "The longest context to serve, in tokens; `128k` is 131,072."),
     Setting(
+        "device", _one_of("auto", "cuda", "cpu"), "auto",
+        "What to plan for: `cuda`, `cpu` (vLLM's CPU build, with a part of RAM as GPU memory), or `auto`.",
+    ),
+    Setting(
         "gpu", _text, None, "Plan for this card, or this much GPU memory, instead of the one here: `rtx4090`, `24GiB`."
     ),
-    Setting("gpu_memory", _size, None, "GPU memory to keep to on a bigger card, weights included."),
+    Setting(
+        "gpu_memory", _size, None,
+        "GPU memory to keep to on a bigger card, weights and CUDA's context included; on a CPU, the RAM in its place.",
+    ),
     Setting("ram", _size, None, "RAM that may be used; without it, what is available less a reserve."),
-    Setting("kv_cache_dtype", _text, None, "What numbers KV is kept in: `auto` as the model's, `fp8` half of that."),
+    Setting("offload_ram", _size, None, "Of this, RAM for idle KV; without it, what is left. 0 keeps none."),
     Setting("link", _text, None, "Speed of the link to the GPU, instead of a measured one: `25GB/s`."),
+    Setting(
+        "dtype", _one_of("auto", "bfloat16", "float16", "float32", "half", "float"), "auto",
+        "What numbers the model computes in; `auto` as its config says.",
+    ),
+    Setting("kv_cache_dtype", _text, None, "What numbers KV is kept in: `auto` as the model's, `fp8` half of that."),
+    Setting("max_num_seqs", _count, MAX_NUM_SEQS, "Requests that may run at once."),
+    Setting(
+        "max_num_batched_tokens", _length, None,
+        "Tokens that one step computes, so the length of a prompt's chunks; without it, the plan chooses.",
+    ),
+    Setting("enforce_eager", _flag, False, "Run without CUDA graphs: less memory, slower steps."),
     Setting("host", _text, "127.0.0.1", "Address to listen on."),
     Setting("port", _port, 8000, "Port to listen on."),
     Setting("force", _flag, False, "Go on although the plan says that it does not fit."),
-)
+)  # fmt: skip
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 

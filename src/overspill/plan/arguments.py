@@ -2,28 +2,29 @@
 
 import json
 
-from overspill.plan.planner import Plan, Way
-from overspill.plan.weights import PREFETCH_STEP
+from overspill.plan.planner import Plan
+from overspill.plan.ways import Way
+from overspill.plan.weights import PREFETCH_STEP, WeightOffload
+
+# With these set, vLLM would not do what the flags say: its CPU platform takes the first for --kv-cache-memory-bytes.
+CONTRADICTING_VARIABLES = ("VLLM_CPU_KVCACHE_SPACE",)
 
 
 def vllm_args(plan: Plan, way: Way) -> list[str]:
     """The flags that make vLLM do it; a list, for no shell to read."""
     arguments = [
         "--max-model-len", str(plan.max_model_len),
-        "--gpu-memory-utilization", f"{plan.gpu_memory_utilization:.3f}",
+        *_memory(plan, way),
         "--max-num-batched-tokens", str(way.max_num_batched_tokens),
         "--max-num-seqs", str(plan.max_num_seqs),
     ]  # fmt: skip
+    if plan.wishes.dtype != "auto":
+        arguments += ["--dtype", plan.wishes.dtype]
     if way.kv_cache_dtype != "auto":
         arguments += ["--kv-cache-dtype", way.kv_cache_dtype]
-    if way.weights.ram_bytes:
-        # Named: with the backend left to vLLM, a size for the other offloader would be ignored in silence.
-        arguments += [
-            "--offload-backend", "prefetch",
-            "--offload-group-size", str(way.weights.group_size),
-            "--offload-num-in-group", str(way.weights.num_in_group),
-            "--offload-prefetch-step", str(PREFETCH_STEP),
-        ]  # fmt: skip
+    if plan.wishes.enforce_eager:
+        arguments += ["--enforce-eager"]
+    arguments += _weights(way.weights)
     if transfer := kv_transfer_config(way):
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
     return arguments
@@ -36,3 +37,23 @@ def kv_transfer_config(way: Way) -> dict[str, object] | None:
     if not given:
         return None
     return {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": given}
+
+
+def _memory(plan: Plan, way: Way) -> list[str]:
+    if plan.gpu_memory_utilization is None:
+        return ["--kv-cache-memory-bytes", str(way.kv.device_bytes)]
+    return ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:.4f}"]
+
+
+def _weights(weights: WeightOffload) -> list[str]:
+    # The backend is named: were it left to vLLM, a size for the other offloader would be ignored in silence.
+    if not weights.ram_bytes:
+        return []
+    if weights.is_uva:
+        return ["--offload-backend", "uva", "--cpu-offload-gb", f"{weights.cpu_offload_gb:.4f}"]
+    return [
+        "--offload-backend", "prefetch",
+        "--offload-group-size", str(weights.group_size),
+        "--offload-num-in-group", str(weights.num_in_group),
+        "--offload-prefetch-step", str(PREFETCH_STEP),
+    ]  # fmt: skip

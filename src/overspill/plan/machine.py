@@ -1,31 +1,143 @@
 """A plan for a named model on this machine, or on one that is stated: the effects around the arithmetic."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from overspill.figures import Known, derived
-from overspill.hardware import detect, with_stated
+from overspill.figures import Known, assumed, derived
+from overspill.hardware import Gpu, Hardware, detect, with_stated
+from overspill.hardware.link import same_both_ways
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import GiB, format_size
+from overspill.model.facts import ModelFacts
 from overspill.model.read import read_model
-from overspill.plan.planner import GIB, Plan, Wishes, make_plan
+from overspill.plan.installed import installed_vllm
+from overspill.plan.planner import Plan, make_plan
+from overspill.plan.platform import CPU, CUDA, LATENT_BLOCK_SIZE_WITH_AMX, Platform
+from overspill.plan.profiles import Profile, fingerprint, recall
+from overspill.plan.setup import Profiles
+from overspill.plan.wishes import MAX_NUM_SEQS, Wishes
 
 # Left to the rest of the machine where the RAM to use is not given.
-_RESERVE_BYTES = 4 * GIB
+_RESERVE_BYTES = 4 * GiB
+# Of the RAM that is available, what plays the GPU's memory on a machine without one.
+_STAND_IN_SHARE = 4
+# Two channels of DDR4, and what a copy between two places in them reaches. No CPU's speed is known here.
+_RAM_BYTES_PER_S, _COPY_BYTES_PER_S, _CPU_FLOPS = 40 * 10**9, 15 * 10**9, 10**12
 
 
-def plan_for(model: str, settings: Mapping[str, Any]) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a plan is for, and the RAM beside it."""
+
+    gpu: Gpu
+    platform: Platform
+    ram_bytes: Known[int]
+
+
+def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False) -> Plan:
     """`settings` are the values of `overspill.settings`, by name."""
-    facts = read_model(model)
-    ram = settings.get("ram")
-    hardware = with_stated(
-        detect(), gpu=settings.get("gpu"), ram=None if ram is None else f"{ram}B", link=settings.get("link")
-    )
-    available = hardware.machine.ram_available_bytes
+    dtype = settings.get("dtype") or "auto"
+    facts = read_model(model, dtype=dtype)
     wishes = Wishes(
         max_model_len=settings.get("max_model_len"),
-        gpu_memory_bytes=settings.get("gpu_memory"),
+        dtype=dtype,
         kv_cache_dtype=settings.get("kv_cache_dtype"),
+        gpu_memory_bytes=settings.get("gpu_memory"),
+        max_num_batched_tokens=settings.get("max_num_batched_tokens"),
+        max_num_seqs=settings.get("max_num_seqs") or MAX_NUM_SEQS,
+        enforce_eager=bool(settings.get("enforce_eager")),
+        offload_ram_bytes=settings.get("offload_ram"),
+        force=bool(settings.get("force")),
+        cards=cards,
     )
-    return make_plan(facts, hardware.first_gpu(), available if ram is not None else _less_reserve(available), wishes)
+    device = find_device(settings)
+    profiles = _measured_profiles(facts, device.gpu, wishes)
+    return make_plan(facts, device.gpu, device.ram_bytes, wishes, platform=device.platform, profiles=profiles)
+
+
+def find_device(settings: Mapping[str, Any]) -> Device:
+    """The GPU that is stated or found; vLLM's CPU platform if asked for, or where there is neither a GPU nor a vLLM
+    that could use one."""
+    found = detect()
+    ram = settings.get("ram")
+    hardware = with_stated(
+        found, gpu=settings.get("gpu"), ram=None if ram is None else f"{ram}B", link=settings.get("link")
+    )
+    vllm = installed_vllm()
+    wanted = settings.get("device") or "auto"
+    if wanted == "cpu" and settings.get("gpu") is not None:
+        raise OverspillError(
+            "--device cpu plans for a machine without a GPU, and --gpu states one; leave one of them out"
+        )
+    if wanted == "cpu" or (wanted == "auto" and not hardware.gpus and vllm is not None and vllm.is_cpu):
+        return _cpu(found, hardware, settings.get("gpu_memory"), is_stated=ram is not None)
+    available = hardware.machine.ram_available_bytes
+    return Device(hardware.first_gpu(), CUDA, available if ram is not None else _less_reserve(available))
+
+
+def _cpu(found: Hardware, hardware: Hardware, gpu_memory: int | None, *, is_stated: bool) -> Device:
+    """A part of RAM plays the GPU's memory: weights and resident KV lie in it, and the rest spills."""
+    available = found.machine.ram_available_bytes
+    if gpu_memory is None:
+        total = derived(
+            available.value // _STAND_IN_SHARE, available, note="a quarter of the RAM; --gpu-memory sets it"
+        )
+    elif gpu_memory > available.value:
+        raise OverspillError(
+            f"--gpu-memory is {format_size(gpu_memory)}, and {format_size(available.value)} of RAM is available to "
+            "play the GPU's memory; give less"
+        )
+    else:
+        total = assumed(gpu_memory, "RAM in place of a GPU's memory, by --gpu-memory")
+    beside = hardware.machine.ram_available_bytes
+    if not is_stated:
+        beside = _less_reserve(derived(max(0, available.value - total.value), available, note=available.note))
+    gpu = Gpu(
+        index=0,
+        uuid="",
+        name="CPU",
+        total_bytes=total,
+        free_bytes=total,
+        memory_bytes_per_second=assumed(_RAM_BYTES_PER_S, "RAM"),
+        bf16_flops=assumed(_CPU_FLOPS, "some CPU"),
+        compute_capability=None,
+        pcie_generation=None,
+        pcie_width=None,
+        numa_node=None,
+        link=same_both_ways(assumed(_COPY_BYTES_PER_S, "copies within RAM")),
+    )
+    platform = replace(CPU, latent_block_size=LATENT_BLOCK_SIZE_WITH_AMX) if _has_amx() else CPU
+    return Device(gpu, platform, beside)
+
+
+def _has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    try:
+        return "amx_tile" in cpuinfo.read_text().split()
+    except OSError:
+        return False
+
+
+def _measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes) -> Profiles:
+    vllm = installed_vllm()
+    known: dict[tuple[int, str], Profile | None] = {}
+
+    def profile(max_num_batched_tokens: int, kv_cache_dtype: str) -> Profile | None:
+        if vllm is None or gpu.is_stated:  # was never run on
+            return None
+        case = (max_num_batched_tokens, kv_cache_dtype)
+        if case not in known:
+            known[case] = recall(
+                fingerprint(
+                    facts, gpu, vllm_version=vllm.version, max_num_batched_tokens=max_num_batched_tokens,
+                    max_num_seqs=wishes.max_num_seqs, enforce_eager=wishes.enforce_eager,
+                    kv_cache_dtype=kv_cache_dtype,
+                )
+            )  # fmt: skip
+        return known[case]
+
+    return profile
 
 
 def _less_reserve(available: Known[int]) -> Known[int]:

@@ -1,16 +1,8 @@
-"""How GPU memory and RAM are divided for one way to serve a context."""
+"""How a device's memory and RAM are divided between KV that is resident, spilled, and the window between them."""
 
 from dataclasses import dataclass
 
-from overspill.kv.spill.geometry import (
-    CUDA_GRANULARITY,
-    block_step,
-    least_spilled_blocks,
-    most_spilled_blocks,
-    num_resident_blocks,
-    num_spilled_blocks,
-    window_bytes,
-)
+from overspill.kv.spill.geometry import least_spilled_blocks, num_resident_blocks, window_bytes
 from overspill.model.kv import KVGeometry
 
 
@@ -21,49 +13,41 @@ class KvSplit:
     resident_bytes: int
     window_bytes: int
     spilled_bytes: int
+    table_bytes: int = 0
+    """Block tables, which spill takes off the memory vLLM found (overspill.kv.spill.memory_budget)."""
 
     @property
-    def gpu_bytes(self) -> int:
-        return self.resident_bytes + self.window_bytes
+    def device_bytes(self) -> int:
+        return self.resident_bytes + self.window_bytes + self.table_bytes
 
 
-def split_kv(geometry: KVGeometry, max_model_len: int, available_bytes: int, *, spill: bool) -> KvSplit | None:
-    """KV for one request of `max_model_len` in so much GPU memory, with the least in RAM; None if there is no way."""
+def split_kv(
+    geometry: KVGeometry, max_model_len: int, available_bytes: int, *, spill: bool, granularity: int, max_num_seqs: int
+) -> KvSplit | None:
+    """KV for one request of `max_model_len` in so much device memory, with the least in RAM; None if there is no
+    way."""
     block_bytes = geometry.bytes_per_block
     need = geometry.blocks_per_request(max_model_len) + 1  # and vLLM's null block
     if need * block_bytes <= available_bytes:
-        resident = available_bytes // block_bytes * block_bytes
-        return KvSplit(resident_bytes=resident, window_bytes=0, spilled_bytes=0)
-    if not spill:
+        return KvSplit(resident_bytes=available_bytes // block_bytes * block_bytes, window_bytes=0, spilled_bytes=0)
+    tables = table_bytes(geometry, max_model_len, max_num_seqs)
+    room = available_bytes - tables
+    if not spill or room <= 0:
         return None
     page, regions = geometry.page_size_bytes, geometry.num_regions
-    spilled = least_spilled_blocks(need, available_bytes, page, regions, CUDA_GRANULARITY)
-    return _split(geometry, spilled, available_bytes) if spilled else None
-
-
-def longest_context(geometry: KVGeometry, available_bytes: int, spill_bytes: int, limit: int) -> int:
-    """The most tokens of one request, up to `limit`, with so much RAM for spilled KV.
-
-    The more is spilled, the larger the window: beyond some point more RAM makes a context no longer.
-    """
-    page, regions, block_bytes = geometry.page_size_bytes, geometry.num_regions, geometry.bytes_per_block
-    total = available_bytes
-    if spill_bytes:
-        step = block_step(page, CUDA_GRANULARITY)
-        spilled = min(
-            num_spilled_blocks(spill_bytes, block_bytes, step),
-            most_spilled_blocks(available_bytes, page, regions, CUDA_GRANULARITY),
-        )
-        split = _split(geometry, spilled, available_bytes)
-        total = max(total, split.resident_bytes + split.spilled_bytes)
-    return geometry.longest_context(total, limit)
-
-
-def _split(geometry: KVGeometry, spilled: int, available_bytes: int) -> KvSplit:
-    page, regions = geometry.page_size_bytes, geometry.num_regions
-    resident = num_resident_blocks(available_bytes, spilled, page, regions, CUDA_GRANULARITY)
+    spilled = least_spilled_blocks(need, room, page, regions, granularity)
+    if not spilled:
+        return None
+    resident = num_resident_blocks(room, spilled, page, regions, granularity)
     return KvSplit(
-        resident_bytes=resident * geometry.bytes_per_block,
+        resident_bytes=resident * block_bytes,
         window_bytes=window_bytes(spilled, page, regions),
-        spilled_bytes=spilled * geometry.bytes_per_block,
+        spilled_bytes=spilled * block_bytes,
+        table_bytes=tables,
     )
+
+
+def table_bytes(geometry: KVGeometry, max_model_len: int, max_num_seqs: int) -> int:
+    """Two copies of 32-bit block ids, for every request that may run."""
+    entries = sum(-(-max_model_len // group.block_size) for group in geometry.groups)
+    return 2 * 4 * max_num_seqs * entries

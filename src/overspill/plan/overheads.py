@@ -2,21 +2,35 @@
 
 from dataclasses import dataclass
 
-from overspill.figures import Known, assumed, derived
+from overspill.figures import Known, assumed, derived, measured
+from overspill.kv.sizes import GiB
 from overspill.model.facts import ModelFacts
+from overspill.plan.parameters import expert_size
+from overspill.plan.profiles import Profile
 
-GIB = 2**30
-# CUDA's context, cuBLAS and NCCL on one GPU. Seen on an H100 with vLLM 0.19: 0.27 GiB beside torch's own
-# (llm-d-planner, accuracy report, 52 runs).
-_NON_TORCH_BYTES = int(0.4 * GIB)
-# CUDA graphs in the same report: 0.51 to 1.85 GiB, 1.04 on average.
-_GRAPH_BYTES = int(1.0 * GIB)
-# Copies of a step's hidden states, and of its MLP's intermediate ones, that are alive at the peak.
-_HIDDEN_COPIES, _INTERMEDIATE_COPIES = 6, 3
+# Where no other source is named: H200, vLLM 0.32, Llama-3.1-8B in bf16, chunks of 8192 tokens, 64 requests, graphs of
+# 7 sizes; measured by benchmarks/spill.py.
+
+# vLLM does not count CUDA's context: it looks at the GPU's memory when its context is there already.
+_CONTEXT_BYTES = int(0.51 * GiB)
+# cuBLAS, NCCL, kernels: weights and these took 15.30 GiB, of which 15.01 were weights.
+_NON_TORCH_BYTES = int(0.29 * GiB)
+# What vLLM sets aside for the graphs of one batch size: 0.14 GiB for 7 (0.10 were used). That it grows with their
+# number is assumed; 51 sizes, vLLM's usual, would be 1.02 GiB. On an H100 0.51 to 1.85 were seen, for how many sizes is
+# not told (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
+_GRAPH_BYTES = int(0.02 * GiB)
+# At the peak an MLP's two inputs to the activation and their product are alive, and so many tensors of hidden size
+# (residual, norm, queries, keys and values, attention's output); the number makes it the 1.21 GiB measured.
+_MLP_COPIES, _HIDDEN_COPIES = 3, 9
+# Logits, probabilities and their sorted forms, of 4 and 8 bytes, while vLLM tries its sampler with every request.
+_SAMPLER_BYTES = 24
+_LARGEST_GRAPH = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
+    context_bytes: Known[int]
+    """Not part of the total: it comes on top of what vLLM counts."""
     non_torch_bytes: Known[int]
     activation_bytes: Known[int]
     graph_bytes: Known[int]
@@ -27,15 +41,47 @@ class Overheads:
         return derived(sum(part.value for part in parts), *parts)
 
 
+_NOTHING = measured(0)
+NO_OVERHEADS = Overheads(
+    context_bytes=_NOTHING, non_torch_bytes=_NOTHING, activation_bytes=_NOTHING, graph_bytes=_NOTHING
+)
+
+
 def assumed_overheads(
     facts: ModelFacts, *, max_num_batched_tokens: int, max_num_seqs: int, enforce_eager: bool = False
 ) -> Overheads:
-    """What vLLM takes while it profiles: a batch of so many tokens, and the logits of so many requests."""
-    states = facts.hidden_size * _HIDDEN_COPIES + facts.intermediate_size * _INTERMEDIATE_COPIES
-    batch = max_num_batched_tokens * states * 2  # bf16
-    logits = max_num_seqs * facts.vocab_size * 4 * 2  # float32, and a copy to sample from
+    """What vLLM takes while it profiles: a batch of so many tokens, then the logits of so many requests."""
+    batch = max_num_batched_tokens * (facts.hidden_size * _HIDDEN_COPIES + _mlp_states(facts)) * 2  # bf16
+    sampler = max_num_seqs * facts.vocab_size * _SAMPLER_BYTES
+    num_graphs = 0 if enforce_eager else num_graph_sizes(max_num_seqs)
     return Overheads(
-        non_torch_bytes=assumed(_NON_TORCH_BYTES, "CUDA context and libraries"),
-        activation_bytes=assumed(batch + logits, f"for batches of {max_num_batched_tokens} tokens"),
-        graph_bytes=assumed(0 if enforce_eager else _GRAPH_BYTES, "CUDA graphs"),
+        context_bytes=assumed(_CONTEXT_BYTES, "not counted by vLLM"),
+        non_torch_bytes=assumed(_NON_TORCH_BYTES, "libraries and kernels"),
+        activation_bytes=assumed(max(batch, sampler), f"for batches of {max_num_batched_tokens} tokens"),
+        graph_bytes=assumed(num_graphs * _GRAPH_BYTES, f"for {num_graphs} batch sizes"),
     )
+
+
+def measured_overheads(profile: Profile) -> Overheads:
+    note = "on an earlier run"
+    return Overheads(
+        context_bytes=measured(profile.context_bytes, note),
+        non_torch_bytes=measured(profile.non_torch_bytes, note),
+        activation_bytes=measured(profile.activation_bytes, note),
+        graph_bytes=measured(profile.graph_bytes, note),
+    )
+
+
+def num_graph_sizes(max_num_seqs: int) -> int:
+    """Batch sizes that vLLM captures: up to twice the most requests, at most 512 (config/vllm.py)."""
+    largest = min(2 * max_num_seqs, _LARGEST_GRAPH)
+    small = sum(size <= largest for size in (1, 2, 4))
+    return small + len(range(8, min(largest + 1, 256), 8)) + len(range(256, largest + 1, 16))
+
+
+def _mlp_states(facts: ModelFacts) -> int:
+    """Numbers per token. vLLM's fused experts keep one buffer for their inputs and outputs and one for products."""
+    if not facts.num_experts:
+        return _MLP_COPIES * facts.intermediate_size
+    expert = expert_size(facts)
+    return facts.num_experts_per_tok * (max(2 * expert, facts.hidden_size) + expert)

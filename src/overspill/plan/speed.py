@@ -2,12 +2,21 @@
 
 from dataclasses import dataclass
 
-# Parts of the data sheet's figures that vLLM's kernels reach. Of an H200 (4.8 TB/s, 989 TFLOPS dense bf16) serving
-# Llama-3.1-8B: a decode step of batch 1 took 5.0 ms for 16 GB of weights, a prefill of 100,000 tokens 6.5 s.
-_MEMORY_EFFICIENCY = 0.75
-_COMPUTE_EFFICIENCY = 0.55
-# Launching a step and sampling, whatever it computes.
-_STEP_S = 0.0007
+# What vLLM 0.32 reaches of an H200's data sheet (4.8 TB/s, 989 TFLOPS dense bf16), from Llama-3.1-8B measured by
+# benchmarks/spill.py. Steps of one request with 256, 39,000 and 131,072 tokens took 4.83, 6.4 and 9.2 ms for 15, 20 and
+# 32 GB; prompts of 39,000 and 131,072 tokens 1.58 and 10.8 s, which separates matrices from attention.
+_MEMORY_EFFICIENCY = 0.82
+_MATRIX_EFFICIENCY = 0.62
+_ATTENTION_EFFICIENCY = 0.58
+# Launching a step, whatever it computes, and sampling for each request: 64 at once took 6.05 ms.
+_STEP_S = 0.0010
+_REQUEST_S = 0.00001
+# Steps that stream spilled KV run in piecewise graphs: 11.4 instead of 5.0 ms there. The link works meanwhile.
+_PIECEWISE_S = 0.0064
+# Weights that the GPU reads in RAM (UVA): 50 of the link's 55.3 GB/s, nothing beside it; a prompt of 512 tokens read
+# them 2.7 times, as tiles of a batch each read for themselves.
+_UVA_EFFICIENCY = 0.9
+UVA_TOKENS_PER_READ = 190
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,37 +28,56 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One request at its full length, and where what it reads lies."""
+    """What a step reads, and where it lies."""
 
-    active_weight_bytes: int
-    """Read in a step of one token, wherever they lie."""
-    weights_in_ram_bytes: int
-    """Of all weights; every step moves them."""
-    kv_bytes: int
-    spilled_kv_bytes: int
-    parameters_per_token: int
+    weight_bytes: int
+    """Read from the GPU's memory in a decode step: of routed experts those that are chosen."""
+    prefetched_weight_bytes: int = 0
+    """Moved over the link in every step, chosen or not."""
+    uva_weight_bytes: int = 0
+    """Read over the link in a decode step."""
+    uva_prompt_weight_bytes: int = 0
+    """The same for a chunk of a prompt, which chooses every expert: at least once."""
+    uva_bytes_per_prompt_token: float = 0.0
+    """And where a chunk is so long that it reads them several times."""
+    kv_bytes: int = 0
+    """Of all requests of a step."""
+    spilled_kv_bytes: int = 0
+    num_requests: int = 1
+    parameters_per_token: int = 0
     """That a token is multiplied with."""
-    attention_flops_per_token_pair: int
+    attention_flops_per_token_pair: int = 0
     """4 x heads x head size x layers of full attention."""
 
 
 def decode_step_s(machine: Machine, load: Load) -> float:
-    """One token of one request. The link works beside the GPU, so the slower of the two decides."""
-    reads = load.active_weight_bytes + load.kv_bytes
-    gpu_s = reads / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
-    link_s = (load.spilled_kv_bytes + load.weights_in_ram_bytes) / machine.link_bytes_per_s
-    return _STEP_S + max(gpu_s, link_s)
+    """One token of each request. The link works beside the GPU, so the slower of the two decides; only what the GPU
+    reads in RAM by itself adds up."""
+    reads_s = (load.weight_bytes + load.kv_bytes) / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
+    multiply_s = _matrix_s(machine, load, load.num_requests)
+    gpu_s = max(reads_s, multiply_s) + (_PIECEWISE_S if load.spilled_kv_bytes else 0)
+    link_s = (load.spilled_kv_bytes + load.prefetched_weight_bytes) / machine.link_bytes_per_s
+    uva_s = load.uva_weight_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
+    return _STEP_S + load.num_requests * _REQUEST_S + uva_s + max(gpu_s, link_s)
 
 
 def prefill_s(machine: Machine, load: Load, num_tokens: int, chunk_tokens: int) -> float:
-    """Time to first token. In each chunk the GPU computes while the link brings what was spilled before."""
+    """Time to first token of one request. In each chunk the GPU computes while the link brings what was spilled."""
+    resident = load.kv_bytes - load.spilled_kv_bytes
     seconds, done = 0.0, 0
     while done < num_tokens:
         chunk = min(chunk_tokens, num_tokens - done)
         pairs = chunk * (done + chunk / 2)
-        flops = 2 * load.parameters_per_token * chunk + load.attention_flops_per_token_pair * pairs
-        spilled = load.spilled_kv_bytes * min(1.0, done / num_tokens)
-        link_s = (spilled + load.weights_in_ram_bytes) / machine.link_bytes_per_s
-        seconds += _STEP_S + max(flops / (machine.flops * _COMPUTE_EFFICIENCY), link_s)
+        attention_s = load.attention_flops_per_token_pair * pairs / (machine.flops * _ATTENTION_EFFICIENCY)
+        # KV fills the GPU first; only what is beyond that streams.
+        spilled = max(0.0, load.kv_bytes * done / num_tokens - resident)
+        link_s = (spilled + load.prefetched_weight_bytes) / machine.link_bytes_per_s
+        uva_bytes = max(load.uva_prompt_weight_bytes, chunk * load.uva_bytes_per_prompt_token)
+        uva_s = uva_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
+        seconds += _STEP_S + uva_s + max(_matrix_s(machine, load, chunk) + attention_s, link_s)
         done += chunk
     return seconds
+
+
+def _matrix_s(machine: Machine, load: Load, num_tokens: int) -> float:
+    return 2 * load.parameters_per_token * num_tokens / (machine.flops * _MATRIX_EFFICIENCY)

@@ -2,46 +2,48 @@
 
 from overspill.figures import Known
 from overspill.kv.sizes import format_size
-from overspill.plan.planner import Plan, Way
+from overspill.plan.card_fits import CardFit
+from overspill.plan.planner import Plan
+from overspill.plan.refusal import need_and_have, remedies
+from overspill.plan.report import concurrency_lengths
+from overspill.plan.ways import SHORT_TOKENS, Way
 
 _LABEL, _VALUE = 18, 10
 
 
 def plan_as_text(plan: Plan) -> str:
     lines = [f"{plan.facts.name}, {plan.max_model_len:,} tokens"]
-    best = plan.recommended
-    if best is None:
-        lines += [
-            "does not fit by any way that is known here",
-            f"longest context that fits: {plan.longest_context:,} tokens",
-        ]
-        return "\n".join(lines)
-    lines += _division(plan, best)
-    lines.append("")
-    lines.append(f"{'':2}{'way':50}{'decode':>12}{'first token':>14}{'in RAM':>11}")
-    for way in plan.ways:
-        mark = "*" if way is best else " "
-        speed, wait = way.decode_tokens_per_s.value, way.ttft_s.value
-        lines.append(f"{mark} {way.name:50}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(way.ram_bytes):>11}")
-    lines.append(f"* recommended. Speeds are {best.decode_tokens_per_s.origin}, at the full context, for one request.")
-    if plan.longest_context > plan.max_model_len:
-        lines.append(f"Longest context that fits: {plan.longest_context:,} tokens.")
+    lines += [f"warning: {warning}" for warning in plan.warnings]
+    if plan.recommended is None:
+        need, have = need_and_have(plan)
+        lines += ["does not fit by any way that is known here", f"need: {need}", f"have: {have}", *remedies(plan)]
+    if (chosen := plan.chosen) is not None:
+        lines += ["", *_division(plan, chosen), "", *_ways(plan, chosen), *_concurrency(plan, chosen)]
+    if plan.wishes.cards:
+        lines += ["", *_cards(plan.cards)]
     return "\n".join(lines)
 
 
 def _division(plan: Plan, way: Way) -> list[str]:
-    overheads = way.overheads
+    overheads, budget = way.overheads, plan.budget
     on_gpu = plan.facts.weights.total_bytes - way.weights.saved_bytes
+    is_cpu = plan.platform.is_cpu
     rows = [
-        ("GPU", plan.usable_gpu_bytes.value, f"usable, {plan.usable_gpu_bytes.note}"),
+        ("Memory" if is_cpu else "GPU", budget.limit_bytes.value, budget.limit_bytes.note),
+        ("  CUDA context", budget.context_bytes.value, _origin(budget.context_bytes)),
+        ("  for vLLM", 0 if is_cpu else budget.usable_bytes.value, budget.usable_bytes.note),
         ("  weights", on_gpu, _weights_note(plan, way)),
         ("  KV resident", way.kv.resident_bytes, way.kv_cache_dtype if way.kv_cache_dtype != "auto" else ""),
         ("  window", way.kv.window_bytes, "for KV that is in RAM"),
         ("  activations", overheads.activation_bytes.value, _origin(overheads.activation_bytes)),
         ("  CUDA graphs", overheads.graph_bytes.value, _origin(overheads.graph_bytes)),
-        ("  CUDA itself", overheads.non_torch_bytes.value, _origin(overheads.non_torch_bytes)),
+        ("  libraries", overheads.non_torch_bytes.value, _origin(overheads.non_torch_bytes)),
         ("RAM", plan.ram_bytes.value, plan.ram_bytes.note),
-        ("  weights", way.weights.ram_bytes, "read over the link in every step"),
+        (
+            "  weights",
+            way.weights.ram_bytes,
+            f"read over the link in every step; take {format_size(way.weights.pinned_bytes)} pinned",
+        ),
         ("  KV spilled", way.kv.spilled_bytes, "of requests that do not fit on the GPU"),
         ("  KV offloaded", way.offload_bytes, "of conversations that are kept warm"),
     ]
@@ -52,9 +54,45 @@ def _division(plan: Plan, way: Way) -> list[str]:
     ]
 
 
+def _ways(plan: Plan, chosen: Way) -> list[str]:
+    lines = [f"{'':2}{'way':56}{'decode':>12}{'first token':>14}{'in RAM':>11}"]
+    for way in plan.ways or (chosen,):
+        mark = "*" if way is chosen else " "
+        speed, wait = way.decode_tokens_per_s.value, way.ttft_s.value
+        lines.append(f"{mark} {way.name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(way.ram_bytes):>11}")
+    what = "recommended" if plan.recommended is chosen else "forced"
+    lines.append(f"* {what}. Speeds are {chosen.decode_tokens_per_s.origin}, at the full context, for one request.")
+    return lines
+
+
+def _concurrency(plan: Plan, way: Way) -> list[str]:
+    fitting = ", ".join(
+        f"{min(way.requests_at_once(length), plan.max_num_seqs)} of {length:,} tokens"
+        for length in concurrency_lengths(plan.max_model_len)
+    )
+    lines = [f"Requests that fit at once: {fitting}."]
+    if way.short_requests > 1:
+        tokens = min(SHORT_TOKENS, plan.max_model_len)
+        speed = way.short_tokens_per_s.value
+        lines.append(f"{way.short_requests} at once of {tokens:,} tokens: {speed:,.0f} t/s together.")
+    if plan.longest_context > plan.max_model_len:
+        lines.append(f"Longest context that fits: {plan.longest_context:,} tokens.")
+    if way.ram_bytes and plan.least_ram_bytes is not None:
+        lines.append(f"Least RAM for this context: {format_size(plan.least_ram_bytes)}, the engine's process included.")
+    return lines
+
+
+def _cards(cards: tuple[CardFit, ...]) -> list[str]:
+    lines = [f"{'card':18}{'memory':>10}   this context fits"]
+    for one in cards:
+        how = "on the GPU alone" if one.alone else "with this RAM" if one.with_ram else "-"
+        lines.append(f"{one.card.key:18}{format_size(one.card.total_bytes):>10}   {how}")
+    return lines
+
+
 def _weights_note(plan: Plan, way: Way) -> str:
     note = f"{plan.facts.weights.source}, {format_size(plan.facts.weights.total_bytes)} in all"
-    return f"{note}; a slot for those in RAM included" if way.weights.ram_bytes else note
+    return f"{note}; a slot for those in RAM included" if way.weights.slot_bytes else note
 
 
 def _origin(figure: Known[int]) -> str:

@@ -1,7 +1,10 @@
-"""Which decoder layers' weights go to RAM, in the terms of vLLM's prefetching offloader."""
+"""Which decoder layers' weights go to RAM, in the terms of vLLM's two offloaders."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+from overspill.kv.sizes import GiB
 
 # Layers prefetched ahead. More hides a jitter that one layer's compute already hides, and costs a slot each.
 PREFETCH_STEP = 1
@@ -9,47 +12,73 @@ PREFETCH_STEP = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOffload:
-    """The last `num_in_group` layers of every `group_size` (`--offload-group-size`, `--offload-num-in-group`)."""
+    """Of the prefetching offloader the last `num_in_group` layers of every `group_size` (`--offload-group-size`,
+    `--offload-num-in-group`); of the other, which the GPU reads in RAM (UVA), the first `num_layers`."""
 
-    group_size: int
-    num_in_group: int
+    layers: tuple[int, ...]
+    """Which lie in RAM."""
     ram_bytes: int
-    """Weights that lie in RAM, and cross the link in every step."""
-    slot_bytes: int
-    """GPU memory through which they are read: as much as the largest of these layers, for each step ahead."""
+    """Their weights."""
+    pinned_bytes: int
+    """RAM that they take there."""
+    slot_bytes: int = 0
+    """GPU memory through which they are prefetched: as much as the largest of these layers, for each step ahead."""
+    group_size: int = 0
+    num_in_group: int = 0
+
+    @property
+    def is_uva(self) -> bool:
+        return bool(self.layers) and not self.group_size
 
     @property
     def saved_bytes(self) -> int:
         return self.ram_bytes - self.slot_bytes
 
+    @property
+    def cpu_offload_gb(self) -> float:
+        """vLLM moves parameter by parameter until it has so many GiB; rounded down, for one more would be a large
+        one."""
+        return self.ram_bytes * 10_000 // GiB / 10_000
 
-NONE = WeightOffload(group_size=0, num_in_group=0, ram_bytes=0, slot_bytes=0)
+
+NONE = WeightOffload(layers=(), ram_bytes=0, pinned_bytes=0)
 
 
-def groupings(layer_bytes: Sequence[int]) -> list[WeightOffload]:
-    """Every amount that can be moved, from the least; of groupings that move the same, the one of smallest groups:
-    layers in RAM then alternate with layers on the GPU, whose compute hides them."""
+@cache
+def groupings(layer_bytes: tuple[int, ...], pinning: float = 1.0) -> tuple[WeightOffload, ...]:
+    """Every amount that can be prefetched, from the least; of groupings that move the same, the one of smallest
+    groups: layers in RAM then alternate with layers on the GPU, whose compute hides them.
+
+    `pinning` is how many times its size a layer takes in RAM.
+    """
     found: dict[int, WeightOffload] = {}
     for group_size in range(1, len(layer_bytes) + 1):
         for num_in_group in range(1, group_size + 1):
-            one = _offload(group_size, num_in_group, layer_bytes)
+            one = _grouping(group_size, num_in_group, layer_bytes, pinning)
             found.setdefault(one.ram_bytes, one)
-    return [found[amount] for amount in sorted(found) if amount]
+    return tuple(found[amount] for amount in sorted(found) if amount)
 
 
-def offload_at_least(need_bytes: int, layer_bytes: Sequence[int]) -> WeightOffload | None:
-    """The grouping that frees so much GPU memory and moves the least over the link; None if none does."""
-    if need_bytes <= 0:
-        return NONE
-    return next((one for one in groupings(layer_bytes) if one.saved_bytes >= need_bytes), None)
+def uva_offloads(layer_bytes: tuple[int, ...], pinning: float = 1.0) -> list[WeightOffload]:
+    """Whole layers from the first one on, as vLLM walks them (model_executor/offloader/uva.py).
+
+    It could split a layer, but by which parameter is not known here, and a start could not be checked against it.
+    """
+    amounts = accumulate(layer_bytes)
+    return [
+        WeightOffload(layers=tuple(range(i + 1)), ram_bytes=amount, pinned_bytes=int(pinning * amount))
+        for i, amount in enumerate(amounts)
+    ]
 
 
-def _offload(group_size: int, num_in_group: int, layer_bytes: Sequence[int]) -> WeightOffload:
+def _grouping(group_size: int, num_in_group: int, layer_bytes: tuple[int, ...], pinning: float) -> WeightOffload:
     """vLLM's rule (model_executor/offloader/prefetch.py, wrap_modules)."""
-    moved = [size for i, size in enumerate(layer_bytes) if i % group_size >= group_size - num_in_group]
+    moved = [i for i in range(len(layer_bytes)) if i % group_size >= group_size - num_in_group]
     return WeightOffload(
+        layers=tuple(moved),
+        ram_bytes=sum(layer_bytes[i] for i in moved),
+        pinned_bytes=int(pinning * sum(layer_bytes[i] for i in moved)),
+        slot_bytes=PREFETCH_STEP * max((layer_bytes[i] for i in moved), default=0),
         group_size=group_size,
         num_in_group=num_in_group,
-        ram_bytes=sum(moved),
-        slot_bytes=PREFETCH_STEP * max(moved, default=0),
     )

@@ -1,0 +1,107 @@
+"""All ways worth trying to divide a device's memory between weights and KV, and which of them hold a context."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from overspill.kv.sizes import GiB
+from overspill.model.kv import KVGeometry, kv_geometry
+from overspill.model.settings import CacheSettings
+from overspill.plan.budget import Budget
+from overspill.plan.memory import KvSplit, split_kv
+from overspill.plan.overheads import Overheads
+from overspill.plan.parameters import pinned_share
+from overspill.plan.setup import Setup, can_spill
+from overspill.plan.weights import NONE, WeightOffload, groupings, uva_offloads
+
+# What an engine process takes of RAM beside pools: libraries, the tokenizer, buffers.
+PROCESS_RAM_BYTES = 3 * GiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    kv_cache_dtype: str
+    is_exact: bool
+    """Whether tokens are those of the model as it is: a smaller KV dtype rounds."""
+    max_num_batched_tokens: int
+    geometry: KVGeometry
+    overheads: Overheads
+    weights: WeightOffload
+    available_bytes: int
+    """Device memory for KV; may be less than none."""
+    spills: bool
+    """Whether this model's KV can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """An attempt that holds the context asked for, given enough RAM."""
+
+    attempt: Attempt
+    kv: KvSplit
+    ram_bytes: int
+    """That it needs, the engine's process included."""
+
+
+def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
+    facts, platform = setup.facts, setup.platform
+    layers = facts.weights.layer_bytes
+    offloads = [NONE]
+    if platform.offloads_weights:
+        pinning = pinned_share(facts)
+        offloads += [*groupings(layers, pinning), *uva_offloads(layers, pinning)]
+    for dtype, is_exact in setup.kv_cache_dtypes:
+        for chunk in setup.chunks:
+            geometry = kv_geometry(
+                facts,
+                CacheSettings(
+                    block_size=platform.block_size_of(facts),
+                    kv_cache_dtype=dtype,
+                    max_num_batched_tokens=chunk,
+                    max_concurrent_batches=platform.max_concurrent_batches,
+                    kernel_block_multiple=platform.kernel_block_multiple,
+                ),
+            )
+            overheads = setup.overheads(chunk, dtype)
+            room = budget.usable_bytes.value - facts.weights.total_bytes - overheads.total.value
+            for weights in offloads:
+                yield Attempt(
+                    kv_cache_dtype=dtype,
+                    is_exact=is_exact,
+                    max_num_batched_tokens=chunk,
+                    geometry=geometry,
+                    overheads=overheads,
+                    weights=weights,
+                    available_bytes=room + weights.saved_bytes,
+                    spills=can_spill(facts, geometry),
+                )
+
+
+def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int) -> Iterator[Fit]:
+    """Whatever RAM they need."""
+    for attempt in tried:
+        if attempt.available_bytes <= 0:
+            continue
+        kv = split_kv(
+            attempt.geometry, max_model_len, attempt.available_bytes, spill=attempt.spills,
+            granularity=setup.platform.granularity, max_num_seqs=setup.wishes.max_num_seqs,
+        )  # fmt: skip
+        if kv is not None:
+            pinned = attempt.weights.pinned_bytes + kv.spilled_bytes + (setup.wishes.offload_ram_bytes or 0)
+            yield Fit(attempt=attempt, kv=kv, ram_bytes=pinned + PROCESS_RAM_BYTES)
+
+
+def longest_context(setup: Setup, tried: Iterable[Attempt]) -> int:
+    """That fits exactly by any of the attempts, with the RAM there is; 0 if none does."""
+    exact = [attempt for attempt in tried if attempt.is_exact and attempt.available_bytes > 0]
+    low, high = 0, max(setup.max_model_len, setup.facts.max_position_embeddings)
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_enough = any(fit.ram_bytes <= setup.ram_bytes.value for fit in fits(setup, exact, middle))
+        low, high = (middle, high) if is_enough else (low, middle - 1)
+    return low
+
+
+def least_ram_bytes(setup: Setup, tried: Iterable[Attempt]) -> int | None:
+    """RAM with which the context asked for fits exactly; None if no RAM is enough."""
+    needs = (fit.ram_bytes for fit in fits(setup, tried, setup.max_model_len) if fit.attempt.is_exact)
+    return min(needs, default=None)

@@ -1,0 +1,61 @@
+"""GPU memory that vLLM may take, and the fraction to tell it."""
+
+import math
+from dataclasses import dataclass
+
+from overspill.figures import Known, derived
+from overspill.hardware.gpu import Gpu
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import GiB, format_size
+
+# vLLM's own default (--gpu-memory-utilization).
+UTILIZATION = 0.92
+# Taken after vLLM has looked what is left for KV: block tables, the sampler's buffers, the allocator's rounding. An
+# H200 with vLLM 0.32 used 0.70 GiB more than the fraction given, of which the context was 0.51 (benchmarks/spill.py).
+_SLACK_BYTES = int(0.19 * GiB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    limit_bytes: Known[int]
+    """What may be used in all, CUDA's context included."""
+    context_bytes: Known[int]
+    usable_bytes: Known[int]
+    """What vLLM counts: weights, activations, graphs, libraries and KV."""
+    gpu_memory_utilization: float | None
+    """None where vLLM is given the bytes of its KV cache instead."""
+
+
+def gpu_budget(gpu: Gpu, gpu_memory_bytes: int | None, context: Known[int]) -> Budget:
+    """vLLM takes a fraction of the whole card, and demands it free beside its own context."""
+    total, free = gpu.total_bytes, gpu.free_bytes
+    if gpu_memory_bytes is not None and gpu_memory_bytes > total.value:
+        raise OverspillError(
+            f"--gpu-memory is {format_size(gpu_memory_bytes)}, and {gpu.name} has {format_size(total.value)}; give at "
+            "most that, or leave --gpu-memory out"
+        )
+    limit = min(free.value, gpu_memory_bytes or total.value)
+    wanted = min(total.value * UTILIZATION, limit - context.value - _SLACK_BYTES)
+    # Four digits: of a card of 140 GiB the third would be 0.14 GiB.
+    fraction = math.floor(max(0.0, wanted) / total.value * 10_000) / 10_000
+    usable = int(total.value * fraction)
+    return Budget(
+        limit_bytes=derived(limit, total, free, note=_limit_note(gpu, gpu_memory_bytes, limit)),
+        context_bytes=context,
+        usable_bytes=derived(usable, total, free, note=f"{fraction:.2%} of {total.value / GiB:.1f} GiB"),
+        gpu_memory_utilization=fraction,
+    )
+
+
+def whole_budget(gpu: Gpu, context: Known[int]) -> Budget:
+    """Where nothing is profiled all of it is for weights and KV."""
+    total = gpu.total_bytes
+    return Budget(limit_bytes=total, context_bytes=context, usable_bytes=total, gpu_memory_utilization=None)
+
+
+def _limit_note(gpu: Gpu, gpu_memory_bytes: int | None, limit: int) -> str:
+    if gpu_memory_bytes is not None and limit == gpu_memory_bytes:
+        return f"of {gpu.name}, by --gpu-memory"
+    if limit < gpu.total_bytes.value:
+        return f"of {gpu.name}: other programs use the rest"
+    return gpu.name

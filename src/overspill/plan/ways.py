@@ -1,0 +1,166 @@
+"""One way to serve a context: where everything lies, and how fast it will be."""
+
+from dataclasses import dataclass, replace
+
+from overspill.figures import Known, derived
+from overspill.hardware.gpu import Gpu
+from overspill.kv.sizes import GiB
+from overspill.model.caches import Attention, LatentAttention
+from overspill.model.facts import ModelFacts, active_bytes
+from overspill.model.kv import KVGeometry
+from overspill.plan.attempts import PROCESS_RAM_BYTES, Fit
+from overspill.plan.memory import KvSplit
+from overspill.plan.overheads import Overheads
+from overspill.plan.parameters import parameters_per_token
+from overspill.plan.setup import Setup
+from overspill.plan.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
+from overspill.plan.weights import WeightOffload
+
+# A pool smaller than this is not worth its metadata.
+_LEAST_OFFLOAD_BYTES = GiB
+# Ways are compared by how long a prompt of the full context and an answer of so many tokens take.
+_ANSWER_TOKENS = 512
+# What most requests look like, for the speed of many at once.
+SHORT_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    kv_cache_dtype: str
+    max_num_batched_tokens: int
+    geometry: KVGeometry
+    weights: WeightOffload
+    kv: KvSplit
+    offload_bytes: int
+    """RAM for KV that waits to be used again."""
+    overheads: Overheads
+    decode_tokens_per_s: Known[float]
+    """Of one request of the full context."""
+    ttft_s: Known[float]
+    short_requests: int
+    """Of `SHORT_TOKENS` tokens, that run at once without spilling."""
+    short_tokens_per_s: Known[float]
+    """Of all of them together."""
+    is_exact: bool
+    """Whether tokens are those of the model as it is: a smaller KV dtype rounds."""
+
+    @property
+    def ram_bytes(self) -> int:
+        """Of weights and KV; `weights.pinned_bytes` says what the weights really take."""
+        return self.weights.ram_bytes + self.kv.spilled_bytes + self.offload_bytes
+
+    @property
+    def num_mechanisms(self) -> int:
+        return bool(self.weights.ram_bytes) + bool(self.kv.spilled_bytes)
+
+    @property
+    def name(self) -> str:
+        parts = []
+        if self.weights.ram_bytes:
+            parts.append("weights in RAM (UVA)" if self.weights.is_uva else "weights in RAM")
+        if self.kv.spilled_bytes:
+            parts.append("KV spilled to RAM")
+        where = " and ".join(parts) or "everything on the GPU"
+        return where if self.is_exact else f"{where}, KV in {self.kv_cache_dtype}"
+
+    @property
+    def request_s(self) -> float:
+        """A long prompt and its answer."""
+        return self.ttft_s.value + _ANSWER_TOKENS / self.decode_tokens_per_s.value
+
+    def requests_at_once(self, num_tokens: int) -> int:
+        """Of so many tokens each, in resident and spilled KV; one block is vLLM's null block."""
+        blocks = (self.kv.resident_bytes + self.kv.spilled_bytes) // self.geometry.bytes_per_block - 1
+        return blocks // self.geometry.blocks_per_request(num_tokens)
+
+
+def make_way(setup: Setup, fit: Fit) -> Way:
+    facts, attempt, kv = setup.facts, fit.attempt, fit.kv
+    geometry, chunk = attempt.geometry, attempt.max_num_batched_tokens
+    machine, sources = _machine(setup.gpu)
+    length = setup.max_model_len
+    request = geometry.request_bytes(length)
+    # Resident blocks are taken first, and one of them is vLLM's null block.
+    streamed = max(0, request - (kv.resident_bytes - geometry.bytes_per_block)) if kv.spilled_bytes else 0
+    long = replace(_weights_load(facts, attempt.weights, 1), kv_bytes=request, spilled_kv_bytes=streamed)
+    resident_blocks = kv.resident_bytes // geometry.bytes_per_block - 1
+    short_tokens = min(SHORT_TOKENS, length)
+    num_short = min(setup.wishes.max_num_seqs, resident_blocks // geometry.blocks_per_request(short_tokens))
+    short = replace(
+        _weights_load(facts, attempt.weights, max(1, num_short)),
+        kv_bytes=num_short * geometry.request_bytes(short_tokens),
+    )
+    way = Way(
+        kv_cache_dtype=attempt.kv_cache_dtype,
+        max_num_batched_tokens=chunk,
+        geometry=geometry,
+        weights=attempt.weights,
+        kv=kv,
+        offload_bytes=0,
+        overheads=attempt.overheads,
+        decode_tokens_per_s=derived(1 / decode_step_s(machine, long), *sources),
+        ttft_s=derived(prefill_s(machine, long, length, chunk), *sources),
+        short_requests=num_short,
+        short_tokens_per_s=derived(num_short / decode_step_s(machine, short), *sources),
+        is_exact=attempt.is_exact,
+    )
+    return replace(way, offload_bytes=_offload_bytes(setup, way))
+
+
+def _offload_bytes(setup: Setup, way: Way) -> int:
+    """RAM that is left keeps idle KV warm; a pool smaller than the GPU's KV would only mirror it."""
+    if setup.wishes.offload_ram_bytes is not None:
+        return setup.wishes.offload_ram_bytes
+    taken = way.weights.pinned_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
+    left = (setup.ram_bytes.value - taken) // GiB * GiB
+    return left if left >= max(_LEAST_OFFLOAD_BYTES, way.kv.resident_bytes) else 0
+
+
+def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) -> Load:
+    uva = _active_layer_bytes(facts, weights, num_requests) if weights.is_uva else 0
+    return Load(
+        weight_bytes=active_bytes(facts, num_requests) - uva,
+        prefetched_weight_bytes=0 if weights.is_uva else weights.ram_bytes,
+        uva_weight_bytes=uva,
+        uva_prompt_weight_bytes=weights.ram_bytes if weights.is_uva else 0,
+        uva_bytes_per_prompt_token=_active_layer_bytes(facts, weights, 1) / UVA_TOKENS_PER_READ
+        if weights.is_uva
+        else 0,
+        num_requests=num_requests,
+        parameters_per_token=parameters_per_token(facts),
+        attention_flops_per_token_pair=4 * facts.num_heads * facts.head_dim * _full_attention_layers(facts),
+    )
+
+
+def _active_layer_bytes(facts: ModelFacts, weights: WeightOffload, num_tokens: int) -> int:
+    """What a step over so many tokens reads of the layers in RAM."""
+    sizes, experts = facts.weights.layer_bytes, facts.weights.expert_bytes
+    untouched = (1 - facts.num_experts_per_tok / facts.num_experts) ** num_tokens if facts.num_experts else 0.0
+    return sum(sizes[i] - round(experts[i] * untouched) for i in weights.layers)
+
+
+def _machine(gpu: Gpu) -> tuple[Machine, list[Known[int]]]:
+    memory, flops, link = gpu.memory_bytes_per_second, gpu.bf16_flops, gpu.link.h2d_bytes_per_second
+    known = [figure for figure in (memory, flops, link) if figure is not None]
+    return (
+        Machine(
+            # A card that nobody knows is taken for a slow one.
+            memory_bytes_per_s=memory.value if memory is not None else 300e9,
+            flops=flops.value if flops is not None else 50e12,
+            link_bytes_per_s=link.value,
+        ),
+        known,
+    )
+
+
+def _full_attention_layers(facts: ModelFacts) -> int:
+    return sum(
+        1
+        for entry in facts.caches
+        if isinstance(entry.cache, LatentAttention)
+        or (
+            isinstance(entry.cache, Attention)
+            and entry.cache.sliding_window is None
+            and entry.cache.attention_chunk_size is None
+        )
+    )

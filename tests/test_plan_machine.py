@@ -1,0 +1,103 @@
+"""Which device a plan is for, and the RAM beside it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overspill.figures import Origin, measured
+from overspill.hardware import Gpu, detect, parse_gpu
+from overspill.kv.errors import OverspillError
+from overspill.plan import machine
+from overspill.plan.installed import Vllm, installed_vllm
+from overspill.plan.machine import find_device, plan_for
+from overspill.plan.profiles import Profile, fingerprint, remember
+
+GIB = 2**30
+HERE = Vllm("0.32.0", is_cpu=False)
+Has = Callable[..., None]
+
+
+@pytest.fixture
+def has(monkeypatch: pytest.MonkeyPatch) -> Has:
+    """Gives this machine GPUs, RAM and a vLLM."""
+
+    def change(*gpus: Gpu, vllm: Vllm | None = HERE, ram: int = 40 * GIB) -> None:
+        found = detect()
+        there = replace(found.machine, ram_available_bytes=measured(ram))
+        monkeypatch.setattr(machine, "detect", lambda: replace(found, machine=there, gpus=gpus))
+        monkeypatch.setattr(machine, "installed_vllm", lambda: vllm)
+
+    return change
+
+
+def test_the_gpu_that_is_there_is_taken(has: Has) -> None:
+    has(parse_gpu("h200"))
+    found = find_device({})
+    assert (found.platform.name, found.gpu.name) == ("cuda", "NVIDIA H200")
+    assert found.ram_bytes.value == 36 * GIB and "less 4 GiB" in found.ram_bytes.note
+
+
+def test_a_gpu_that_is_stated_is_taken_whatever_is_installed(has: Has) -> None:
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    assert find_device({"gpu": "rtx4090", "ram": 8 * GIB}).platform.name == "cuda"
+
+
+def test_without_a_gpu_vllms_cpu_build_is_planned_for(has: Has) -> None:
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    found = find_device({"device": "auto"})
+    assert found.platform.name == "cpu" and found.gpu.total_bytes.value == 10 * GIB, "a quarter"
+    assert found.ram_bytes.value == 26 * GIB, "what is left of 40, less 4 for the rest of the machine"
+    assert find_device({"gpu_memory": 2 * GIB}).gpu.total_bytes.value == 2 * GIB
+    assert find_device({"ram": 5 * GIB}).ram_bytes.value == 5 * GIB
+
+
+@pytest.mark.parametrize("vllm", [HERE, None])
+def test_without_a_gpu_other_builds_are_not(has: Has, vllm: Vllm | None) -> None:
+    has(vllm=vllm)
+    with pytest.raises(OverspillError, match="State one with --gpu"):
+        find_device({"device": "auto"})
+
+
+def test_a_device_that_is_asked_for_is_taken(has: Has) -> None:
+    has(parse_gpu("h200"))
+    assert find_device({"device": "cpu"}).platform.name == "cpu"
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    with pytest.raises(OverspillError, match="no GPU to plan for"):
+        find_device({"device": "cuda"})
+    with pytest.raises(OverspillError, match="leave one of them out"):
+        find_device({"device": "cpu", "gpu": "rtx4090"})
+
+
+def test_a_stand_in_larger_than_ram_is_refused(has: Has) -> None:
+    has()
+    with pytest.raises(OverspillError, match="--gpu-memory is 64 GiB, and 40 GiB of RAM is available"):
+        find_device({"device": "cpu", "gpu_memory": 64 * GIB})
+
+
+def test_the_vllm_here_is_found_without_loading_it() -> None:
+    found = installed_vllm()
+    assert found is not None and found.version.startswith("0.32")
+
+
+def test_a_plan_takes_what_an_earlier_run_measured(
+    has: Has, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = replace(parse_gpu("24GiB"), uuid="GPU-1", driver_version="580.1")
+    has(gpu)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings: dict[str, Any] = {"max_num_batched_tokens": 4096, "max_model_len": 4096}
+    before = plan_for(str(llama), settings)
+    assert before.recommended is not None and before.recommended.overheads.total.origin is Origin.ASSUMED
+    key = fingerprint(
+        before.facts, gpu, vllm_version=HERE.version, max_num_batched_tokens=4096, max_num_seqs=64,
+        enforce_eager=False, kv_cache_dtype="auto",
+    )  # fmt: skip
+    seen = Profile(non_torch_bytes=GIB, activation_bytes=GIB, graph_bytes=GIB, context_bytes=GIB)
+    remember(key, seen)
+    after = plan_for(str(llama), settings)
+    assert after.recommended is not None and after.recommended.overheads.total.value == 3 * GIB
+    assert after.recommended.overheads.graph_bytes.origin is Origin.MEASURED
+    assert plan_for(str(llama), {**settings, "max_num_seqs": 8}).budget.context_bytes.value < GIB
