@@ -30,8 +30,8 @@ MARKED = re.compile(
 
 
 def front_page(result: Json) -> str:
-    """One column per system: what the front page shows."""
-    names = list(result["systems"])
+    """One column per system: what the front page shows, ours first."""
+    names = sorted(result["systems"], key=lambda name: (not name.startswith("overspill"), name == "none", name))
     rows = []
     for workload, label in (("ttft-8k", "8k prompt"), ("ttft-64k", "64k prompt")):
         cells = {name: result["systems"][name].get("summary", {}).get(workload, {}) for name in names}

@@ -47,12 +47,20 @@ PLAIN_FILES = {
     ".ci/run": "everything a change has to pass",
     "requirements/cpu.lock": "the versions of the CPU engine and the test tools",
     "docs/": "the pages linked above, and what makes their tables",
+    "examples/": "short scripts to begin with, each run by a test",
     "benchmarks/": "what was measured, and the scripts that measure it",
     "tests/": "a file for each module or promise; the names of the tests are sentences",
 }
 # The rest is small enough, or dull enough, to be read there.
 FOLDERS = ("src/overspill", "src/overspill/kv", "src/overspill/kv/spill")
-PACKAGES = ("src/overspill/hardware", "src/overspill/model", "src/overspill/plan")
+PACKAGES = (
+    "src/overspill/cli",
+    "src/overspill/hardware",
+    "src/overspill/model",
+    "src/overspill/plan",
+    "src/overspill/serve",
+    "src/overspill/service",
+)
 
 
 def files() -> str:

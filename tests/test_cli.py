@@ -1,17 +1,22 @@
 """The command line: examples in every help, exit codes, one sentence for every mistake."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from overspill.cli import app
 
 
 def overspill(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
     return subprocess.run(
         [sys.executable, "-c", "from overspill.cli import main; main()", *arguments],
@@ -20,10 +25,20 @@ def overspill(*arguments: str, **environment: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["plan", "config"])
+def commands(command: Any = None, *words: str) -> Iterator[str]:
+    """Every command there is, as it is typed after `overspill`."""
+    command = command or typer.main.get_command(app)
+    below = getattr(command, "commands", {})
+    if not below:
+        yield " ".join(words)
+    for name, one in below.items():
+        yield from commands(one, *words, name)
+
+
+@pytest.mark.parametrize("command", list(commands()))
 def test_every_command_has_an_example_in_its_help(command: str) -> None:
-    answer = overspill(command, "--help")
-    assert answer.returncode == 0 and f"Example: overspill {command}" in answer.stdout
+    answer = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert answer.exit_code == 0 and f"Example: overspill {command}" in answer.stdout
 
 
 def test_a_plan_for_a_model_on_disk(llama: Path) -> None:

@@ -8,6 +8,8 @@ import typer
 
 from overspill.cli.configuration import config
 from overspill.cli.planning import plan
+from overspill.cli.services import service
+from overspill.cli.serving import PASS_ON, serve
 from overspill.kv.errors import OverspillError
 
 app = typer.Typer(
@@ -17,7 +19,12 @@ app = typer.Typer(
     help="Makes a GPU behave as if it had the machine's RAM, on stock vLLM.",
 )
 app.command(epilog="Example: overspill plan Qwen/Qwen3-8B --max-model-len 128k --gpu rtx4090 --ram 64GiB")(plan)
+app.command(
+    epilog="Example: overspill serve Qwen/Qwen3-8B --max-model-len 128k --served-model-name qwen",
+    context_settings=PASS_ON,
+)(serve)
 app.command(epilog="Example: overspill config --json")(config)
+app.add_typer(service, name="service")
 
 
 @app.callback()

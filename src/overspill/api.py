@@ -1,0 +1,170 @@
+"""Planning from Python: a plan, and the keyword arguments that make vLLM follow it."""
+
+import difflib
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from overspill.kv.errors import OverspillError
+from overspill.settings import SETTINGS, SettingsError, config_path, resolve
+
+if TYPE_CHECKING:
+    from overspill.plan.planner import Plan
+
+# The rest of the table is a server's.
+_SETTINGS = {setting.name: setting for setting in SETTINGS if setting.name not in ("host", "port")}
+
+
+class DoesNotFit(OverspillError):
+    """No way is known to serve the context on the machine. The message says need, have and what would work; `plan` has
+    the numbers."""
+
+    def __init__(self, plan: "Plan") -> None:
+        from overspill.plan.refusal import refusal
+
+        self.plan = plan
+        super().__init__(refusal(plan))
+
+
+class PlanContradicted(UserWarning):
+    """An argument of the user's own that the plan decided otherwise, or was made without. It wins."""
+
+
+def plan(
+    model: str,
+    *,
+    max_model_len: int | str | None = None,
+    ram: int | str | None = None,
+    gpu_memory: int | str | None = None,
+    gpu: str | None = None,
+    link: str | None = None,
+    kv_cache_dtype: str | None = None,
+    **settings: Any,
+) -> "Plan":
+    """What fits, what goes to RAM, and how fast it will be: what `overspill plan` prints.
+
+    All settings of the command are taken, under the same names; what is not given comes from the environment,
+    config.toml and the defaults. Sizes are bytes or "40GiB", lengths are tokens or "128k".
+    """
+    from overspill.plan.machine import plan_for
+
+    for name in settings:
+        if name not in _SETTINGS:
+            raise SettingsError(f"plan() has no setting {name!r}; {_nearest(name, list(_SETTINGS))}")
+    given = {
+        "max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, "gpu": gpu, "link": link,
+        "kv_cache_dtype": kv_cache_dtype, **settings,
+    }  # fmt: skip
+    values = resolve(_parsed(given), file=config_path())
+    return plan_for(model, {name: value.value for name, value in values.items()})
+
+
+def engine_args(
+    model: str,
+    *,
+    max_model_len: int | str | None = None,
+    ram: int | str | None = None,
+    gpu_memory: int | str | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM`, `EngineArgs` or `AsyncEngineArgs` that do what `plan` says.
+
+    Further arguments are settings, as `plan` takes them, or vLLM's own, which win over the plan, with a warning where
+    they contradict it.
+    """
+    given = {"max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, **arguments}
+    _, planned = planned_arguments(model, given)
+    for name in contradicting_variables(planned):
+        warnings.warn(
+            f"{name} is set, and wins over the plan's kv_cache_memory_bytes; unset it", PlanContradicted, stacklevel=2
+        )
+    return planned
+
+
+def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple["Plan", dict[str, Any]]:
+    """A plan by the settings that are given, and vLLM's arguments for what it chose, with the user's own over them."""
+    from overspill.kv import plugin
+    from overspill.plan.arguments import vllm_args
+    from overspill.serve.command import combine
+
+    own = {name: value for name, value in given.items() if name not in _SETTINGS}
+    _refuse_unknown(own)
+    made = plan(model, **{name: value for name, value in given.items() if name in _SETTINGS})
+    if made.chosen is None:
+        raise DoesNotFit(made)
+    # Where Overspill is only on the path, vLLM finds no plugin of it.
+    plugin.register()
+    combined = combine(vllm_args(made, made.chosen), _as_flags(own))
+    for told in (*made.warnings, *combined.contradictions, *combined.changes):
+        # Past this function and the one that was called, to the user's own line.
+        warnings.warn(told, PlanContradicted, stacklevel=3)
+    names = {_name(flag.name) for flag in combined.flags} - own.keys()
+    planned = _read_by_vllm([word for flag in combined.flags if _name(flag.name) in names for word in flag.words])
+    return made, {"model": model, **{name: getattr(planned, name) for name in sorted(names)}, **own}
+
+
+def contradicting_variables(arguments: Mapping[str, Any]) -> list[str]:
+    """Those that are set and would win over the arguments."""
+    from overspill.plan.arguments import CONTRADICTING_VARIABLES
+
+    return [name for name in CONTRADICTING_VARIABLES if os.environ.get(name) and "kv_cache_memory_bytes" in arguments]
+
+
+def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parsed here, so that a mistake is told by the argument's name and not by a flag's."""
+    parsed = {}
+    for name, value in given.items():
+        try:
+            parsed[name] = None if value is None else _SETTINGS[name].parse(value)
+        except OverspillError as error:
+            raise SettingsError(f"{name}: {error}") from error
+    return parsed
+
+
+def _refuse_unknown(own: Mapping[str, Any]) -> None:
+    """Before anything is read: vLLM would say so later, and would not name the nearest."""
+    import vllm
+
+    known = {*inspect.signature(vllm.LLM.__init__).parameters, *inspect.signature(vllm.AsyncEngineArgs).parameters}
+    for name in own:
+        if name not in known - {"self", "model", "kwargs"}:
+            near = _nearest(name, [*_SETTINGS, *sorted(known - {"self", "kwargs"})])
+            raise SettingsError(f"neither Overspill nor vLLM has an argument {name!r}; {near}")
+
+
+def _as_flags(own: Mapping[str, Any]) -> list[str]:
+    """Arguments as they would be on a command line, for comparing; vLLM gets them as they are."""
+    flags = []
+    for name, value in own.items():
+        flag = "--" + name.replace("_", "-")
+        if value is False:
+            flags.append("--no-" + flag.removeprefix("--"))
+        elif value is True:
+            flags.append(flag)
+        elif value is not None:
+            flags.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return flags
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+
+
+def _read_by_vllm(flags: Sequence[str]) -> Any:
+    """By vLLM's own parser: which flags a plan needs is decided in one place, and what they mean in another."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # Not EngineArgs.from_cli_args: it would look for a default model, and needs the hub for that.
+    read = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(flags))
+    if read.kv_transfer_config is not None:
+        # For the engine's process, which is not told of the plugin where Overspill is only on the path.
+        read.kv_transfer_config.kv_connector_module_path = "overspill.kv.connector"
+    return read
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    return f"did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}?"

@@ -1,0 +1,186 @@
+"""`overspill service`."""
+
+import functools
+import getpass
+import inspect
+import json
+import os
+import pwd
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.cli.serving import serve
+from overspill.kv.errors import OverspillError
+from overspill.settings import SETTINGS, Setting, config_path, resolve
+
+if TYPE_CHECKING:
+    from overspill.service.units import Service
+
+service = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="systemd units that serve models: print, install or remove them."
+)
+
+Model = Annotated[str, typer.Argument(help="A folder, or a repository of Hugging Face's cache or hub.")]
+VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]
+IsSystem = Annotated[bool, typer.Option("--system/--user", help="For the whole machine, or for this user.")]
+Name = Annotated[str | None, typer.Option(help="What to call the service, if not as the model.")]
+RunAs = Annotated[str | None, typer.Option(help="The user of a system service, if not the one who asks for it.")]
+Folder = Annotated[
+    Path | None, typer.Option(help="Where units are, instead of systemd's own folder; systemd is then not told.")
+]
+# What a unit's command can say.
+_OF_SERVE = inspect.signature(serve).parameters.keys()
+# A service is for the GPU that is here, and `--force` is about files.
+_SETTINGS = [setting for setting in SETTINGS if setting.name in _OF_SERVE - {"gpu", "force"}]
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag for each setting, which it gets as `settings`."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    own = [
+        each.replace(kind=kind) for each in inspect.signature(command).parameters.values() if each.name != "settings"
+    ]
+    flags = [_parameter(setting) for setting in _SETTINGS]
+
+    @functools.wraps(command)
+    def with_settings(**arguments: Any) -> None:
+        given = {setting.name: arguments.pop(setting.name) for setting in _SETTINGS}
+        # A switch that is not given leaves it to the environment and the file.
+        command(settings={name: None if value is False else value for name, value in given.items()}, **arguments)
+
+    with_settings.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *flags]}
+    return with_settings
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    is_switch = isinstance(setting.default, bool)
+    kind, default = (bool, False) if is_switch else (str | None, None)
+    option = Annotated[kind, typer.Option(setting.flag, help=setting.help)]  # type: ignore[valid-type]
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+
+
+@service.command("print", epilog="Example: overspill service print Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB")
+@_with_settings
+def print_units(
+    settings: dict[str, Any],
+    model: Model,
+    vllm_args: VllmArgs = None,
+    is_system: IsSystem = False,
+    name: Name = None,
+    run_as: RunAs = None,
+    folder: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
+) -> None:
+    """The units that `install` would write. Nothing is written. Exits with 1 if the model does not fit."""
+    from overspill.service.installation import units_of
+    from overspill.service.units import unit_files
+
+    planned = _planned(model, settings, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
+    where = units_of(planned.mode, folder).folder
+    files = {str(where / file.path): file.text for file in unit_files(planned)}
+    if as_json:
+        told = {"unit": planned.unit, "command": planned.command, "memory_max_bytes": planned.memory_max_bytes}
+        print(json.dumps({**told, "files": files}, indent=2))
+    else:
+        print("\n".join(f"# {path}\n{text}" for path, text in files.items()), end="")
+
+
+@service.command(epilog="Example: overspill service install Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB --now")
+@_with_settings
+def install(
+    settings: dict[str, Any],
+    model: Model,
+    vllm_args: VllmArgs = None,
+    is_system: IsSystem = False,
+    name: Name = None,
+    run_as: RunAs = None,
+    folder: Folder = None,
+    now: Annotated[bool, typer.Option("--now", help="Start it, now and whenever the machine starts.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite units that Overspill did not write.")] = False,
+) -> None:
+    """Plans, and writes the units. Nothing is started unless asked for. Exits with 1 if the model does not fit."""
+    from overspill.service import installation
+
+    planned = _planned(model, settings, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
+    units = installation.units_of(planned.mode, folder)
+    if now and units.systemctl is None:
+        raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
+    for path in installation.install(units, planned, force=force, now=now):
+        print(f"wrote {path}")
+    systemctl = "systemctl" if is_system else "systemctl --user"
+    if units.systemctl is None:
+        print(f"systemd was not told; where it runs: {systemctl} daemon-reload")
+    if not now:
+        print(f"to start it, now and whenever the machine starts: {systemctl} enable --now {shlex.quote(planned.unit)}")
+    print(f"its log: journalctl {'' if is_system else '--user '}-u {shlex.quote(planned.unit)}")
+    if not is_system:
+        print("to keep it when you log out: loginctl enable-linger")
+
+
+@service.command(epilog="Example: overspill service remove Qwen/Qwen3-8B")
+def remove(model: Model, is_system: IsSystem = False, name: Name = None, folder: Folder = None) -> None:
+    """Stops a service and removes what `install` wrote for it."""
+    from overspill.service import installation
+    from overspill.service.planned import absolute
+    from overspill.service.units import Mode
+
+    units = installation.units_of(Mode.SYSTEM if is_system else Mode.USER, folder)
+    for path in installation.remove(units, name or absolute(model)):
+        print(f"removed {path}")
+    if units.systemctl is None:
+        print(f"systemd was not told; where it runs: {'systemctl' if is_system else 'systemctl --user'} daemon-reload")
+
+
+def _planned(
+    model: str, settings: dict[str, Any], vllm_args: list[str], *, is_system: bool, name: str | None,
+    run_as: str | None,
+) -> "Service":  # fmt: skip
+    from overspill.plan.installed import installed_vllm
+    from overspill.plan.machine import plan_for
+    from overspill.serve.errors import CannotServe
+    from overspill.serve.prepared import prepare, require_this_machine
+    from overspill.service.planned import kept_environment, planned_service
+    from overspill.service.units import Mode
+
+    values = {each: value for each, value in resolve(settings, file=config_path()).items() if each in _OF_SERVE}
+    plain = {each: value.value for each, value in values.items()}
+    environment = kept_environment(sys.executable, os.environ)
+    try:
+        plan = plan_for(model, plain)
+        # What would end the server when it starts ends this now.
+        prepared = prepare(model, plan, plain, vllm_args, vllm=installed_vllm(), environment=environment)
+        require_this_machine(prepared)
+    except CannotServe as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    for warning in prepared.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return planned_service(
+        model, values, plan, vllm_args, mode=Mode.SYSTEM if is_system else Mode.USER, name=name,
+        run_as=_user(run_as, is_system=is_system), program=sys.executable, environment=environment,
+    )  # fmt: skip
+
+
+def _user(run_as: str | None, *, is_system: bool) -> str | None:
+    if not is_system:
+        if run_as is not None:
+            raise OverspillError("--run-as is for --system: a user's service runs as that user")
+        return None
+    user = run_as or os.environ.get("SUDO_USER") or getpass.getuser()
+    try:
+        return pwd.getpwnam(user).pw_name
+    except KeyError:
+        raise OverspillError(f"--run-as: there is no user {user!r} here; make one, or name another") from None
+
+
+def _not_running(flag: str, *, is_system: bool, folder: Path | None) -> str:
+    if folder is not None:
+        return f"{flag} needs systemd, which does not read --folder {folder}; leave one of the two out"
+    which = "systemd does not run here" if is_system else "this user has no systemd here"
+    return f"{flag} needs systemd, and {which}; leave {flag} out, and start the service where it runs"

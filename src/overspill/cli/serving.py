@@ -1,0 +1,85 @@
+"""`overspill serve`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overspill.cli.planning import HELP, Text
+from overspill.kv.errors import OverspillError
+from overspill.settings import config_path, resolve
+
+# vLLM's own flags are not known here; they follow the model, and are passed on.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder, or a repository of Hugging Face's cache or hub.")],
+    max_model_len: Annotated[Text, typer.Option(help=HELP["max_model_len"])] = None,
+    device: Annotated[Text, typer.Option(help=HELP["device"])] = None,
+    gpu: Annotated[Text, typer.Option(help=HELP["gpu"])] = None,
+    gpu_memory: Annotated[Text, typer.Option(help=HELP["gpu_memory"])] = None,
+    ram: Annotated[Text, typer.Option(help=HELP["ram"])] = None,
+    offload_ram: Annotated[Text, typer.Option(help=HELP["offload_ram"])] = None,
+    link: Annotated[Text, typer.Option(help=HELP["link"])] = None,
+    dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
+    kv_cache_dtype: Annotated[Text, typer.Option(help=HELP["kv_cache_dtype"])] = None,
+    max_num_seqs: Annotated[Text, typer.Option(help=HELP["max_num_seqs"])] = None,
+    max_num_batched_tokens: Annotated[Text, typer.Option(help=HELP["max_num_batched_tokens"])] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help=HELP["enforce_eager"])] = False,
+    host: Annotated[Text, typer.Option(help=HELP["host"])] = None,
+    port: Annotated[Text, typer.Option(help=HELP["port"])] = None,
+    force: Annotated[bool, typer.Option("--force", help="Go on although it does not fit, or not as planned.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command that would run, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="vLLM's log to a file only.")] = False,
+    log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
+) -> None:
+    """Plan, then run vLLM's server with these flags. Flags of vLLM's own follow the model, and win."""
+    from overspill.plan.installed import installed_vllm
+    from overspill.plan.machine import plan_for
+    from overspill.plan.text import plan_as_text
+    from overspill.serve.errors import CannotServe
+    from overspill.serve.log import open_log
+    from overspill.serve.prepared import prepare, require_this_machine
+    from overspill.serve.server import run_server
+
+    if model.startswith("-"):
+        raise OverspillError(f"the model comes first, before vLLM's own flags; {model} is a flag")
+    if as_json and not dry_run:
+        raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
+    values = resolve(
+        {
+            "max_model_len": max_model_len, "device": device, "gpu": gpu, "gpu_memory": gpu_memory, "ram": ram,
+            "offload_ram": offload_ram, "link": link, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
+            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
+            "enforce_eager": enforce_eager or None, "host": host, "port": port, "force": force or None,
+        },
+        file=config_path(),
+    )  # fmt: skip
+    settings = {name: value.value for name, value in values.items()}
+    try:
+        plan = plan_for(model, settings)
+        _tell(plan_as_text(plan))
+        prepared = prepare(model, plan, settings, context.args, vllm=installed_vllm())
+        for warning in prepared.warnings:
+            _tell(f"warning: {warning}")
+        if dry_run:
+            print(json.dumps(prepared.as_json(), indent=2) if as_json else prepared.line)
+            return
+        require_this_machine(prepared)
+        if quiet or log_file is not None:
+            log_file = open_log(log_file, prepared.address.port)
+            _tell(f"vLLM's log: {log_file}")
+        run_server(prepared, force=bool(settings["force"]), quiet=quiet, log_file=log_file)
+    except CannotServe as error:
+        _tell(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+def _tell(text: str) -> None:
+    """Standard output is for the command that --dry-run prints, and for the address once there is one."""
+    print(text, file=sys.stderr, flush=True)

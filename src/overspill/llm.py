@@ -1,0 +1,72 @@
+"""`overspill.LLM`: vLLM's LLM with the plan applied."""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import vllm
+
+from overspill.api import PlanContradicted, contradicting_variables, planned_arguments
+from overspill.kv.errors import OverspillError
+from overspill.plan.planner import Plan
+
+
+class LLM(vllm.LLM):
+    """As `vllm.LLM`, on a GPU that behaves as if it had the machine's RAM.
+
+    Further arguments are settings, as `overspill.plan` takes them, or vLLM's own, which win over the plan, with a
+    warning where they contradict it. Raises `overspill.DoesNotFit` before anything is loaded.
+    """
+
+    plan: Plan
+    """What was planned; `plan.chosen` is what was started."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_model_len: int | str | None = None,
+        ram: int | str | None = None,
+        gpu_memory: int | str | None = None,
+        **arguments: Any,
+    ) -> None:
+        given = {"max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, **arguments}
+        self.plan, planned = planned_arguments(model, given)
+        _require_this_machine(self.plan)
+        with _without_contradictions(planned):
+            super().__init__(**planned)
+
+
+def _require_this_machine(plan: Plan) -> None:
+    """A plan can be made for any machine; the engine runs on this one."""
+    from vllm.platforms import current_platform
+
+    if plan.gpu.is_stated and not plan.platform.is_cpu:
+        raise OverspillError(
+            "gpu states a card, and an LLM runs on the GPU that is here; leave it out, use gpu_memory to keep to a part "
+            "of the GPU, or overspill.engine_args for the arguments that would serve it there"
+        )
+    if current_platform.is_cpu() != plan.platform.is_cpu:
+        here, there = ("cpu", "cuda") if current_platform.is_cpu() else ("cuda", "cpu")
+        raise OverspillError(
+            f"the plan is for {there}, and the vLLM that is installed runs on {here}; use device={here!r}, or install "
+            "the other build"
+        )
+
+
+@contextmanager
+def _without_contradictions(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """The engine reads variables while it starts, and the process that it may start inherits them."""
+    taken = {name: os.environ.pop(name) for name in contradicting_variables(arguments)}
+    for name in taken:
+        warnings.warn(
+            f"{name} is left out for this engine: it would win over the plan's kv_cache_memory_bytes",
+            PlanContradicted,
+            stacklevel=4,
+        )
+    try:
+        yield
+    finally:
+        os.environ.update(taken)

@@ -1,0 +1,134 @@
+"""Where the server will listen, whether it can, and who is there if not."""
+
+import errno
+import http.client
+import ipaddress
+import json
+import os
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from overspill.kv.errors import OverspillError
+from overspill.serve.errors import CannotServe
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str
+    port: int
+    is_tls: bool = False
+
+    @property
+    def reachable_host(self) -> str:
+        """Where this machine reaches a server that listens on all its addresses."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.reachable_host}]" if ":" in self.reachable_host else self.reachable_host
+        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
+
+    def get(self, path: str, timeout: float = 2.0) -> tuple[int, bytes] | None:
+        """Status and body; None if nobody answers."""
+        if self.is_tls:
+            # It is our own server, and asked only whether it is there.
+            context = ssl._create_unverified_context()
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                self.reachable_host, self.port, timeout=timeout, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(self.reachable_host, self.port, timeout=timeout)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+
+def require_free(address: Address, model_names: set[str]) -> None:
+    """Before the model loads: vLLM finds a taken port after a minute, and a wrong host after several."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise OverspillError(f"--host {address.host!r} is not a host: {error}; use 127.0.0.1") from error
+    family, kind, protocol, _, place = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(place)
+        except OSError as error:
+            raise _why(address, model_names, error) from error
+
+
+def _why(address: Address, model_names: set[str], error: OSError) -> CannotServe:
+    if error.errno == errno.EADDRINUSE:
+        listener = listener_on(address.port)
+        served = _served_models(address) & model_names
+        if served:
+            who = f" by {listener}" if listener else ""
+            return CannotServe(
+                f"{served.pop()} is already served on {address.url}{who}. Use it, stop it, or give another --port"
+            )
+        who = listener or "another program"
+        return CannotServe(f"port {address.port} is in use: {who} listens there. Stop it, or give another --port")
+    if error.errno == errno.EACCES:
+        return CannotServe(f"port {address.port} needs rights that this user lacks; use --port 1024 or above")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return CannotServe(f"{address.host} is no address of this machine; use --host 127.0.0.1, or 0.0.0.0 for all")
+    return CannotServe(f"cannot listen on {address.host} port {address.port}: {error.strerror}")
+
+
+def listener_on(port: int, proc: Path = Path("/proc")) -> str:
+    """The program that listens on a port, in words; empty if this user may not know."""
+    inodes = _listening_inodes(port, proc)
+    for entry in proc.iterdir():
+        if entry.name.isdigit() and inodes & _socket_inodes(entry):
+            with suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                command = " ".join(word.decode(errors="replace") for word in words if word)
+                return f"process {entry.name} ({command[:80]})"
+    return ""
+
+
+def _listening_inodes(port: int, proc: Path) -> set[str]:
+    listening = "0A"
+    found = set()
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (proc / "net" / name).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == listening and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.add(fields[9])
+    return found
+
+
+def _socket_inodes(process: Path) -> set[str]:
+    found = set()
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):
+                target = os.readlink(descriptor)
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
+    return found
+
+
+def _served_models(address: Address) -> set[str]:
+    answer = address.get("/v1/models")
+    with suppress(ValueError, KeyError, TypeError):
+        if answer is not None and answer[0] == http.client.OK:
+            models = json.loads(answer[1])["data"]
+            return {model[name] for model in models for name in ("id", "root") if model.get(name)}
+    return set()
+
+
+def is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

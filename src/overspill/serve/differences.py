@@ -1,0 +1,144 @@
+"""Whether what was planned happened: a decision on figures, made when an engine has started."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from overspill.figures import Origin
+from overspill.kv.sizes import format_size
+from overspill.plan.planner import Plan
+from overspill.plan.ways import Way
+from overspill.serve.report import HostMemoryReport, Report
+
+# What the plan promises of memory (docs/plan.md). Below it lie the roundings of vLLM's profiler, which measures anew
+# in every start, and of blocks; a mechanism that did not work at all is far above it.
+_TOLERANCE = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    what: str
+    planned: str
+    happened: str
+    remedy: str
+    stops: bool
+    """Whether to go on would give the user something else than was planned; otherwise it is told."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: planned {self.planned}, got {self.happened}. {self.remedy}"
+
+
+def differences(plan: Plan, way: Way, report: Report) -> list[Difference]:
+    """Of one worker; an empty list means that all is as planned."""
+    return [
+        *_context(plan, report),
+        *_weights(way, report),
+        *_kv(plan, way, report),
+        *_spill(way, report),
+        *_pool(way, report),
+        *_pinning("pool", "host_bytes", report.pool),
+        *_pinning("arena", "spill_bytes", report.arena),
+    ]
+
+
+def confirmations(way: Way, report: Report, *, on_cpu: bool) -> list[str]:
+    """What happened as it should, a line for each thing."""
+    device = "in vLLM's memory" if on_cpu else "on the GPU"
+    lines = []
+    if report.weights_bytes is not None:
+        lines.append(f"weights: {format_size(report.weights_bytes)} {device}")
+    if way.weights.ram_bytes and report.weights_in_ram_bytes is not None:
+        lines.append(f"weights in RAM: {format_size(report.weights_in_ram_bytes)}, by {report.offloader}")
+    if report.kv_bytes is not None:
+        lines.append(f"KV cache: {format_size(_on_device(report))} {device}")
+    if report.spilled_bytes:
+        window = format_size(report.window_bytes or 0)
+        lines.append(f"spill: {format_size(report.spilled_bytes)} in RAM, through a window of {window}")
+    if report.pool is not None:
+        lines.append(f"offload: a pool of {format_size(report.pool.num_bytes)} in RAM")
+    return lines
+
+
+def _on_device(report: Report) -> int:
+    kv = report.kv_bytes or 0
+    return report.resident_bytes if report.resident_bytes is not None else kv
+
+
+def _is_less(got: int, planned: int) -> bool:
+    return got < planned * (1 - _TOLERANCE)
+
+
+def _context(plan: Plan, report: Report) -> Iterator[Difference]:
+    if report.max_model_len is not None and report.max_model_len != plan.max_model_len:
+        yield Difference(
+            what="longest context",
+            planned=f"{plan.max_model_len:,} tokens",
+            happened=f"{report.max_model_len:,}",
+            remedy=f"Use --max-model-len {report.max_model_len}.",
+            stops=report.max_model_len < plan.max_model_len,
+        )
+
+
+def _weights(way: Way, report: Report) -> Iterator[Difference]:
+    planned, got = way.weights.ram_bytes, report.weights_in_ram_bytes or 0
+    if planned and _is_less(got, planned):
+        yield Difference(
+            what="weights in RAM",
+            planned=format_size(planned),
+            happened=f"{format_size(got)} ({report.offloader})",
+            remedy="vLLM's offloader did not reach these layers; set VLLM_USE_V2_MODEL_RUNNER=0, or take a smaller "
+            "model.",
+            stops=True,
+        )
+
+
+def _kv(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
+    """More is fine. Less, too, while the overheads are a guess: they are measured now, and the context fits, or vLLM
+    would not have started."""
+    if report.kv_bytes is None or not _is_less(got := _on_device(report), planned := way.kv.resident_bytes):
+        return
+    is_guess = way.overheads.total.origin is Origin.ASSUMED
+    yield Difference(
+        what="KV cache",
+        planned=format_size(planned),
+        happened=format_size(got),
+        remedy="What the engine takes beside it was assumed, and is measured now: the next plan counts on it."
+        if is_guess
+        else "Something else took memory while vLLM started; end it, or give less with --gpu-memory.",
+        stops=not is_guess,
+    )
+
+
+def _spill(way: Way, report: Report) -> Iterator[Difference]:
+    planned, got = way.kv.spilled_bytes, report.spilled_bytes or 0
+    if planned and _is_less(got, planned):
+        yield Difference(
+            what="KV that can spill to RAM",
+            planned=format_size(planned),
+            happened=format_size(got),
+            remedy="Requests longer than the GPU's KV cache would not run; see vLLM's log for what spill says.",
+            stops=True,
+        )
+
+
+def _pool(way: Way, report: Report) -> Iterator[Difference]:
+    planned, got = way.offload_bytes, report.pool.num_bytes if report.pool is not None else 0
+    if planned and _is_less(got, planned):
+        yield Difference(
+            what="offload pool",
+            planned=format_size(planned),
+            happened=format_size(got),
+            remedy="Conversations would not be kept in RAM; see vLLM's log for what offload says.",
+            stops=True,
+        )
+
+
+def _pinning(name: str, option: str, memory: HostMemoryReport | None) -> Iterator[Difference]:
+    """Memory that is still being pinned is no difference: it goes on while the engine serves."""
+    if memory is not None and memory.refused:
+        yield Difference(
+            what=f"pinned {name}",
+            planned=format_size(memory.num_bytes),
+            happened=f"{format_size(memory.pinned_bytes)} ({memory.refused})",
+            remedy=f"Raise the limit with ulimit -l unlimited, or give less RAM with --ram ({option}).",
+            stops=True,
+        )

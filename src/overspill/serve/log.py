@@ -1,0 +1,57 @@
+"""vLLM's log on its way: to the terminal, to a file, and its end kept for when something goes wrong."""
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from overspill.kv.errors import OverspillError
+
+_KEPT_LINES = 400
+
+
+def open_log(given: Path | None, port: int, environment: Mapping[str, str] = os.environ) -> Path:
+    """A new, empty file: the one given, or one in the XDG state folder for each port."""
+    folder = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local/state")
+    path = given or Path(folder) / "overspill" / f"serve-{port}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    except OSError as error:
+        raise OverspillError(f"vLLM's log cannot be written to {path}: {error.strerror}; use --log-file") from error
+    return path
+
+
+class Log:
+    def __init__(self, source: IO[bytes], terminal: IO[bytes] | None, file: Path | None) -> None:
+        self._source, self._terminal = source, terminal
+        self._file: IO[bytes] | None = file.open("wb") if file is not None else None
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._thread = threading.Thread(target=self._copy, name="overspill-log", daemon=True)
+        self._thread.start()
+
+    def lines(self) -> list[str]:
+        """The last ones, once vLLM has ended."""
+        self._thread.join(timeout=5)
+        return list(self._lines)
+
+    def _copy(self) -> None:
+        with self._source, self._file or contextlib.nullcontext():
+            for line in self._source:
+                self._lines.append(line.decode(errors="replace").rstrip())
+                self._terminal = _written(self._terminal, line)
+                self._file = _written(self._file, line)
+
+
+def _written(sink: IO[bytes] | None, line: bytes) -> IO[bytes] | None:
+    """A full disk or a closed terminal is no reason to stop vLLM, which waits for what it logs to be read."""
+    if sink is not None:
+        try:
+            sink.write(line)
+            sink.flush()
+        except (OSError, ValueError):
+            return None
+    return sink

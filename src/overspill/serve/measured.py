@@ -1,0 +1,29 @@
+"""What a start measured, kept for the next plan."""
+
+from overspill.plan.installed import Vllm
+from overspill.plan.planner import Plan
+from overspill.plan.profiles import Profile, fingerprint, remember
+from overspill.plan.ways import Way
+from overspill.serve.report import Report
+
+
+def profile_of(report: Report) -> Profile | None:
+    """None where vLLM did not profile."""
+    sizes = (report.non_torch_bytes, report.activation_bytes, report.graph_bytes, report.context_bytes)
+    non_torch, activation, graph, context = sizes
+    if non_torch is None or activation is None or graph is None or context is None:
+        return None
+    return Profile(non_torch_bytes=non_torch, activation_bytes=activation, graph_bytes=graph, context_bytes=context)
+
+
+def remember_profile(plan: Plan, way: Way, report: Report, vllm: Vllm) -> None:
+    if (profile := profile_of(report)) is None:
+        return
+    remember(
+        fingerprint(
+            plan.facts, plan.gpu, vllm_version=vllm.version, max_num_batched_tokens=way.max_num_batched_tokens,
+            max_num_seqs=plan.max_num_seqs, enforce_eager=plan.wishes.enforce_eager,
+            kv_cache_dtype=way.kv_cache_dtype,
+        ),
+        profile,
+    )  # fmt: skip

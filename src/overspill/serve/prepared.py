@@ -1,0 +1,115 @@
+"""Everything that is decided before vLLM starts: the plan, the exact command, its environment, and what to warn of."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.kv.errors import OverspillError
+from overspill.plan.arguments import vllm_args
+from overspill.plan.installed import Vllm
+from overspill.plan.planner import Plan
+from overspill.plan.refusal import refusal
+from overspill.plan.report import plan_as_json
+from overspill.plan.ways import Way
+from overspill.serve.address import Address
+from overspill.serve.command import Combined, combine, server_command
+from overspill.serve.errors import CannotServe
+from overspill.serve.traps import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    model: str
+    vllm: Vllm
+    plan: Plan
+    way: Way
+    combined: Combined
+    command: tuple[str, ...]
+    environment: Mapping[str, str | None]
+    """Variables to change; None removes one."""
+    warnings: tuple[str, ...]
+
+    @property
+    def address(self) -> Address:
+        host = self.combined.value("--host") or ""
+        is_tls = self.combined.value("--ssl-certfile") is not None
+        return Address(host, int(self.combined.value("--port") or 0), is_tls)
+
+    @property
+    def served_name(self) -> str:
+        """By which clients ask for the model; vLLM takes several."""
+        given = self.combined.value("--served-model-name")
+        return given.split()[0] if given else self.model
+
+    @property
+    def line(self) -> str:
+        """The command as a shell takes it."""
+        removed = [word for name, value in self.environment.items() if value is None for word in ("-u", name)]
+        changed = [f"{name}={value}" for name, value in self.environment.items() if value is not None]
+        return shlex.join([*(["env", *removed, *changed] if self.environment else []), *self.command])
+
+    def full_environment(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+        changed = {**environment, **self.environment}
+        return {name: value for name, value in changed.items() if value is not None}
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "command": list(self.command),
+            "line": self.line,
+            "environment": dict(self.environment),
+            "warnings": list(self.warnings),
+            "plan": plan_as_json(self.plan),
+        }
+
+
+def prepare(
+    model: str,
+    plan: Plan,
+    settings: Mapping[str, Any],
+    given: Sequence[str],
+    *,
+    vllm: Vllm | None,
+    environment: Mapping[str, str] = os.environ,
+) -> Prepared:
+    """`settings` are the values of `overspill.settings`, `given` are vLLM's own flags, from the user."""
+    if vllm is None:
+        raise CannotServe(
+            "vLLM is not installed in this Python environment, and serving needs it; install it with: "
+            "pip install 'overspill[cuda]'"
+        )
+    if (way := plan.chosen) is None:
+        raise CannotServe(f"{refusal(plan)} --force starts the nearest, where there is one.")
+    place = ["--host", str(settings["host"]), "--port", str(settings["port"])]
+    combined = combine([*vllm_args(plan, way), *place], given)
+    port = combined.value("--port") or ""
+    if not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise OverspillError(f"--port {port!r} is not a port; ports are 1 to 65535")
+    checked = check(combined, plan, environment, on_cpu=plan.platform.is_cpu)
+    return Prepared(
+        model=model,
+        vllm=vllm,
+        plan=plan,
+        way=way,
+        combined=combined,
+        command=(*server_command(model, vllm), *combined.words),
+        environment=checked.environment,
+        warnings=(*combined.contradictions, *combined.changes, *checked.warnings),
+    )
+
+
+def require_this_machine(prepared: Prepared) -> None:
+    """A plan can be made for any machine; a server runs on this one."""
+    plan, vllm = prepared.plan, prepared.vllm
+    if plan.gpu.is_stated and not plan.platform.is_cpu:
+        raise OverspillError(
+            "--gpu states a card, and a model is served on the GPU that is here; leave it out, use --gpu-memory to "
+            "keep to a part of the GPU, or add --dry-run for the command that would serve it there"
+        )
+    if vllm.is_cpu != plan.platform.is_cpu:
+        build, other = ("CPU", "cpu") if vllm.is_cpu else ("CUDA", "cuda")
+        raise CannotServe(
+            f"the plan is for {plan.platform.name}, and vLLM's {build} build is installed, which cannot run it; use "
+            f"--device {other}, or install the other build"
+        )

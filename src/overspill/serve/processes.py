@@ -1,0 +1,61 @@
+"""Living processes, as /proc tells of them: those of a session, and those below a process.
+
+Standard library only: the guard is one of the processes of every server, and should stay small.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    pid: int
+    state: str
+    parent: int
+    session: int
+
+
+def processes() -> Iterator[Process]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            # The name is in brackets and may hold spaces and brackets, so fields are counted from the last one.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            yield Process(int(entry.name), fields[0], int(fields[1]), int(fields[3]))
+
+
+def in_session(session: int) -> list[int]:
+    return [one.pid for one in processes() if one.session == session and one.state not in "ZX"]
+
+
+def below(pid: int) -> list[int]:
+    """Children, and theirs."""
+    children: dict[int, list[Process]] = {}
+    for one in processes():
+        children.setdefault(one.parent, []).append(one)
+    found, level = [], [pid]
+    while level:
+        next_level = [one for parent in level for one in children.get(parent, ())]
+        found += [one.pid for one in next_level if one.state not in "ZX"]
+        level = [one.pid for one in next_level]
+    return found
+
+
+def kill(pids: list[int], sign: signal.Signals = signal.SIGKILL) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sign)
+
+
+def wait_until_none(living: Callable[[], list[int]], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while living():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,147 @@
+"""Flags and variables that vLLM takes in silence and that do something else than they say: refused, or corrected."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import GiB, format_size
+from overspill.plan.arguments import CONTRADICTING_VARIABLES
+from overspill.plan.planner import Plan
+from overspill.serve.address import is_loopback
+from overspill.serve.command import Combined
+from overspill.serve.errors import CannotServe
+from overspill.serve.flags import find, matches
+
+_PLUGINS = ("overspill", "overspill_report")
+_NOT_HERE = {
+    "--model": "the model is the first argument: overspill serve MODEL",
+    "--config": "its flags cannot be compared with the plan's; write them after the model instead",
+    "--uds": "serve asks a port whether the server is ready; use --host and --port, or start vLLM yourself with the "
+    "command that --dry-run prints",
+    "--grpc": "serve asks over HTTP whether the server is ready; start vLLM yourself with the command that --dry-run "
+    "prints",
+    "--headless": "there would be no server to ask; start vLLM yourself with the command that --dry-run prints",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What to tell, and variables to change for vLLM (None removes one)."""
+
+    warnings: list[str] = field(default_factory=list)
+    environment: dict[str, str | None] = field(default_factory=dict)
+
+
+def check(combined: Combined, plan: Plan, environment: Mapping[str, str], *, on_cpu: bool) -> Checked:
+    """Refuses by raising; the rest is corrected, or told."""
+    _refuse_flags(combined)
+    checked = Checked()
+    _check_weight_offload(combined, plan, checked, on_cpu=on_cpu)
+    _check_allocator(combined, environment, checked)
+    _check_plugins(environment, checked)
+    _check_kv_space(combined, environment, checked, on_cpu=on_cpu)
+    _check_exposure(combined, environment, checked)
+    return checked
+
+
+def _refuse_flags(combined: Combined) -> None:
+    for flag in combined.given:
+        if (why := _NOT_HERE.get(flag.name)) is not None:
+            raise OverspillError(f"{flag.name} cannot be used with overspill serve: {why}")
+
+
+def _check_weight_offload(combined: Combined, plan: Plan, checked: Checked, *, on_cpu: bool) -> None:
+    """Of the user's own flags, and of what they make of the plan's."""
+    uva = find(combined.flags, "--cpu-offload-gb")
+    uva_bytes = _gib(uva.value) if uva is not None else 0
+    backend = combined.value("--offload-backend") or "auto"
+    groups = combined.value("--offload-group-size") or "0"
+    prefetches = groups.strip() not in ("", "0")
+    if uva_bytes and on_cpu:
+        raise OverspillError(
+            "--cpu-offload-gb does nothing on vLLM's CPU platform, where all weights are in RAM; remove it"
+        )
+    if uva_bytes and (prefetches or backend == "prefetch"):
+        raise OverspillError(
+            "--cpu-offload-gb does nothing with the prefetch backend: vLLM uses one offloader. Remove "
+            "--cpu-offload-gb, or use it without --offload-backend and --offload-group-size"
+        )
+    if backend == "uva" and not uva_bytes:
+        also = "; --offload-group-size does nothing with it" if prefetches else ""
+        raise OverspillError(
+            f"--offload-backend uva moves nothing to RAM without --cpu-offload-gb{also}. Give --cpu-offload-gb, or use "
+            "--offload-backend prefetch with --offload-group-size"
+        )
+    if backend == "prefetch" and not prefetches:
+        raise OverspillError(
+            "--offload-backend prefetch moves nothing to RAM without --offload-group-size; give it, for example "
+            "--offload-group-size 4, or leave weights to the plan"
+        )
+    if not uva_bytes or uva not in combined.given:
+        return
+    # PyTorch rounds every tensor that it pins up to a power of two (vllm#56410).
+    if 2 * uva_bytes > plan.ram_bytes.value:
+        raise CannotServe(
+            f"--cpu-offload-gb {uva_bytes / GiB:g} can take up to {format_size(2 * uva_bytes)} of RAM, since "
+            f"each pinned tensor is rounded up to a power of two; {format_size(plan.ram_bytes.value)} may be used. Use "
+            f"at most --cpu-offload-gb {plan.ram_bytes.value // 2 // GiB}, or remove it: the plan's own offload takes "
+            "no more than it says"
+        )
+    if plan.recommended is not None and not plan.recommended.weights.ram_bytes:
+        checked.warnings.append(
+            "--cpu-offload-gb is given although all weights fit on the GPU: every step then reads them over the link, "
+            "which has cost up to 19 times the speed; remove it"
+        )
+
+
+def _gib(text: str) -> int:
+    try:
+        return int(float(text) * GiB)
+    except ValueError:
+        raise OverspillError(f"--cpu-offload-gb {text!r} is not a number of GiB; write for example 8") from None
+
+
+def _check_allocator(combined: Combined, environment: Mapping[str, str], checked: Checked) -> None:
+    """vLLM refuses a connector with expandable segments, minutes later, and looks at one of torch's two variables."""
+    if find(combined.flags, "--kv-transfer-config") is None:
+        return
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        parts = [part.strip() for part in environment.get(name, "").split(",") if part.strip()]
+        left = [part for part in parts if not re.fullmatch(r"expandable_segments\s*:\s*True", part)]
+        if left != parts:
+            checked.environment[name] = ",".join(left) or None
+            checked.warnings.append(
+                f"{name}=expandable_segments:True is taken out for vLLM: with it, KV could move to other memory while "
+                "it is being copied to RAM"
+            )
+
+
+def _check_plugins(environment: Mapping[str, str], checked: Checked) -> None:
+    """VLLM_PLUGINS names the plugins to load, and would leave out ours."""
+    if (given := environment.get("VLLM_PLUGINS")) is None:
+        return
+    names = [name for name in given.split(",") if name]
+    missing = [name for name in _PLUGINS if name not in names]
+    if missing:
+        checked.environment["VLLM_PLUGINS"] = ",".join([*names, *missing])
+        left_out = " and ".join(missing)
+        checked.warnings.append(f"VLLM_PLUGINS leaves out {left_out}, without which nothing goes to RAM; added")
+
+
+def _check_kv_space(combined: Combined, environment: Mapping[str, str], checked: Checked, *, on_cpu: bool) -> None:
+    """On its CPU platform vLLM lets a variable win over --kv-cache-memory-bytes."""
+    has_flag = any(matches(flag.name, "--kv-cache-memory-bytes") for flag in combined.flags)
+    for name in CONTRADICTING_VARIABLES:
+        if on_cpu and has_flag and environment.get(name):
+            checked.environment[name] = None
+            checked.warnings.append(f"{name} is taken out for vLLM: it would win over --kv-cache-memory-bytes")
+
+
+def _check_exposure(combined: Combined, environment: Mapping[str, str], checked: Checked) -> None:
+    host = combined.value("--host") or ""
+    if not is_loopback(host) and find(combined.flags, "--api-key") is None and not environment.get("VLLM_API_KEY"):
+        checked.warnings.append(
+            f"--host {host} lets other machines in, and no --api-key is given: whoever reaches the port can use the "
+            "model"
+        )

@@ -1,0 +1,1 @@
+"""systemd units that serve models: what is in them, and putting them where systemd looks."""

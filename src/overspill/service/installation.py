@@ -1,0 +1,160 @@
+"""Units on disk and systemd's attention: the effects. Nothing is written or removed outside the folder of units."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from overspill.kv.errors import OverspillError
+from overspill.service.units import MARKER, TEMPLATE, Mode, Service, drop_in_path, unit_files, unit_name
+
+
+class ServiceError(OverspillError):
+    """A unit that cannot be written or removed; says which file, and what to do about it."""
+
+
+class SystemctlFailed(ServiceError):
+    """systemd refused; carries what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """A folder of units, and the manager that reads it."""
+
+    mode: Mode
+    folder: Path
+    systemctl: tuple[str, ...] | None
+    """How to talk to the manager; None where it does not run, or does not read this folder."""
+
+
+def units_of(mode: Mode, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Units:
+    environment = os.environ if environment is None else environment
+    if folder is not None:
+        return Units(mode, folder, None)
+    return Units(mode, _usual_folder(mode, environment), _systemctl(mode, environment))
+
+
+def install(units: Units, service: Service, *, force: bool = False, now: bool = False) -> list[Path]:
+    """The files that were written, or were there already."""
+    files = [(units.folder / file.path, file.text) for file in unit_files(service)]
+    for path, _ in files:
+        _refuse_others(units.folder, path, force=force)
+    for path, text in files:
+        _write(path, text)
+    if units.systemctl is not None:
+        _run(units.systemctl, "daemon-reload")
+        if now:
+            _run(units.systemctl, "enable", "--now", service.unit)
+    return [path for path, _ in files]
+
+
+def remove(units: Units, name: str) -> list[Path]:
+    """The files that were removed. The template goes with the last model."""
+    drop_in = units.folder / drop_in_path(name)
+    if not drop_in.is_file():
+        raise ServiceError(f"{drop_in} does not exist; {_installed_there(units.folder)}")
+    _refuse_others(units.folder, drop_in, force=False)
+    if units.systemctl is not None:
+        _run(units.systemctl, "disable", "--now", unit_name(name))
+    removed = [drop_in]
+    template = units.folder / TEMPLATE
+    with _explained(drop_in):
+        drop_in.unlink()
+        # What else somebody put there stays.
+        with suppress(OSError):
+            drop_in.parent.rmdir()
+        if not installed(units.folder) and _is_ours(template):
+            template.unlink()
+            removed.append(template)
+    if units.systemctl is not None:
+        _run(units.systemctl, "daemon-reload")
+    return removed
+
+
+def installed(folder: Path) -> list[str]:
+    """Units whose drop-in is ours."""
+    found = folder.glob("overspill@*.service.d/overspill.conf")
+    return sorted(path.parent.name.removesuffix(".d") for path in found if _is_ours(path))
+
+
+def _installed_there(folder: Path) -> str:
+    units = installed(folder)
+    return f"installed are {', '.join(units)}" if units else "nothing is installed there"
+
+
+def _usual_folder(mode: Mode, environment: Mapping[str, str]) -> Path:
+    if mode is Mode.SYSTEM:
+        return Path("/etc/systemd/system")
+    base = environment.get("XDG_CONFIG_HOME", "")
+    if Path(base).is_absolute():
+        return Path(base) / "systemd/user"
+    try:
+        return Path.home() / ".config/systemd/user"
+    except RuntimeError as error:
+        raise ServiceError("this user has no home folder for units; name one with --folder, or use --system") from error
+
+
+def _systemctl(mode: Mode, environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    program = shutil.which("systemctl", path=environment.get("PATH"))
+    # As sd_booted(3) tells; a user's manager has a socket of its own.
+    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    sign = Path("/run/systemd/system") if mode is Mode.SYSTEM else Path(runtime) / "systemd/private"
+    if program is None or not sign.is_absolute() or not sign.exists():
+        return None
+    return (program, "--user") if mode is Mode.USER else (program,)
+
+
+def _run(systemctl: Sequence[str], *arguments: str) -> None:
+    command = [*systemctl, *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        raise SystemctlFailed(f"{' '.join(command)} failed: {said}. The units are in place; run it again")
+
+
+def _refuse_others(folder: Path, path: Path, *, force: bool) -> None:
+    if path.parent != folder and path.parent.is_symlink():
+        raise ServiceError(f"{path.parent} is a link, and a unit would be written outside {folder}; remove the link")
+    if not force and os.path.lexists(path) and not _is_ours(path):
+        raise ServiceError(
+            f"{path} was not written by Overspill; move it away, overwrite it with --force, or use --name or --folder"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and path.read_text().startswith(MARKER)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: systemd may read it at any moment."""
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".overspill-")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What the operating system refuses, as a sentence."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ServiceError(f"{path} may not be written by this user; use sudo for --system, or --user") from error
+    except OSError as error:
+        raise ServiceError(f"{path} cannot be written: {error.strerror}; name another --folder") from error

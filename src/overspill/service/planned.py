@@ -1,0 +1,89 @@
+"""The service for a model: the command that does what was planned, and the RAM it may take."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from overspill.kv.options import Options
+from overspill.kv.sizes import GiB, KiB, MiB, TiB
+from overspill.plan.attempts import PROCESS_RAM_BYTES
+from overspill.plan.planner import Plan
+from overspill.service.units import Mode, Service
+from overspill.settings import GivenBy, Value
+
+# The process that answers HTTP, beside the engine's, which the plan counts.
+SERVER_RAM_BYTES = 2 * GiB
+# A unit starts with a bare environment. What decides which GPUs and which files are found is kept, and no secret.
+_KEPT_VARIABLES = (
+    "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME",
+)  # fmt: skip
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def planned_service(
+    model: str, values: Mapping[str, Value], plan: Plan, vllm_args: Sequence[str], *,
+    mode: Mode, name: str | None, run_as: str | None, program: str, environment: Mapping[str, str],
+) -> Service:  # fmt: skip
+    model = absolute(model)
+    ram_bytes = _ram_bytes(values, plan)
+    # Where RAM plays the GPU's memory, its share of what is free is not left to a later start either.
+    stand_in_bytes = plan.budget.limit_bytes.value if plan.platform.is_cpu else 0
+    fixed = {"ram": ram_bytes, "gpu_memory": stand_in_bytes or values["gpu_memory"].value}
+    flags = _flags(values, {name: size for name, size in fixed.items() if size is not None})
+    return Service(
+        mode=mode,
+        name=name or model,
+        command=(program, "-m", "overspill", "serve", model, *flags, *vllm_args),
+        memory_max_bytes=memory_max_bytes(ram_bytes + stand_in_bytes),
+        environment=tuple(environment.items()),
+        run_as=run_as,
+    )
+
+
+def absolute(model: str) -> str:
+    """A folder by its whole path: a unit is not started from here."""
+    path = Path(os.path.expanduser(model))
+    return str(path.absolute()) if model and path.exists() else model
+
+
+def memory_max_bytes(ram_bytes: int) -> int:
+    """What `--ram` allows, which includes the engine's own; the reserve that Overspill insists on leaving free, counted
+    inside the unit's limit; and the server."""
+    return ram_bytes + Options.reserve_bytes + SERVER_RAM_BYTES
+
+
+def exact_size(num_bytes: int) -> str:
+    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if num_bytes and num_bytes % unit == 0:
+            return f"{num_bytes // unit}{name}"
+    return f"{num_bytes}B"
+
+
+def _ram_bytes(values: Mapping[str, Value], plan: Plan) -> int:
+    """As given, or what the plan takes: RAM that happens to be free at some later start must not make another plan."""
+    given, way = values["ram"].value, plan.chosen
+    if given is not None or way is None:
+        return int(given if given is not None else plan.ram_bytes.value)
+    return way.weights.pinned_bytes + way.kv.spilled_bytes + way.offload_bytes + PROCESS_RAM_BYTES
+
+
+def _flags(values: Mapping[str, Value], sizes: Mapping[str, int]) -> Iterator[str]:
+    """Whatever was set, also by the environment or the file, which may change."""
+    for name, value in values.items():
+        flag = value.setting.flag
+        if name in sizes:
+            yield from (flag, exact_size(sizes[name]))
+        elif value.origin is GivenBy.DEFAULT or value.value is False:
+            continue
+        elif value.value is True:
+            yield flag
+        else:
+            yield from (flag, str(value.value))
+
+
+def kept_environment(program: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What the unit sets. Kernels are compiled with tools that are installed beside Python (ninja), and with the
+    system's."""
+    kept = {name: environment[name] for name in _KEPT_VARIABLES if environment.get(name)}
+    return {"PATH": f"{Path(program).parent}:{_SYSTEM_PATH}", **kept}

@@ -1,0 +1,387 @@
+"""`overspill serve`, seen from outside: vLLM's real server on the CPU, a real client, and how everything ends."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from overspill.serve.processes import below, in_session
+from overspill.tiny import VOCAB, make_llama
+from tests.engine import engine, random_prompt
+
+START_S = 240
+MAX_MODEL_LEN = 4096
+# Weights of 2.75 MiB and 8 MiB of KV do not fit: about half of it has to spill.
+TIGHT = ["--gpu-memory", "8MiB", "--ram", "12GiB", "--offload-ram", "64MiB", "--max-model-len", str(MAX_MODEL_LEN)]
+TINY = [*TIGHT, "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--enforce-eager"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    left_out = ("OVERSPILL_", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    return {**clean, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", "VLLM_LOGGING_LEVEL": "INFO", **more}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Serve:
+    """An `overspill serve` that runs."""
+
+    def __init__(self, model: Path, *flags: str, folder: Path, quiet: bool = True) -> None:
+        self.port = free_port()
+        self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._notices.bind(f"\0overspill-test-{self.port}")
+        self.out, self.err = folder / "out", folder / "err"
+        log = ["--quiet", "--log-file", str(folder / "vllm.log")] if quiet else []
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "overspill", "serve", str(model), *TINY, *log, "--port", str(self.port),
+                    "--served-model-name", "tiny", *flags,
+                ],
+                stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=environment(NOTIFY_SOCKET=f"@overspill-test-{self.port}"),
+            )  # fmt: skip
+        self.session: int | None = None
+
+    @property
+    def told(self) -> str:
+        return self.err.read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Until serve says it; its guard, and so the session of all it started, is known from then on."""
+        deadline = time.monotonic() + START_S
+        while text not in self.out.read_text() + self.told:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.told
+            time.sleep(0.1)
+        self.session = below(self.process.pid)[0]
+
+    def started(self) -> list[int]:
+        """Living processes of all that serve started."""
+        return in_session(self.session) if self.session is not None else []
+
+    def assert_nothing_is_left(self, within: float = 15) -> None:
+        deadline = time.monotonic() + within
+        while self.started() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not self.started()
+
+    def notices(self) -> list[str]:
+        """What systemd would have been told since the last call."""
+        told = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                told += self._notices.recv(4096).decode().splitlines()
+        return told
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        found = re.findall(rf"^overspill_{name}(?:_total)?{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        assert found, f"no series overspill_{name}"
+        return sum(map(float, found))
+
+    def clean_up(self) -> None:
+        self._notices.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=60)
+        for pid in self.started():
+            os.kill(pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(timeout=10)
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str, folder: Path, quiet: bool = True) -> Iterator[Serve]:
+    running = Serve(model, *flags, folder=folder, quiet=quiet)
+    try:
+        yield running
+    finally:
+        running.clean_up()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer, whose words are t3, t4 and so on; a conversation is its messages' words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = make_llama(tmp_path_factory.mktemp("serve") / "tiny")
+    special = ["<unk>", "<s>", "</s>"]
+    names = [*special, *(f"t{i}" for i in range(len(special), VOCAB))]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    with serving(model, folder=tmp_path_factory.mktemp("server")) as running:
+        running.wait_for("/v1 serves")
+        yield running
+
+
+PROMPT = random_prompt(1, 3200)
+ASKED: dict[str, Any] = {
+    "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True, "return_token_ids": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    """What an engine answers whose KV is all in one place, in steps and blocks of the same size."""
+    with engine(model, max_model_len=MAX_MODEL_LEN, blocks=40, block_size=128, max_num_batched_tokens=2048) as plain:
+        return list(plain.ask_one(PROMPT, max_tokens=12).tokens)
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def test_a_client_gets_the_tokens_of_an_engine_without_spill(server: Serve, expected: list[int]) -> None:
+    assert len(set(expected)) > 3 and min(expected) > 2  # special tokens are not shown
+    client = server.client()
+    answer = client.completions.create(model="tiny", prompt=words(PROMPT), **ASKED)
+    assert answer.choices[0].text.split() == words(expected).split()
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(PROMPT)
+    assert server.metric("spill_in_bytes") > 0 and server.metric("spill_out_bytes") > 0
+    assert server.metric("store_bytes") > 0 and server.metric("pool_bytes") > 0
+
+
+def test_a_stream_and_a_conversation_give_the_same(server: Serve, expected: list[int]) -> None:
+    client = server.client()
+    before = server.metric("spill_in_bytes")
+    stream = client.completions.create(model="tiny", prompt=words(PROMPT), stream=True, **ASKED)
+    streamed = [part.choices[0].text for part in stream if part.choices]
+    assert "".join(streamed).split() == words(expected).split() and len(streamed) > 3
+    messages: list[Any] = [{"role": "user", "content": words(PROMPT)}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, **ASKED)
+    assert (chat.choices[0].message.content or "").split() == words(expected).split()
+    parts = client.chat.completions.create(model="tiny", messages=messages, stream=True, **ASKED)
+    said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert said.split() == words(expected).split()
+    assert server.metric("spill_in_bytes") > before
+
+
+def test_the_start_told_its_phases_and_what_became_of_the_plan(server: Serve) -> None:
+    phases = ["starting vLLM", "loading the model", "starting to listen", "ready"]
+    places = [server.told.index(phase) for phase in phases]
+    assert places == sorted(places)
+    assert "as planned: spill:" in server.told and "as planned: offload: a pool of 64 MiB" in server.told
+    assert "not as planned" not in server.told
+    line = server.out.read_text().strip()
+    address = rf"http://127\.0\.0\.1:{server.port}/v1 serves tiny, 4,096 tokens"
+    assert re.fullmatch(rf"{address}; in RAM: \S+ MiB for spilled KV and 64 MiB for idle KV", line)
+
+
+def test_systemd_is_told_when_it_answers_and_by_serve_alone(server: Serve) -> None:
+    told = server.notices()
+    assert told.index("STATUS=loading the model") < told.index("READY=1")
+    for pid in server.started():
+        assert "NOTIFY_SOCKET" not in Path(f"/proc/{pid}/environ").read_text()
+
+
+def test_the_same_model_on_the_same_port_is_told_from_another_program(server: Serve, model: Path) -> None:
+    again = run("serve", str(model), *TINY, "--port", str(server.port))
+    assert again.returncode == 1 and f"is already served on http://127.0.0.1:{server.port}" in again.stderr
+    assert re.search(r"by process \d+ \(.*vllm", again.stderr)
+
+
+def test_sigterm_ends_everything(server: Serve) -> None:
+    server.notices()
+    assert len(server.started()) >= 3  # the guard, the server, the engine
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(timeout=60) == 0
+    server.assert_nothing_is_left(within=1)
+    assert "stopped" in server.told
+    assert server.notices() == ["STOPPING=1"]
+
+
+def test_sigkill_of_serve_ends_the_engine_too(model: Path, tmp_path: Path) -> None:
+    with serving(model, folder=tmp_path, quiet=False) as running:
+        running.wait_for("/v1 serves")
+        assert len(running.started()) >= 3
+        assert "Starting vLLM server" in running.told  # vLLM's log, on the terminal
+        running.process.kill()
+        running.process.wait(timeout=10)
+        running.assert_nothing_is_left()
+
+
+def test_a_dead_engine_ends_serve_with_the_reason(model: Path, tmp_path: Path) -> None:
+    with serving(model, folder=tmp_path) as running:
+        running.wait_for("/v1 serves")
+        engines = [pid for pid in running.started() if "EngineCor" in Path(f"/proc/{pid}/comm").read_text()]
+        for pid in engines:
+            os.kill(pid, signal.SIGKILL)
+        assert engines and running.process.wait(timeout=90) == 1
+        assert "error: vLLM ended" in running.told and "the last lines of its log" in running.told
+        running.assert_nothing_is_left(within=1)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_while_it_starts_ends_everything(model: Path, tmp_path: Path, sign: signal.Signals) -> None:
+    with serving(model, folder=tmp_path) as running:
+        running.wait_for("starting vLLM")
+        while len(running.started()) < 2:
+            time.sleep(0.05)
+        time.sleep(4)
+        running.process.send_signal(sign)
+        assert running.process.wait(timeout=30) == (0 if sign is signal.SIGTERM else -signal.SIGKILL)
+        running.assert_nothing_is_left()
+
+
+FAILING = {
+    "a flag that vLLM does not have": (["--no-such-flag"], "vLLM does not accept its flags: unrecognized arguments"),
+    "a model whose weights are missing": (["--hf-overrides", '{"num_hidden_layers": 9}'], "weights"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_start_that_fails_says_why(model: Path, tmp_path: Path, name: str) -> None:
+    flags, why = FAILING[name]
+    with serving(model, *flags, folder=tmp_path) as running:
+        assert running.process.wait(timeout=START_S) == 1
+        error = running.told.partition("error: vLLM ended")[2]
+        assert why in error.splitlines()[0], running.told
+        assert "Traceback" not in running.told
+
+
+# Without vLLM.
+
+
+def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "overspill", *arguments], capture_output=True, text=True, timeout=120, check=False,
+        env=environment(**more),
+    )  # fmt: skip
+
+
+def test_a_dry_run_prints_a_command_that_can_be_pasted(model: Path) -> None:
+    answer = run("serve", str(model), *TINY, "--dry-run", "--served_model_name=a b", "--max-num-seqs", "3")
+    assert answer.returncode == 0, answer.stderr
+    line = answer.stdout.strip()
+    assert "\n" not in line and "8 MiB" in answer.stderr  # the plan, out of the way
+    pasted = subprocess.run(
+        ["bash", "-c", f"set -- {line}; printf '%s\\n' \"$@\""], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    told = json.loads(run("serve", str(model), *TINY, "--dry-run", "--json", "--served_model_name=a b",
+                          "--max-num-seqs", "3").stdout)  # fmt: skip
+    # The tests' own environment names a size of the KV cache, which would win over the plan's.
+    assert told["environment"] == {"VLLM_CPU_KVCACHE_SPACE": None}
+    assert pasted == ["env", "-u", "VLLM_CPU_KVCACHE_SPACE", *told["command"]]
+    assert told["command"][-1] == "--served_model_name=a b"
+    assert told["command"][told["command"].index("--max-num-seqs") + 1] == "3"
+    assert told["plan"]["spilled_kv_bytes"] > 0 and told["plan"]["vllm_args"][0] == "--max-model-len"
+
+
+def test_flags_of_vllms_own_win_and_are_told(model: Path) -> None:
+    flags = ["--gpu-memory-utilization", "0.5", "--max_num_batched_tokens=512", "--", "--max-model-len", "1000"]
+    answer = run("serve", str(model), *TINY, "--dry-run", *flags)
+    assert answer.returncode == 0
+    assert "warning: --max_num_batched_tokens 512 replaces the plan's --max-num-batched-tokens 2048" in answer.stderr
+    assert "warning: --max-model-len 1000 replaces the plan's --max-model-len 4096" in answer.stderr
+    assert answer.stdout.count("--max-model-len") == 1 and "4096" not in answer.stdout
+
+
+MISTAKES: dict[str, tuple[int, list[str], str]] = {
+    "no model": (2, ["serve"], "MODEL"),
+    "a flag before the model": (2, ["serve", "--trust-remote-code", "{model}"], "the model comes first"),
+    "two models": (2, ["serve", "{model}", "{model}", "{tiny}"], "neither a flag nor a flag's value"),
+    "no such folder": (2, ["serve", "/nonexistent/model", "{tiny}"], "nonexistent"),
+    "an empty folder": (2, ["serve", "{empty}", "{tiny}"], "config.json"),
+    "not a size": (2, ["serve", "{model}", "--device", "cpu", "--ram", "lots"], "--ram"),
+    "a size with a space": (1, ["serve", "{model}", "--device", "cpu", "--gpu-memory", "1 mib", "--ram", "4 gib"],
+                            "does not fit"),
+    "a negative size": (2, ["serve", "{model}", "--device", "cpu", "--gpu-memory", "-1"], "--gpu-memory"),
+    "no tokens": (2, ["serve", "{model}", "--device", "cpu", "--max-model-len", "0"], "not a number of tokens"),
+    "not a port": (2, ["serve", "{model}", "{tiny}", "--port", "http"], "not a port"),
+    "a port too large": (2, ["serve", "{model}", "{tiny}", "--port", "70000"], "not a port"),
+    "not a port, raw": (2, ["serve", "{model}", "{tiny}", "--", "--port", "x"], "not a port"),
+    "a port in use": (1, ["serve", "{model}", "{tiny}", "--port", "{taken}"], "is in use"),
+    "no address of this machine": (1, ["serve", "{model}", "{tiny}", "--host", "192.0.2.1"], "no address"),
+    "not a host": (2, ["serve", "{model}", "{tiny}", "--host", "no such host"], "is not a host"),
+    "an unknown device": (2, ["serve", "{model}", "--device", "tpu"], "--device"),
+    "the other build of vLLM": (2, ["serve", "{model}", "--device", "cuda"], "--gpu"),
+    "another machine's card": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB"], "--dry-run"),
+    "the model as a flag": (2, ["serve", "{model}", "{tiny}", "--", "--model", "other"], "--model"),
+    "flags in a file": (2, ["serve", "{model}", "{tiny}", "--config", "flags.yaml"], "--config"),
+    "a socket": (2, ["serve", "{model}", "{tiny}", "--uds", "/tmp/socket"], "--uds"),
+    "weights to RAM on a CPU": (2, ["serve", "{model}", "{tiny}", "--cpu-offload-gb", "1"], "does nothing"),
+    "weights without a size": (2, ["serve", "{model}", "{tiny}", "--offload-backend", "uva"], "--cpu-offload-gb"),
+    "prefetch without groups": (2, ["serve", "{model}", "{tiny}", "--offload-backend=prefetch"],
+                                "--offload-group-size"),
+    "two offloaders": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run", "--cpu-offload-gb", "4",
+                           "--offload_group_size", "2"], "one offloader"),
+    "RAM for pinned weights": (1, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run",
+                                   "--cpu-offload-gb", "40"], "at most --cpu-offload-gb 32"),
+    "not a number of GiB": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run",
+                                "--cpu-offload-gb", "all"], "not a number"),
+    "it does not fit": (1, ["serve", "{model}", "--device", "cpu", "--gpu-memory", "1MiB", "--ram", "4GiB"],
+                        "does not fit"),
+    "JSON of a server": (2, ["serve", "{model}", "{tiny}", "--json"], "--dry-run"),
+    "a log that cannot be": (2, ["serve", "{model}", "{tiny}", "--log-file", "/proc/none/log"], "--log-file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence_with_the_right_exit_code(model: Path, tmp_path: Path, name: str) -> None:
+    code, arguments, said = MISTAKES[name]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        places = {"{model}": str(model), "{empty}": str(tmp_path), "{taken}": str(taken.getsockname()[1])}
+        given = [word for one in arguments for word in (TINY if one == "{tiny}" else [places.get(one, one)])]
+        answer = run(*given, CUDA_VISIBLE_DEVICES="")
+    assert answer.returncode == code, answer.stdout + answer.stderr
+    assert said in answer.stderr.splitlines()[-1] or name == "no model", answer.stderr
+    assert "Traceback" not in answer.stderr and answer.stdout == ""
+
+
+def test_who_listens_on_a_port_is_named(model: Path) -> None:
+    code = """
+import socket, time
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+time.sleep(99)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as listener:
+        assert listener.stdout is not None
+        port = listener.stdout.readline().strip()
+        answer = run("serve", str(model), *TINY, "--port", port)
+        listener.kill()
+    assert answer.returncode == 1
+    assert f"port {port} is in use: process {listener.pid} ({sys.executable}" in answer.stderr
+
+
+def test_every_flag_is_documented_and_every_documented_one_exists() -> None:
+    page = (Path(__file__).parents[1] / "docs/serve.md").read_text()
+    table = page.partition("## Flags")[2].partition("\n## ")[0]
+    told = run("serve", "--help")
+    assert "Example: overspill serve" in told.stdout
+    flags = set(re.findall(r"^\s+(--[a-z-]+)", told.stdout, re.MULTILINE)) - {"--help"}
+    assert flags and set(re.findall(r"^\| `(--[a-z-]+)`", table, re.MULTILINE)) == flags

@@ -1,0 +1,460 @@
+"""What `overspill serve` decides, and what it does with engines that misbehave: small programs stand in for vLLM."""
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from overspill.figures import assumed, measured
+from overspill.kv.errors import OverspillError
+from overspill.plan.installed import Vllm
+from overspill.plan.machine import plan_for
+from overspill.plan.overheads import Overheads
+from overspill.plan.planner import Plan
+from overspill.plan.ways import Way
+from overspill.serve.address import Address, require_free
+from overspill.serve.command import combine, server_command
+from overspill.serve.differences import differences
+from overspill.serve.errors import CannotServe
+from overspill.serve.flags import read_flags
+from overspill.serve.measured import profile_of
+from overspill.serve.notice import notify
+from overspill.serve.prepared import Prepared, prepare
+from overspill.serve.processes import below, in_session
+from overspill.serve.reasons import reason, without_tracebacks
+from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, read, write
+from overspill.serve.server import run_server
+from overspill.serve.traps import check
+
+MIB = 2**20
+CPU_BUILD = Vllm("0.32.0", is_cpu=True)
+PLANNED = ["--max-model-len", "4096", "--gpu-memory-utilization", "0.9000", "--max-num-seqs", "64", "--enforce-eager",
+           "--kv-transfer-config", '{"kv_connector": "OverspillConnector"}']  # fmt: skip
+PREFETCH = ["--offload-backend", "prefetch", "--offload-group-size", "4", "--offload-num-in-group", "1"]
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "value"),
+    [
+        (["--max-model-len", "10"], "--max-model-len", "10"),
+        (["--max_model_len=10"], "--max-model-len", "10"),
+        (["--max-model-len", "-1"], "--max-model-len", "-1"),
+        (["-tp", "2"], "--tensor-parallel-size", "2"),
+        (["-tp=2"], "--tensor-parallel-size", "2"),
+        (["--kv_transfer_config.kv_role", "kv_both"], "--kv-transfer-config", "kv_both"),
+        (["--api-key", "a", "b"], "--api-key", "a b"),
+        (["--enable-lora"], "--enable-lora", ""),
+    ],
+)
+def test_flags_are_read_as_vllm_reads_them(written: list[str], name: str, value: str) -> None:
+    (flag,) = read_flags(written)
+    assert (flag.name, flag.value, list(flag.words)) == (name, value, written)
+
+
+@pytest.mark.parametrize(
+    ("given", "replaced"),
+    [
+        (["--max-model-len", "1000"], ["--max-model-len"]),
+        (["--max_model_len=1000"], ["--max-model-len"]),
+        (["--max-model", "1000"], ["--max-model-len"]),  # argparse completes it
+        (["--no-enforce-eager"], ["--enforce-eager"]),
+        (["--kv-cache-memory-bytes", "1G"], ["--gpu-memory-utilization"]),
+        (["--kv-transfer-config.kv_connector", "Other"], ["--kv-transfer-config"]),
+        (["--kv-offloading-size", "4"], ["--kv-transfer-config"]),
+        (["--trust-remote-code"], []),
+        (["--max-num-seqs", "64"], []),  # as planned
+    ],
+)
+def test_a_flag_of_the_users_replaces_the_plans(given: list[str], replaced: list[str]) -> None:
+    combined = combine(PLANNED, given)
+    assert [sentence.split("the plan's ")[1].split()[0] for sentence in combined.contradictions] == replaced
+    names = [flag.name for flag in combined.flags]
+    own = [flag.name for flag in combined.flags if flag not in combined.given]
+    assert not set(replaced) & set(own) and len(names) == len(set(names))
+    assert list(combined.words[-len(given) :]) == given
+    assert combined.follows_plan == (not replaced)
+
+
+def test_weights_that_the_user_moves_replace_all_of_the_plans_flags_for_it() -> None:
+    combined = combine([*PLANNED, *PREFETCH], ["--cpu-offload-gb", "4"])
+    assert not [word for word in combined.words if word.startswith("--offload")]
+    assert len(combined.contradictions) == 3
+
+
+def test_flags_that_change_what_the_plan_was_made_for_are_told() -> None:
+    assert not combine(PLANNED, ["-tp", "1"]).changes
+    assert "-tp 2 changes what the plan was made for" in combine(PLANNED, ["-tp", "2"]).changes[0]
+
+
+def test_the_command_works_with_either_build_of_vllm() -> None:
+    assert server_command("m", CPU_BUILD)[-3:] == ["vllm.entrypoints.openai.api_server", "--model", "m"]
+    assert server_command("m", Vllm("0.32.0", is_cpu=False))[-3:] == ["vllm.entrypoints.cli.main", "serve", "m"]
+
+
+# Traps. What is refused is tried in test_serve.py, from outside.
+
+
+@pytest.fixture(scope="module")
+def on_gpu(llama: Path) -> Plan:
+    """Everything fits."""
+    return plan_for(str(llama), {"gpu": "24GiB", "ram": 64 * 2**30})
+
+
+def test_offloaded_weights_that_would_fit_are_warned_of(on_gpu: Plan) -> None:
+    checked = check(combine(PLANNED, ["--cpu-offload-gb", "4", "--host", "127.0.0.1"]), on_gpu, {}, on_cpu=False)
+    assert len(checked.warnings) == 1 and "19 times" in checked.warnings[0]
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_are_taken_out_and_the_rest_stays(on_gpu: Plan, variable: str) -> None:
+    local = combine(PLANNED, ["--host", "127.0.0.1"])
+    given = {variable: "max_split_size_mb:512,expandable_segments:True"}
+    checked = check(local, on_gpu, given, on_cpu=False)
+    assert checked.environment == {variable: "max_split_size_mb:512"} and variable in checked.warnings[0]
+    assert check(local, on_gpu, {variable: "expandable_segments:True"}, on_cpu=False).environment == {variable: None}
+    assert not check(local, on_gpu, {variable: "expandable_segments:False"}, on_cpu=False).environment
+    without = combine(["--max-model-len", "1"], ["--host", "127.0.0.1"])
+    assert not check(without, on_gpu, given, on_cpu=False).environment
+
+
+def test_our_plugins_are_added_to_those_vllm_is_told_to_load(on_gpu: Plan) -> None:
+    local = combine(PLANNED, ["--host", "localhost"])
+    checked = check(local, on_gpu, {"VLLM_PLUGINS": "mine,overspill"}, on_cpu=False)
+    assert checked.environment == {"VLLM_PLUGINS": "mine,overspill,overspill_report"} and len(checked.warnings) == 1
+
+
+@pytest.mark.parametrize(("flags", "is_told"), [([], True), (["--api-key", "k"], False)])
+def test_a_server_open_to_all_without_a_key_is_warned_of(on_gpu: Plan, flags: list[str], is_told: bool) -> None:
+    checked = check(combine(PLANNED, ["--host", "0.0.0.0", *flags]), on_gpu, {}, on_cpu=False)
+    assert bool(checked.warnings) == is_told
+
+
+# Differences.
+
+
+@pytest.fixture(scope="module")
+def spilling(llama: Path) -> Plan:
+    settings = {"device": "cpu", "gpu_memory": 8 * MIB, "ram": 12 * 2**30, "offload_ram": 64 * MIB, "dtype": "float32",
+                "max_model_len": 4096, "max_num_seqs": 4, "enforce_eager": True}  # fmt: skip
+    return plan_for(str(llama), settings)
+
+
+def as_planned(plan: Plan, way: Way) -> Report:
+    def memory(num_bytes: int) -> HostMemoryReport:
+        return HostMemoryReport(num_bytes=num_bytes, pinned_bytes=0, is_prepared=True, refused="")
+
+    return Report(
+        phase=Phase.STARTED,
+        offloader="PrefetchOffloader",
+        weights_in_ram_bytes=way.weights.ram_bytes,
+        kv_bytes=way.kv.resident_bytes + way.kv.spilled_bytes,
+        resident_bytes=way.kv.resident_bytes,
+        spilled_bytes=way.kv.spilled_bytes,
+        window_bytes=way.kv.window_bytes,
+        pool=memory(way.offload_bytes),
+        arena=memory(way.kv.spilled_bytes),
+        max_model_len=plan.max_model_len,
+    )
+
+
+def chosen(plan: Plan) -> Way:
+    assert plan.chosen is not None
+    return plan.chosen
+
+
+WRONG: dict[str, tuple[Callable[[Report], dict[str, object]], str]] = {
+    "a shorter context": (lambda r: {"max_model_len": 4095}, "longest context"),
+    "no spill": (lambda r: {"spilled_bytes": None, "resident_bytes": None}, "KV that can spill"),
+    "no pool": (lambda r: {"pool": None}, "offload pool"),
+    "less KV": (lambda r: {"resident_bytes": int((r.resident_bytes or 0) * 0.96)}, "KV cache"),
+    "pinning refused": (lambda r: {"arena": HostMemoryReport(num_bytes=9, pinned_bytes=0, is_prepared=True,
+                                                             refused="out of memory")}, "pinned arena"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_differs_from_the_plan_is_found(spilling: Plan, name: str) -> None:
+    change, what = WRONG[name]
+    way = chosen(spilling)
+    report = as_planned(spilling, way)
+    assert way.kv.spilled_bytes and way.offload_bytes and differences(spilling, way, report) == []
+    (found,) = differences(spilling, way, dataclasses.replace(report, **change(report)))  # type: ignore[arg-type]
+    assert found.what.startswith(what) and found.stops and found.remedy in str(found)
+
+
+def test_a_little_less_kv_and_any_more_is_as_planned(spilling: Plan) -> None:
+    way = chosen(spilling)
+    report = as_planned(spilling, way)
+    for factor in (0.98, 1.5):
+        got = dataclasses.replace(report, resident_bytes=int(way.kv.resident_bytes * factor))
+        assert differences(spilling, way, got) == []
+
+
+def test_less_kv_does_not_stop_while_overheads_were_a_guess(spilling: Plan) -> None:
+    way = chosen(spilling)
+    nothing = measured(0)
+    guess = Overheads(context_bytes=nothing, non_torch_bytes=nothing, activation_bytes=assumed(1), graph_bytes=nothing)
+    report = dataclasses.replace(as_planned(spilling, way), resident_bytes=way.kv.resident_bytes // 2)
+    (found,) = differences(spilling, dataclasses.replace(way, overheads=guess), report)
+    assert not found.stops and "measured now" in found.remedy
+
+
+def test_memory_that_is_still_being_pinned_is_no_difference(spilling: Plan) -> None:
+    way = chosen(spilling)
+    report = as_planned(spilling, way)
+    assert report.arena is not None
+    pinning = dataclasses.replace(report, arena=dataclasses.replace(report.arena, is_prepared=False))
+    assert differences(spilling, way, pinning) == [] and not pinning.is_prepared
+
+
+def test_weights_that_no_offloader_moved_are_found(llama: Path) -> None:
+    plan = plan_for(str(llama), {"gpu": "24GiB", "ram": 64 * 2**30})
+    way = chosen(plan)
+    offload = dataclasses.replace(way.weights, layers=(0,), ram_bytes=MIB, group_size=4, num_in_group=1)
+    moved = dataclasses.replace(way, weights=offload, offload_bytes=0)
+    report = dataclasses.replace(as_planned(plan, moved), weights_in_ram_bytes=0, offloader="NoopOffloader")
+    (found,) = differences(plan, moved, report)
+    assert found.stops and "NoopOffloader" in str(found)
+
+
+def test_a_profile_is_kept_only_where_vllm_profiled(spilling: Plan) -> None:
+    report = as_planned(spilling, chosen(spilling))
+    assert profile_of(report) is None
+    sizes = {"non_torch_bytes": 1, "activation_bytes": 2, "graph_bytes": 0, "context_bytes": 4}
+    profile = profile_of(dataclasses.replace(report, **sizes))  # type: ignore[arg-type]
+    assert profile is not None and dataclasses.asdict(profile) == sizes
+
+
+# Reports.
+
+
+def test_a_report_reads_as_it_was_written_and_the_slowest_worker_decides(spilling: Plan, tmp_path: Path) -> None:
+    assert read(tmp_path) == [] and earliest([]) is Phase.STARTING
+    reports = [as_planned(spilling, chosen(spilling)), Report(phase=Phase.LOADING)]
+    for rank, report in enumerate(reports):
+        write(report, tmp_path, rank)
+    assert read(tmp_path) == reports and earliest(reports) is Phase.LOADING
+
+
+def test_a_gpu_workers_report_holds_what_vllms_profiling_found() -> None:
+    """Names of vLLM's that the report reads, on a stand-in: there is no GPU where these tests run."""
+    import inspect
+
+    from vllm.v1.worker import gpu_worker
+
+    from overspill.serve.engine_report import Reporter
+
+    reporter = Reporter.__new__(Reporter)
+    reporter._free_before = 100
+    snapshot = SimpleNamespace(free_memory=60)
+    profiled = {"total_consumed": 50, "peak_activation_memory": 9, "cudagraph_memory_estimate": 4}
+    reporter._worker = SimpleNamespace(init_snapshot=snapshot, **profiled)
+    sizes = {"activation_bytes": 5, "non_torch_bytes": 20, "graph_bytes": 4, "context_bytes": 40}
+    assert reporter._profile(30) == sizes
+    source = inspect.getsource(gpu_worker.Worker)
+    assert all(f"self.{name} = " in source for name in (*profiled, "init_snapshot"))
+    assert "self.model_runner.capture_model()" in source and "model_runner.model_memory_usage" in source
+
+
+# Reasons.
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (["(EngineCore pid=1) ERROR 11-15 09:17:54 [core.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried"],
+         "the GPU's memory ran out"),
+        (["usage: x", "api_server.py: error: unrecognized arguments: --no-such"], "unrecognized arguments: --no-such"),
+        (["OSError: [Errno 98] Address already in use"], "another program took the port"),
+        (["(Worker pid=2) overspill.kv.errors.OverspillError: spill_bytes is too small",
+          "RuntimeError: Engine core initialization failed. See root cause above."], "spill_bytes is too small"),
+        (["ValueError: this model is strange", "  File x", "RuntimeError: Engine core initialization failed. See root "
+          "cause above. Failed core proc(s): {}"], "ValueError: this model is strange"),
+        (["(Worker pid=2) INFO 11-15 09:17:54 [a.py:1] MemoryError is what others get"], ""),
+    ],
+)  # fmt: skip
+def test_the_reason_is_found_in_the_log(lines: list[str], why: str) -> None:
+    assert why in reason(lines) and bool(why) == bool(reason(lines))
+
+
+def test_tracebacks_are_left_out_of_what_is_shown() -> None:
+    lines = ["INFO ok", "(APIServer pid=7) Traceback (most recent call last):", '(APIServer pid=7)   File "x", line 1',
+             "(APIServer pid=7)     call()", "(APIServer pid=7) ValueError: no", ""]  # fmt: skip
+    assert without_tracebacks(lines) == ["INFO ok", "(APIServer pid=7) ValueError: no"]
+
+
+# The guard.
+
+GUARD = [sys.executable, "-P", "-m", "overspill.serve.guard"]
+# Starts a child of its own, which leaves its session, and ends or not when asked to.
+FAMILY = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-c', 'import time; print("up", flush=True); time.sleep(99)'],
+                         start_new_session=True)
+if sys.argv[1] == 'stubborn':
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1] != 'dies':
+    time.sleep(99)
+time.sleep(1)
+sys.exit(3)
+"""
+
+
+def guarded(kind: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    guard = subprocess.Popen(
+        [*GUARD, sys.executable, "-c", FAMILY, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    assert guard.stdout is not None and guard.stdout.readline() == b"up\n"
+    return guard, below(guard.pid)
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(_lives(pid) for pid in pids):
+        time.sleep(0.05)
+    assert not [pid for pid in pids if _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["obedient", "stubborn"])
+def test_a_closed_life_line_ends_a_family_even_a_child_in_another_session(kind: str) -> None:
+    guard, family = guarded(kind)
+    assert len(family) == 2
+    assert guard.stdin is not None and guard.stdout is not None
+    guard.stdin.close()
+    code = guard.wait(timeout=20)
+    assert code == 128 + (signal.SIGTERM if kind == "obedient" else signal.SIGKILL)
+    assert_gone(family)
+    guard.stdout.close()
+
+
+def test_the_exit_code_of_a_server_that_ends_is_its_own_and_its_orphans_go() -> None:
+    guard, family = guarded("dies")
+    assert guard.wait(timeout=20) == 3
+    assert_gone(family)
+    assert guard.stdin is not None and guard.stdout is not None
+    guard.stdin.close()
+    guard.stdout.close()
+
+
+def test_a_guard_that_is_killed_takes_the_server_with_it() -> None:
+    guard, family = guarded("obedient")
+    server = next(pid for pid in family if pid in in_session(guard.pid))
+    guard.kill()
+    guard.wait()
+    assert guard.stdin is not None and guard.stdout is not None
+    guard.stdin.close()
+    guard.stdout.close()
+    assert_gone([server])
+    for pid in set(family) - {server}:  # beyond the guard's reach: it was in no session of ours
+        os.kill(pid, signal.SIGKILL)
+
+
+# A server that a small program plays.
+
+PLAYED = """
+import http.server, os, shutil, sys, time
+report, port, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+if report != 'none':
+    shutil.copy(report, os.path.join(os.environ['_OVERSPILL_START_REPORT'], 'rank-0.json'))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header('Content-Length', '0'); self.end_headers()
+    def log_message(self, *_): pass
+server = http.server.HTTPServer(('127.0.0.1', port), Handler)
+server.timeout = 0.1
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    server.handle_request()
+print('ValueError: enough')
+sys.exit(5)
+"""
+
+
+@pytest.fixture
+def played(spilling: Plan, llama: Path, tmp_path: Path) -> Callable[..., Prepared]:
+    def make(report: Report | None, *given: str, seconds: float = 60) -> Prepared:
+        if report is not None:
+            write(report, tmp_path, 0)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            settings = {"host": "127.0.0.1", "port": probe.getsockname()[1]}
+        prepared = prepare(str(llama), spilling, settings, given, vllm=CPU_BUILD, environment={})
+        file = "none" if report is None else str(tmp_path / "rank-0.json")
+        command = (sys.executable, "-c", PLAYED, file, str(settings["port"]), str(seconds))
+        return dataclasses.replace(prepared, command=command)
+
+    return make
+
+
+def run(prepared: Prepared, *, force: bool = False) -> None:
+    run_server(prepared, force=force, quiet=True, log_file=None)
+
+
+def test_an_engine_that_did_not_become_what_was_planned_is_stopped(
+    spilling: Plan, played: Callable[..., Prepared], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = dataclasses.replace(as_planned(spilling, chosen(spilling)), pool=None)
+    prepared = played(report)
+    with pytest.raises(CannotServe, match="offload pool: planned 64 MiB, got 0 B"):
+        run(prepared)
+    assert "not as planned: offload pool" in capfd.readouterr().err
+    require_free(prepared.address, set())  # nobody listens any more
+
+
+def test_a_difference_that_the_users_own_flag_made_does_not_stop_the_engine(
+    spilling: Plan, played: Callable[..., Prepared], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = dataclasses.replace(as_planned(spilling, chosen(spilling)), max_model_len=1000)
+    with pytest.raises(CannotServe, match=r"vLLM ended with exit code 5.*ValueError: enough"):
+        run(played(report, "--max-model-len", "1000", seconds=3))
+    told = capfd.readouterr()
+    assert "not as planned: longest context" in told.err and "/v1 serves" in told.out and "1,000 tokens" in told.out
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_engine_without_our_plugin_is_noticed(
+    played: Callable[..., Prepared], capfd: pytest.CaptureFixture[str], force: bool
+) -> None:
+    with pytest.raises(CannotServe, match="exit code 5" if force else "loaded no plugin"):
+        run(played(None, seconds=3), force=force)
+    assert ("/v1 serves" in capfd.readouterr().out) == force
+
+
+def test_an_address_that_all_machines_reach_is_asked_on_this_one() -> None:
+    assert Address("0.0.0.0", 80).url == "http://127.0.0.1:80" and Address("::", 80, True).url == "https://[::1]:80"
+    with pytest.raises(OverspillError, match="not a host"):
+        require_free(Address("no such host", 80), set())
+
+
+def test_systemd_is_told_at_a_path_or_an_abstract_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, given in (
+        (str(tmp_path / "notify"), str(tmp_path / "notify")),
+        ("\0overspill-parts", "@overspill-parts"),
+    ):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.bind(name)
+            notify("READY=1", "STATUS=up", environment={"NOTIFY_SOCKET": given})
+            assert systemd.recv(100) == b"READY=1\nSTATUS=up"
+    notify("READY=1", environment={})
+    assert capsys.readouterr().err == ""
+    notify("READY=1", environment={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    assert "systemd could not be told" in capsys.readouterr().err
