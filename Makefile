@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Processes that tests run in; each takes a core and up to 2 GB. A file's tests stay together: they share engines.
+WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -30,7 +32,7 @@ demo: $(STAMP)
 	$(PY) -m overspill.demo $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 soak: $(STAMP)
 	$(PY) -m pytest -m soak --timeout=3600 $(ARGS)

@@ -58,6 +58,7 @@ PACKAGES = (
     "src/overspill/hardware",
     "src/overspill/model",
     "src/overspill/plan",
+    "src/overspill/registry",
     "src/overspill/serve",
     "src/overspill/service",
 )

@@ -45,8 +45,8 @@ def _require_this_machine(plan: Plan) -> None:
 
     if plan.gpu.is_stated and not plan.platform.is_cpu:
         raise OverspillError(
-            "gpu states a card, and an LLM runs on the GPU that is here; leave it out, use gpu_memory to keep to a part "
-            "of the GPU, or overspill.engine_args for the arguments that would serve it there"
+            "gpu states a card, and an LLM runs on the GPU that is here; leave it out, use gpu_memory to keep to a "
+            "part of the GPU, or overspill.engine_args for the arguments that would serve it there"
         )
     if current_platform.is_cpu() != plan.platform.is_cpu:
         here, there = ("cpu", "cuda") if current_platform.is_cpu() else ("cuda", "cpu")

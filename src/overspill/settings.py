@@ -162,6 +162,11 @@ def resolve(
     return values
 
 
+def plain(values: Mapping[str, Value]) -> dict[str, Any]:
+    """Without where they come from."""
+    return {name: value.value for name, value in values.items()}
+
+
 def _value(setting: Setting, given: object, origin: GivenBy, place: str) -> Value:
     try:
         return Value(setting, setting.parse(given), origin, place)

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from overspill.cli.configuration import config
+from overspill.cli.models import models
 from overspill.cli.planning import plan
 from overspill.cli.services import service
 from overspill.cli.serving import PASS_ON, serve
@@ -24,6 +25,7 @@ app.command(
     context_settings=PASS_ON,
 )(serve)
 app.command(epilog="Example: overspill config --json")(config)
+app.add_typer(models, name="models")
 app.add_typer(service, name="service")
 
 

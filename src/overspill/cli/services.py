@@ -1,22 +1,19 @@
 """`overspill service`."""
 
-import functools
 import getpass
-import inspect
 import json
 import os
 import pwd
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from overspill.cli.serving import serve
+from overspill.cli.flags import SERVING, Model, with_settings
 from overspill.kv.errors import OverspillError
-from overspill.settings import SETTINGS, Setting, config_path, resolve
+from overspill.settings import Value, plain
 
 if TYPE_CHECKING:
     from overspill.service.units import Service
@@ -25,7 +22,6 @@ service = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="systemd units that serve models: print, install or remove them."
 )
 
-Model = Annotated[str, typer.Argument(help="A folder, or a repository of Hugging Face's cache or hub.")]
 VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]
 IsSystem = Annotated[bool, typer.Option("--system/--user", help="For the whole machine, or for this user.")]
 Name = Annotated[str | None, typer.Option(help="What to call the service, if not as the model.")]
@@ -33,42 +29,14 @@ RunAs = Annotated[str | None, typer.Option(help="The user of a system service, i
 Folder = Annotated[
     Path | None, typer.Option(help="Where units are, instead of systemd's own folder; systemd is then not told.")
 ]
-# What a unit's command can say.
-_OF_SERVE = inspect.signature(serve).parameters.keys()
 # A service is for the GPU that is here, and `--force` is about files.
-_SETTINGS = [setting for setting in SETTINGS if setting.name in _OF_SERVE - {"gpu", "force"}]
-
-
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a flag for each setting, which it gets as `settings`."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    own = [
-        each.replace(kind=kind) for each in inspect.signature(command).parameters.values() if each.name != "settings"
-    ]
-    flags = [_parameter(setting) for setting in _SETTINGS]
-
-    @functools.wraps(command)
-    def with_settings(**arguments: Any) -> None:
-        given = {setting.name: arguments.pop(setting.name) for setting in _SETTINGS}
-        # A switch that is not given leaves it to the environment and the file.
-        command(settings={name: None if value is False else value for name, value in given.items()}, **arguments)
-
-    with_settings.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
-    with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *flags]}
-    return with_settings
-
-
-def _parameter(setting: Setting) -> inspect.Parameter:
-    is_switch = isinstance(setting.default, bool)
-    kind, default = (bool, False) if is_switch else (str | None, None)
-    option = Annotated[kind, typer.Option(setting.flag, help=setting.help)]  # type: ignore[valid-type]
-    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+_SETTINGS = SERVING - {"gpu", "force"}
 
 
 @service.command("print", epilog="Example: overspill service print Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB")
-@_with_settings
+@with_settings(_SETTINGS)
 def print_units(
-    settings: dict[str, Any],
+    values: dict[str, Value],
     model: Model,
     vllm_args: VllmArgs = None,
     is_system: IsSystem = False,
@@ -81,7 +49,7 @@ def print_units(
     from overspill.service.installation import units_of
     from overspill.service.units import unit_files
 
-    planned = _planned(model, settings, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
+    planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
     where = units_of(planned.mode, folder).folder
     files = {str(where / file.path): file.text for file in unit_files(planned)}
     if as_json:
@@ -92,9 +60,9 @@ def print_units(
 
 
 @service.command(epilog="Example: overspill service install Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB --now")
-@_with_settings
+@with_settings(_SETTINGS)
 def install(
-    settings: dict[str, Any],
+    values: dict[str, Value],
     model: Model,
     vllm_args: VllmArgs = None,
     is_system: IsSystem = False,
@@ -107,7 +75,7 @@ def install(
     """Plans, and writes the units. Nothing is started unless asked for. Exits with 1 if the model does not fit."""
     from overspill.service import installation
 
-    planned = _planned(model, settings, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
+    planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
     units = installation.units_of(planned.mode, folder)
     if now and units.systemctl is None:
         raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
@@ -138,7 +106,7 @@ def remove(model: Model, is_system: IsSystem = False, name: Name = None, folder:
 
 
 def _planned(
-    model: str, settings: dict[str, Any], vllm_args: list[str], *, is_system: bool, name: str | None,
+    model: str, values: dict[str, Value], vllm_args: list[str], *, is_system: bool, name: str | None,
     run_as: str | None,
 ) -> "Service":  # fmt: skip
     from overspill.plan.installed import installed_vllm
@@ -148,13 +116,12 @@ def _planned(
     from overspill.service.planned import kept_environment, planned_service
     from overspill.service.units import Mode
 
-    values = {each: value for each, value in resolve(settings, file=config_path()).items() if each in _OF_SERVE}
-    plain = {each: value.value for each, value in values.items()}
+    settings = plain(values)
     environment = kept_environment(sys.executable, os.environ)
     try:
-        plan = plan_for(model, plain)
+        plan = plan_for(model, settings)
         # What would end the server when it starts ends this now.
-        prepared = prepare(model, plan, plain, vllm_args, vllm=installed_vllm(), environment=environment)
+        prepared = prepare(model, plan, settings, vllm_args, vllm=installed_vllm(), environment=environment)
         require_this_machine(prepared)
     except CannotServe as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,32 +7,19 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.planning import HELP, Text
+from overspill.cli.flags import SERVING, Model, with_settings
 from overspill.kv.errors import OverspillError
-from overspill.settings import config_path, resolve
+from overspill.settings import Value, plain
 
 # vLLM's own flags are not known here; they follow the model, and are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
+@with_settings(SERVING)
 def serve(
+    values: dict[str, Value],
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A folder, or a repository of Hugging Face's cache or hub.")],
-    max_model_len: Annotated[Text, typer.Option(help=HELP["max_model_len"])] = None,
-    device: Annotated[Text, typer.Option(help=HELP["device"])] = None,
-    gpu: Annotated[Text, typer.Option(help=HELP["gpu"])] = None,
-    gpu_memory: Annotated[Text, typer.Option(help=HELP["gpu_memory"])] = None,
-    ram: Annotated[Text, typer.Option(help=HELP["ram"])] = None,
-    offload_ram: Annotated[Text, typer.Option(help=HELP["offload_ram"])] = None,
-    link: Annotated[Text, typer.Option(help=HELP["link"])] = None,
-    dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
-    kv_cache_dtype: Annotated[Text, typer.Option(help=HELP["kv_cache_dtype"])] = None,
-    max_num_seqs: Annotated[Text, typer.Option(help=HELP["max_num_seqs"])] = None,
-    max_num_batched_tokens: Annotated[Text, typer.Option(help=HELP["max_num_batched_tokens"])] = None,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help=HELP["enforce_eager"])] = False,
-    host: Annotated[Text, typer.Option(help=HELP["host"])] = None,
-    port: Annotated[Text, typer.Option(help=HELP["port"])] = None,
-    force: Annotated[bool, typer.Option("--force", help="Go on although it does not fit, or not as planned.")] = False,
+    model: Model,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command that would run, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="vLLM's log to a file only.")] = False,
@@ -51,16 +38,7 @@ def serve(
         raise OverspillError(f"the model comes first, before vLLM's own flags; {model} is a flag")
     if as_json and not dry_run:
         raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
-    values = resolve(
-        {
-            "max_model_len": max_model_len, "device": device, "gpu": gpu, "gpu_memory": gpu_memory, "ram": ram,
-            "offload_ram": offload_ram, "link": link, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
-            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
-            "enforce_eager": enforce_eager or None, "host": host, "port": port, "force": force or None,
-        },
-        file=config_path(),
-    )  # fmt: skip
-    settings = {name: value.value for name, value in values.items()}
+    settings = plain(values)
     try:
         plan = plan_for(model, settings)
         _tell(plan_as_text(plan))

@@ -1,0 +1,239 @@
+"""`overspill models`."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.cli.flags import HELP, Text
+from overspill.kv.sizes import format_size
+
+if TYPE_CHECKING:
+    from overspill.registry import Model, Registry, Run
+
+models = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Models and their settings: add, list, show, edit, rm, import."
+)
+
+Name = Annotated[str, typer.Argument(help="The model's name in the registry.")]
+VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]
+IfVersion = Annotated[
+    int | None, typer.Option("--if-version", help="Only if it is at this version, which `show` tells.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes, times seconds.")]
+Source = Annotated[Text, typer.Option(help="The model: a folder, or a repository of Hugging Face's cache or hub.")]
+MaxModelLen = Annotated[Text, typer.Option(help=HELP["max_model_len"])]
+GpuMemory = Annotated[Text, typer.Option(help=HELP["gpu_memory"])]
+Ram = Annotated[Text, typer.Option(help=HELP["ram"])]
+OffloadRam = Annotated[Text, typer.Option(help=HELP["offload_ram"])]
+WeightsRam = Annotated[Text, typer.Option(help="Weights to keep in RAM (`4GiB`), whatever the plan says; 0 for none.")]
+Dtype = Annotated[Text, typer.Option(help=HELP["dtype"])]
+KvCacheDtype = Annotated[Text, typer.Option(help=HELP["kv_cache_dtype"])]
+MaxNumSeqs = Annotated[Text, typer.Option(help=HELP["max_num_seqs"])]
+MaxNumBatchedTokens = Annotated[Text, typer.Option(help=HELP["max_num_batched_tokens"])]
+EnforceEager = Annotated[bool | None, typer.Option("--enforce-eager/--no-enforce-eager", help=HELP["enforce_eager"])]
+Ttl = Annotated[Text, typer.Option(help="Stop the model when it has not been used for so long: `10m`.")]
+Notes = Annotated[Text, typer.Option(help="Anything worth knowing about it.")]
+
+_SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
+
+
+@models.command(epilog="Example: overspill models add qwen --source Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB")
+def add(
+    name: Name,
+    vllm_args: VllmArgs = None,
+    source: Source = None,
+    max_model_len: MaxModelLen = None,
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
+    offload_ram: OffloadRam = None,
+    weights_ram: WeightsRam = None,
+    dtype: Dtype = None,
+    kv_cache_dtype: KvCacheDtype = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    enforce_eager: EnforceEager = None,
+    ttl: Ttl = None,
+    notes: Notes = None,
+) -> None:
+    """Adds a model; without --source, the name is the repository. What is not set is left to the environment,
+    config.toml and the plan."""
+    from overspill.registry import add_model
+
+    settings = {
+        "source": source, "max_model_len": max_model_len, "gpu_memory": gpu_memory, "ram": ram,
+        "offload_ram": offload_ram, "weights_ram": weights_ram, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
+        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
+        "enforce_eager": enforce_eager, "vllm_args": vllm_args or None, "ttl": ttl, "notes": notes,
+    }  # fmt: skip
+    with _registry() as registry:
+        added = add_model(registry, name, settings)
+    print(f"added {added.name}: {added.settings.source}")
+
+
+@models.command("list", epilog="Example: overspill models list --json")
+def list_all(as_json: AsJson = False) -> None:
+    """All models, by name, and which of them run."""
+    from overspill.registry import list_models, running_runs
+
+    with _registry() as registry:
+        found, running = list_models(registry), {run.model for run in running_runs(registry)}
+    if as_json:
+        print(json.dumps({"models": [{**each.as_json(), "running": each.name in running} for each in found]}, indent=2))
+        return
+    if not found:
+        print("no models yet; add one with: overspill models add")
+        return
+    rows = [("name", "source", "context", "RAM", "TTL", "")]
+    for each in found:
+        shown = _shown(each)
+        state = "running" if each.name in running else ""
+        rows.append((each.name, shown["source"], shown["max_model_len"], shown["ram"], shown["ttl"], state))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+@models.command(epilog="Example: overspill models show qwen --json")
+def show(name: Name, as_json: AsJson = False) -> None:
+    """A model's settings, its version, and its last run."""
+    from overspill.registry import get_model, list_runs, running_runs
+
+    with _registry() as registry:
+        found = get_model(registry, name)
+        running, last = running_runs(registry, name), list_runs(registry, name, limit=1)
+    if as_json:
+        print(json.dumps({**found.as_json(), "running": bool(running)}, indent=2))
+        return
+    for key, value in {"name": found.name, **_shown(found), "version": str(found.version)}.items():
+        print(f"{key:24}{value}")
+    for run in running or last:
+        print(f"{'running' if run.is_running else 'last run':24}{_run_line(run)}")
+
+
+@models.command(epilog="Example: overspill models edit qwen --ram 96GiB --unset ttl")
+def edit(
+    name: Name,
+    vllm_args: VllmArgs = None,
+    source: Source = None,
+    max_model_len: MaxModelLen = None,
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
+    offload_ram: OffloadRam = None,
+    weights_ram: WeightsRam = None,
+    dtype: Dtype = None,
+    kv_cache_dtype: KvCacheDtype = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    enforce_eager: EnforceEager = None,
+    ttl: Ttl = None,
+    notes: Notes = None,
+    unset: Annotated[list[str] | None, typer.Option(help="Take a setting back, by its name; may be repeated.")] = None,
+    if_version: IfVersion = None,
+) -> None:
+    """Changes what is given, and tells what a running server takes only when it is started again."""
+    from overspill.registry import RegistryError, edit_model
+
+    given = {
+        "source": source, "max_model_len": max_model_len, "gpu_memory": gpu_memory, "ram": ram,
+        "offload_ram": offload_ram, "weights_ram": weights_ram, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
+        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
+        "enforce_eager": enforce_eager, "vllm_args": vllm_args or None, "ttl": ttl, "notes": notes,
+    }  # fmt: skip
+    changes = {key: value for key, value in given.items() if value is not None}
+    taken_back = {key.removeprefix("--").replace("-", "_"): None for key in unset or ()}
+    if both := sorted(changes.keys() & taken_back):
+        raise RegistryError(f"{both[0]} is both given and taken back by --unset; leave one of the two out")
+    if not changes and not taken_back:
+        raise RegistryError("nothing to change was given; name a setting, such as --ram 64GiB, or --unset one")
+    with _registry() as registry:
+        edited = edit_model(registry, name, {**changes, **taken_back}, version=if_version)
+    if not edited.changed:
+        print(f"{name} is as it was")
+        return
+    before, after = _shown(edited.before), _shown(edited.after)
+    for key in edited.changed:
+        print(f"{key}: {before[key]} -> {after[key]}")
+    if edited.needs_restart:
+        running = ", ".join(run.process_text for run in edited.running)
+        print(f"{name} is running ({running}); after a restart only: {', '.join(edited.needs_restart)}")
+
+
+@models.command(epilog="Example: overspill models rm qwen")
+def rm(
+    name: Name,
+    force: Annotated[bool, typer.Option("--force", help="Although it runs; it goes on running.")] = False,
+    if_version: IfVersion = None,
+) -> None:
+    """Removes a model from the registry. Its files, runs and results stay."""
+    from overspill.registry import remove_model
+
+    with _registry() as registry:
+        removed = remove_model(registry, name, version=if_version, force=force)
+    print(f"removed {removed.name}")
+
+
+@models.command("import", epilog="Example: overspill models import models.yaml")
+def import_all(
+    file: Annotated[
+        Path | None, typer.Argument(help="YAML or JSON (.json); without it, Hugging Face's cache is looked through.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Adds the models of a file or of Hugging Face's cache. Exits with 1 if some of them cannot be added."""
+    from overspill.model.hub_cache import cache_folder
+    from overspill.registry import Outcome, import_models, read_models_file, scan_hub_cache
+
+    entries = read_models_file(file) if file is not None else scan_hub_cache(cache_folder())
+    with _registry() as registry:
+        imported = import_models(registry, entries)
+    if as_json:
+        told = [{"name": each.name, "outcome": str(each.outcome), "detail": each.detail} for each in imported]
+        print(json.dumps(told, indent=2))
+    elif not imported:
+        print(f"no models in {file or cache_folder()}")
+    for each in imported if not as_json else ():
+        print(f"{each.outcome:10} {each.name}{': ' if each.detail else ''}{each.detail}")
+    if any(each.outcome is Outcome.INVALID for each in imported):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _registry() -> Iterator["Registry"]:
+    from overspill.registry import CannotNow, open_registry
+
+    try:
+        with open_registry() as registry:
+            yield registry
+    except CannotNow as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _shown(model: "Model") -> dict[str, str]:
+    values: dict[str, Any] = model.as_json()
+    shown = {
+        name: "-" if values[name] is None else str(values[name])
+        for name in values
+        if name not in ("name", "version", "created_at", "updated_at")
+    }
+    shown |= {name: format_size(values[name]) for name in _SIZES if values[name] is not None}
+    shown["vllm_args"] = shlex.join(values["vllm_args"]) or "-"
+    if values["ttl"] is not None:
+        shown["ttl"] = f"{values['ttl']} s"
+    return shown
+
+
+def _run_line(run: "Run") -> str:
+    started = f"{run.process_text}, started {run.started_at:%Y-%m-%d %H:%M:%S} UTC"
+    if run.is_running:
+        return started
+    if run.ended_at is None:
+        return f"{started}, gone without a word"
+    code = "" if run.exit_code is None else f" with {run.exit_code}"
+    return f"{started}, {run.end}{code} {run.ended_at:%Y-%m-%d %H:%M:%S} UTC"

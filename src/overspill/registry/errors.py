@@ -1,0 +1,43 @@
+"""What can go wrong with the registry, by what the user can do about it."""
+
+from overspill.kv.errors import OverspillError
+
+
+class RegistryError(OverspillError):
+    """Something that the registry refuses; the message says what to change."""
+
+
+class BadDatabaseUrl(RegistryError):
+    """OVERSPILL_DATABASE_URL names no database that the registry could be kept in."""
+
+
+class UnknownModel(RegistryError):
+    """No model of that name; the message names the nearest."""
+
+
+class DuplicateModel(RegistryError):
+    """A model of that name is there already."""
+
+
+class UnknownRecord(RegistryError):
+    """No run or result of that number."""
+
+
+class BadModelsFile(RegistryError):
+    """A file of models that cannot be read as one."""
+
+
+class CannotNow(RegistryError):
+    """Well asked, and not possible at present: the base of what ends a command with 1 instead of 2."""
+
+
+class RegistryUnavailable(CannotNow):
+    """The database cannot be opened, read or written: locked, unreachable, full, damaged, newer than this program."""
+
+
+class ChangedMeanwhile(CannotNow):
+    """Somebody else changed the record since it was read; nothing was written."""
+
+
+class StillRunning(CannotNow):
+    """A model that runs was to be removed."""

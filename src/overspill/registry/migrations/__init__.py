@@ -1,0 +1,1 @@
+"""Alembic's folder: how migrations run, and the migrations."""

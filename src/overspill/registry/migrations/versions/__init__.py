@@ -1,0 +1,1 @@
+"""One module for each revision of the registry's tables, oldest first."""

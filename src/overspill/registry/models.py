@@ -1,0 +1,143 @@
+"""Models: what they are called, where they are, and how they are to be served."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from overspill.registry.database import Registry
+from overspill.registry.errors import ChangedMeanwhile, DuplicateModel, StillRunning, UnknownModel
+from overspill.registry.model_settings import ModelSettings, needs_restart, parse_settings, settings_as_json
+from overspill.registry.names import is_name, nearest, parse_name
+from overspill.registry.runs import Run, running_in
+from overspill.registry.schema import now
+from overspill.registry.tables import ModelRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    name: str
+    settings: ModelSettings
+    version: int
+    """Counts the changes; give it to `edit_model` to change only what was seen."""
+    created_at: datetime
+    updated_at: datetime
+
+    def as_json(self) -> dict[str, Any]:
+        times = {"created_at": self.created_at.isoformat(), "updated_at": self.updated_at.isoformat()}
+        return {"name": self.name, **settings_as_json(self.settings), "version": self.version, **times}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    before: Model
+    after: Model
+    running: tuple[Run, ...]
+    """Runs of the model that have not ended."""
+    needs_restart: tuple[str, ...]
+    """Settings that differ from those with which one of these was started."""
+
+    @property
+    def changed(self) -> list[str]:
+        old, new = settings_as_json(self.before.settings), settings_as_json(self.after.settings)
+        return [name for name in new if new[name] != old[name]]
+
+
+def add_model(registry: Registry, name: str, settings: Mapping[str, object]) -> Model:
+    """Without a `source`, the name is the source: a repository of the hub."""
+    name = parse_name(name)
+    parsed = parse_settings({"source": name, **{key: value for key, value in settings.items() if value is not None}})
+    at = now()
+    row = ModelRow(name=name, **_columns({"vllm_args": (), **parsed}), created_at=at, updated_at=at)
+    with registry.writing() as session:
+        session.add(row)
+        try:
+            session.flush()
+        except IntegrityError as error:
+            raise DuplicateModel(
+                f"there is a model {name} already; change it with: overspill models edit {name}"
+            ) from error
+        return _model(row)
+
+
+def list_models(registry: Registry) -> list[Model]:
+    """By name."""
+    with registry.reading() as session:
+        # Sorted here: collations differ between databases.
+        return sorted(map(_model, session.scalars(select(ModelRow))), key=lambda model: model.name)
+
+
+def get_model(registry: Registry, name: str) -> Model:
+    with registry.reading() as session:
+        return _model(_row(session, name))
+
+
+def edit_model(registry: Registry, name: str, changes: Mapping[str, object], *, version: int | None = None) -> Edit:
+    """Changes what is named, None takes a setting back. With `version`, only if nobody changed the model since."""
+    parsed = parse_settings(changes)
+    with registry.writing() as session:
+        row = _row(session, name)
+        before = _model(row)
+        _refuse_other_version(before, version)
+        for column, value in _columns(parsed).items():
+            setattr(row, column, value)
+        if session.is_modified(row):
+            row.updated_at = now()
+        session.flush()
+        after, running = _model(row), running_in(session, row.id)
+    started = [run.settings or before.settings for run in running]
+    restart = {setting for settings in started for setting in needs_restart(settings, after.settings)}
+    in_order = (field.name for field in fields(ModelSettings) if field.name in restart)
+    return Edit(before=before, after=after, running=tuple(running), needs_restart=tuple(in_order))
+
+
+def remove_model(registry: Registry, name: str, *, version: int | None = None, force: bool = False) -> Model:
+    """Its runs and results stay. A model that runs is removed only with `force`, and goes on running."""
+    with registry.writing() as session:
+        row = _row(session, name)
+        model = _model(row)
+        _refuse_other_version(model, version)
+        running = running_in(session, row.id)
+        if running and not force:
+            raise StillRunning(f"{name} is running ({running[0].process_text}); stop it first, or use --force")
+        session.delete(row)
+    return model
+
+
+def _row(session: Session, name: str) -> ModelRow:
+    # The lock is PostgreSQL's; SQLite locks the whole database for a transaction that writes.
+    writes = session.get_bind().get_execution_options().get("overspill_writes")
+    query = select(ModelRow).where(ModelRow.name == name)
+    # What is no name is not looked for: a database may refuse the very text.
+    row = session.scalar(query.with_for_update() if writes else query) if is_name(name) else None
+    if row is None:
+        known = session.scalars(select(ModelRow.name)).all()
+        hint = nearest(name, known) or "there are none yet; add it with: overspill models add"
+        raise UnknownModel(f"there is no model {name!r:.220} in the registry; {hint}")
+    return row
+
+
+def _refuse_other_version(model: Model, version: int | None) -> None:
+    if version is not None and version != model.version:
+        raise ChangedMeanwhile(
+            f"{model.name} was changed meanwhile: it is at version {model.version}, and version {version} was to be "
+            f"changed. Nothing was written; look at it again with: overspill models show {model.name}"
+        )
+
+
+def _columns(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if name == "vllm_args" else value for name, value in settings.items()}
+
+
+def _model(row: ModelRow) -> Model:
+    return Model(
+        name=row.name,
+        settings=row.settings,
+        version=row.version,
+        created_at=row.created_at,
+        updated_at=row.updated_at,
+    )
