@@ -61,6 +61,7 @@ PACKAGES = (
     "src/overspill/registry",
     "src/overspill/serve",
     "src/overspill/service",
+    "src/overspill/verify",
 )
 
 

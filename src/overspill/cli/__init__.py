@@ -11,6 +11,7 @@ from overspill.cli.models import models
 from overspill.cli.planning import plan
 from overspill.cli.services import service
 from overspill.cli.serving import PASS_ON, serve
+from overspill.cli.verifying import verify
 from overspill.kv.errors import OverspillError
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.command(
     epilog="Example: overspill serve Qwen/Qwen3-8B --max-model-len 128k --served-model-name qwen",
     context_settings=PASS_ON,
 )(serve)
+app.command(epilog="Example: overspill verify Qwen/Qwen3-8B --max-model-len 128k")(verify)
 app.command(epilog="Example: overspill config --json")(config)
 app.add_typer(models, name="models")
 app.add_typer(service, name="service")

@@ -1,0 +1,41 @@
+"""`overspill verify`."""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from overspill.cli.flags import PLANNING, Model, with_settings
+from overspill.settings import Value
+
+
+@with_settings(PLANNING)
+def verify(
+    values: dict[str, Value],
+    model: Model,
+    quick: Annotated[bool, typer.Option("--quick", help="Every scenario once; so without --soak.")] = False,
+    soak: Annotated[bool, typer.Option("--soak", help="Again and again, with other lengths and orders.")] = False,
+    minutes: Annotated[str | None, typer.Option(help="With --soak: how long; 30 if not given.")] = None,
+    seed: Annotated[str | None, typer.Option(help="What prompts and orders are drawn from; 0 if not given.")] = None,
+    scenario: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that was counted.")] = False,
+) -> None:
+    """Prove that KV in RAM changes no token of this model on this machine. Exits with 1 if something differs."""
+    from overspill.verify.errors import CannotVerify
+    from overspill.verify.proof import prove
+    from overspill.verify.request import read_request
+
+    request = read_request(quick=quick, soak=soak, minutes=minutes, seed=seed, scenarios=scenario or [])
+    try:
+        proof = prove(model, values, request, _tell)
+    except CannotVerify as error:
+        _tell(f"error: {error}")
+        raise typer.Exit(1) from None
+    print(json.dumps(proof.as_json(), indent=2) if as_json else proof.as_text())
+    raise typer.Exit(proof.exit_code)
+
+
+def _tell(text: str) -> None:
+    """Standard output is for the table, or JSON."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,171 @@
+"""Processes for engines: forked from one that has loaded vLLM once, and gone with everything they started."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from overspill.plan.arguments import CONTRADICTING_VARIABLES
+from overspill.verify.life import Died, Event, Job, Played, Reference, live
+
+# A GPU's engine may compile for minutes before it answers, so this is no limit for slow ones but for hung ones.
+_SILENCE_S = 1800
+_LAST_LINES = 3
+# For a killed engine's processes to be gone.
+_GRACE_S = 10
+_SHARED_MEMORY = "/dev/shm/"
+
+
+class Children:
+    """Starts one life at a time."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="overspill-verify-")
+        self.log = Path(self._folder.name) / "log"
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["overspill.verify.engine"])
+        with _environment(environment), _redirected(self.log):
+            forkserver.ensure_running()
+
+    def close(self) -> None:
+        # No public way ends it, and the next must have its own environment. It is killed, since it would wait for a
+        # child that was being started when this process was interrupted, and that child for this process.
+        server: Any = forkserver._forkserver
+        with suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, job: Job) -> Reference | Played | Died:
+        """A whole life."""
+        with self._started(job) as (_, pipe):
+            return self._result(pipe)
+
+    def kill_under_way(self, job: Job) -> str:
+        """A life that is ended as soon as it says that it is under way; what is left of it, or how it ended before."""
+        with self._started(job) as (leader, pipe):
+            if not pipe.poll(_SILENCE_S):
+                return "it never got under way"
+            told = _receive(pipe)
+            if not isinstance(told, Event):
+                return told.reason if isinstance(told, Died) else "it ended before it was killed"
+            files = {path for pid in _session(leader) for path in _shared_memory(pid)}
+            os.kill(leader, signal.SIGKILL)
+            _wait_for_end(leader)
+            left = [f"process {pid}" for pid in _session(leader)]
+            left += [str(path) for path in sorted(files) if path.exists()]
+            return f"after the kill: {', '.join(left)}" if left else ""
+
+    @contextmanager
+    def _started(self, job: Job) -> Iterator[tuple[int, Connection]]:
+        self.log.write_text("")
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=live, args=(job, theirs, self.log), daemon=True)
+        process.start()
+        theirs.close()
+        assert process.pid is not None
+        try:
+            yield process.pid, ours
+        finally:
+            ours.close()
+            process.join(timeout=1)
+            process.kill()
+            _kill_session(process.pid)
+            process.join()
+
+    def _result(self, pipe: Connection) -> Reference | Played | Died:
+        while True:
+            if not pipe.poll(_SILENCE_S):
+                return Died(f"nothing was heard of it for {_SILENCE_S // 60} minutes")
+            told = _receive(pipe)
+            if isinstance(told, Died) and not told.reason:
+                return Died(f"its process ended; the last it wrote: {self._last_lines()}")
+            if not isinstance(told, Event):
+                return told
+
+    def _last_lines(self) -> str:
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return " | ".join(lines[-_LAST_LINES:]) or "nothing"
+
+
+def _receive(pipe: Connection) -> Reference | Played | Died | Event:
+    try:
+        told: Reference | Played | Died | Event = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return Died("")
+    return told
+
+
+def _kill_session(leader: int) -> None:
+    for pid in _session(leader):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_end(leader: int) -> None:
+    """What is killed gives back its memory first, and a process that it started is told of its end."""
+    deadline = time.monotonic() + _GRACE_S
+    while _session(leader) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _session(leader: int) -> list[int]:
+    """Processes that a child started, itself included, as long as they live."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            # After the name, which may hold anything: state, parent, group, session.
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """Files in shared memory that a process has mapped: they outlive it unless somebody removes them."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {Path(line[line.index(_SHARED_MEMORY) :]) for line in lines if _SHARED_MEMORY in line}
+    return set()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Of the process that children are forked from; it is read when vLLM is loaded."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    for name in CONTRADICTING_VARIABLES:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _redirected(log: Path) -> Iterator[None]:
+    """What vLLM says while it is loaded goes to the log, not into the table."""
+    kept = [os.dup(1), os.dup(2)]
+    try:
+        with log.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)

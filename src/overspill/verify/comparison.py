@@ -1,0 +1,147 @@
+"""Whether two engines gave the same answer: bit by bit where they computed it in the same pieces."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from overspill.verify.answers import Answer
+
+# A logit of 16 to 32, as models have, is rounded by half of a step of 2**-3 in bfloat16, of 2**-6 in float16; the
+# likeliest two may move apart by one step each. In float32 what is rounded on the way counts, not the step.
+_ROUNDING = {"bfloat16": 0.25, "float16": 0.03, "float32": 1e-3}
+# A prompt computed in other pieces on the same engine tells how much rounding does there; twice that is still it.
+_MARGIN = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far two answers may be apart that were computed in other pieces."""
+
+    logprob: float
+    """Of a token's log-probability."""
+    tie: float
+    """Of the log-probabilities of two tokens that may change places; nothing but rounding in float32."""
+    same_pieces: bool
+    """Whether answers that were computed in the same pieces must be the same bit by bit."""
+
+
+def tolerance(dtype: str, noise: float, *, is_deterministic: bool) -> Tolerance:
+    """`noise` is what was seen between vLLM and itself."""
+    rounding = max(_ROUNDING[dtype], _MARGIN * noise)
+    return Tolerance(logprob=rounding, tie=_ROUNDING[dtype] if dtype == "float32" else rounding,
+                     same_pieces=is_deterministic)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    request: str
+    position: int
+    """Of the first token that differs, from 0."""
+    token: int
+    expected_token: int
+    logprob: float | None
+    expected_logprob: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    request: str
+    position: int
+    token: int
+    expected_token: int
+    gap: float
+    """Between the two tokens' log-probabilities."""
+
+
+@dataclass(slots=True)
+class Compared:
+    """What a list of answers came to."""
+
+    requests: int = 0
+    tokens: int = 0
+    logprobs: int = 0
+    identical_logprobs: int = 0
+    mismatches: list[Mismatch] = field(default_factory=list)
+    ties: list[Tie] = field(default_factory=list)
+
+
+def compare(got: Sequence[Answer], expected: Mapping[str, Answer], allowed: Tolerance) -> Compared:
+    """In the order in which they were answered: what follows an answer in other pieces builds on other bits."""
+    result = Compared()
+    other_pieces: set[str] = set()
+    for answer in got:
+        reference = expected[answer.name]
+        conversation = answer.name.partition("/")[0]
+        if not answer.alone or answer.cached_tokens != reference.cached_tokens:
+            other_pieces.add(conversation)
+        strict = allowed.same_pieces and conversation not in other_pieces
+        result.requests += 1
+        _compare_one(answer, reference, allowed, strict=strict, result=result)
+    return result
+
+
+def _compare_one(mine: Answer, theirs: Answer, allowed: Tolerance, *, strict: bool, result: Compared) -> None:
+    if len(mine.tokens) != len(theirs.tokens):
+        short = min(len(mine.tokens), len(theirs.tokens))
+        result.mismatches.append(_at_end(mine, theirs, short))
+        return
+    for position, (token, other) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)):
+        here, there = mine.logprobs[position], theirs.logprobs[position]
+        if token != other:
+            gap = _gap(here, there, token, other)
+            if strict or gap is None or gap > allowed.tie:
+                result.mismatches.append(_mismatch(mine, theirs, position, "another token"))
+            else:
+                result.ties.append(Tie(mine.name, position, token, other, gap))
+            return  # what follows answers another text
+        result.tokens += 1
+        gaps = [abs(here[key] - there[key]) for key in here.keys() & there.keys()]
+        result.logprobs += len(gaps)
+        result.identical_logprobs += gaps.count(0.0)
+        limit = 0.0 if strict else allowed.logprob
+        if not math.isfinite(here[token]) or not all(gap <= limit for gap in gaps):  # a NaN is no equal either
+            worst = f"log-probabilities apart by {max(gaps):.3g}, and {limit:.3g} is rounding"
+            result.mismatches.append(_mismatch(mine, theirs, position, worst))
+            return
+
+
+def _gap(here: Mapping[int, float], there: Mapping[int, float], token: int, other: int) -> float | None:
+    """How far apart both engines saw the two tokens; None if one of them did not take both into account."""
+    if not all(key in seen for key in (token, other) for seen in (here, there)):
+        return None
+    return max(abs(seen[token] - seen[other]) for seen in (here, there))
+
+
+def _mismatch(mine: Answer, theirs: Answer, position: int, reason: str) -> Mismatch:
+    token, other = mine.tokens[position], theirs.tokens[position]
+    return Mismatch(
+        request=mine.name, position=position, token=token, expected_token=other,
+        logprob=mine.logprobs[position].get(token), expected_logprob=theirs.logprobs[position].get(other),
+        reason=reason,
+    )  # fmt: skip
+
+
+def _at_end(mine: Answer, theirs: Answer, position: int) -> Mismatch:
+    def token(tokens: Sequence[int]) -> int:
+        return tokens[position] if position < len(tokens) else -1
+
+    return Mismatch(
+        request=mine.name, position=position, token=token(mine.tokens), expected_token=token(theirs.tokens),
+        logprob=None, expected_logprob=None, reason=f"{len(mine.tokens)} tokens instead of {len(theirs.tokens)}",
+    )  # fmt: skip
+
+
+def noise(first: Iterable[Answer], again: Iterable[Answer]) -> float:
+    """The furthest that one engine's answers are apart when it computes the same prompts in other pieces."""
+    known = {answer.name: answer for answer in first}
+    worst = 0.0
+    for answer in again:
+        before = known[answer.name]
+        for position, (token, other) in enumerate(zip(answer.tokens, before.tokens)):
+            here, there = answer.logprobs[position], before.logprobs[position]
+            if token != other:
+                worst = max(worst, _gap(here, there, token, other) or 0.0)
+                break
+            worst = max([worst, *(abs(here[key] - there[key]) for key in here.keys() & there.keys())])
+    return worst

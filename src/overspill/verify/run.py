@@ -1,0 +1,199 @@
+"""The whole of it: a reference, then scenario after scenario, each compared with it."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overspill.model.caches import RecurrentState
+from overspill.plan.planner import Plan
+from overspill.verify.answers import Answer
+from overspill.verify.children import Children
+from overspill.verify.comparison import Tolerance, compare, noise, tolerance
+from overspill.verify.engine_life import EngineLife, offload_life, reference_life, spill_life
+from overspill.verify.errors import CannotVerify
+from overspill.verify.life import Died, Played, PlayJob, Reference, ReferenceJob
+from overspill.verify.merging import merged
+from overspill.verify.outcome import Outcome
+from overspill.verify.progress import Progress
+from overspill.verify.scenarios import Scenario, Tier
+from overspill.verify.stage import Stage
+from overspill.verify.workload import make_workload
+
+_ENVIRONMENT = {
+    # The engine in the child itself, where its blocks can be reached.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TQDM_DISABLE": "1",
+}
+_BATCH_INVARIANT = {
+    "VLLM_BATCH_INVARIANT": "1",
+    # It would change which CUDA graphs there are, and a server has others.
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
+}
+# vllm/envs.py: from which compute capability on it works.
+_LEAST_CAPABILITY = (9, 0)
+# Lives of a scenario, where it is not one.
+_LIVES = {"damaged": 2, "killed": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    seed: int
+    """Of the last round: the one in which something differs, if something does."""
+    rounds: int
+    seconds: float
+    batch_invariant: bool
+    noise: float
+    tolerance: Tolerance
+    outcomes: tuple[Outcome, ...]
+
+
+def can_be_batch_invariant(plan: Plan) -> bool:
+    """vLLM computes a request in the same way whatever runs beside it, on GPUs that have the kernels."""
+    capability = plan.gpu.compute_capability
+    has_state = any(isinstance(entry.cache, RecurrentState) for entry in plan.facts.caches)
+    return not plan.platform.is_cpu and capability is not None and capability >= _LEAST_CAPABILITY and not has_state
+
+
+def num_lives(scenarios: Sequence[Scenario], stage: Stage) -> int:
+    return 1 + sum(_LIVES.get(one.name, 1) for one in scenarios if not _skipped(one, stage))
+
+
+def verify(
+    plan: Plan, stage: Stage, model: str, scenarios: Sequence[Scenario], seed: int, progress: Progress, *, soak: bool
+) -> Result:
+    """With `soak`, rounds of other lengths and orders, until time is up or something differs."""
+    invariant = can_be_batch_invariant(plan)
+    if invariant:
+        try:
+            return _rounds(plan, stage, model, scenarios, seed, progress, soak=soak, invariant=True)
+        except CannotVerify as error:
+            progress.tell(f"not batch-invariant, since vLLM does not start so: {error}")
+    return _rounds(plan, stage, model, scenarios, seed, progress, soak=soak, invariant=False)
+
+
+def _rounds(
+    plan: Plan, stage: Stage, model: str, scenarios: Sequence[Scenario], seed: int, progress: Progress, *,
+    soak: bool, invariant: bool,
+) -> Result:  # fmt: skip
+    environment = {**_ENVIRONMENT, **(_BATCH_INVARIANT if invariant else {})}
+    is_deterministic = plan.platform.is_cpu or invariant
+    outcomes: tuple[Outcome, ...] = ()
+    worst, rounds = 0.0, 0
+    with Children(environment) as children:
+        while True:
+            one = _Round(children, plan, stage, model, seed + rounds, progress, soak=soak)
+            reference = one.reference()
+            worst = max(worst, noise(reference.answers.values(), reference.again))
+            allowed = tolerance(plan.facts.dtype, worst, is_deterministic=is_deterministic)
+            outcomes = merged(outcomes, one.play_all(scenarios, reference, allowed))
+            rounds += 1
+            if not soak or progress.is_over or any(outcome.failure for outcome in outcomes):
+                break
+    return Result(
+        seed=seed + rounds - 1, rounds=rounds, seconds=progress.elapsed_s, batch_invariant=invariant, noise=worst,
+        tolerance=allowed, outcomes=outcomes,
+    )  # fmt: skip
+
+
+def _skipped(scenario: Scenario, stage: Stage) -> str:
+    return stage.no_spill if scenario.tier is not Tier.OFFLOAD and not scenario.soak_only else ""
+
+
+def _spilled_tokens(answer: Answer, bytes_per_token: int) -> int:
+    """Whose KV lay in RAM while it was answered; windows take blocks beside, for tokens that count once."""
+    return min(answer.spilled_bytes // bytes_per_token, answer.prompt_tokens + len(answer.tokens))
+
+
+class _Round:
+    """One seed."""
+
+    def __init__(
+        self, children: Children, plan: Plan, stage: Stage, model: str, seed: int, progress: Progress, *, soak: bool
+    ) -> None:
+        self._children, self._plan, self._stage, self._model = children, plan, stage, model
+        self._seed, self._progress, self._soak = seed, progress, soak
+        self._draw = random.Random(seed)
+
+    def reference(self) -> Reference:
+        self._progress.begin("vLLM without Overspill, as reference")
+        workload = make_workload(self._stage, self._seed, varied=self._soak)
+        life = reference_life(self._plan, self._stage, self._model)
+        told = self._children.run(ReferenceJob(life, workload, self._seed))
+        if isinstance(told, Died):
+            raise CannotVerify(f"vLLM cannot run the model even without Overspill: {told.reason}")
+        assert isinstance(told, Reference)
+        self._progress.end()
+        return told
+
+    def play_all(self, scenarios: Sequence[Scenario], reference: Reference, allowed: Tolerance) -> tuple[Outcome, ...]:
+        outcomes = []
+        for scenario in scenarios:
+            if skipped := _skipped(scenario, self._stage):
+                outcomes.append(Outcome(scenario=scenario, skipped=skipped))
+                continue
+            self._progress.begin(f"{scenario.name}: {scenario.title}")
+            began = self._progress.elapsed_s
+            outcome = self._play(scenario, reference, allowed)
+            outcomes.append(replace(outcome, seconds=self._progress.elapsed_s - began))
+            self._progress.end(_LIVES.get(scenario.name, 1))
+            if self._soak and (outcome.failure or self._progress.is_over):
+                break
+        return tuple(outcomes)
+
+    def _play(self, scenario: Scenario, reference: Reference, allowed: Tolerance) -> Outcome:
+        options = self._options(scenario)
+        life = self._life(scenario, options)
+        more: dict[str, int] = {}
+        play = scenario.name
+        if scenario.name == "killed":
+            left = self._children.kill_under_way(PlayJob(life, "until-killed", reference.script))
+            if left:
+                return Outcome(scenario=scenario, died="" if left.startswith("after") else left, left_behind=left,
+                               figures={"injected": 1})  # fmt: skip
+            more, play = {"injected": 1, "caught": 1}, "restarted"
+        told = self._children.run(PlayJob(life, play, reference.script))
+        if isinstance(told, Died):
+            return Outcome(scenario=scenario, died=told.reason)
+        assert isinstance(told, Played)
+        outcome = self._outcome(scenario, told, reference, allowed, more)
+        if scenario.name != "damaged":
+            return outcome
+        return replace(outcome, sensitive=self._is_sensitive(scenario, reference, allowed))
+
+    def _outcome(
+        self, scenario: Scenario, told: Played, reference: Reference, allowed: Tolerance, more: Mapping[str, int]
+    ) -> Outcome:
+        spilled = sum(_spilled_tokens(answer, self._stage.bytes_per_token) for answer in told.answers)
+        allowed = replace(allowed, same_pieces=allowed.same_pieces and scenario.same_pieces)
+        return Outcome(
+            scenario=scenario,
+            compared=compare(told.answers, reference.answers, allowed),
+            figures={**told.figures, "spilled_tokens": spilled, **more},
+            left_behind=told.left_behind,
+        )
+
+    def _is_sensitive(self, scenario: Scenario, reference: Reference, allowed: Tolerance) -> bool | None:
+        """The same with nothing that looks. An answer that stays the same shows a model that cannot tell."""
+        life = self._life(scenario, {**self._options(scenario), "verify": "off"})
+        told = self._children.run(PlayJob(life, "damaged-unseen", reference.script))
+        if not isinstance(told, Played) or not told.figures.get("injected"):
+            return None
+        last: list[Answer] = list(told.answers[-1:])
+        return bool(compare(last, reference.answers, replace(allowed, same_pieces=False)).mismatches)
+
+    def _options(self, scenario: Scenario) -> dict[str, Any]:
+        options = dict(scenario.options)
+        if self._soak:
+            options["eviction"] = self._draw.choice(("lru", "arc"))
+            if scenario.may_be_lazy:
+                options["store"] = self._draw.choice(("eager", "lazy"))
+        return options
+
+    def _life(self, scenario: Scenario, options: Mapping[str, Any]) -> EngineLife:
+        if scenario.tier is Tier.OFFLOAD or self._stage.spill is None:
+            return offload_life(self._plan, self._stage, self._model, options)
+        offload = scenario.tier is Tier.BOTH
+        return spill_life(self._plan, self._stage, self._model, options, offload=offload)

@@ -1,0 +1,155 @@
+"""The sizes at which a model is verified: small enough that KV must leave the GPU, and that a minute is enough."""
+
+from dataclasses import dataclass
+
+from overspill.kv.sizes import format_size
+from overspill.kv.spill.geometry import block_step, window_bytes
+from overspill.model.kv import KVGeometry
+from overspill.plan.memory import table_bytes
+from overspill.plan.planner import Plan
+from overspill.plan.setup import can_spill
+from overspill.verify.errors import CannotVerify
+
+ANSWER = 16
+"""Tokens of every answer."""
+CONVERSATION_UNITS = 6
+"""Length of a conversation with its last answer."""
+_LONG_UNITS = 12
+# Prompts that are much shorter are all edges, and a block may be as short as 16 tokens.
+_LEAST_UNIT = 128
+# A prompt comes in several chunks, so that later ones read what earlier ones left in RAM.
+_CHUNK_UNITS = 4
+# On the GPU with spill, for each group of layers; and vLLM's null block with one beside it.
+_RESIDENT_BLOCKS, _NULL_BLOCKS = 2, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillSizes:
+    """So little on the GPU that long prompts spill."""
+
+    resident_bytes: int
+    """The window included."""
+    spill_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    unit: int
+    """Tokens in which lengths are counted: some whole blocks."""
+    units: int
+    """The longest context that is asked for."""
+    max_num_batched_tokens: int
+    pool_blocks: int
+    """KV blocks on the GPU: room for one longest context."""
+    work_blocks: int
+    """Of these, those left to conversations: room for one of them."""
+    reference_blocks: int
+    """Of the engine without Overspill: room for everything, as far as the memory goes."""
+    block_bytes: int
+    bytes_per_token: int
+    host_bytes: int
+    spill: SpillSizes | None
+    no_spill: str
+    """Why the model cannot be verified with spill; empty if it can."""
+    table_bytes: int
+    token_ids: tuple[int, int]
+    """From and to, without the ends of the vocabulary, where tokens with a meaning of their own are."""
+    is_whole: bool
+    """Whether the longest context of the settings is as long as those asked for, or fits the reference."""
+    reference_tokens: int
+    """The longest context that the reference could hold."""
+
+    @property
+    def max_model_len(self) -> int:
+        return self.unit * self.units
+
+
+def make_stage(plan: Plan) -> Stage:
+    way = plan.chosen
+    assert way is not None
+    geometry = way.geometry
+    unit = geometry.block_size * -(-_LEAST_UNIT // geometry.block_size)
+    longest = geometry.longest_context(way.kv.device_bytes, plan.max_model_len)
+    most_units = longest // unit
+    if most_units < CONVERSATION_UNITS:
+        raise CannotVerify(_too_short(plan, unit, longest))
+    units, spill, no_spill = _spilled(plan, geometry, unit, most_units)
+    units = max(units, min(_LONG_UNITS, most_units))
+    pool_blocks = geometry.blocks_per_request(unit * units) + 1  # vLLM's null block
+    work_blocks = geometry.blocks_per_request(unit * CONVERSATION_UNITS)
+    device_blocks = geometry.num_blocks(way.kv.device_bytes)
+    everything = 6 * work_blocks + 3 * pool_blocks
+    return Stage(
+        unit=unit,
+        units=units,
+        max_num_batched_tokens=_chunk(plan, way.max_num_batched_tokens, unit),
+        pool_blocks=min(pool_blocks, device_blocks),
+        work_blocks=work_blocks,
+        reference_blocks=min(everything, device_blocks),
+        block_bytes=geometry.bytes_per_block,
+        bytes_per_token=max(1, geometry.kv_bytes_per_token),
+        # Slots begin on pages, and what is stored must not be given up before it is asked for again.
+        host_bytes=2 * everything * (geometry.bytes_per_block + 4096),
+        spill=spill,
+        no_spill=no_spill,
+        table_bytes=table_bytes(geometry, unit * units, plan.max_num_seqs),
+        token_ids=(plan.facts.vocab_size // 8, plan.facts.vocab_size * 3 // 4),
+        is_whole=longest >= plan.max_model_len,
+        reference_tokens=longest,
+    )
+
+
+def _too_short(plan: Plan, unit: int, longest: int) -> str:
+    need = unit * CONVERSATION_UNITS
+    if plan.max_model_len < need:
+        return (
+            f"the conversations that are compared need a context of {need} tokens, {CONVERSATION_UNITS} times "
+            f"{unit}, and --max-model-len is {plan.max_model_len}; give --max-model-len {need} or more"
+        )
+    return (
+        f"the reference, vLLM without Overspill, needs room for {need} tokens of KV on the GPU, and there is room for "
+        f"{longest}; free GPU memory, or give more with --gpu-memory"
+    )
+
+
+def _chunk(plan: Plan, planned: int, unit: int) -> int:
+    """vLLM wants at least one token for every request that may run."""
+    if plan.wishes.max_num_batched_tokens is not None:
+        return planned
+    return min(planned, max(_CHUNK_UNITS * unit, plan.max_num_seqs))
+
+
+def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tuple[int, SpillSizes | None, str]:
+    """The units of a context that spills, the sizes for it, or why there are none."""
+    if not can_spill(plan.facts, geometry):
+        return 0, None, "spill does not work with this model's layers"
+    page, regions = geometry.page_size_bytes, geometry.num_regions
+    step = block_step(page, plan.platform.granularity)
+    resident = _round_up(_RESIDENT_BLOCKS * len(geometry.groups) + _NULL_BLOCKS, step)
+    units = next((n for n in range(_LONG_UNITS, most_units + 1) if _growing(geometry, unit * n) >= 2 * resident), None)
+    if units is None and _growing(geometry, unit * most_units) >= resident + 2:
+        units = most_units
+    if units is None:
+        least = resident * geometry.bytes_per_block
+        return 0, None, (
+            f"the least that stays on the GPU with spill is {format_size(least)}, more than the longest context that "
+            f"the reference can hold ({unit * most_units} tokens)"
+        )  # fmt: skip
+    spilled = _round_up(2 * geometry.blocks_per_request(unit * units) + 2, step)
+    return (
+        units,
+        SpillSizes(
+            resident_bytes=resident * geometry.bytes_per_block + window_bytes(spilled, page, regions),
+            spill_bytes=spilled * geometry.bytes_per_block,
+        ),
+        "",
+    )
+
+
+def _growing(geometry: KVGeometry, tokens: int) -> int:
+    """Blocks of layers that see everything: windows give theirs back."""
+    return sum(-(-tokens // group.block_size) for group in geometry.groups if group.members[0].page.grows)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step

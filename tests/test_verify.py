@@ -1,0 +1,257 @@
+"""`overspill verify` on the real CPU engine: it passes on models that are served right, and fails on every planted bug.
+
+Bugs are planted by a `sitecustomize` on the path of the child processes; the product has no hook for them.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from overspill.settings import resolve
+from overspill.verify.proof import prove
+from overspill.verify.request import read_request
+
+SETTINGS = ("--device", "cpu", "--dtype", "float32", "--ram", "6GiB", "--enforce-eager")
+OFFLOAD = ("returning", "preempted", "aborted", "damaged", "failed-load", "killed")
+SPILL = ("spilled", "spilled-and-offloaded")
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
+    # What the other tests need would contradict a plan.
+    kept.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    return {**kept, "XDG_CONFIG_HOME": "/nonexistent", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
+
+
+def verify(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "overspill", "verify", *arguments],
+        capture_output=True, text=True, timeout=900, check=False, env=environment(**more),
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None:
+    """With 8 MiB as GPU memory a context of 4,096 tokens spills by the plan itself, and does not fit the reference."""
+    answer = verify(str(llama), *SETTINGS, "--gpu-memory", "8MiB", "--max-model-len", "4k", "--seed", "3", "--json")
+    assert answer.returncode == 0, answer.stderr + answer.stdout
+    told = json.loads(answer.stdout)
+    assert told["verified"] and told["verdict"].startswith("Verified: ") and told["seed"] == 3
+    assert told["versions"]["overspill"] and told["hardware"]["device"] == "cpu"
+    assert told["settings"]["max_model_len"] == 4096 and told["plan"]["spilled_kv_bytes"] > 0
+    assert not told["stage"]["is_whole"] and told["stage"]["max_model_len"] <= told["stage"]["reference_tokens"] < 4096
+    scenarios = {one["name"]: one for one in told["scenarios"]}
+    assert tuple(scenarios) == (*OFFLOAD, *SPILL)
+    for name, one in scenarios.items():
+        assert one["ram_tokens"] > 0 and one["ram_bytes"] > 0 and one["tokens"] > 0, name
+        assert not one["mismatches"] and not one["failure"] and not one["skipped"] and not one["left_behind"], name
+    assert scenarios["damaged"]["faults_injected"] == scenarios["damaged"]["faults_caught"] == 2
+    assert scenarios["damaged"]["sensitive"] is True, "the model does not notice damage, so it proves nothing"
+    assert scenarios["failed-load"]["faults_injected"] == scenarios["failed-load"]["faults_caught"] == 2
+    assert scenarios["preempted"]["figures"]["preemptions"] > 0
+    assert (
+        scenarios["aborted"]["figures"]["aborted_loads"] > 0 and scenarios["aborted"]["figures"]["aborted_stores"] > 0
+    )
+    assert "left)" in answer.stderr and "reference" in answer.stderr
+
+
+@pytest.mark.timeout(900)
+def test_a_model_with_sliding_windows_is_verified_and_the_table_says_what_was_tried(
+    models: Callable[[str], Path],
+) -> None:
+    answer = verify(str(models("gemma3")), *SETTINGS)
+    assert answer.returncode == 0, answer.stderr + answer.stdout
+    lines = answer.stdout.splitlines()
+    assert lines[0].split() == [
+        "scenario",
+        "requests",
+        "tokens",
+        "from",
+        "RAM",
+        "bytes",
+        "faults",
+        "ties",
+        "mismatches",
+    ]
+    rows = {line.split()[0]: line.split() for line in lines[1 : 1 + len(OFFLOAD + SPILL)]}
+    assert tuple(rows) == (*OFFLOAD, *SPILL)
+    for name, row in rows.items():
+        requests, tokens, from_ram = (int(cell.replace(",", "")) for cell in row[1:4])
+        assert requests and tokens and from_ram, name
+        assert row[-2:] == ["0", "0"], name
+    assert lines[-1].startswith("Verified: ") and "offload and spill" in lines[-1]
+    assert "the model can tell" in answer.stdout
+
+
+DROPPED_BLOCK = """
+    from overspill.kv.copies import PlainCopier
+    load = PlainCopier.load
+    PlainCopier.load = lambda self, slots, blocks: load(self, slots[1:], blocks[1:])
+"""
+FLIPPED_BYTE = """
+    from overspill.kv.copies import PlainCopier
+    load = PlainCopier.load
+    def flipped(self, slots, blocks):
+        transfer = load(self, slots, blocks)
+        self._thread.submit(lambda: None).result()
+        self._pairs[0][0][blocks[0], 3] ^= 0x20
+        return transfer
+    PlainCopier.load = flipped
+"""
+SKIPPED_WAIT = """
+    import time
+    from overspill.kv import copies
+    timed = copies.PlainCopier._timed
+    def late(self, transfer, run):
+        def delayed():
+            time.sleep(0.3)
+            run()
+        timed(self, transfer, delayed)
+    copies.PlainCopier._timed = late
+    copies.Transfer.done = lambda self: True
+"""
+NOT_WRITTEN_BACK = """
+    from overspill.kv.spill.streams import HostStreams
+    HostStreams._save = lambda self, region, runs: None
+"""
+NEVER_LOADED = """
+    from overspill.kv.loads import Loads
+    Loads.match = lambda self, request, num_local_tokens: (0, False)
+"""
+BUGS = {
+    "a dropped block": (DROPPED_BLOCK, "returning", "answers differ"),
+    "a flipped byte": (FLIPPED_BYTE, "returning", "answers differ"),
+    "a skipped wait": (SKIPPED_WAIT, "returning", "answers differ"),
+    "spilled KV that is not written back": (NOT_WRITTEN_BACK, "spilled", "answers differ"),
+    "a tier that is not used": (NEVER_LOADED, "returning", "no token came from RAM, so equal answers prove nothing"),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(llama: Path, tmp_path: Path, name: str) -> None:
+    bug, scenario, said = BUGS[name]
+    (tmp_path / "sitecustomize.py").write_text(planted(bug))
+    answer = verify(str(llama), *SETTINGS, "--scenario", scenario, "--seed", "5", PYTHONPATH=str(tmp_path))
+    assert answer.returncode == 1, answer.stderr + answer.stdout
+    verdict = answer.stdout.splitlines()[-1]
+    assert verdict.startswith(f"NOT VERIFIED: {scenario}: ") and said in verdict
+    assert f"--seed 5 --scenario {scenario}" in answer.stdout
+    if said == "answers differ":
+        mismatch = next(line for line in answer.stdout.splitlines() if line.startswith("MISMATCH"))
+        for part in ("seed 5", f"scenario {scenario}", "request ", "token ", "instead of"):
+            assert part in mismatch
+
+
+def planted(bug: str) -> str:
+    """In the process that engines are forked from, and not in the command's own, which loads no vLLM."""
+    return "import sys\nif 'forkserver' in ' '.join(sys.orig_argv):\n" + textwrap.indent(textwrap.dedent(bug), "    ")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_before_the_end_leaves_no_engine_behind(llama: Path, how: signal.Signals) -> None:
+    mark = f"{time.time_ns()}"
+    command = [sys.executable, "-m", "overspill", "verify", str(llama), *SETTINGS]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment(VERIFY_TEST=mark)
+    ) as running:
+        assert running.stderr is not None and "reference" in running.stderr.readline()
+        deadline = time.monotonic() + 120
+        # Itself, what tracks its resources, what engines are forked from, and an engine.
+        while len(marked(mark)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert len(marked(mark)) >= 4
+        running.send_signal(how)
+        running.wait(60)
+    deadline = time.monotonic() + 30
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not marked(mark)
+    assert running.returncode != 0
+
+
+def marked(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"VERIFY_TEST={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_a_soak_goes_on_with_other_seeds_until_its_time_is_up(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    given = {"device": "cpu", "dtype": "float32", "ram": "6GiB", "enforce_eager": True}
+    asked = read_request(quick=False, soak=True, minutes="1", seed="11", scenarios=["returning", "arrivals"])
+    said: list[str] = []
+    # Long enough for a second round to begin, and no longer.
+    proof = prove(str(llama), resolve(given), replace(asked, seconds=12.0), said.append)
+    assert proof.exit_code == 0, proof.as_text()
+    told = proof.as_json()
+    assert told["seconds"] >= 12 and told["rounds"] >= 1 and told["seed"] == 11 + told["rounds"] - 1
+    assert sum(one["ram_tokens"] for one in told["scenarios"]) > 0
+    assert "--soak --minutes 1" in told["command"] and any(line.endswith("s left)") for line in said)
+
+
+# What cannot be verified, and mistakes.
+
+
+BAD = {
+    "no model": ((), 2, "Missing argument"),
+    "a model that is not there": (("/nonexistent/model",), 2, "/nonexistent/model"),
+    "a flag for a model": (("--soak",), 2, "Missing argument"),
+    "an unknown flag": (("MODEL", "--sok"), 2, "No such option: --sok"),
+    "quick and soak": (("MODEL", "--quick", "--soak"), 2, "--quick and --soak exclude each other"),
+    "minutes without soak": (("MODEL", "--minutes", "5"), 2, "--minutes is for --soak"),
+    "no minutes": (("MODEL", "--soak", "--minutes", "0"), 2, "--minutes: '0' is not a whole number from 1"),
+    "half a minute": (("MODEL", "--soak", "--minutes", "0.5"), 2, "--minutes: '0.5' is not a whole number"),
+    "a seed in words": (("MODEL", "--seed", "seven"), 2, "--seed: 'seven' is not a whole number from 0"),
+    "a negative seed": (("MODEL", "--seed=-1"), 2, "--seed: '-1' is not a whole number"),
+    "an unknown scenario": (("MODEL", "--scenario", "spiled"), 2, "there is no 'spiled'; did you mean spilled?"),
+    "a soak's scenario": (("MODEL", "--scenario", "arrivals"), 2, "--scenario arrivals is part of --soak"),
+    "a device that is none": (("MODEL", "--device", "tpu"), 2, "--device: 'tpu' is none of auto, cuda, cpu"),
+    "a card that is not here": (("MODEL", "--device", "cuda", "--gpu", "24GiB", "--ram", "64GiB"), 2, "--gpu states a"),
+    "a size that is none": (("MODEL", *SETTINGS, "--gpu-memory", "much"), 2, "--gpu-memory: 'much' is not a size"),
+    "a short context": (("MODEL", *SETTINGS, "--max-model-len", "512"), 1, "give --max-model-len 768 or more"),
+    "a context that does not fit": (
+        ("MODEL", "--device", "cpu", "--ram", "1GiB", "--gpu-memory", "4MiB"), 1, "does not fit with 32768 tokens",
+    ),
+    "no room for a reference": (
+        ("MODEL", *SETTINGS, "--gpu-memory", "4400KiB", "--max-model-len", "1k"), 1, "there is room for 640",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_told_in_a_sentence(llama: Path, name: str) -> None:
+    given, code, said = BAD[name]
+    answer = verify(*(str(llama) if word == "MODEL" else word for word in given), COLUMNS="200")
+    assert answer.returncode == code, answer.stderr + answer.stdout
+    assert said in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_a_model_that_vllm_cannot_load_is_told_with_its_reason(tmp_path: Path, llama: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((llama / "config.json").read_text())
+    answer = verify(str(broken), *SETTINGS, "--scenario", "returning")
+    assert answer.returncode == 1
+    assert "vLLM cannot run the model even without Overspill: " in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_the_help_has_an_example() -> None:
+    answer = verify("--help", COLUMNS="200")
+    assert answer.returncode == 0 and "Example: overspill verify" in answer.stdout

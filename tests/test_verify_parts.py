@@ -1,0 +1,372 @@
+"""What `overspill verify` decides: what is the same, what proves nothing, which sizes, and what is printed."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overspill.kv.errors import OverspillError
+from overspill.plan.machine import plan_for
+from overspill.plan.planner import Plan
+from overspill.settings import SETTINGS
+from overspill.verify.answers import Answer, Ask
+from overspill.verify.comparison import Tolerance, compare, noise, tolerance
+from overspill.verify.engine_life import offload_life, reference_life, spill_life
+from overspill.verify.errors import CannotVerify
+from overspill.verify.merging import merged
+from overspill.verify.outcome import Outcome, exit_code, verdict
+from overspill.verify.progress import Progress, remaining
+from overspill.verify.report import faults, repeating, report_as_json, report_as_text
+from overspill.verify.request import read_request
+from overspill.verify.run import Result, can_be_batch_invariant, num_lives
+from overspill.verify.scenarios import NAMES, SCENARIOS, Scenario, Tier, chosen
+from overspill.verify.script import make_script
+from overspill.verify.stage import CONVERSATION_UNITS, make_stage
+from overspill.verify.workload import make_workload
+
+MiB, GiB = 1 << 20, 1 << 30
+SCENARIO = {scenario.name: scenario for scenario in SCENARIOS}
+LOOSE = Tolerance(logprob=0.1, tie=0.1, same_pieces=False)
+STRICT = replace(LOOSE, same_pieces=True)
+
+
+def answer(*tokens: int, name: str = "a/0", gap: float = 1.0, shift: float = 0.0, **more: Any) -> Answer:
+    """Each token is likelier by `gap` than the next number, which is the runner-up."""
+    logprobs = tuple({token: -0.5 + shift, token + 1: -0.5 - gap + shift} for token in tokens)
+    return Answer(name=name, tokens=tokens, logprobs=logprobs, **more)
+
+
+def plan(model: Path, **settings: Any) -> Plan:
+    given = {"device": "cpu", "dtype": "float32", "gpu_memory": 512 * MiB, "ram": 8 * GiB}
+    return plan_for(str(model), {**given, **settings})
+
+
+# Comparison.
+
+
+def compared(mine: Answer, theirs: Answer, allowed: Tolerance = LOOSE) -> Any:
+    return compare([mine], {theirs.name: theirs}, allowed)
+
+
+def test_equal_answers_are_counted_token_by_token() -> None:
+    result = compared(answer(1, 2, 3), answer(1, 2, 3), STRICT)
+    assert (result.requests, result.tokens, result.logprobs, result.identical_logprobs) == (1, 3, 6, 6)
+    assert not result.mismatches and not result.ties
+
+
+def test_another_token_is_a_mismatch_with_both_tokens_and_their_place() -> None:
+    (found,) = compared(answer(1, 9, 3), answer(1, 2, 3)).mismatches
+    assert (found.request, found.position, found.token, found.expected_token) == ("a/0", 1, 9, 2)
+    assert found.logprob == found.expected_logprob == -0.5
+
+
+def test_two_tokens_that_rounding_may_swap_are_a_tie_and_end_the_comparison() -> None:
+    mine = Answer(name="a/0", tokens=(1, 3, 8), logprobs=({1: -1.0}, {2: -1.05, 3: -1.0}, {8: 0.0}))
+    theirs = Answer(name="a/0", tokens=(1, 2, 7), logprobs=({1: -1.0}, {2: -1.0, 3: -1.04}, {7: 0.0}))
+    result = compared(mine, theirs)
+    assert not result.mismatches and result.tokens == 1
+    (tie,) = result.ties
+    assert (tie.position, tie.token, tie.expected_token) == (1, 3, 2) and tie.gap == pytest.approx(0.05)
+    assert compared(mine, theirs, replace(LOOSE, tie=0.01)).mismatches
+    assert compared(mine, theirs, STRICT).mismatches, "computed in the same pieces, nothing is rounded otherwise"
+
+
+def test_a_token_that_the_other_engine_did_not_take_into_account_is_no_tie() -> None:
+    assert compared(answer(1, 9, gap=0.0), answer(1, 2, gap=0.0)).mismatches
+
+
+def test_a_log_probability_further_apart_than_rounding_is_a_mismatch() -> None:
+    assert not compared(answer(1, shift=0.05), answer(1)).mismatches
+    assert compared(answer(1, shift=0.2), answer(1)).mismatches
+    assert compared(answer(1, shift=1e-7), answer(1), STRICT).mismatches
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
+def test_what_is_no_number_is_a_mismatch_even_if_both_say_so(number: float) -> None:
+    broken = Answer(name="a/0", tokens=(1,), logprobs=({1: number},))
+    assert compared(broken, broken).mismatches
+
+
+def test_an_answer_of_another_length_is_a_mismatch() -> None:
+    (found,) = compared(answer(1, 2), answer(1, 2, 3)).mismatches
+    assert found.position == 2 and found.token == -1 and found.expected_token == 3
+
+
+@pytest.mark.parametrize("other", [{"alone": False}, {"cached_tokens": 128}])
+def test_bits_are_compared_only_where_everything_before_was_computed_in_the_same_pieces(other: dict[str, Any]) -> None:
+    expected = {"a/0": answer(1), "a/1": answer(1, name="a/1"), "b/0": answer(1, name="b/0")}
+    rounded = 1e-6
+    assert not compare([answer(1, shift=rounded, **other)], expected, STRICT).mismatches
+    after = answer(1, name="a/1", shift=rounded)
+    assert compare([answer(1), after], expected, STRICT).mismatches
+    assert not compare([answer(1, **other), after], expected, STRICT).mismatches
+    beside = answer(1, name="b/0", shift=rounded)
+    assert compare([answer(1, **other), beside], expected, STRICT).mismatches, "another conversation is another KV"
+
+
+def test_noise_is_what_one_engine_differs_from_itself() -> None:
+    first = [answer(1, 2, 3), answer(4, name="b/0")]
+    assert noise(first, first) == 0
+    assert noise(first, [answer(1, 2, 3, shift=0.02)]) == pytest.approx(0.02)
+    parted = Answer(name="b/0", tokens=(5,), logprobs=({4: -0.51, 5: -0.5},))
+    tied = Answer(name="b/0", tokens=(4,), logprobs=({4: -0.5, 5: -0.53},))
+    assert noise([tied], [parted]) == pytest.approx(0.03)
+
+
+def test_the_tolerance_follows_the_dtype_and_what_was_measured() -> None:
+    assert tolerance("float32", 1e-6, is_deterministic=True) == Tolerance(1e-3, 1e-3, same_pieces=True)
+    assert tolerance("bfloat16", 0.01, is_deterministic=False).tie == 0.25
+    assert tolerance("bfloat16", 0.5, is_deterministic=False).logprob == 1.0
+    assert tolerance("float32", 0.5, is_deterministic=False).tie == 1e-3, "in float32 no measurement excuses a token"
+
+
+# Outcomes.
+
+
+def outcome(name: str = "returning", **more: Any) -> Outcome:
+    figures = {"hit_tokens": 100, "load_bytes": 4096, **more.pop("figures", {})}
+    result = compare([answer(1, 2)], {"a/0": answer(1, 2)}, STRICT)
+    return Outcome(scenario=SCENARIO[name], compared=result, figures=figures, **more)
+
+
+def test_equal_answers_with_tokens_from_ram_are_a_proof() -> None:
+    assert not outcome().failure and exit_code([outcome()]) == 0
+    assert verdict([outcome()]) == "Verified: 2 tokens with offload are those without, while 100 came from RAM."
+
+
+UNPROVEN: dict[str, tuple[str, Mapping[str, Any], str]] = {
+    "no token": ("returning", {"figures": {"hit_tokens": 0}}, "no token came from RAM, so equal answers prove nothing"),
+    "no byte": ("returning", {"figures": {"load_bytes": 0}}, "no byte was loaded from RAM"),
+    "no stream": ("spilled", {"figures": {"spilled_tokens": 9}}, "no byte was streamed"),
+    "no preemption": ("preempted", {}, "no request was preempted"),
+    "no fault": ("damaged", {}, "no fault could be injected"),
+    "an uncaught fault": (
+        "damaged", {"figures": {"injected": 2, "corrupt_blocks": 1, "load_failures": 2}}, "2 fault(s) were made, and 1",
+    ),
+    "an unmade fault": ("returning", {"figures": {"corrupt_blocks": 1}}, "nobody made them"),
+    "a failed store": ("returning", {"figures": {"store_failures": 3}}, "3 store(s) failed"),
+    "a leak": ("returning", {"left_behind": "2 block(s) in RAM"}, "left behind: 2 block(s) in RAM"),
+    "a death": ("returning", {"died": "CUDA error"}, "the engine died: CUDA error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPROVEN)
+def test_what_proves_nothing_is_a_failure(name: str) -> None:
+    scenario, more, said = UNPROVEN[name]
+    found = outcome(scenario, **more)
+    assert said in found.failure and exit_code([outcome(), found]) == 1
+    assert verdict([outcome(), found]).startswith(f"NOT VERIFIED: {scenario}: ")
+
+
+def test_a_scenario_that_cannot_be_tried_is_no_failure_but_all_of_them_are() -> None:
+    skipped = Outcome(scenario=SCENARIO["spilled"], skipped="spill does not work with this model's layers")
+    assert exit_code([outcome(), skipped]) == 0 and exit_code([skipped]) == 1
+
+
+def test_a_model_that_cannot_tell_makes_the_proof_weaker_and_the_last_sentence_says_so() -> None:
+    figures = {"injected": 1, "corrupt_blocks": 1, "load_failures": 1}
+    blind = outcome("damaged", figures=figures, sensitive=False)
+    assert exit_code([blind]) == 0 and "weaker" in verdict([blind])
+    assert "weaker" not in verdict([replace(blind, sensitive=True)])
+
+
+def test_rounds_are_added_up_and_the_first_failure_stays_visible() -> None:
+    good = merged(merged((), [outcome()]), [outcome(), outcome("aborted", figures={"injected": 3})])
+    assert [one.scenario.name for one in good] == ["returning", "aborted"]
+    assert good[0].compared.tokens == 4 and good[0].ram_tokens == 200 and not good[0].failure
+    bad = merged(good, [replace(outcome(), compared=compared(answer(1), answer(2)))])
+    assert bad[0].compared.mismatches and exit_code(bad) == 1
+
+
+# Sizes.
+
+
+def test_sizes_are_whole_blocks_and_smaller_than_what_they_must_not_hold(llama: Path) -> None:
+    made = plan(llama)
+    stage = make_stage(made)
+    assert stage.unit % 128 == 0 and stage.max_model_len == stage.unit * stage.units
+    assert stage.work_blocks == CONVERSATION_UNITS < stage.pool_blocks < stage.reference_blocks
+    assert stage.spill is not None and stage.is_whole and not stage.no_spill
+    workload = make_workload(stage, 1)
+    together = sum(sum(len(piece) for piece in one.pieces) for one in workload.conversations)
+    assert together > stage.work_blocks * 128, "the conversations would all stay on the GPU"
+    assert len(workload.longs[0].pieces[0]) * stage.bytes_per_token > stage.spill.resident_bytes / 2
+
+
+def test_a_context_longer_than_the_reference_holds_is_told(llama: Path) -> None:
+    stage = make_stage(plan(llama, gpu_memory=8 * MiB, max_model_len=4096))
+    assert not stage.is_whole and stage.max_model_len <= stage.reference_tokens < 4096
+
+
+def test_a_context_too_short_to_compare_is_refused_with_the_flag(llama: Path) -> None:
+    with pytest.raises(CannotVerify, match="give --max-model-len 768 or more"):
+        make_stage(plan(llama, max_model_len=512))
+
+
+def test_a_model_that_cannot_spill_is_verified_without(models: Any) -> None:
+    stage = make_stage(plan(models("gdn-hybrid")))
+    assert stage.spill is None and "spill does not work" in stage.no_spill
+    assert not make_workload(stage, 0).longs
+    assert num_lives(SCENARIOS, stage) < num_lives(SCENARIOS, replace(stage, no_spill=""))
+
+
+def test_the_same_seed_asks_the_same_and_varied_lengths_stay_within_the_context(llama: Path) -> None:
+    stage = make_stage(plan(llama))
+    assert make_workload(stage, 7) == make_workload(stage, 7) != make_workload(stage, 8)
+    for seed in range(20):
+        for one in make_workload(stage, seed, varied=True).all:
+            length = sum(len(piece) + one.max_tokens for piece in one.pieces)
+            assert all(one.pieces) and length <= stage.max_model_len
+            low, high = stage.token_ids
+            assert all(low <= token < high for piece in one.pieces for token in piece)
+
+
+def test_turns_go_on_from_the_reference(llama: Path) -> None:
+    workload = make_workload(make_stage(plan(llama)), 1)
+
+    def reply(ask: Ask) -> Answer:
+        return answer(*range(400, 400 + ask.max_tokens), name=ask.name)
+
+    script = make_script(workload, reply, 1)
+    first, second, _ = script.conversations[0]
+    said = workload.conversations[0].pieces
+    assert second.prompt == (*first.prompt, *range(400, 400 + first.max_tokens), *said[1])
+    assert first.name == "conversation-1/0" and second.name == "conversation-1/1"
+
+
+def test_engines_differ_only_in_their_kv_cache(llama: Path) -> None:
+    made = plan(llama, max_num_seqs=16, enforce_eager=True)
+    stage = make_stage(made)
+    reference = reference_life(made, stage, "m")
+    offload = offload_life(made, stage, "m", {"verify": "off"})
+    spill = spill_life(made, stage, "m", {}, offload=False)
+    both = spill_life(made, stage, "m", {}, offload=True)
+    for life in (reference, offload, spill, both):
+        flags = dict(zip(life.flags, life.flags[1:]))
+        assert flags["--max-model-len"] == str(stage.max_model_len) and flags["--max-num-seqs"] == "16"
+        assert flags["--dtype"] == "float32" and "--enforce-eager" in life.flags
+        assert "--kv-transfer-config" not in life.flags
+    assert reference.options is None
+    assert offload.options is not None and offload.options["verify"] == "off" and "spill_bytes" not in offload.options
+    assert spill.options is not None and "host_bytes" not in spill.options
+    assert both.options is not None and {"host_bytes", "spill_bytes"} <= both.options.keys()
+
+
+def test_a_users_chunk_is_kept(llama: Path) -> None:
+    assert make_stage(plan(llama)).max_num_batched_tokens == 512
+    assert make_stage(plan(llama, max_num_batched_tokens=640)).max_num_batched_tokens == 640
+
+
+def test_no_cpu_is_batch_invariant_and_a_hopper_is(llama: Path) -> None:
+    made = plan(llama)
+    assert not can_be_batch_invariant(made)
+    platform = replace(made.platform, name="cuda")
+    for capability, is_invariant in (((9, 0), True), ((8, 9), False), (None, False)):
+        gpu = replace(made.gpu, compute_capability=capability)
+        assert can_be_batch_invariant(replace(made, platform=platform, gpu=gpu)) is is_invariant
+
+
+# What was asked for, and what is told.
+
+
+def request(**given: Any) -> Any:
+    return read_request(**{"quick": False, "soak": False, "minutes": None, "seed": None, "scenarios": [], **given})
+
+
+def test_without_a_flag_every_scenario_but_the_soaks_is_tried_once() -> None:
+    found = request()
+    assert not found.soak and found.seconds is None and found.seed == 0
+    assert found.scenarios == chosen((), soak=False) and not any(one.soak_only for one in found.scenarios)
+    assert tuple(one.name for one in request(soak=True).scenarios) == NAMES
+    assert request(soak=True).seconds == 1800 and request(soak=True, minutes="2").seconds == 120
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"quick": True, "soak": True}, {"minutes": "5"}, {"soak": True, "minutes": "-1"},
+        {"soak": True, "minutes": "99999"}, {"seed": "٣"}, {"seed": "1e3"}, {"seed": str(2**40)},
+        {"scenarios": ["returning", "nothing"]}, {"scenarios": [""]}, {"scenarios": ["arrivals"]},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_for_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(OverspillError, match=r"--\w+"):
+        request(**given)
+
+
+def test_every_scenario_of_the_table_has_a_play_and_a_word_for_its_faults() -> None:
+    from overspill.verify.plays import PLAYS
+
+    played = set(NAMES) - {"killed"} | {"until-killed", "restarted", "damaged-unseen"}
+    assert played == set(PLAYS)
+    assert faults(outcome("damaged", figures={"injected": 2, "caught": 1})) == "1 of 2 caught"
+    assert faults(outcome("aborted", figures={"injected": 8, "caught": 5})) == "8 aborted, 5 in a copy"
+    assert faults(outcome("returning")) == "-"
+
+
+def result(*outcomes: Outcome, **more: Any) -> Result:
+    given: dict[str, Any] = {
+        "seed": 4, "rounds": 1, "seconds": 2.0, "batch_invariant": False, "noise": 1e-5, "tolerance": STRICT, **more,
+    }  # fmt: skip
+    return Result(outcomes=outcomes, **given)
+
+
+def test_a_mismatch_is_told_with_everything_that_repeats_it(llama: Path) -> None:
+    made = plan(llama)
+    stage = make_stage(made)
+    wrong = replace(outcome(), compared=compared(answer(1, 9), answer(1, 2)))
+    command = ("overspill", "verify", "/models/a b", "--max-model-len", "4096")
+    text = report_as_text(result(wrong, outcome("aborted", figures={"injected": 1})), made, stage, command)
+    assert "MISMATCH seed 4, scenario returning, request a/0, token 1: 9 (-0.500000) instead of 2 (-0.500000)" in text
+    repeat = "overspill verify '/models/a b' --max-model-len 4096 --seed 4 --scenario returning"
+    assert repeat in text and repeating(command, result(wrong), ["returning"]) == repeat
+    assert text.splitlines()[-1] == "NOT VERIFIED: returning: 1 of 1 answers differ."
+    told = report_as_json(result(wrong), made, stage, command, {})
+    assert told["verified"] is False and told["scenarios"][0]["mismatches"][0]["expected_token"] == 2
+
+
+def test_ties_are_printed_and_counted_apart(llama: Path) -> None:
+    made = plan(llama)
+    mine = Answer(name="a/0", tokens=(3,), logprobs=({2: -1.05, 3: -1.0},))
+    theirs = Answer(name="a/0", tokens=(2,), logprobs=({2: -1.0, 3: -1.04},))
+    tied = replace(outcome(), compared=compared(mine, theirs))
+    text = report_as_text(result(tied), made, make_stage(made), ("overspill",))
+    assert "tie in returning, a/0, token 0: 3 or 2, 0.05 apart" in text and "1 answer(s) part at a tie" in text
+
+
+def test_what_was_not_tried_or_does_not_fit_is_told(llama: Path) -> None:
+    made = plan(llama, gpu_memory=8 * MiB, max_model_len=4096)
+    skipped = Outcome(scenario=SCENARIO["spilled"], skipped="because")
+    text = report_as_text(result(outcome(), skipped), made, make_stage(made), ("overspill",))
+    assert "spilled was not tried: because." in text and "4,096 tokens, does not fit the reference" in text
+
+
+def test_progress_tells_how_long_it_will_take() -> None:
+    said: list[str] = []
+    progress = Progress(said.append, lives=4)
+    progress.begin("one")
+    progress.end()
+    progress.begin("two")
+    assert "one" in said[0] and "left" not in said[0] and "left)" in said[1]
+    assert remaining(1, 4, 10.0, None) == " (about 30 s left)" and remaining(0, 4, 10.0, 60.0) == " (50 s left)"
+    assert not progress.is_over and Progress(said.append, lives=1, seconds=0.0).is_over
+
+
+def test_scenarios_cover_both_tiers() -> None:
+    assert {scenario.tier for scenario in SCENARIOS} == set(Tier)
+    assert all(isinstance(scenario, Scenario) and scenario.required for scenario in SCENARIOS)
+
+
+def test_the_page_names_every_scenario_and_every_flag() -> None:
+    import inspect
+
+    from overspill.cli.verifying import verify
+
+    page = (Path(__file__).parents[1] / "docs/verify.md").read_text()
+    own = [name for name in inspect.signature(verify).parameters if name not in {setting.name for setting in SETTINGS}]
+    flags = {"--" + name.removeprefix("as_").replace("_", "-") for name in own if name != "model"}
+    assert {"--soak", "--json"} <= flags
+    assert all(f"| `{name}` |" in page for name in (*NAMES, *flags))
