@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import pytest
 
-from overspill.serve.processes import below, in_session
+from overspill.processes import below, in_session
 from overspill.tiny import VOCAB, make_llama
 from tests.engine import engine, random_prompt
 

@@ -20,6 +20,7 @@ from overspill.plan.machine import plan_for
 from overspill.plan.overheads import Overheads
 from overspill.plan.planner import Plan
 from overspill.plan.ways import Way
+from overspill.processes import below, in_session
 from overspill.serve.address import Address, require_free
 from overspill.serve.command import combine, server_command
 from overspill.serve.differences import differences
@@ -28,7 +29,6 @@ from overspill.serve.flags import read_flags
 from overspill.serve.measured import profile_of
 from overspill.serve.notice import notify
 from overspill.serve.prepared import Prepared, prepare
-from overspill.serve.processes import below, in_session
 from overspill.serve.reasons import reason, without_tracebacks
 from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, read, write
 from overspill.serve.server import run_server

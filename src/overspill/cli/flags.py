@@ -2,15 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from overspill.settings import SETTINGS, Setting, config_path, resolve
+from overspill.settings import SETTINGS, Setting, Value, config_path, resolve
 
 Model = Annotated[str, typer.Argument(help="A folder, or a repository of Hugging Face's cache or hub.")]
-Text = str | None
 Command = Callable[..., None]
 HELP = {setting.name: setting.help for setting in SETTINGS}
 
@@ -22,27 +21,41 @@ def with_settings(names: Collection[str]) -> Callable[[Command], Command]:
     """Gives a command a flag for each of these settings, and the values of all of them as its argument `values`."""
     settings = [setting for setting in SETTINGS if setting.name in names]
 
+    def values(given: dict[str, Any]) -> dict[str, Value]:
+        # A switch that is not given leaves it to the environment and the file.
+        stated = {name: None if value is False else value for name, value in given.items()}
+        return resolve(stated, file=config_path())
+
+    return with_flags("values", [_parameter(setting) for setting in settings], values)
+
+
+def with_flags(
+    argument: str, flags: Sequence[inspect.Parameter], collect: Callable[[dict[str, Any]], Any] = dict
+) -> Callable[[Command], Command]:
+    """Gives a command these flags in place of one argument, which gets what was given with them."""
+
     def decorate(command: Command) -> Command:
-        own = [each for each in inspect.signature(command).parameters.values() if each.name != "values"]
-        flags = [_parameter(setting) for setting in settings]
+        own = [each for each in inspect.signature(command).parameters.values() if each.name != argument]
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *flags)]
 
         @functools.wraps(command)
-        def with_values(**arguments: Any) -> None:
-            given = {setting.name: arguments.pop(setting.name) for setting in settings}
-            # A switch that is not given leaves it to the environment and the file.
-            stated = {name: None if value is False else value for name, value in given.items()}
-            command(values=resolve(stated, file=config_path()), **arguments)
+        def with_collected(**arguments: Any) -> None:
+            given = {flag.name: arguments.pop(flag.name) for flag in flags}
+            command(**{argument: collect(given)}, **arguments)
 
-        with_values.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        with_values.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return with_values
+        with_collected.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_collected.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_collected
 
     return decorate
+
+
+def flag(name: str, option: Any, kind: Any = str | None, default: Any = None) -> inspect.Parameter:
+    """A flag for `with_flags`; `option` is typer's."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     is_switch = isinstance(setting.default, bool)
     kind, default = (bool, False) if is_switch else (str | None, None)
-    option = Annotated[kind, typer.Option(setting.flag, help=setting.help)]  # type: ignore[valid-type]
-    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+    return flag(setting.name, typer.Option(setting.flag, help=setting.help), kind, default)

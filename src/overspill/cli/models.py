@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import HELP, Text
+from overspill.cli.flags import HELP, flag, with_flags
 from overspill.kv.sizes import format_size
 
 if TYPE_CHECKING:
@@ -26,53 +26,33 @@ IfVersion = Annotated[
     int | None, typer.Option("--if-version", help="Only if it is at this version, which `show` tells.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes, times seconds.")]
-Source = Annotated[Text, typer.Option(help="The model: a folder, or a repository of Hugging Face's cache or hub.")]
-MaxModelLen = Annotated[Text, typer.Option(help=HELP["max_model_len"])]
-GpuMemory = Annotated[Text, typer.Option(help=HELP["gpu_memory"])]
-Ram = Annotated[Text, typer.Option(help=HELP["ram"])]
-OffloadRam = Annotated[Text, typer.Option(help=HELP["offload_ram"])]
-WeightsRam = Annotated[Text, typer.Option(help="Weights to keep in RAM (`4GiB`), whatever the plan says; 0 for none.")]
-Dtype = Annotated[Text, typer.Option(help=HELP["dtype"])]
-KvCacheDtype = Annotated[Text, typer.Option(help=HELP["kv_cache_dtype"])]
-MaxNumSeqs = Annotated[Text, typer.Option(help=HELP["max_num_seqs"])]
-MaxNumBatchedTokens = Annotated[Text, typer.Option(help=HELP["max_num_batched_tokens"])]
-EnforceEager = Annotated[bool | None, typer.Option("--enforce-eager/--no-enforce-eager", help=HELP["enforce_eager"])]
-Ttl = Annotated[Text, typer.Option(help="Stop the model when it has not been used for so long: `10m`.")]
-Notes = Annotated[Text, typer.Option(help="Anything worth knowing about it.")]
-
+_SETTINGS = (
+    flag("source", typer.Option(help="The model: a folder, or a repository of Hugging Face's cache or hub.")),
+    flag("max_model_len", typer.Option(help=HELP["max_model_len"])),
+    flag("gpu_memory", typer.Option(help=HELP["gpu_memory"])),
+    flag("ram", typer.Option(help=HELP["ram"])),
+    flag("offload_ram", typer.Option(help=HELP["offload_ram"])),
+    flag("weights_ram", typer.Option(help="Weights to keep in RAM (`4GiB`), whatever the plan says; 0 for none.")),
+    flag("dtype", typer.Option(help=HELP["dtype"])),
+    flag("kv_cache_dtype", typer.Option(help=HELP["kv_cache_dtype"])),
+    flag("max_num_seqs", typer.Option(help=HELP["max_num_seqs"])),
+    flag("max_num_batched_tokens", typer.Option(help=HELP["max_num_batched_tokens"])),
+    flag("enforce_eager", typer.Option("--enforce-eager/--no-enforce-eager", help=HELP["enforce_eager"]), bool | None),
+    flag("ttl", typer.Option(help="Stop the model when it has not been used for so long: `10m`.")),
+    flag("notes", typer.Option(help="Anything worth knowing about it.")),
+)
 _SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
 
 
 @models.command(epilog="Example: overspill models add qwen --source Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB")
-def add(
-    name: Name,
-    vllm_args: VllmArgs = None,
-    source: Source = None,
-    max_model_len: MaxModelLen = None,
-    gpu_memory: GpuMemory = None,
-    ram: Ram = None,
-    offload_ram: OffloadRam = None,
-    weights_ram: WeightsRam = None,
-    dtype: Dtype = None,
-    kv_cache_dtype: KvCacheDtype = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    enforce_eager: EnforceEager = None,
-    ttl: Ttl = None,
-    notes: Notes = None,
-) -> None:
+@with_flags("settings", _SETTINGS)
+def add(settings: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> None:
     """Adds a model; without --source, the name is the repository. What is not set is left to the environment,
     config.toml and the plan."""
     from overspill.registry import add_model
 
-    settings = {
-        "source": source, "max_model_len": max_model_len, "gpu_memory": gpu_memory, "ram": ram,
-        "offload_ram": offload_ram, "weights_ram": weights_ram, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
-        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
-        "enforce_eager": enforce_eager, "vllm_args": vllm_args or None, "ttl": ttl, "notes": notes,
-    }  # fmt: skip
     with _registry() as registry:
-        added = add_model(registry, name, settings)
+        added = add_model(registry, name, {**settings, "vllm_args": vllm_args or None})
     print(f"added {added.name}: {added.settings.source}")
 
 
@@ -117,34 +97,18 @@ def show(name: Name, as_json: AsJson = False) -> None:
 
 
 @models.command(epilog="Example: overspill models edit qwen --ram 96GiB --unset ttl")
+@with_flags("settings", _SETTINGS)
 def edit(
+    settings: dict[str, Any],
     name: Name,
     vllm_args: VllmArgs = None,
-    source: Source = None,
-    max_model_len: MaxModelLen = None,
-    gpu_memory: GpuMemory = None,
-    ram: Ram = None,
-    offload_ram: OffloadRam = None,
-    weights_ram: WeightsRam = None,
-    dtype: Dtype = None,
-    kv_cache_dtype: KvCacheDtype = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    enforce_eager: EnforceEager = None,
-    ttl: Ttl = None,
-    notes: Notes = None,
     unset: Annotated[list[str] | None, typer.Option(help="Take a setting back, by its name; may be repeated.")] = None,
     if_version: IfVersion = None,
 ) -> None:
     """Changes what is given, and tells what a running server takes only when it is started again."""
     from overspill.registry import RegistryError, edit_model
 
-    given = {
-        "source": source, "max_model_len": max_model_len, "gpu_memory": gpu_memory, "ram": ram,
-        "offload_ram": offload_ram, "weights_ram": weights_ram, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
-        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
-        "enforce_eager": enforce_eager, "vllm_args": vllm_args or None, "ttl": ttl, "notes": notes,
-    }  # fmt: skip
+    given = {**settings, "vllm_args": vllm_args or None}
     changes = {key: value for key, value in given.items() if value is not None}
     taken_back = {key.removeprefix("--").replace("-", "_"): None for key in unset or ()}
     if both := sorted(changes.keys() & taken_back):

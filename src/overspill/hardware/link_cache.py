@@ -3,13 +3,12 @@
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
 from overspill.figures import measured
+from overspill.files import replace_file
 from overspill.hardware.gpu import Gpu
 from overspill.hardware.link import Link
 
@@ -84,20 +83,8 @@ def store_link(folder: Path, fingerprint: Fingerprint, link: Link) -> None:
     text = json.dumps(entry, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text)
+        replace_file(path, text)
     except OSError as error:
         logger.warning(
             "Overspill: the measured link could not be kept in %s (%s); it is measured again next time", path, error
         )
-
-
-def _replace(path: Path, text: str) -> None:
-    # Not synced to disk: after a crash an empty file may be left, which loads as damaged and is measured again.
-    handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".new", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -5,12 +5,12 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
 
+from overspill.files import replace_file
 from overspill.hardware.folders import cache_folder
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import TiB
@@ -76,7 +76,7 @@ def remember(fingerprint: str, profile: Profile, environ: Mapping[str, str] | No
     entry = {"format": _FORMAT, "fingerprint": fingerprint, "measured_on": date.today().isoformat(), **asdict(profile)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, json.dumps(entry, indent=1) + "\n")
+        replace_file(path, json.dumps(entry, indent=1) + "\n")
     except OSError as error:
         logger.warning("Overspill: what this run measured could not be kept in %s (%s); plans assume it", path, error)
 
@@ -110,15 +110,3 @@ def _parse(text: str, fingerprint: str) -> Profile:
     if not all(type(size) is int and 0 <= size < _MOST for size in sizes.values()):
         raise ValueError(f"sizes of {list(sizes.values())}")
     return Profile(**sizes)
-
-
-def _replace(path: Path, text: str) -> None:
-    # Not synced to disk: after a crash an empty file may be left, which loads as damaged.
-    handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".new", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

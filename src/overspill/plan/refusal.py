@@ -3,6 +3,7 @@
 from overspill.kv.sizes import GiB, format_size
 from overspill.plan.attempts import PROCESS_RAM_BYTES
 from overspill.plan.card_fits import smallest_card
+from overspill.plan.installed import Vllm
 from overspill.plan.planner import Plan
 
 
@@ -11,6 +12,17 @@ def refusal(plan: Plan) -> str:
     need, have = need_and_have(plan)
     return f"{plan.facts.name} does not fit with {plan.max_model_len} tokens: it needs {need}; there is {have}. " + (
         " ".join(f"{remedy}." for remedy in remedies(plan))
+    )
+
+
+def wrong_build(plan: Plan, vllm: Vllm) -> str | None:
+    """A plan can be made for any machine; an engine needs the vLLM that is here."""
+    if vllm.is_cpu == plan.platform.is_cpu:
+        return None
+    build, other = ("CPU", "cpu") if vllm.is_cpu else ("CUDA", "cuda")
+    return (
+        f"the plan is for {plan.platform.name}, and vLLM's {build} build is installed, which cannot run it; use "
+        f"--device {other}, or install the other build"
     )
 
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from overspill.processes import in_session, kill, wait_until_none
 from overspill.serve.guard import PATIENCE_S, READY
 from overspill.serve.log import Log
-from overspill.serve.processes import in_session, kill, wait_until_none
 
 _SLACK_S = 15.0
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from overspill.serve.processes import below, kill, wait_until_none
+from overspill.processes import below, kill, wait_until_none
 
 # vLLM ends within a second or two; a worker inside a kernel may not. One that is still starting has nothing to save,
 # and its server waits for it in vain.

@@ -10,7 +10,7 @@ from overspill.kv.errors import OverspillError
 from overspill.plan.arguments import vllm_args
 from overspill.plan.installed import Vllm
 from overspill.plan.planner import Plan
-from overspill.plan.refusal import refusal
+from overspill.plan.refusal import refusal, wrong_build
 from overspill.plan.report import plan_as_json
 from overspill.plan.ways import Way
 from overspill.serve.address import Address
@@ -107,9 +107,5 @@ def require_this_machine(prepared: Prepared) -> None:
             "--gpu states a card, and a model is served on the GPU that is here; leave it out, use --gpu-memory to "
             "keep to a part of the GPU, or add --dry-run for the command that would serve it there"
         )
-    if vllm.is_cpu != plan.platform.is_cpu:
-        build, other = ("CPU", "cpu") if vllm.is_cpu else ("CUDA", "cuda")
-        raise CannotServe(
-            f"the plan is for {plan.platform.name}, and vLLM's {build} build is installed, which cannot run it; use "
-            f"--device {other}, or install the other build"
-        )
+    if (why := wrong_build(plan, vllm)) is not None:
+        raise CannotServe(why)

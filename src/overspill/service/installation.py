@@ -3,12 +3,12 @@
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from overspill.files import replace_file
 from overspill.kv.errors import OverspillError
 from overspill.service.units import MARKER, TEMPLATE, Mode, Service, drop_in_path, unit_files, unit_name
 
@@ -136,17 +136,7 @@ def _write(path: Path, text: str) -> None:
     """Whole or not at all: systemd may read it at any moment."""
     with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".overspill-")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_file(path, text, mode=0o644, sync=True)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.plan.arguments import CONTRADICTING_VARIABLES
+from overspill.processes import in_session, kill, wait_until_none
 from overspill.verify.life import Died, Event, Job, Played, Reference, live
 
 # A GPU's engine may compile for minutes before it answers, so this is no limit for slow ones but for hung ones.
@@ -62,10 +62,11 @@ class Children:
             told = _receive(pipe)
             if not isinstance(told, Event):
                 return told.reason if isinstance(told, Died) else "it ended before it was killed"
-            files = {path for pid in _session(leader) for path in _shared_memory(pid)}
+            files = {path for pid in in_session(leader) for path in _shared_memory(pid)}
             os.kill(leader, signal.SIGKILL)
-            _wait_for_end(leader)
-            left = [f"process {pid}" for pid in _session(leader)]
+            # What is killed gives back its memory first, and a process that it started is told of its end.
+            wait_until_none(lambda: in_session(leader), _GRACE_S)
+            left = [f"process {pid}" for pid in in_session(leader)]
             left += [str(path) for path in sorted(files) if path.exists()]
             return f"after the kill: {', '.join(left)}" if left else ""
 
@@ -83,7 +84,7 @@ class Children:
             ours.close()
             process.join(timeout=1)
             process.kill()
-            _kill_session(process.pid)
+            kill(in_session(process.pid))
             process.join()
 
     def _result(self, pipe: Connection) -> Reference | Played | Died:
@@ -107,31 +108,6 @@ def _receive(pipe: Connection) -> Reference | Played | Died | Event:
     except (EOFError, ConnectionResetError):
         return Died("")
     return told
-
-
-def _kill_session(leader: int) -> None:
-    for pid in _session(leader):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _wait_for_end(leader: int) -> None:
-    """What is killed gives back its memory first, and a process that it started is told of its end."""
-    deadline = time.monotonic() + _GRACE_S
-    while _session(leader) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def _session(leader: int) -> list[int]:
-    """Processes that a child started, itself included, as long as they live."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):
-            # After the name, which may hold anything: state, parent, group, session.
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
 
 
 def _shared_memory(pid: int) -> set[Path]:

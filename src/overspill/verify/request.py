@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from overspill.kv.errors import OverspillError
 from overspill.plan.installed import Vllm, installed_vllm
 from overspill.plan.planner import Plan
-from overspill.plan.refusal import refusal
+from overspill.plan.refusal import refusal, wrong_build
 from overspill.verify.errors import CannotVerify
 from overspill.verify.scenarios import NAMES, Scenario, chosen
 
@@ -74,9 +74,5 @@ def require_this_machine(plan: Plan, vllm: Vllm | None = None) -> None:
             "--gpu states a card, and a proof is made on the GPU that is here; leave it out, or use --gpu-memory to "
             "keep to a part of the GPU"
         )
-    if vllm.is_cpu != plan.platform.is_cpu:
-        build, other = ("CPU", "cpu") if vllm.is_cpu else ("CUDA", "cuda")
-        raise CannotVerify(
-            f"the plan is for {plan.platform.name}, and vLLM's {build} build is installed, which cannot run it; use "
-            f"--device {other}, or install the other build"
-        )
+    if (why := wrong_build(plan, vllm)) is not None:
+        raise CannotVerify(why)
