@@ -57,7 +57,7 @@ PACKAGES = (
     "src/overspill/cli",
     "src/overspill/hardware",
     "src/overspill/model",
-    "src/overspill/plan",
+    "src/overspill/planning",
     "src/overspill/registry",
     "src/overspill/serve",
     "src/overspill/service",

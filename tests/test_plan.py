@@ -14,15 +14,15 @@ from overspill.model.derived import derive_tensors
 from overspill.model.describe import describe
 from overspill.model.facts import ModelFacts
 from overspill.model.tensors import Tensor
-from overspill.plan.arguments import vllm_args
-from overspill.plan.card_fits import smallest_card
-from overspill.plan.planner import Plan, make_plan
-from overspill.plan.profiles import Profile
-from overspill.plan.refusal import refusal
-from overspill.plan.report import plan_as_json
-from overspill.plan.setup import nothing_measured
-from overspill.plan.text import plan_as_text
-from overspill.plan.wishes import Wishes
+from overspill.planning.arguments import vllm_args
+from overspill.planning.card_fits import smallest_card
+from overspill.planning.planner import Plan, make_plan
+from overspill.planning.profiles import Profile
+from overspill.planning.refusal import refusal
+from overspill.planning.report import plan_as_json
+from overspill.planning.setup import nothing_measured
+from overspill.planning.text import plan_as_text
+from overspill.planning.wishes import Wishes
 from tests import model_configs as models
 
 GIB = 2**30

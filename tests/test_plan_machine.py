@@ -10,10 +10,10 @@ import pytest
 from overspill.figures import Origin, measured
 from overspill.hardware import Gpu, detect, parse_gpu
 from overspill.kv.errors import OverspillError
-from overspill.plan import machine
-from overspill.plan.installed import Vllm, installed_vllm
-from overspill.plan.machine import find_device, plan_for
-from overspill.plan.profiles import Profile, fingerprint, remember
+from overspill.planning import machine
+from overspill.planning.installed import Vllm, installed_vllm
+from overspill.planning.machine import find_device, plan_for
+from overspill.planning.profiles import Profile, fingerprint, remember
 
 GIB = 2**30
 HERE = Vllm("0.32.0", is_cpu=False)

@@ -9,12 +9,12 @@ from overspill.figures import Origin, assumed
 from overspill.hardware import parse_gpu
 from overspill.kv.errors import OverspillError
 from overspill.model.kv import kv_geometry
-from overspill.plan.budget import gpu_budget
-from overspill.plan.memory import split_kv, table_bytes
-from overspill.plan.overheads import assumed_overheads, num_graph_sizes
-from overspill.plan.parameters import expert_size, parameters_per_token, pinned_share
-from overspill.plan.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
-from overspill.plan.weights import WeightOffload, groupings, uva_offloads
+from overspill.planning.budget import gpu_budget
+from overspill.planning.memory import split_kv, table_bytes
+from overspill.planning.overheads import assumed_overheads, num_graph_sizes
+from overspill.planning.parameters import expert_size, parameters_per_token, pinned_share
+from overspill.planning.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
+from overspill.planning.weights import WeightOffload, groupings, uva_offloads
 from tests import model_configs as models
 from tests.model_tensors import describe_config
 

@@ -10,7 +10,7 @@ import pytest
 
 from overspill.figures import assumed
 from overspill.hardware import parse_gpu
-from overspill.plan.profiles import Profile, fingerprint, recall, remember
+from overspill.planning.profiles import Profile, fingerprint, recall, remember
 from tests import model_configs as models
 from tests.model_tensors import describe_config
 

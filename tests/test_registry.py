@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from overspill.kv.sizes import GiB
-from overspill.plan.profiles import Profile
+from overspill.planning.profiles import Profile
 from overspill.registry import (
     MODEL_SETTINGS,
     BadModelsFile,

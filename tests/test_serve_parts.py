@@ -15,11 +15,11 @@ import pytest
 
 from overspill.figures import assumed, measured
 from overspill.kv.errors import OverspillError
-from overspill.plan.installed import Vllm
-from overspill.plan.machine import plan_for
-from overspill.plan.overheads import Overheads
-from overspill.plan.planner import Plan
-from overspill.plan.ways import Way
+from overspill.planning.installed import Vllm
+from overspill.planning.machine import plan_for
+from overspill.planning.overheads import Overheads
+from overspill.planning.planner import Plan
+from overspill.planning.ways import Way
 from overspill.processes import below, in_session
 from overspill.serve.address import Address, require_free
 from overspill.serve.command import combine, server_command

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from overspill.kv.options import Options
-from overspill.plan.attempts import PROCESS_RAM_BYTES
+from overspill.planning.attempts import PROCESS_RAM_BYTES
 from overspill.service.planned import SERVER_RAM_BYTES, exact_size
 from overspill.service.units import TEMPLATE
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from overspill.kv.errors import OverspillError
-from overspill.plan.machine import plan_for
-from overspill.plan.planner import Plan
+from overspill.planning.machine import plan_for
+from overspill.planning.planner import Plan
 from overspill.settings import SETTINGS
 from overspill.verify.answers import Answer, Ask
 from overspill.verify.comparison import Tolerance, compare, noise, tolerance

@@ -12,7 +12,7 @@ from overspill.kv.errors import OverspillError
 from overspill.settings import SETTINGS, SettingsError, config_path, resolve
 
 if TYPE_CHECKING:
-    from overspill.plan.planner import Plan
+    from overspill.planning.planner import Plan
 
 # The rest of the table is a server's.
 _SETTINGS = {setting.name: setting for setting in SETTINGS if setting.name not in ("host", "port")}
@@ -23,7 +23,7 @@ class DoesNotFit(OverspillError):
     the numbers."""
 
     def __init__(self, plan: "Plan") -> None:
-        from overspill.plan.refusal import refusal
+        from overspill.planning.refusal import refusal
 
         self.plan = plan
         super().__init__(refusal(plan))
@@ -49,7 +49,7 @@ def plan(
     All settings of the command are taken, under the same names; what is not given comes from the environment,
     config.toml and the defaults. Sizes are bytes or "40GiB", lengths are tokens or "128k".
     """
-    from overspill.plan.machine import plan_for
+    from overspill.planning.machine import plan_for
 
     for name in settings:
         if name not in _SETTINGS:
@@ -87,7 +87,7 @@ def engine_args(
 def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple["Plan", dict[str, Any]]:
     """A plan by the settings that are given, and vLLM's arguments for what it chose, with the user's own over them."""
     from overspill.kv import plugin
-    from overspill.plan.arguments import vllm_args
+    from overspill.planning.arguments import vllm_args
     from overspill.serve.command import combine
 
     own = {name: value for name, value in given.items() if name not in _SETTINGS}
@@ -108,7 +108,7 @@ def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple["Plan", dic
 
 def contradicting_variables(arguments: Mapping[str, Any]) -> list[str]:
     """Those that are set and would win over the arguments."""
-    from overspill.plan.arguments import CONTRADICTING_VARIABLES
+    from overspill.planning.arguments import CONTRADICTING_VARIABLES
 
     return [name for name in CONTRADICTING_VARIABLES if os.environ.get(name) and "kv_cache_memory_bytes" in arguments]
 

@@ -10,7 +10,7 @@ import vllm
 
 from overspill.api import PlanContradicted, contradicting_variables, planned_arguments
 from overspill.kv.errors import OverspillError
-from overspill.plan.planner import Plan
+from overspill.planning.planner import Plan
 
 
 class LLM(vllm.LLM):

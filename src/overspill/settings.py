@@ -15,7 +15,7 @@ from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import parse_size
-from overspill.plan.wishes import MAX_NUM_SEQS
+from overspill.planning.wishes import MAX_NUM_SEQS
 
 
 class SettingsError(OverspillError):

@@ -17,9 +17,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
 ) -> None:
     """What fits, what goes to RAM, and how fast it will be. Exits with 1 if it does not fit."""
-    from overspill.plan.machine import plan_for
-    from overspill.plan.report import plan_as_json
-    from overspill.plan.text import plan_as_text
+    from overspill.planning.machine import plan_for
+    from overspill.planning.report import plan_as_json
+    from overspill.planning.text import plan_as_text
 
     made = plan_for(model, plain(values), cards=cards)
     print(json.dumps(plan_as_json(made), indent=2) if as_json else plan_as_text(made))

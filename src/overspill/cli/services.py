@@ -109,8 +109,8 @@ def _planned(
     model: str, values: dict[str, Value], vllm_args: list[str], *, is_system: bool, name: str | None,
     run_as: str | None,
 ) -> "Service":  # fmt: skip
-    from overspill.plan.installed import installed_vllm
-    from overspill.plan.machine import plan_for
+    from overspill.planning.installed import installed_vllm
+    from overspill.planning.machine import plan_for
     from overspill.serve.errors import CannotServe
     from overspill.serve.prepared import prepare, require_this_machine
     from overspill.service.planned import kept_environment, planned_service

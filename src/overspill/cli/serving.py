@@ -26,9 +26,9 @@ def serve(
     log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
 ) -> None:
     """Plan, then run vLLM's server with these flags. Flags of vLLM's own follow the model, and win."""
-    from overspill.plan.installed import installed_vllm
-    from overspill.plan.machine import plan_for
-    from overspill.plan.text import plan_as_text
+    from overspill.planning.installed import installed_vllm
+    from overspill.planning.machine import plan_for
+    from overspill.planning.text import plan_as_text
     from overspill.serve.errors import CannotServe
     from overspill.serve.log import open_log
     from overspill.serve.prepared import prepare, require_this_machine

@@ -6,7 +6,7 @@ from datetime import datetime
 from sqlalchemy import select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from overspill.plan.profiles import Profile
+from overspill.planning.profiles import Profile
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError
 from overspill.registry.schema import now, storable
@@ -24,7 +24,7 @@ class MeasuredLink:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProfile:
     fingerprint: str
-    """Of `overspill.plan.profiles.fingerprint`: everything that the figures depend on."""
+    """Of `overspill.planning.profiles.fingerprint`: everything that the figures depend on."""
     overheads: Profile
     link: MeasuredLink | None
     measured_at: datetime

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overspill.plan.installed import Vllm
+from overspill.planning.installed import Vllm
 from overspill.serve.flags import Flag, find, matches, read_flags
 
 _OFFLOAD = ("--offload-backend", "--offload-group-size", "--offload-num-in-group", "--offload-prefetch-step")

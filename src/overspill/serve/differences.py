@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from overspill.figures import Origin
 from overspill.kv.sizes import format_size
-from overspill.plan.planner import Plan
-from overspill.plan.ways import Way
+from overspill.planning.planner import Plan
+from overspill.planning.ways import Way
 from overspill.serve.report import HostMemoryReport, Report
 
 # What the plan promises of memory (docs/plan.md). Below it lie the roundings of vLLM's profiler, which measures anew

@@ -1,9 +1,9 @@
 """What a start measured, kept for the next plan."""
 
-from overspill.plan.installed import Vllm
-from overspill.plan.planner import Plan
-from overspill.plan.profiles import Profile, fingerprint, remember
-from overspill.plan.ways import Way
+from overspill.planning.installed import Vllm
+from overspill.planning.planner import Plan
+from overspill.planning.profiles import Profile, fingerprint, remember
+from overspill.planning.ways import Way
 from overspill.serve.report import Report
 
 

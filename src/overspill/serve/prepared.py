@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.kv.errors import OverspillError
-from overspill.plan.arguments import vllm_args
-from overspill.plan.installed import Vllm
-from overspill.plan.planner import Plan
-from overspill.plan.refusal import refusal, wrong_build
-from overspill.plan.report import plan_as_json
-from overspill.plan.ways import Way
+from overspill.planning.arguments import vllm_args
+from overspill.planning.installed import Vllm
+from overspill.planning.planner import Plan
+from overspill.planning.refusal import refusal, wrong_build
+from overspill.planning.report import plan_as_json
+from overspill.planning.ways import Way
 from overspill.serve.address import Address
 from overspill.serve.command import Combined, combine, server_command
 from overspill.serve.errors import CannotServe

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, format_size
-from overspill.plan.arguments import CONTRADICTING_VARIABLES
-from overspill.plan.planner import Plan
+from overspill.planning.arguments import CONTRADICTING_VARIABLES
+from overspill.planning.planner import Plan
 from overspill.serve.address import is_loopback
 from overspill.serve.command import Combined
 from overspill.serve.errors import CannotServe

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, KiB, MiB, TiB
-from overspill.plan.attempts import PROCESS_RAM_BYTES
-from overspill.plan.planner import Plan
+from overspill.planning.attempts import PROCESS_RAM_BYTES
+from overspill.planning.planner import Plan
 from overspill.service.units import Mode, Service
 from overspill.settings import GivenBy, Value
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from overspill.plan.arguments import CONTRADICTING_VARIABLES
+from overspill.planning.arguments import CONTRADICTING_VARIABLES
 from overspill.processes import in_session, kill, wait_until_none
 from overspill.verify.life import Died, Event, Job, Played, Reference, live
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from overspill.plan.arguments import vllm_args
-from overspill.plan.memory import KvSplit
-from overspill.plan.planner import Plan
+from overspill.planning.arguments import vllm_args
+from overspill.planning.memory import KvSplit
+from overspill.planning.planner import Plan
 from overspill.verify.stage import Stage
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.plan.machine import plan_for
-from overspill.plan.planner import Plan
+from overspill.planning.machine import plan_for
+from overspill.planning.planner import Plan
 from overspill.settings import GivenBy, Value, plain
 from overspill.verify.outcome import exit_code
 from overspill.verify.progress import Progress

@@ -9,8 +9,8 @@ from typing import Any
 
 import overspill
 from overspill.kv.sizes import format_size
-from overspill.plan.planner import Plan
-from overspill.plan.report import plan_as_json
+from overspill.planning.planner import Plan
+from overspill.planning.report import plan_as_json
 from overspill.verify.comparison import Mismatch
 from overspill.verify.outcome import Outcome, exit_code, verdict
 from overspill.verify.run import Result

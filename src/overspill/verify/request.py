@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overspill.kv.errors import OverspillError
-from overspill.plan.installed import Vllm, installed_vllm
-from overspill.plan.planner import Plan
-from overspill.plan.refusal import refusal, wrong_build
+from overspill.planning.installed import Vllm, installed_vllm
+from overspill.planning.planner import Plan
+from overspill.planning.refusal import refusal, wrong_build
 from overspill.verify.errors import CannotVerify
 from overspill.verify.scenarios import NAMES, Scenario, chosen
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from overspill.model.caches import RecurrentState
-from overspill.plan.planner import Plan
+from overspill.planning.planner import Plan
 from overspill.verify.answers import Answer
 from overspill.verify.children import Children
 from overspill.verify.comparison import Tolerance, compare, noise, tolerance

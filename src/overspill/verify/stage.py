@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from overspill.kv.sizes import format_size
 from overspill.kv.spill.geometry import block_step, window_bytes
 from overspill.model.kv import KVGeometry
-from overspill.plan.memory import table_bytes
-from overspill.plan.planner import Plan
-from overspill.plan.setup import can_spill
+from overspill.planning.memory import table_bytes
+from overspill.planning.planner import Plan
+from overspill.planning.setup import can_spill
 from overspill.verify.errors import CannotVerify
 
 ANSWER = 16

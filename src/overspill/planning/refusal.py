@@ -1,10 +1,10 @@
 """Why a context does not fit, and what would work."""
 
 from overspill.kv.sizes import GiB, format_size
-from overspill.plan.attempts import PROCESS_RAM_BYTES
-from overspill.plan.card_fits import smallest_card
-from overspill.plan.installed import Vllm
-from overspill.plan.planner import Plan
+from overspill.planning.attempts import PROCESS_RAM_BYTES
+from overspill.planning.card_fits import smallest_card
+from overspill.planning.installed import Vllm
+from overspill.planning.planner import Plan
 
 
 def refusal(plan: Plan) -> str:

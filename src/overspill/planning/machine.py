@@ -12,12 +12,12 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, format_size
 from overspill.model.facts import ModelFacts
 from overspill.model.read import read_model
-from overspill.plan.installed import installed_vllm
-from overspill.plan.planner import Plan, make_plan
-from overspill.plan.platform import CPU, CUDA, LATENT_BLOCK_SIZE_WITH_AMX, Platform
-from overspill.plan.profiles import Profile, fingerprint, recall
-from overspill.plan.setup import Profiles
-from overspill.plan.wishes import MAX_NUM_SEQS, Wishes
+from overspill.planning.installed import installed_vllm
+from overspill.planning.planner import Plan, make_plan
+from overspill.planning.platform import CPU, CUDA, LATENT_BLOCK_SIZE_WITH_AMX, Platform
+from overspill.planning.profiles import Profile, fingerprint, recall
+from overspill.planning.setup import Profiles
+from overspill.planning.wishes import MAX_NUM_SEQS, Wishes
 
 # Left to the rest of the machine where the RAM to use is not given.
 _RESERVE_BYTES = 4 * GiB

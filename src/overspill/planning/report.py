@@ -3,10 +3,10 @@
 from typing import Any
 
 from overspill.figures import as_json
-from overspill.plan.arguments import vllm_args
-from overspill.plan.card_fits import smallest_card
-from overspill.plan.planner import Plan
-from overspill.plan.ways import SHORT_TOKENS, Way
+from overspill.planning.arguments import vllm_args
+from overspill.planning.card_fits import smallest_card
+from overspill.planning.planner import Plan
+from overspill.planning.ways import SHORT_TOKENS, Way
 
 CONCURRENCY_TOKENS = 8192
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from overspill.hardware.cards import CARDS, Card
 from overspill.hardware.stated import parse_gpu
-from overspill.plan.attempts import attempts, fits
-from overspill.plan.platform import CUDA
-from overspill.plan.setup import Setup, nothing_measured
+from overspill.planning.attempts import attempts, fits
+from overspill.planning.platform import CUDA
+from overspill.planning.setup import Setup, nothing_measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

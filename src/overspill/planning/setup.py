@@ -9,11 +9,11 @@ from overspill.kv.sizes import GiB
 from overspill.model.caches import RecurrentState
 from overspill.model.facts import ModelFacts
 from overspill.model.kv import KVGeometry
-from overspill.plan.budget import Budget, gpu_budget, whole_budget
-from overspill.plan.overheads import NO_OVERHEADS, Overheads, assumed_overheads, measured_overheads
-from overspill.plan.platform import Platform
-from overspill.plan.profiles import Profile
-from overspill.plan.wishes import Wishes
+from overspill.planning.budget import Budget, gpu_budget, whole_budget
+from overspill.planning.overheads import NO_OVERHEADS, Overheads, assumed_overheads, measured_overheads
+from overspill.planning.platform import Platform
+from overspill.planning.profiles import Profile
+from overspill.planning.wishes import Wishes
 
 Profiles = Callable[[int, str], Profile | None]
 """What was measured for a max_num_batched_tokens and a kv_cache_dtype."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from overspill.figures import Known
 from overspill.hardware.gpu import Gpu
 from overspill.model.facts import ModelFacts
-from overspill.plan.attempts import Attempt, Fit, attempts, fits, least_ram_bytes, longest_context
-from overspill.plan.budget import Budget
-from overspill.plan.card_fits import CardFit, card_fits
-from overspill.plan.platform import CUDA, Platform
-from overspill.plan.setup import Profiles, Setup, nothing_measured
-from overspill.plan.ways import Way, make_way
-from overspill.plan.wishes import Wishes
+from overspill.planning.attempts import Attempt, Fit, attempts, fits, least_ram_bytes, longest_context
+from overspill.planning.budget import Budget
+from overspill.planning.card_fits import CardFit, card_fits
+from overspill.planning.platform import CUDA, Platform
+from overspill.planning.setup import Profiles, Setup, nothing_measured
+from overspill.planning.ways import Way, make_way
+from overspill.planning.wishes import Wishes
 
 __all__ = ["Plan", "Way", "Wishes", "make_plan"]
 

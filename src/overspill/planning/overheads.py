@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from overspill.figures import Known, assumed, derived, measured
 from overspill.kv.sizes import GiB
 from overspill.model.facts import ModelFacts
-from overspill.plan.parameters import expert_size
-from overspill.plan.profiles import Profile
+from overspill.planning.parameters import expert_size
+from overspill.planning.profiles import Profile
 
 # Where no other source is named: H200, vLLM 0.32, Llama-3.1-8B in bf16, chunks of 8192 tokens, 64 requests, graphs of
 # 7 sizes; measured by benchmarks/spill.py.

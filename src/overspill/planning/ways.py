@@ -8,13 +8,13 @@ from overspill.kv.sizes import GiB
 from overspill.model.caches import Attention, LatentAttention
 from overspill.model.facts import ModelFacts, active_bytes
 from overspill.model.kv import KVGeometry
-from overspill.plan.attempts import PROCESS_RAM_BYTES, Fit
-from overspill.plan.memory import KvSplit
-from overspill.plan.overheads import Overheads
-from overspill.plan.parameters import parameters_per_token
-from overspill.plan.setup import Setup
-from overspill.plan.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
-from overspill.plan.weights import WeightOffload
+from overspill.planning.attempts import PROCESS_RAM_BYTES, Fit
+from overspill.planning.memory import KvSplit
+from overspill.planning.overheads import Overheads
+from overspill.planning.parameters import parameters_per_token
+from overspill.planning.setup import Setup
+from overspill.planning.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
+from overspill.planning.weights import WeightOffload
 
 # A pool smaller than this is not worth its metadata.
 _LEAST_OFFLOAD_BYTES = GiB

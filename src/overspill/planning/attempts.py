@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from overspill.kv.sizes import GiB
 from overspill.model.kv import KVGeometry, kv_geometry
 from overspill.model.settings import CacheSettings
-from overspill.plan.budget import Budget
-from overspill.plan.memory import KvSplit, split_kv
-from overspill.plan.overheads import Overheads
-from overspill.plan.parameters import pinned_share
-from overspill.plan.setup import Setup, can_spill
-from overspill.plan.weights import NONE, WeightOffload, groupings, uva_offloads
+from overspill.planning.budget import Budget
+from overspill.planning.memory import KvSplit, split_kv
+from overspill.planning.overheads import Overheads
+from overspill.planning.parameters import pinned_share
+from overspill.planning.setup import Setup, can_spill
+from overspill.planning.weights import NONE, WeightOffload, groupings, uva_offloads
 
 # What an engine process takes of RAM beside pools: libraries, the tokenizer, buffers.
 PROCESS_RAM_BYTES = 3 * GiB

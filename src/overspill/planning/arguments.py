@@ -2,9 +2,9 @@
 
 import json
 
-from overspill.plan.planner import Plan
-from overspill.plan.ways import Way
-from overspill.plan.weights import PREFETCH_STEP, WeightOffload
+from overspill.planning.planner import Plan
+from overspill.planning.ways import Way
+from overspill.planning.weights import PREFETCH_STEP, WeightOffload
 
 # With these set, vLLM would not do what the flags say: its CPU platform takes the first for --kv-cache-memory-bytes.
 CONTRADICTING_VARIABLES = ("VLLM_CPU_KVCACHE_SPACE",)

@@ -2,11 +2,11 @@
 
 from overspill.figures import Known
 from overspill.kv.sizes import format_size
-from overspill.plan.card_fits import CardFit
-from overspill.plan.planner import Plan
-from overspill.plan.refusal import need_and_have, remedies
-from overspill.plan.report import concurrency_lengths
-from overspill.plan.ways import SHORT_TOKENS, Way
+from overspill.planning.card_fits import CardFit
+from overspill.planning.planner import Plan
+from overspill.planning.refusal import need_and_have, remedies
+from overspill.planning.report import concurrency_lengths
+from overspill.planning.ways import SHORT_TOKENS, Way
 
 _LABEL, _VALUE = 18, 10
 
