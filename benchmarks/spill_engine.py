@@ -212,10 +212,15 @@ class Engine:
         raise RuntimeError("the engine still has work after 1000 steps, without any request")
 
     def forget(self) -> None:
-        """Empty the prefix cache: every prompt is cold. What ended last may still hold blocks for a moment."""
+        """Empty the prefix cache: every prompt is cold. What ended last may still hold blocks for a moment.
+
+        What other requests have needed is forgotten too: a long prompt would leave them that much of the GPU.
+        """
         for _ in range(20):
             self.drain()
             if self._llm.llm_engine.reset_prefix_cache():
+                if self.spill is not None:
+                    self.spill.placement.others_recently.forget()
                 return
             time.sleep(0.05)
         raise RuntimeError("the prefix cache could not be emptied: blocks are still held")

@@ -111,9 +111,14 @@ def batches(engine: Engine, load: Load, clock: Clock, sizes: Sequence[int]) -> I
 
 
 def sharing(engine: Engine, load: Load, clock: Clock, length: int) -> Iterator[Json]:
-    """Short requests beside a long one that decodes, at the default `spill_share` and at 1; then the same alone."""
+    """Short requests alone, then the same beside a long one that decodes, at the default `spill_share` and at 1.
+
+    In this order, for then a server has seen what short requests need when the long one comes.
+    """
     clock.require(expected_seconds(length, clock.taken) + 2 * load.sharing_seconds)
     engine.forget()
+    for number in range(load.sharing_repeats):
+        yield {"share": "alone", "number": number, **beside(engine, load, None, f"alone-{number}")}
     long = engine.add(engine.prompt("sharing-long", 0, length), load.sharing_long_output)
     engine.run(lambda: len(long.tokens) >= SETTLED_TOKENS)
     default = engine.share
@@ -127,10 +132,6 @@ def sharing(engine: Engine, load: Load, clock: Clock, length: int) -> Iterator[J
     finally:
         engine.share = default
         engine.stop([long])
-    for number in range(load.sharing_repeats):
-        clock.require(load.sharing_seconds)
-        engine.forget()
-        yield {"share": "alone", "number": number, **beside(engine, load, None, f"alone-{number}")}
 
 
 def beside(engine: Engine, load: Load, long: Request | None, kind: str) -> Json:

@@ -6,7 +6,8 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from overspill.kv.spill.policy import TierCosts, heavy_requests, steps_apart, take_spilled
+from overspill.kv.spill.policy import TierCosts, heavy_requests, left_to_others, steps_apart, take_spilled
+from overspill.kv.spill.recent import RecentMost
 from overspill.kv.spill.tiers import Choice, TieredQueue
 
 # Llama-3.1-8B on an H200.
@@ -32,6 +33,41 @@ def test_a_short_request_does_not_slow_its_batch_for_a_few_blocks() -> None:
     few = replace(COSTS, expected_steps=8, num_blocks=3)
     assert not take_spilled(few)
     assert take_spilled(replace(few, step_overhead_s=0.0)), "unless it streams already"
+
+
+@pytest.mark.parametrize(
+    ("most", "now", "left"),
+    [
+        (0, 0, 0),  # nobody else was here: a long request takes all there is
+        (100, 0, 100),
+        (100, 60, 40),  # they have some of it already
+        (100, 130, 0),
+        (900, 0, 250),  # never more than a quarter
+        (900, 200, 50),
+    ],
+)
+def test_a_request_that_spills_leaves_gpu_blocks_to_those_that_come_back(most: int, now: int, left: int) -> None:
+    assert left_to_others(most=most, now=now, num_resident=1000) == left
+
+
+def test_what_others_needed_is_forgotten_after_a_while() -> None:
+    time = 0.0
+    recent = RecentMost(30, clock=lambda: time)
+    for amount in (5, 20, 10):
+        recent.saw(amount)
+    assert recent.most == 20
+    time = 29.0
+    recent.saw(7)
+    time = 45.0
+    assert recent.most == 20, "remembered for 30 seconds at least"
+    recent.saw(8)
+    time = 80.0
+    assert recent.most == 8
+    time = 200.0
+    assert recent.most == 0
+    recent.saw(3)
+    recent.forget()
+    assert recent.most == 0
 
 
 @pytest.mark.parametrize(

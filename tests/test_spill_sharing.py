@@ -104,6 +104,47 @@ def test_a_long_request_alone_runs_in_every_step(llama: Path, expected: list[Ans
     assert steps <= 41
 
 
+def test_short_requests_find_gpu_blocks_beside_a_long_one(llama: Path, expected: list[Answer]) -> None:
+    """It has more than enough in RAM, and leaves the GPU blocks that they needed a moment ago."""
+    with engine(llama, spilling(resident=24, spill_share=0.5)) as spills:
+        slow_link(spills)
+        spills.ask(SHORT, 40)
+        long = spills.add(LONG, 40)
+        for _ in range(6):
+            spills.step()
+        short = [spills.add(prompt, 40) for prompt in SHORT]
+        answers = spills.step()
+        running = {r.request_id.rsplit("-", 1)[0]: r.request_id for r in spills.vllm_scheduler.running}
+        assert {name: spills.spill.is_spilled(running[name]) for name in (long, *short)} == {
+            long: True, short[0]: False, short[1]: False
+        }  # fmt: skip
+        while spills.llm.llm_engine.has_unfinished_requests():
+            answers.update(spills.step())
+        assert spills.metric("plain_steps") > 20
+    assert_same([answers[name] for name in (long, *short)], expected)
+
+
+def test_alone_a_long_request_takes_all_of_the_gpu(llama: Path) -> None:
+    with engine(llama, spilling(resident=24)) as spills:
+        spills.add(LONG, 40)
+        for _ in range(6):
+            spills.step()
+        assert spills.spill.placement.queue.num_free_resident <= 1
+
+
+def test_the_time_that_a_spilled_step_takes_itself_is_not_waiting(llama: Path) -> None:
+    """It began with the step's planning: the long one was back in every second step, whatever its share."""
+    with engine(llama, spilling(spilled=80, spill_share=0.5)) as spills:
+        slow_link(spills)
+        spill = spills.spill
+        spill._spilled, spill._in_step = {"a": Spilled(num_blocks=20)}, {"a"}
+        streaming_s = 20 * spill.placement.block_bytes / spill.placement.link_bytes_per_s
+        assert spill.spacing(["a", "short"]).seconds_apart == pytest.approx(2 * streaming_s)
+        spill.share = 0.25
+        assert spill.spacing(["a", "short"]).seconds_apart == pytest.approx(4 * streaming_s)
+        spill._spilled, spill._in_step = {}, set()
+
+
 def test_two_long_requests_do_not_wait_for_each_other(llama: Path, expected: list[Answer]) -> None:
     with engine(llama, spilling(spilled=80, spill_share=0.01)) as spills:
         slow_link(spills)

@@ -11,7 +11,8 @@ from vllm.v1.request import Request
 from overspill.kv.speeds import Speeds
 from overspill.kv.spill.geometry import Geometry
 from overspill.kv.spill.moves import Moves
-from overspill.kv.spill.policy import TierCosts, move_to_gpu, take_spilled
+from overspill.kv.spill.policy import TierCosts, left_to_others, move_to_gpu, take_spilled
+from overspill.kv.spill.recent import RecentMost
 from overspill.kv.spill.tiers import Choice, TieredQueue
 
 # Until they are measured: a PCIe 4.0 link, and an 8B model on a small card.
@@ -21,6 +22,8 @@ _PREFILL_TOKENS_PER_S = 5000.0
 _STEP_OVERHEAD_S = 0.006
 # How many tokens a request is expected to give, until some have ended.
 _OUTPUT_TOKENS = 256.0
+# How long it is remembered what requests that fit have needed.
+_REMEMBERED_S = 30.0
 
 
 class Placement:
@@ -40,6 +43,11 @@ class Placement:
         # Who is being given blocks, how many tokens it found cached, and how many it computes in the step.
         self._asking: tuple[Request, int, int] | None = None
         self._output_tokens = _OUTPUT_TOKENS
+        # GPU blocks: of requests that spill, in their last step; of all, when blocks were last asked for; and the most
+        # that those which do not spill have had of late.
+        self._of_spilled = 0
+        self._used = 0
+        self.others_recently = RecentMost(_REMEMBERED_S)
         # Whether offload could load more of a request than so many tokens: a move would keep it from that.
         self.finds_more: Callable[[Request, int], bool] = lambda request, num_tokens: False
 
@@ -47,6 +55,11 @@ class Placement:
     def queue(self) -> TieredQueue:
         assert self._queue is not None, "the block pool is not bound yet"
         return self._queue
+
+    @property
+    def num_used_resident(self) -> int:
+        """Without vLLM's null block."""
+        return self.geometry.num_resident - 1 - self.queue.num_free_resident
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -69,6 +82,7 @@ class Placement:
             num_hit_tokens = kwargs.get("num_new_computed_tokens", 0)
             self._asking = request, num_hit_tokens, num_new_tokens
             self.queue.num_taken = 0
+            self._used = self.num_used_resident
             blocks = allocate_slots(request, num_new_tokens, *args, **kwargs)
             if blocks is not None and num_hit_tokens:
                 self.queue.found(num_hit_tokens // min(self.block_sizes))
@@ -85,6 +99,11 @@ class Placement:
         manager.allocate_slots = tiered_allocate_slots
         manager.get_computed_blocks = tiered_get_computed_blocks
 
+    def saw_step(self, resident_blocks_of_spilled: int) -> None:
+        """How many GPU blocks the requests that spill hold in the step."""
+        self._of_spilled = resident_blocks_of_spilled
+        self.others_recently.saw(self.num_used_resident - resident_blocks_of_spilled)
+
     def finished(self, request: Request) -> None:
         self.moves.finished(request.request_id)
         self._output_tokens += (request.num_output_tokens - self._output_tokens) / 16
@@ -99,8 +118,18 @@ class Placement:
         moves = self.moves.offered_tokens(request.request_id) > 0
         return Choice(
             take_spilled=not moves and take_spilled(self._costs(request, need)),
-            num_spilled_first=max(0, need - self.queue.num_free_resident),
+            num_spilled_first=max(0, need - self._resident_for(request, need)),
         )
+
+    def _resident_for(self, request: Request, need: int) -> int:
+        """GPU blocks that a request may take: all, if it then needs no others."""
+        free = self.queue.num_free_resident
+        if need <= free and not self.is_spilled(request.request_id):
+            return free
+        left = left_to_others(
+            most=self.others_recently.most, now=self._used - self._of_spilled, num_resident=self.geometry.num_resident
+        )
+        return max(0, free - left)
 
     def _should_move(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
         if len(self.block_sizes) > 1 or not num_tokens or not self.moves.may_propose(request.request_id):

@@ -47,6 +47,16 @@ def move_to_gpu(costs: TierCosts, *, num_spilled_hits: int, num_free_resident: i
     return num_spilled_hits * block_s + given_up_s < stay_s
 
 
+def left_to_others(*, most: int, now: int, num_resident: int) -> int:
+    """GPU blocks that a request which spills anyway leaves alone: as many as the requests that fit have needed at once
+    lately, less what they have now.
+
+    A block more to stream costs a long request little; a short one without a GPU block gives up FULL graphs. But those
+    who are gone may stay away, so never more than a quarter of the GPU.
+    """
+    return max(0, min(most, num_resident // 4) - max(0, now))
+
+
 def heavy_requests(streaming_s: Mapping[str, float], *, plain_step_s: float, others_run: bool) -> set[str]:
     """Requests that would make the steps of those that stream less three times as long, or longer; `others_run` if
     some stream nothing.

@@ -34,6 +34,7 @@ class Spilled:
 
     num_blocks: int = 0
     most_blocks: int = 0
+    resident_blocks: int = 0
     steps: int = 0
     is_announced: bool = False
 
@@ -73,6 +74,7 @@ class SpillScheduler:
         self.stats.count("moved_blocks", len(jobs.moves))
         self.placement.queue.found(len(jobs.moves))
         jobs.spill = self._streamed(output)
+        self.placement.saw_step(sum(spilled.resident_blocks for spilled in self._spilled.values()))
 
     def _streamed(self, output: SchedulerOutput) -> SpillStep | None:
         """The spilled blocks of this step, each streamed once however many requests read it."""
@@ -134,6 +136,8 @@ class SpillScheduler:
     def _describe(self, request_id: str, table: list[Ids], computed: int, num_tokens: int) -> None:
         spilled = self._spilled[request_id]
         spilled.num_blocks = sum(int(np.count_nonzero(ids >= self.geometry.num_resident)) for ids in table)
+        # A window's skipped places hold the null block.
+        spilled.resident_blocks = sum(int(np.count_nonzero(ids)) for ids in table) - spilled.num_blocks
         spilled.most_blocks = max(spilled.most_blocks, spilled.num_blocks)
         spilled.steps += 1
         if spilled.is_announced or not spilled.num_blocks:
@@ -166,8 +170,9 @@ class SpillScheduler:
         apart = steps_apart(
             spilled_step_s=spilled_s, plain_step_s=plain_step_s + light_s, share=self.share, most=_MOST_STEPS_APART
         )
-        # The steps between may be long ones, prefills, of which fewer make up for it.
-        return Spacing(slow, apart, spilled_s * (1 - self.share) / self.share)
+        # The steps between may be long ones, prefills, of which fewer make up for it. The time counts from when a step
+        # is planned, so what it takes itself is part of it.
+        return Spacing(slow, apart, spilled_s / self.share)
 
     def _streaming_s(self, spilled: Spilled) -> float:
         return spilled.num_blocks * self.placement.block_bytes / self.placement.link_bytes_per_s
@@ -186,7 +191,7 @@ class SpillScheduler:
 
     def take_stats(self) -> OverspillStats | None:
         in_use = (
-            self.geometry.num_resident - 1 - self.placement.queue.num_free_resident,
+            self.placement.num_used_resident,
             self.geometry.num_spilled - self.placement.queue.num_free_spilled,
         )
         if in_use != self._shown:
