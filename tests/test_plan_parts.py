@@ -8,11 +8,14 @@ import pytest
 from overspill.figures import Origin, assumed
 from overspill.hardware import parse_gpu
 from overspill.kv.errors import OverspillError
+from overspill.kv.spill.geometry import num_resident_blocks
 from overspill.model.kv import kv_geometry
+from overspill.model.settings import CacheSettings
 from overspill.planning.budget import gpu_budget
-from overspill.planning.memory import split_kv, table_bytes
-from overspill.planning.overheads import assumed_overheads, num_graph_sizes
+from overspill.planning.memory import KvSplit, split_kv, table_bytes
+from overspill.planning.overheads import assumed_overheads, measured_overheads, num_graph_sizes
 from overspill.planning.parameters import expert_size, parameters_per_token, pinned_share
+from overspill.planning.profiles import Profile
 from overspill.planning.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
 from overspill.planning.weights import WeightOffload, groupings, uva_offloads
 from tests import model_configs as models
@@ -74,11 +77,14 @@ def test_pinned_weights_take_the_next_power_of_two() -> None:
 def test_assumed_overheads_are_those_that_were_measured() -> None:
     facts = describe_config(models.llama_3_1_8b())
     found = assumed_overheads(facts, max_num_batched_tokens=8192, max_num_seqs=64)
-    assert found.activation_bytes.value / GIB == pytest.approx(1.21, abs=0.03)
+    assert found.activation_bytes.value / GIB == pytest.approx(1.08, abs=0.04)
+    assert found.graph_bytes.value / GIB == pytest.approx(0.21, abs=0.01), "of 19 sizes"
+    shorter = assumed_overheads(facts, max_num_batched_tokens=2048, max_num_seqs=64)
+    assert shorter.activation_bytes.value / GIB == pytest.approx(1.00, abs=0.03), "compiling takes as much as ever"
+    eager = assumed_overheads(facts, max_num_batched_tokens=8192, max_num_seqs=64, enforce_eager=True)
+    assert eager.activation_bytes.value / GIB == pytest.approx(0.84, abs=0.01)
     assert found.non_torch_bytes.value / GIB == pytest.approx(15.30 - 15.01, abs=0.01)
     assert found.context_bytes.value / GIB == pytest.approx(0.51, abs=0.01)
-    per_size = found.graph_bytes.value / num_graph_sizes(64)
-    assert 7 * per_size / GIB == pytest.approx(0.14, abs=0.01)
     assert found.total.value == sum(
         figure.value for figure in (found.activation_bytes, found.non_torch_bytes, found.graph_bytes)
     ), "the context is not counted by vLLM"
@@ -98,12 +104,12 @@ def test_as_many_graphs_as_vllm_captures(max_num_seqs: int, sizes: int) -> None:
 
 
 def test_a_budget_holds_what_vllm_does_not_count_as_well() -> None:
-    """0.70 GiB more than the fraction were in use."""
+    """Up to 0.90 GiB more than the fraction were in use."""
     gpu = parse_gpu("h200")
     found = gpu_budget(gpu, 24 * 10**9, assumed(int(0.51 * GIB)))
     assert found.gpu_memory_utilization is not None
     taken = found.gpu_memory_utilization * gpu.total_bytes.value
-    assert taken + 0.70 * GIB <= 24 * 10**9 < taken + 0.70 * GIB + 2e-4 * gpu.total_bytes.value
+    assert taken + 0.90 * GIB <= 24 * 10**9 < taken + 0.91 * GIB + 2e-4 * gpu.total_bytes.value
     assert found.usable_bytes.value == pytest.approx(taken, abs=1)
 
 
@@ -217,3 +223,45 @@ def test_prefill_hides_the_link_when_chunks_are_long_enough() -> None:
     spilled, there = long(100_000, 11_000_000_000), long(100_000)
     assert prefill_s(H200, spilled, 100_000, 8192) < 1.1 * prefill_s(H200, there, 100_000, 8192)
     assert prefill_s(H200, spilled, 100_000, 512) > 2 * prefill_s(H200, there, 100_000, 512)
+
+
+def test_few_bytes_to_stream_do_not_make_a_fast_step() -> None:
+    """17 to 27 ms for 0.3 GB: 32 layers are launched one by one."""
+    little = replace(long(39_000, 285_000_000), num_layers=32)
+    assert 0.015 < decode_step_s(H200, little) < 0.030
+    assert decode_step_s(H200, replace(little, spilled_kv_bytes=12 * 10**9)) == pytest.approx(0.22, rel=0.05)
+
+
+def test_without_graphs_layers_are_launched_one_by_one() -> None:
+    eager = replace(long(39_000), num_layers=32, is_eager=True)
+    assert 0.017 < decode_step_s(H200, eager) < 0.025
+
+
+# What is only assumed may be more.
+
+
+def test_a_request_that_barely_fits_by_assumption_gets_ram_as_well() -> None:
+    """Llama-3.1-8B with 16,384 tokens: 2 GiB were thought to be there, 1.74 were, and vLLM refused to start."""
+    geometry = kv_geometry(describe_config(models.llama_3_1_8b()), CacheSettings())
+
+    def split(available: int, doubt: int) -> KvSplit | None:
+        return split_kv(geometry, 16384, available, spill=True, granularity=2 << 20, max_num_seqs=64,
+                        doubt_bytes=doubt)  # fmt: skip
+
+    exactly = 2 * GIB + 8 * 2**20
+    tight, safe = split(exactly, 0), split(exactly, GIB // 4)
+    assert tight is not None and not tight.spilled_bytes
+    assert safe is not None and safe.spilled_bytes
+    # Even if there is a quarter GiB less, resident and spilled blocks hold it.
+    less = num_resident_blocks(
+        exactly - GIB // 4 - safe.table_bytes, safe.spilled_bytes // geometry.bytes_per_block,
+        geometry.page_size_bytes, geometry.num_regions, 2 << 20,
+    )  # fmt: skip
+    assert less * geometry.bytes_per_block + safe.spilled_bytes >= 16384 * 131072 + geometry.bytes_per_block
+
+
+def test_what_was_measured_leaves_no_doubt() -> None:
+    facts = describe_config(models.llama_3_1_8b())
+    assert assumed_overheads(facts, max_num_batched_tokens=2048, max_num_seqs=64).doubt_bytes > GIB // 4
+    seen = Profile(non_torch_bytes=1, activation_bytes=2, graph_bytes=3, context_bytes=4)
+    assert measured_overheads(seen).doubt_bytes == 0

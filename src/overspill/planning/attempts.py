@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from overspill.kv.sizes import GiB
 from overspill.model.kv import KVGeometry, kv_geometry
 from overspill.model.settings import CacheSettings
+from overspill.model.transformers_backend import RUN_BY_TRANSFORMERS
 from overspill.planning.budget import Budget
 from overspill.planning.memory import KvSplit, split_kv
 from overspill.planning.overheads import Overheads
@@ -47,8 +48,7 @@ def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
     layers = facts.weights.layer_bytes
     offloads = [NONE]
     if platform.offloads_weights:
-        pinning = pinned_share(facts)
-        offloads += [*groupings(layers, pinning), *uva_offloads(layers, pinning)]
+        offloads += _weight_offloads(setup, budget, layers)
     for dtype, is_exact in setup.kv_cache_dtypes:
         for chunk in setup.chunks:
             geometry = kv_geometry(
@@ -76,14 +76,24 @@ def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
                 )
 
 
-def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int) -> Iterator[Fit]:
-    """Whatever RAM they need."""
+def _weight_offloads(setup: Setup, budget: Budget, layers: tuple[int, ...]) -> list[WeightOffload]:
+    facts = setup.facts
+    pinning = pinned_share(facts)
+    if facts.architecture not in RUN_BY_TRANSFORMERS:
+        return [*groupings(layers, pinning), *uva_offloads(layers, pinning)]
+    # overspill.weights moves their layers when all of them have been made on the GPU.
+    return uva_offloads(layers, pinning) if facts.weights.total_bytes < budget.usable_bytes.value else []
+
+
+def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int, *, surely: bool = False) -> Iterator[Fit]:
+    """Whatever RAM they need; `surely`, even if what is only assumed takes more of the device than it should."""
     for attempt in tried:
         if attempt.available_bytes <= 0:
             continue
         kv = split_kv(
             attempt.geometry, max_model_len, attempt.available_bytes, spill=attempt.spills,
             granularity=setup.platform.granularity, max_num_seqs=setup.wishes.max_num_seqs,
+            doubt_bytes=attempt.overheads.doubt_bytes if surely else 0,
         )  # fmt: skip
         if kv is not None:
             pinned = attempt.weights.pinned_bytes + kv.spilled_bytes + (setup.wishes.offload_ram_bytes or 0)

@@ -22,20 +22,29 @@ class KvSplit:
 
 
 def split_kv(
-    geometry: KVGeometry, max_model_len: int, available_bytes: int, *, spill: bool, granularity: int, max_num_seqs: int
+    geometry: KVGeometry,
+    max_model_len: int,
+    available_bytes: int,
+    *,
+    spill: bool,
+    granularity: int,
+    max_num_seqs: int,
+    doubt_bytes: int = 0,
 ) -> KvSplit | None:
-    """KV for one request of `max_model_len` in so much device memory, with the least in RAM; None if there is no
-    way."""
+    """KV for one request of `max_model_len` in so much device memory, with the least in RAM; None if there is no way.
+
+    Should there be less device memory, by up to `doubt_bytes`, the request still fits: RAM makes up for it.
+    """
     block_bytes = geometry.bytes_per_block
     need = geometry.blocks_per_request(max_model_len) + 1  # and vLLM's null block
-    if need * block_bytes <= available_bytes:
+    if need * block_bytes <= available_bytes - doubt_bytes:
         return KvSplit(resident_bytes=available_bytes // block_bytes * block_bytes, window_bytes=0, spilled_bytes=0)
     tables = table_bytes(geometry, max_model_len, max_num_seqs)
     room = available_bytes - tables
-    if not spill or room <= 0:
+    if not spill or room <= doubt_bytes:
         return None
     page, regions = geometry.page_size_bytes, geometry.num_regions
-    spilled = least_spilled_blocks(need, room, page, regions, granularity)
+    spilled = least_spilled_blocks(need, room - doubt_bytes, page, regions, granularity)
     if not spilled:
         return None
     resident = num_resident_blocks(room, spilled, page, regions, granularity)

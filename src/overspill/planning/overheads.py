@@ -8,23 +8,24 @@ from overspill.model.facts import ModelFacts
 from overspill.planning.parameters import expert_size
 from overspill.planning.profiles import Profile
 
-# Where no other source is named: H200, vLLM 0.32, Llama-3.1-8B in bf16, chunks of 8192 tokens, 64 requests, graphs of
-# 7 sizes; measured by benchmarks/spill.py.
+# Where no other source is named: H200, vLLM 0.32, Llama-3.1-8B in bf16, 64 requests; measured by benchmarks/spill.py
+# and benchmarks/prediction.py.
 
 # vLLM does not count CUDA's context: it looks at the GPU's memory when its context is there already.
 _CONTEXT_BYTES = int(0.51 * GiB)
 # cuBLAS, NCCL, kernels: weights and these took 15.30 GiB, of which 15.01 were weights.
 _NON_TORCH_BYTES = int(0.29 * GiB)
-# What vLLM sets aside for the graphs of one batch size: 0.14 GiB for 7 (0.10 were used). That it grows with their
-# number is assumed; 51 sizes, vLLM's usual, would be 1.02 GiB. On an H100 0.51 to 1.85 were seen, for how many sizes is
-# not told (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
-_GRAPH_BYTES = int(0.02 * GiB)
-# At the peak an MLP's two inputs to the activation and their product are alive, and so many tensors of hidden size
-# (residual, norm, queries, keys and values, attention's output); the number makes it the 1.21 GiB measured.
-_MLP_COPIES, _HIDDEN_COPIES = 3, 9
+# What vLLM sets aside for graphs: 0.14 GiB for 7 batch sizes, 0.21 for 19. On an H100 0.51 to 1.85 were seen, for how
+# many sizes is not told (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
+_GRAPHS_BYTES, _GRAPH_BYTES = int(0.10 * GiB), int(0.006 * GiB)
+# At the peak an MLP's two inputs to the activation and their product are alive, and so many tensors of hidden size:
+# 0.84 GiB for chunks of 8192 tokens.
+_MLP_COPIES, _HIDDEN_COPIES = 3, 3
 # Logits, probabilities and their sorted forms, of 4 and 8 bytes, while vLLM tries its sampler with every request.
 _SAMPLER_BYTES = 24
 _LARGEST_GRAPH = 512
+# How far from all this another model may be.
+_LEAST_DOUBT_BYTES, _DOUBT = GiB // 4, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class Overheads:
     non_torch_bytes: Known[int]
     activation_bytes: Known[int]
     graph_bytes: Known[int]
+    doubt_bytes: int = 0
+    """How much more it may be: a plan should work even then, if it can."""
 
     @property
     def total(self) -> Known[int]:
@@ -54,11 +57,17 @@ def assumed_overheads(
     batch = max_num_batched_tokens * (facts.hidden_size * _HIDDEN_COPIES + _mlp_states(facts)) * 2  # bf16
     sampler = max_num_seqs * facts.vocab_size * _SAMPLER_BYTES
     num_graphs = 0 if enforce_eager else num_graph_sizes(max_num_seqs)
+    # A first start compiles while it profiles, and something there is as large as the embedding: with chunks of 2048
+    # and 8192 tokens 1.00 and 1.08 GiB were taken, of which the embedding is 0.98, and for OLMo-2-7B 0.83 and 0.77.
+    compiling = 0 if enforce_eager else facts.weights.embedding_bytes + max_num_batched_tokens * facts.hidden_size * 2
+    activations = max(batch, sampler, compiling)
+    graphs = _GRAPHS_BYTES + num_graphs * _GRAPH_BYTES if num_graphs else 0
     return Overheads(
         context_bytes=assumed(_CONTEXT_BYTES, "not counted by vLLM"),
         non_torch_bytes=assumed(_NON_TORCH_BYTES, "libraries and kernels"),
-        activation_bytes=assumed(max(batch, sampler), f"for batches of {max_num_batched_tokens} tokens"),
-        graph_bytes=assumed(num_graphs * _GRAPH_BYTES, f"for {num_graphs} batch sizes"),
+        activation_bytes=assumed(activations, f"for batches of {max_num_batched_tokens} tokens"),
+        graph_bytes=assumed(graphs, f"for {num_graphs} batch sizes"),
+        doubt_bytes=_LEAST_DOUBT_BYTES + int(_DOUBT * (activations + graphs)),
     )
 
 

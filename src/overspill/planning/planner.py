@@ -107,7 +107,10 @@ def make_plan(
     budget = setup.budget()
     tried = list(attempts(setup, budget))
     found = list(fits(setup, tried, setup.max_model_len))
-    ways = _best_of_each_kind(make_way(setup, fit) for fit in found if fit.ram_bytes <= ram_bytes.value)
+    surely = list(fits(setup, tried, setup.max_model_len, surely=True))
+    ways = _ways(setup, surely)
+    if not any(way.is_exact for way in ways):
+        ways = _ways(setup, [*surely, *found])
     has_exact = any(way.is_exact for way in ways)
     return Plan(
         facts=facts,
@@ -124,6 +127,10 @@ def make_plan(
         need_gpu_bytes=_need_gpu_bytes(setup, budget, tried),
         cards=card_fits(setup) if wishes.cards or not has_exact else (),
     )
+
+
+def _ways(setup: Setup, found: Iterable[Fit]) -> tuple[Way, ...]:
+    return _best_of_each_kind(make_way(setup, fit) for fit in found if fit.ram_bytes <= setup.ram_bytes.value)
 
 
 def _best_of_each_kind(ways: Iterable[Way]) -> tuple[Way, ...]:

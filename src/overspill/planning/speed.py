@@ -11,8 +11,12 @@ _ATTENTION_EFFICIENCY = 0.58
 # Launching a step, whatever it computes, and sampling for each request: 64 at once took 6.05 ms.
 _STEP_S = 0.0010
 _REQUEST_S = 0.00001
-# Steps that stream spilled KV run in piecewise graphs: 11.4 instead of 5.0 ms there. The link works meanwhile.
+# Steps that stream spilled KV run in piecewise graphs: 11.4 instead of 5.0 ms there. The link works meanwhile. With
+# little to stream, such steps took 17 to 27 ms, on two hosts: each of 32 layers is launched by the CPU.
 _PIECEWISE_S = 0.0064
+_SPILLED_LAYER_S = 0.00065
+# Without graphs at all: 18 to 24 ms for 32 layers.
+_EAGER_LAYER_S = 0.00065
 # Weights that the GPU reads in RAM (UVA): 50 of the link's 55.3 GB/s, nothing beside it; a prompt of 512 tokens read
 # them 2.7 times, as tiles of a batch each read for themselves.
 _UVA_EFFICIENCY = 0.9
@@ -48,6 +52,9 @@ class Load:
     """That a token is multiplied with."""
     attention_flops_per_token_pair: int = 0
     """4 x heads x head size x layers of full attention."""
+    num_layers: int = 0
+    is_eager: bool = False
+    """Without CUDA graphs."""
 
 
 def decode_step_s(machine: Machine, load: Load) -> float:
@@ -56,9 +63,11 @@ def decode_step_s(machine: Machine, load: Load) -> float:
     reads_s = (load.weight_bytes + load.kv_bytes) / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
     multiply_s = _matrix_s(machine, load, load.num_requests)
     gpu_s = max(reads_s, multiply_s) + (_PIECEWISE_S if load.spilled_kv_bytes else 0)
+    layer_s = _EAGER_LAYER_S if load.is_eager else _SPILLED_LAYER_S if load.spilled_kv_bytes else 0.0
+    launch_s = load.num_layers * layer_s
     link_s = (load.spilled_kv_bytes + load.prefetched_weight_bytes) / machine.link_bytes_per_s
     uva_s = load.uva_weight_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
-    return _STEP_S + load.num_requests * _REQUEST_S + uva_s + max(gpu_s, link_s)
+    return max(launch_s, _STEP_S + load.num_requests * _REQUEST_S + uva_s + max(gpu_s, link_s))
 
 
 def prefill_s(machine: Machine, load: Load, num_tokens: int, chunk_tokens: int) -> float:

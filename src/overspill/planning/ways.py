@@ -82,13 +82,17 @@ def make_way(setup: Setup, fit: Fit) -> Way:
     request = geometry.request_bytes(length)
     # Resident blocks are taken first, and one of them is vLLM's null block.
     streamed = max(0, request - (kv.resident_bytes - geometry.bytes_per_block)) if kv.spilled_bytes else 0
-    long = replace(_weights_load(facts, attempt.weights, 1), kv_bytes=request, spilled_kv_bytes=streamed)
+    is_eager = setup.wishes.enforce_eager and not setup.platform.is_cpu
+    long = replace(
+        _weights_load(facts, attempt.weights, 1), kv_bytes=request, spilled_kv_bytes=streamed, is_eager=is_eager
+    )
     resident_blocks = kv.resident_bytes // geometry.bytes_per_block - 1
     short_tokens = min(SHORT_TOKENS, length)
     num_short = min(setup.wishes.max_num_seqs, resident_blocks // geometry.blocks_per_request(short_tokens))
     short = replace(
         _weights_load(facts, attempt.weights, max(1, num_short)),
         kv_bytes=num_short * geometry.request_bytes(short_tokens),
+        is_eager=is_eager,
     )
     way = Way(
         kv_cache_dtype=attempt.kv_cache_dtype,
@@ -127,6 +131,7 @@ def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) 
         if weights.is_uva
         else 0,
         num_requests=num_requests,
+        num_layers=facts.num_layers,
         parameters_per_token=parameters_per_token(facts),
         attention_flops_per_token_pair=4 * facts.num_heads * facts.head_dim * _full_attention_layers(facts),
     )

@@ -1,0 +1,1 @@
+"""Weights in RAM where vLLM's own offloaders do not reach."""
