@@ -1,0 +1,501 @@
+"""`overspill bench` against vLLM's real server on the CPU, and against one that can be killed in the middle."""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overspill.bench import WORKLOADS, Target, find_target, measure, parse_workload
+from overspill.bench.client import Answer
+from overspill.bench.metrics import serving_metrics
+from overspill.registry import Result, get_result, list_results, open_registry
+from tests.test_serve import (
+    Serve,
+    free_port,
+    model,  # noqa: F401 (a fixture)
+    serving,
+)
+
+SMALL = {
+    "overhead": "overhead:requests=6,rate=20,input=200,output=5",
+    "multi-turn": "multi-turn:conversations=8,turns=3,first=600,input=100,output=8,think_time=0.05",
+    "shared-prefix": "shared-prefix:groups=3,requests=3,prefix=600,suffix=20,output=4",
+    "long-context": "long-context:prompts=3,input=3000,output=3",
+    "offline": "offline:requests=16,input=64,output=4",
+}
+INPUT_TOKENS = {
+    "overhead": 6 * 200, "multi-turn": 8 * (600 + 708 + 816), "shared-prefix": 9 * 620, "long-context": 6 * 3000,
+    "offline": 16 * 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:  # noqa: F811
+    with serving(model, folder=tmp_path_factory.mktemp("server")) as running:
+        running.wait_for("/v1 serves")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def target(server: Serve) -> Target:
+    return find_target(f"http://127.0.0.1:{server.port}")
+
+
+def environment(state: Path, **more: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
+    return {**clean, "XDG_STATE_HOME": str(state), "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", **more}
+
+
+Bench = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """The command, in this process, with a registry of its own."""
+    from overspill.cli import app, main
+
+    def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.delenv("OVERSPILL_API_KEY", raising=False)
+        for name, value in {"XDG_STATE_HOME": str(tmp_path), **more}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(lambda: app(["bench", *words]))
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(words, int(ended.value.code or 0), out, err)
+
+    return run
+
+
+@contextlib.contextmanager
+def begun(state: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "overspill", "bench", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(state),
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def results(state: Path) -> list[Result]:
+    with open_registry(environ={"XDG_STATE_HOME": str(state)}) as registry:
+        return list_results(registry)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def answered_by(server: Serve) -> int:
+    """Requests that vLLM has finished, whole."""
+    return counted(server, r'request_success_total{.*finished_reason="length".*}')
+
+
+def is_idle(server: Serve) -> bool:
+    return counted(server, "num_requests_(?:running|waiting){.*}") == 0
+
+
+def counted(server: Serve, series: str) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = re.findall(rf"^vllm:{series} (\S+)$", text, re.MULTILINE)
+    assert found
+    return int(sum(map(float, found)))
+
+
+# Measured.
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_is_measured(target: Target, name: str) -> None:
+    workload = parse_workload(SMALL[name])
+    told = []
+    outcome = measure(target, workload, seed=1, on_progress=told.append)
+    metrics = outcome.metrics
+    assert outcome.is_complete and outcome.problem is None and outcome.notes == ()
+    count = len(outcome.answers)
+    assert metrics["completed"] == count == told[-1].done == told[-1].total and metrics["failed"] == 0
+    assert metrics["total_input_tokens"] == metrics["prompt_tokens"] == INPUT_TOKENS[name]
+    assert metrics["total_output_tokens"] == count * workload.parameters["output"]
+    assert len(metrics["ttfts"]) == count and all(
+        0 < ttft < latency for ttft, latency in zip(metrics["ttfts"], metrics["latencies"])
+    )
+    assert all(metrics[f"{each}_{which}_ms"] > 0 for each in ("mean", "median", "p99") for which in ("ttft", "e2el"))
+    assert metrics["peak_ram_bytes"] > 100 << 20 and metrics["ram_of"] == "server" and metrics["samples"]
+    is_new = name in ("overhead", "offline")
+    assert (metrics["tokens_from_ram"] + metrics["tokens_from_gpu_cache"] > 0) is not is_new
+    assert ("returning_median_ttft_ms" in metrics) is not is_new
+    json.dumps(metrics, allow_nan=False)
+
+
+def test_conversations_that_return_come_from_ram_with_the_same_answers(target: Target) -> None:
+    """One after the other, so that nothing but where the KV comes from differs between the two."""
+    workload = parse_workload(
+        "multi-turn:conversations=6,turns=2,first=1000,input=50,output=8,concurrency=1,think_time=0"
+    )
+    first, again = (measure(target, workload, seed=2) for _ in range(2))
+    assert first.metrics["tokens_from_ram"] > 0 and first.metrics["load_bytes"] > 0
+    assert first.metrics["tokens_from_ram"] < again.metrics["tokens_from_ram"] + again.metrics["tokens_from_gpu_cache"]
+    assert first.answers == again.answers and len(set(first.answers)) == 12
+    assert not first.notes and "from an earlier run with this seed" in again.notes[0]
+
+
+def test_another_seed_asks_something_else(target: Target) -> None:
+    workload = parse_workload("offline:requests=2,input=32,output=6")
+    assert measure(target, workload, seed=3).answers != measure(target, workload, seed=4).answers
+
+
+def test_vllms_own_benchmark_says_the_same_of_its_samples(
+    server: Serve,
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    from vllm.benchmarks.serve import add_cli_args, main
+
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    words = f"""--base-url http://127.0.0.1:{server.port} --model tiny --tokenizer {model} --dataset-name random
+        --random-input-len 100 --random-output-len 9 --num-prompts 12 --max-concurrency 4 --ignore-eos --disable-tqdm
+        --percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 99
+        --save-result --save-detailed --result-dir {tmp_path} --result-filename result.json"""
+    main(parser.parse_args(words.split()))
+    told: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+    assert told["completed"] == 12
+    columns = ("input_lens", "output_lens", "start_times", "ttfts", "latencies", "itls")
+    answers = [
+        Answer(prompt_tokens=length, output_tokens=output, started_s=start, ttft=ttft, latency=latency,
+               gaps=tuple(gaps), tokens=None, digest="")
+        for length, output, start, ttft, latency, gaps in zip(*(told[name] for name in columns))
+    ]  # fmt: skip
+    ours = serving_metrics(answers, duration=told["duration"], failed=told["failed"])
+    assert len(ours) == 24
+    assert ours == pytest.approx({name: told[name] for name in ours}, rel=1e-9)
+
+
+# The command.
+
+
+def test_the_command_prints_saves_and_checks_the_tier(bench: Bench, server: Serve, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{server.port}/v1"
+    common = ("--label", "with offload", "--experiment", "turns", "--seed", "11")
+    answer = bench(url, "--workload", SMALL["multi-turn"], "--expect", "offload", *common)
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"^requests +24 answered, 0 failed, in \S+ s$", answer.stdout, re.MULTILINE)
+    assert re.search(r"^prompt tokens +16,992: [1-9][\d,]* from RAM, ", answer.stdout, re.MULTILINE)
+    for name in ("TTFT", "TPOT", "ITL", "E2EL", "TTFT cold", "TTFT returning"):
+        assert re.search(rf"^{name}( +\d[\d,.]*){{4}}$", answer.stdout, re.MULTILINE), name
+    (saved,) = results(tmp_path)
+    assert f"saved as result {saved.id}" in answer.stdout
+    assert saved.is_complete and (saved.benchmark, saved.model) == ("multi-turn", "tiny")
+    assert (saved.label, saved.experiment) == ("with offload", "turns")
+    assert saved.config["parameters"]["turns"] == 3 and saved.config["seed"] == 11
+    assert saved.versions["server"] and saved.versions["overspill"]
+    assert saved.metrics["tokens_from_ram"] > 0 and len(saved.metrics["answers"]) == 24 and "part" not in saved.metrics
+    assert saved.argv[:3] == ("overspill", "bench", url.removesuffix("/v1"))
+    assert parse_workload(saved.argv[4]) == parse_workload(SMALL["multi-turn"])
+
+
+@pytest.mark.parametrize("tier", ["offload", "spill"])
+def test_a_tier_that_was_not_used_fails_the_command(bench: Bench, server: Serve, tmp_path: Path, tier: str) -> None:
+    url = f"http://127.0.0.1:{server.port}"
+    small = ("--workload", "offline:requests=2,input=32,output=4", "--seed", "12" if tier == "spill" else "13")
+    answer = bench(url, *small, "--expect", tier)
+    assert answer.returncode == 1 and f"error: {tier} was not used" in answer.stderr
+    assert results(tmp_path)[0].is_complete
+
+
+def test_json_has_everything(bench: Bench, server: Serve, tmp_path: Path) -> None:
+    words = ("--workload", SMALL["long-context"], "--json", "--expect", "spill", "--seed", "14")
+    answer = bench(f"http://127.0.0.1:{server.port}", *words)
+    assert answer.returncode == 0, answer.stderr
+    told = json.loads(answer.stdout)
+    assert told["id"] == results(tmp_path)[0].id and told["is_complete"] and told["errors"] == []
+    assert told["metrics"]["spilled_steps"] > 0 and told["metrics"]["cold_completed"] == 3
+    assert len(told["answers"]) == 6 and told["answers"][:3] == told["answers"][3:]
+
+
+def test_ctrl_c_keeps_what_is_finished_and_resume_asks_for_the_rest(
+    bench: Bench,
+    server: Serve,
+    tmp_path: Path,
+) -> None:
+    url, before = f"http://127.0.0.1:{server.port}", answered_by(server)
+    words = (url, "--workload", "overhead:requests=40,rate=10,input=64,output=4", "--seed", "20")
+    with begun(tmp_path, *words) as process:
+        wait_for(lambda: answered_by(server) >= before + 5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Traceback" not in err
+    (part,) = results(tmp_path)
+    done = part.metrics["completed"]
+    assert not part.is_complete and 3 < done < 40 and part.metrics["prompt_tokens"] >= done * 64
+    assert f"it was stopped; {done} of 40 requests were answered; to go on: " in err and f"{done} answered" in out
+    wait_for(lambda: is_idle(server))
+    before = answered_by(server)
+    again = bench(url, "--resume", str(part.id))
+    assert again.returncode == 0, again.stderr
+    # What was left, and the short request that tries the server.
+    assert answered_by(server) - before == 40 - done + 1
+    whole = results(tmp_path)[0]
+    assert whole.is_complete and whole.metrics["completed"] == 40 and whole.config["resumes"] == part.id
+    assert whole.metrics["duration"] > part.metrics["duration"] and "measured in parts" in whole.metrics["notes"][0]
+    kept = [(one, other) for one, other in zip(part.metrics["answers"], whole.metrics["answers"]) if one]
+    assert len(kept) == done and all(one == other for one, other in kept) and all(whole.metrics["answers"])
+    refused = bench(url, "--resume", str(whole.id))
+    assert refused.returncode == 2 and "is complete; there is nothing to resume" in refused.stderr
+
+
+# A server that can be killed.
+
+
+class Killable:
+    def __init__(self, folder: Path, *flags: str, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self._log = folder / f"asked-{self.port}-{time.monotonic_ns()}"
+        self._log.touch()
+        program = Path(__file__).with_name("openai_server.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), "--port", str(self.port), "--log", str(self._log), *flags]
+        )
+        wait_for(self._answers)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            return True
+        return False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def asked(self) -> list[str]:
+        """The prompts that came, but for the first, which only tries the server."""
+        return self._log.read_text().split()[1:]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+
+@pytest.fixture
+def killable(tmp_path: Path) -> Iterator[Callable[..., Killable]]:
+    started: list[Killable] = []
+
+    def start(*flags: str, port: int | None = None) -> Killable:
+        started.append(Killable(tmp_path, *flags, port=port))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+TURNS = "multi-turn:conversations=6,turns=4,first=30,input=10,output=8,think_time=0.02,concurrency=2"
+
+
+def test_a_killed_server_keeps_what_is_finished_and_another_does_the_rest(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    whole = measure(find_target(killable().url), parse_workload(TURNS), seed=5)
+    assert whole.is_complete and len(set(whole.answers)) == 24
+    first = killable("--pause", "0.02")
+    with begun(tmp_path, first.url, "--workload", TURNS, "--seed", "5") as process:
+        wait_for(lambda: len(first.asked()) >= 11)
+        first.end()
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Traceback" not in err
+    (part,) = results(tmp_path)
+    done = part.metrics["completed"]
+    assert not part.is_complete and 6 < done < 24 and f"{done} answered, 0 failed" in out
+    assert f"the server at {first.url} is gone" in err and f"{done} of 24 requests were answered" in err
+    assert part.metrics["tokens_from_ram"] is None and "did not tell its counters" in part.metrics["notes"][0]
+    second = killable(port=first.port)
+    again = bench(second.url, "--resume", str(part.id))
+    assert again.returncode == 0, again.stderr
+    assert len(second.asked()) == 24 - done and len({*first.asked(), *second.asked()}) == 24
+    # Each turn is asked with all that was said before it, so the answers tell that nothing of it was lost.
+    assert results(tmp_path)[0].metrics["answers"] == whole.answers
+
+
+def test_sigterm_keeps_what_is_finished(killable: Callable[..., Killable], tmp_path: Path) -> None:
+    server = killable("--pause", "0.02")
+    with begun(tmp_path, server.url, "--workload", TURNS) as process:
+        wait_for(lambda: len(server.asked()) >= 5)
+        process.terminate()
+        _, err = process.communicate(timeout=30)
+    (part,) = results(tmp_path)
+    assert process.returncode == 1 and "it was stopped; " in err and "Traceback" not in err
+    assert not part.is_complete and 0 < part.metrics["completed"] < 24
+
+
+def test_stopping_from_another_thread_returns_what_is_finished_and_so_does_save(
+    killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.bench.measuring._SAVE_S", 0.2)
+    server, stop = killable("--pause", "0.02"), threading.Event()
+    kept: list[dict[str, Any]] = []
+
+    def save(part: dict[str, Any]) -> None:
+        kept.append(json.loads(json.dumps(part)))
+        if len(part["index"]) > 3:
+            stop.set()
+
+    target, workload = find_target(server.url), parse_workload(TURNS)
+    outcome = measure(target, workload, seed=5, stop=stop, save=save)
+    assert not outcome.is_complete and "it was stopped" in str(outcome.problem)
+    assert 3 < len(kept[-1]["index"]) <= outcome.metrics["completed"] < 24
+    whole = measure(find_target(killable().url), workload, seed=5)
+    for part in (kept[-1], json.loads(json.dumps(outcome.part))):
+        rest = measure(target, workload, seed=5, resume=part)
+        assert rest.is_complete and rest.answers == whole.answers
+
+
+def test_a_server_that_tells_no_token_ids_is_measured_too(killable: Callable[..., Killable], tmp_path: Path) -> None:
+    server = killable("--no-ids")
+    outcome = measure(find_target(server.url), parse_workload(TURNS), seed=5)
+    assert outcome.is_complete and outcome.metrics["total_output_tokens"] == 24 * 8 and len(set(outcome.answers)) == 24
+    assert any("does not tell token ids" in note for note in outcome.notes)
+
+
+def test_requests_that_fail_are_counted_and_those_that_follow_are_not_sent(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    server = killable("--fail", str(30 + 8 + 10))  # the second turns
+    answer = bench(server.url, "--workload", TURNS, "--seed", "5")
+    assert answer.returncode == 1
+    assert (
+        "6 of 24 requests failed, and 12 that would have followed were not sent; the first: status 429: too much"
+        in (answer.stderr)
+    )
+    (part,) = results(tmp_path)
+    assert (part.metrics["completed"], part.metrics["failed"], part.is_complete) == (6, 6, False)
+    server.end()
+    assert bench(killable(port=server.port).url, "--resume", str(part.id)).returncode == 0
+    assert results(tmp_path)[0].is_complete
+
+
+def test_a_request_that_every_time_would_be_refused_ends_it(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    answer = bench(killable("--refuse", "48").url, "--workload", TURNS)
+    assert (
+        answer.returncode == 1
+        and "the server refused a request: status 400: this prompt is not welcome" in answer.stderr
+    )
+    answer = bench(killable("--refuse", "30").url, "--workload", TURNS)
+    assert answer.returncode == 1 and "refused the first request" in answer.stderr and answer.stdout == ""
+
+
+def test_the_key_comes_from_the_environment_and_is_not_saved(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    server = killable("--key", "hush-hush")
+    small = (server.url, "--workload", "offline:requests=2,input=9,output=2")
+    assert bench(*small, OVERSPILL_API_KEY="hush-hush").returncode == 0
+    assert bench(*small, "--api-key", "hush-hush").returncode == 0
+    assert "hush-hush" not in json.dumps([each.as_json() for each in results(tmp_path)])
+
+
+def test_a_registry_that_cannot_be_written_is_an_error_with_the_numbers(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    small = (killable().url, "--workload", "offline:requests=2,input=9,output=2")
+    answer = bench(*small, XDG_STATE_HOME=str(tmp_path / "file"))
+    assert answer.returncode == 1 and "2 answered" in answer.stdout and "saved" not in answer.stdout
+    assert "The result will be printed only" in answer.stderr and "error: the result was not saved: " in answer.stderr
+
+
+def test_a_disk_that_fills_up_meanwhile_is_an_error_with_the_numbers(
+    killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    """Files may not grow any more, which SQLite sees as it sees a full disk."""
+    server = killable("--pause", "0.2")
+    with begun(tmp_path, server.url, "--workload", "offline:requests=2,input=9,output=8") as process:
+        wait_for(lambda: len(server.asked()) == 2)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (8192, 8192))
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "2 answered" in out and "warning" not in err and "Traceback" not in err
+    assert "error: the result was not saved: " in err and "Make room on the disk" in err
+    assert results(tmp_path) == []
+
+
+# Mistakes.
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("others")
+    made = {
+        "two": Killable(folder, "--models", "qwen,llama"),
+        "locked": Killable(folder, "--key", "secret"),
+        "strange": Killable(folder, "--models", "-"),
+    }
+    yield {name: each.url for name, each in made.items()} | {"nobody": f"http://127.0.0.1:{free_port()}"}
+    for each in made.values():
+        each.end()
+
+
+BAD: dict[str, tuple[list[str], int, str]] = {
+    "no server": (["{nobody}"], 1, "no server answers at {nobody}"),
+    "not an address": (["ftp://host"], 2, "is not the address of a server"),
+    "not an OpenAI server": (["{strange}"], 1, "not as an OpenAI server does: /v1/models gave status 404"),
+    "no key": (["{locked}"], 1, "refuses to answer without a key; give --api-key, or OVERSPILL_API_KEY"),
+    "a wrong key": (["{locked}", "--api-key", "wrong"], 1, "refuses this key; give another --api-key"),
+    "a wrong model": (["{two}", "--model", "qwem"], 2, "serves qwen, llama, and not 'qwem'; did you mean qwen?"),
+    "several models": (["{two}"], 2, "serves qwen, llama; name one of them with --model"),
+    "too long": (["{two}", "--model", "qwen", "--workload", "overhead"], 1,
+                 "needs 9,216 tokens; the server takes 4,096. Use --workload overhead:input=3072, or serve with "
+                 "--max-model-len 9216"),
+    "a wrong workload": (["{two}", "--workload", "ofline"], 2, "did you mean offline?"),
+    "a wrong parameter": (["{two}", "--workload", "offline:inputs=3"], 2, "did you mean input?"),
+    "a wrong tier": (["{two}", "--expect", "disk"], 2, "--expect 'disk' is not a tier; write offload or spill"),
+    "no such result": (["{two}", "--resume", "77"], 2, "there is no result 77 in the registry"),
+    "another seed for a resumed one": (["{two}", "--resume", "1", "--seed", "3"], 2, "--seed cannot be given with"),
+    "not a seed": (["{two}", "--seed", "x"], 2, "--seed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_one_sentence(others: dict[str, str], bench: Bench, name: str) -> None:
+    words, code, told = BAD[name]
+    answer = bench(*(word.format(**others) for word in words))
+    assert (answer.returncode, answer.stdout) == (code, "") and told.format(**others) in answer.stderr, answer.stderr
+    assert "Traceback" not in answer.stderr and ("error: " in answer.stderr or code == 2)
+
+
+def test_a_result_of_something_else_cannot_be_resumed(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    from datetime import UTC, datetime
+
+    from overspill.registry import Measurement, save_result
+
+    with open_registry(environ={"XDG_STATE_HOME": str(tmp_path)}) as registry:
+        other = Measurement(
+            benchmark="verify", model="a", config={}, argv=(), metrics={}, started_at=datetime.now(UTC),
+            is_complete=False,
+        )  # fmt: skip
+        result_id = save_result(registry, other).id
+        assert get_result(registry, result_id).benchmark == "verify"
+    answer = bench(killable().url, "--resume", str(result_id))
+    assert answer.returncode == 2 and "is not of overspill bench, so it cannot be resumed" in answer.stderr
