@@ -6,7 +6,8 @@
 Offload: conversations that take turns come back from RAM. Spill: one prompt is longer than the whole KV cache.
 Runs vLLM's CPU engine in this process, without and with Overspill, and compares every token and every
 log-probability. Exits 0 if all are the same and a damaged block in RAM was caught; otherwise it says in a
-sentence what differs and exits 1. Needs no GPU and no network, and takes less than a minute.
+sentence what differs and exits 1. Then two servers, one without and one with Overspill, are measured by the same
+conversations, as `overspill ab` does. Needs no GPU and no network, and takes two minutes.
 """
 
 from __future__ import annotations
@@ -335,8 +336,23 @@ def main() -> int:
                 print(f"FAILED: {why}", file=sys.stderr)
                 return 1
             print(f"\n{outcome.report()}", flush=True)
+        why = compare_servers(model, Path(folder))
+        if why:
+            print(f"FAILED: {why}", file=sys.stderr)
+            return 1
     print("\nok: every answer is the one that stock vLLM gives")
     return 0
+
+
+def compare_servers(model: Path, folder: Path) -> str:
+    """A/B: what returns is loaded instead of computed, and how much sooner it begins. Empty if all is well."""
+    from overspill.experiment.example import MEASURES, run_example
+
+    print("\nA/B: two servers, the same long conversations", flush=True)
+    told: list[str] = []
+    report = run_example(model, folder, told.append)
+    print(f"\n{report.as_table(*MEASURES)}", flush=True)
+    return "\n".join(["the servers could not be compared:", *told]) if report.exit_code else ""
 
 
 if __name__ == "__main__":

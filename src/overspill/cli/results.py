@@ -1,0 +1,116 @@
+"""`overspill results`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from overspill.registry import Registry
+
+results = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="What was measured: list, show, compare, export."
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
+Names = Annotated[list[str], typer.Argument(metavar="ID…", help="Numbers of results, or an experiment's name.")]
+
+
+class Format(StrEnum):
+    JSON = "json"
+    CSV = "csv"
+    HTML = "html"
+
+
+@results.command("list", epilog="Example: overspill results list --model qwen --json")
+def list_all(
+    model: Annotated[str | None, typer.Option(help="Only of this model, as it was named when it was measured.")] = None,
+    benchmark: Annotated[str | None, typer.Option(help="Only of this workload, such as multi-turn.")] = None,
+    experiment: Annotated[str | None, typer.Option(help="Only of this experiment.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many, the newest.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """All results, the newest first."""
+    from overspill.experiment.listing import results_as_text
+    from overspill.registry import list_results
+
+    with _registry() as registry:
+        found = list_results(registry, benchmark=benchmark, model=model, experiment=experiment, limit=limit)
+    if as_json:
+        print(json.dumps({"results": [each.as_json() for each in found]}, indent=2))
+    else:
+        print(results_as_text(found))
+
+
+@results.command(epilog="Example: overspill results show 12")
+def show(
+    result_id: Annotated[str, typer.Argument(metavar="ID", help="The number of a result.")], as_json: AsJson = False
+) -> None:
+    """One result: its numbers, and everything needed to repeat it."""
+    from overspill.experiment.listing import result_as_text
+    from overspill.experiment.stored import find_result
+
+    with _registry() as registry:
+        found = find_result(registry, result_id)
+    print(json.dumps(found.as_json(), indent=2) if as_json else result_as_text(found))
+
+
+@results.command(epilog="Example: overspill results compare 12 13")
+def compare(ids: Names, as_json: AsJson = False) -> None:
+    """Results, or the configurations of an experiment, side by side; each is compared with the first."""
+    from overspill.experiment.report import Report
+    from overspill.experiment.stored import find_results
+
+    with _registry() as registry:
+        report = Report.of_results(find_results(registry, ids))
+    print(json.dumps(report.as_json(), indent=2) if as_json else report.as_text())
+
+
+@results.command(epilog="Example: overspill results export ab-20261115-120000-3f2a --format html --out report.html")
+def export(
+    ids: Names,
+    form: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.JSON,
+    out: Annotated[Path | None, typer.Option(help="The file; without it, standard output.")] = None,
+) -> None:
+    """Results with everything that is known of them, in a file."""
+    from overspill.experiment.errors import CannotCompare
+    from overspill.experiment.files import require_writable, write_text
+    from overspill.experiment.report import Report
+    from overspill.experiment.stored import find_results
+
+    if out is not None:
+        require_writable(out)
+    with _registry() as registry:
+        report = Report.of_results(find_results(registry, ids))
+    made = {
+        Format.JSON: lambda: json.dumps(report.as_json(), indent=2) + "\n",
+        Format.CSV: report.as_csv,
+        Format.HTML: report.as_html,
+    }
+    text = made[form]()
+    if out is None:
+        sys.stdout.write(text)
+        return
+    try:
+        write_text(out, text)
+    except CannotCompare as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"wrote {out}")
+
+
+@contextmanager
+def _registry() -> Iterator["Registry"]:
+    from overspill.registry import CannotNow, open_registry
+
+    try:
+        with open_registry() as registry:
+            yield registry
+    except CannotNow as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None

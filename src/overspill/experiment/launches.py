@@ -1,0 +1,180 @@
+"""A configuration as a command: planned once, so that every repeat starts the same engine."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.experiment.configurations import Configuration
+from overspill.experiment.errors import ExperimentError
+from overspill.experiment.peers import require_usable
+from overspill.named import Named
+from overspill.planning.installed import Vllm, installed_vllm
+from overspill.planning.machine import plan_for
+from overspill.planning.planner import Plan
+from overspill.planning.report import plan_as_json
+from overspill.registry import Result, without_secrets
+from overspill.serve.address import Address
+from overspill.serve.command import server_command
+from overspill.serve.errors import CannotServe
+from overspill.serve.flags import Flag, find, read_flags
+from overspill.serve.prepared import Prepared, prepare, require_this_machine
+from overspill.settings import SETTINGS, config_path, plain, resolve
+
+_HOST = "127.0.0.1"
+_ANY_PORT = 1
+_FLAGS = {setting.name: setting.flag for setting in SETTINGS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One start of a server."""
+
+    label: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    address: Address
+    served_name: str
+    prepared: Prepared | None
+    """Of a configuration that is planned: what its engine must become."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """Makes launches of a configuration, each for another port."""
+
+    configuration: Configuration
+    model: Named
+    vllm: Vllm
+    plan: Plan | None
+    settings: Mapping[str, Any]
+    vllm_args: tuple[str, ...]
+
+    def launch(self, port: int, environment: Mapping[str, str] = os.environ) -> Launch:
+        prepared = self._prepared(port)
+        if prepared is not None:
+            command, changed = prepared.command, prepared.full_environment(environment)
+        else:
+            place = ("--host", _HOST, "--port", str(port))
+            command = (*server_command(self.model.source, self.vllm), *self.vllm_args, *place)
+            peer = self.configuration.peer
+            changed = {**environment, **(peer.environment if peer is not None else {})}
+        name = find(self._flags, "--served-model-name")
+        return Launch(
+            label=self.configuration.label,
+            command=tuple(command),
+            environment=changed,
+            address=Address(_HOST, port),
+            served_name=name.value.split()[0] if name is not None and name.value else self.model.source,
+            prepared=prepared,
+        )
+
+    @property
+    def plan_as_json(self) -> dict[str, Any] | None:
+        return plan_as_json(self.plan) if self.plan is not None else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        prepared = self._prepared(_ANY_PORT)
+        return prepared.warnings if prepared is not None else ()
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        """Which of offload and spill the engine has."""
+        transfer = find(self._flags, "--kv-transfer-config")
+        found = {"offload"} if find(self._flags, "--kv-offloading-size") is not None else set()
+        if transfer is not None:
+            options = _extra_config(transfer.value)
+            has_spill = bool(options.get("spill_bytes"))
+            found |= {"spill"} if has_spill else set()
+            found |= {"offload"} if options.get("host_bytes") or not has_spill else set()
+        return frozenset(found)
+
+    @property
+    def _flags(self) -> list[Flag]:
+        prepared = self._prepared(_ANY_PORT)
+        return list(prepared.combined.flags) if prepared is not None else read_flags(self.vllm_args)
+
+    def _prepared(self, port: int) -> Prepared | None:
+        if self.plan is None:
+            return None
+        settings = {**self.settings, "host": _HOST, "port": port}
+        return prepare(self.model.source, self.plan, settings, self.vllm_args, vllm=self.vllm)
+
+
+def make_launcher(configuration: Configuration, model: Named) -> Launcher:
+    """Refuses what cannot be started, as far as that is known before an engine is."""
+    if (vllm := installed_vllm()) is None:
+        raise CannotServe(
+            "vLLM is not installed in this Python environment, and comparing needs it; install it with: "
+            "pip install 'overspill[cuda]'"
+        )
+    if configuration.peer is not None:
+        require_usable(configuration.peer, on_cpu=vllm.is_cpu)
+    plan, settings = None, {}
+    if configuration.is_planned:
+        settings = plain(model.applied(resolve(configuration.settings, file=config_path())))
+        plan = plan_for(model.source, settings)
+        words = _without_replaced(model.vllm_args, configuration.vllm_args)
+    else:
+        peer = configuration.peer
+        given = (*configuration.vllm_args, *(peer.words if peer is not None else ()))
+        words = _without_replaced((*_as_flags(model.settings), *model.vllm_args), given)
+    launcher = Launcher(
+        configuration=configuration, model=model, vllm=vllm, plan=plan, settings=settings, vllm_args=tuple(words)
+    )
+    prepared = launcher._prepared(_ANY_PORT)
+    if prepared is not None:
+        require_this_machine(prepared)
+    return launcher
+
+
+def require_emptied(launchers: Sequence[Launcher]) -> None:
+    """For engines that are kept, a cache that vLLM cannot empty would answer with what was there before."""
+    for launcher in launchers:
+        peer = launcher.configuration.peer
+        if peer is not None and peer.peer.name == "lmcache":
+            raise ExperimentError("LMCache's cache cannot be emptied while its engine runs; leave out --keep")
+
+
+def changed_commands(results: Iterable[Result], launchers: Mapping[str, Launcher]) -> list[str]:
+    """Labels of finished repeats that another command would be started for now."""
+    changed: dict[str, None] = {}
+    for one in results:
+        launcher = launchers.get(one.label or "")
+        if one.is_complete and launcher is not None:
+            now = without_secrets(launcher.launch(_ANY_PORT).command)
+            if _without_port(now) != _without_port(one.argv):
+                changed[one.label or ""] = None
+    return list(changed)
+
+
+def _without_port(command: Sequence[str]) -> list[str]:
+    """And without the interpreter, which may lie elsewhere."""
+    words = list(command[1:])
+    place = words.index("--port") if "--port" in words else len(words)
+    return words[:place] + words[place + 2 :]
+
+
+def _without_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Flags given once: the later ones win."""
+    names = {flag.name for flag in read_flags(given)}
+    kept = [word for flag in read_flags(before) if flag.name not in names for word in flag.words]
+    return [*kept, *given]
+
+
+def _as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings of a model of the registry that vLLM has too."""
+    words: list[str] = []
+    for name in ("max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens"):
+        if (value := settings.get(name)) is not None:
+            words += [_FLAGS[name], str(value)]
+    return [*words, "--enforce-eager"] if settings.get("enforce_eager") else words
+
+
+def _extra_config(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text).get("kv_connector_extra_config") or {})
+    except (ValueError, AttributeError, TypeError):
+        return {}  # vLLM says what is wrong with it

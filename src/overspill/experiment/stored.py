@@ -1,0 +1,128 @@
+"""Experiments as the registry keeps them: a result for each repeat, and from results back to what was compared."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from overspill.experiment.comparison import Column, Comparison, Repeat, compare
+from overspill.experiment.definition import Definition
+from overspill.experiment.errors import ExperimentError
+from overspill.experiment.schedule import Step
+from overspill.kv.errors import OverspillError
+from overspill.registry import Registry, Result, UnknownRecord, get_result, list_results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredExperiment:
+    name: str
+    definition: Definition
+    results: tuple[Result, ...]
+    """In the order in which they were saved."""
+
+    @property
+    def done(self) -> set[Step]:
+        return {Step(one.repeat, one.label) for one in self.results if one.is_complete and one.repeat and one.label}
+
+
+def load_experiment(registry: Registry, name: str) -> StoredExperiment:
+    results = tuple(reversed(list_results(registry, experiment=name)))
+    defined = next((one.config["experiment"] for one in results if "experiment" in one.config), None)
+    if defined is None:
+        raise UnknownRecord(f"there is no experiment {name!r:.80} in the registry; overspill results list names them")
+    return StoredExperiment(name=name, definition=Definition.from_json(defined), results=results)
+
+
+def find_results(registry: Registry, names: Sequence[str]) -> list[Result]:
+    """Of numbers of results and names of experiments; each result once."""
+    found: dict[int, Result] = {}
+    for name in names:
+        of_name = [get_result(registry, int(name))] if _is_number(name) else _of_experiment(registry, name)
+        found |= {one.id: one for one in of_name}
+    return [found[number] for number in sorted(found)]
+
+
+def find_result(registry: Registry, name: str) -> Result:
+    if not _is_number(name):
+        raise ExperimentError(f"{name!r:.80} is not the number of a result; overspill results list tells them")
+    return get_result(registry, int(name))
+
+
+def compare_results(results: Sequence[Result]) -> Comparison:
+    """Results of the same experiment and label are repeats of one configuration; others stand for themselves."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for one in results:
+        key = (one.experiment, one.label) if one.experiment and one.label else ("", f"#{one.id}")
+        groups.setdefault(key, []).append(one)
+    definitions = {one.experiment: one.config.get("experiment") for one in results if one.experiment}
+    expected = None
+    if len(definitions) == 1 and all(one.experiment for one in results):
+        (defined,) = definitions.values()
+        if isinstance(defined, dict):
+            definition = Definition.from_json(defined)
+            expected = definition.repeats
+            with suppress(OverspillError):  # written for a version that knew other peers
+                order = [configuration.label for configuration in definition.read()]
+                groups = dict(sorted(groups.items(), key=lambda group: _place(order, group[0][1])))
+    columns = [_column(key, group, is_alone=len(definitions) < 2) for key, group in groups.items()]
+    if not columns:
+        raise ExperimentError("there is nothing to compare; name results or an experiment")
+    return compare(columns, expected_repeats=expected)
+
+
+def _place(order: Sequence[str], label: str) -> int:
+    return order.index(label) if label in order else len(order)
+
+
+def _column(key: tuple[str, str], results: Sequence[Result], *, is_alone: bool) -> Column:
+    experiment, label = key
+    last = results[-1]
+    shown = label if is_alone or not experiment else f"{experiment} {label}"
+    if not experiment:
+        shown = f"#{last.id} {last.label or last.benchmark}"
+    text = last.config.get("configuration", {}).get("text") if isinstance(last.config, dict) else None
+    return Column(label=shown, text=text or " ".join(last.argv), repeats=tuple(_repeats(results)))
+
+
+def _repeats(results: Sequence[Result]) -> list[Repeat]:
+    """Of several attempts at a repeat the one that was finished, else the last."""
+    chosen: dict[int, Result] = {}
+    # Those of `overspill bench` have no number, and one that was resumed is part of the one that resumes it.
+    resumed = {one.config.get("resumes") for one in results}
+    for one in (each for each in results if each.id not in resumed):
+        number = one.repeat or len(chosen) + 1
+        before = chosen.get(number)
+        if before is None or not before.is_complete:
+            chosen[number] = one
+    return [
+        Repeat(
+            number=number,
+            metrics=one.metrics,
+            is_complete=one.is_complete,
+            problem=one.metrics.get("problem"),
+            conditions=_conditions(one),
+            source=one,
+        )
+        for number, one in sorted(chosen.items())
+    ]
+
+
+def _conditions(result: Result) -> str:
+    """What was sent to which model; results of `overspill bench` know it by the same names."""
+    config = result.config
+    sent = config.get("parameters") or config.get("workload")
+    return json.dumps([result.model, result.benchmark, sent, config.get("seed")], sort_keys=True)
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 10
+
+
+def _of_experiment(registry: Registry, name: str) -> list[Result]:
+    found = list_results(registry, experiment=name)
+    if not found:
+        raise UnknownRecord(
+            f"there is neither a result nor an experiment {name!r:.80} in the registry; overspill results list names "
+            "them"
+        )
+    return found

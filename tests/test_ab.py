@@ -1,0 +1,406 @@
+"""`overspill ab`: real servers started, measured and ended; vLLM's own, and a stand-in where engines must fail."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from overspill.cli import app, main
+from overspill.experiment import Definition, run
+from overspill.experiment.errors import CannotCompare, ExperimentError
+from overspill.experiment.stored import load_experiment
+from overspill.processes import below, identity
+from overspill.registry import Registry, RegistryUnavailable, list_results, open_registry
+from overspill.tiny import make_llama
+
+START_S = 240
+
+# A stand-in for vLLM's server, for what an engine does badly. It says in its log what is asked of it.
+STAND_IN = """
+import argparse, http.server, json, os, sys, threading, time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model"), parser.add_argument("--host"), parser.add_argument("--port", type=int)
+parser.add_argument("--token", type=int, default=7), parser.add_argument("--slow", type=float, default=0)
+parser.add_argument("--die-after", type=int, default=10**9), parser.add_argument("--refuse", action="store_true")
+parser.add_argument("--from-ram", type=int, default=0), parser.add_argument("--kv-transfer-config")
+given = parser.parse_args()
+if given.refuse:
+    print("ValueError: no memory for so much", flush=True)
+    sys.exit(3)
+answered, resets = 0, 0
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def tell(self, body, kind="application/json"):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            return self.tell(json.dumps({"data": [{"id": given.model, "root": given.model}]}).encode())
+        counted = f"vllm:prompt_tokens_total {answered * 10}\\n"
+        if given.kv_transfer_config:
+            counted += f"vllm:external_prefix_cache_hits_total {answered * given.from_ram}\\n"
+        self.tell(counted.encode() if self.path == "/metrics" else b"{}", "text/plain")
+
+    def do_POST(self):
+        global answered, resets
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path.startswith("/reset_prefix_cache"):
+            resets += 1
+            print("reset", self.path, flush=True)
+            return self.tell(json.dumps({"success": resets % 2 == 0}).encode())
+        answered += 1
+        if answered > given.die_after:
+            print("EngineDeadError: on purpose", flush=True)
+            os._exit(4)
+        time.sleep(given.slow)
+        pieces = [{"choices": [{"text": "x", "token_ids": [given.token]}]}] * json.loads(body)["max_tokens"]
+        pieces.append({"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": len(pieces)}})
+        said = "".join(f"data: {json.dumps(piece)}\\n\\n" for piece in pieces) + "data: [DONE]\\n\\n"
+        self.tell(said.encode(), "text/event-stream")
+
+    def log_message(self, *_):
+        pass
+
+http.server.ThreadingHTTPServer((given.host, given.port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("ab") / "tiny")
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    with open_registry(f"sqlite:///{tmp_path}/registry.db") as opened:
+        yield opened
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "stand_in.py"
+    program.write_text(STAND_IN)
+    monkeypatch.setattr(
+        "overspill.experiment.launches.server_command",
+        lambda model, vllm: [sys.executable, str(program), "--model", model],
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Whatever a test does, no server of its experiment outlives it."""
+    before = set(below(os.getpid()))
+    yield
+    assert not set(below(os.getpid())) - before
+
+
+def asked(model: Path, *texts: str, **changes: Any) -> Definition:
+    workload = "multi-turn:conversations=2,turns=2,first=20,input=5,output=4,think_time=0,concurrency=1"
+    values: dict[str, Any] = {
+        "model": str(model), "configurations": tuple(zip("abcdef", texts)), "workload": workload, "repeats": 2,
+    }  # fmt: skip
+    return Definition(**{**values, **changes})
+
+
+def stored(registry: Registry) -> list[tuple[str | None, int | None, bool]]:
+    return [(one.label, one.repeat, one.is_complete) for one in reversed(list_results(registry))]
+
+
+def test_repeats_are_measured_in_turn_and_saved_with_everything(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    native = "offload = overspill-eager:1MiB --from-ram 5"
+    report = run(asked(model, "none", native, expects="offload"), registry, told.append, logs=tmp_path / "logs")
+    assert stored(registry) == [("none", 1, True), ("offload", 1, True), ("offload", 2, True), ("none", 2, True)]
+    assert report.is_complete and report.exit_code == 0, report.as_text()
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "none-1.log", "none-2.log", "offload-1.log", "offload-2.log"
+    ]  # fmt: skip
+    one = list_results(registry)[1]
+    assert one.metrics["completed"] == 4 and one.metrics["load_s"] > 0 and one.metrics["tokens_from_ram"] == 20
+    assert list_results(registry)[0].metrics["tokens_from_ram"] == 0
+    assert "--kv-transfer-config" in one.argv and one.versions["overspill"] and one.plan is None
+    assert one.config["seed"] == 1 and one.config["parameters"]["turns"] == 2
+    assert Definition.from_json(one.config["experiment"]) == asked(model, "none", native, expects="offload")
+    assert "All 8 answers of offload are those of none." in report.as_text()
+    assert any(line.startswith("[2/4] offload, repeat 1 of 2: starting vLLM; ") for line in told)
+
+
+def test_answers_that_differ_are_told_and_no_failure(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    report = run(asked(model, "none", "other = vllm --token 8", repeats=1), registry, str, logs=tmp_path)
+    assert report.exit_code == 0 and "4 of 4 answers of other are not those of none" in report.as_text()
+
+
+def test_a_configuration_that_does_not_start_is_told_and_the_others_are_measured(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    report = run(asked(model, "none", "broken = vllm --refuse"), registry, told.append, logs=tmp_path / "logs")
+    assert stored(registry) == [("none", 1, True), ("broken", 1, False), ("none", 2, True)], "and not tried twice"
+    assert not report.is_complete and report.exit_code == 1
+    assert "broken is not complete: vLLM ended with exit code 3 while starting vLLM" in report.as_text()
+    assert any("ValueError: no memory for so much" in line and "broken-1.log" in line for line in told)
+
+
+def test_a_server_that_dies_leaves_the_finished_part_and_the_others(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    report = run(asked(model, "dying = vllm --die-after 3", "none"), registry, str, logs=tmp_path / "logs")
+    assert stored(registry) == [("dying", 1, False), ("none", 1, True), ("none", 2, True)]
+    died = list_results(registry)[-1]
+    assert died.metrics["completed"] == 2, "one request is a try before the measurement"
+    assert "is gone" in died.metrics["problem"] and "vLLM ended with exit code 4" in died.metrics["problem"]
+    assert "EngineDeadError: on purpose" in died.metrics["problem"] and "dying-1.log" in died.metrics["problem"]
+    assert report.exit_code == 1
+
+
+def test_kept_engines_start_once_and_are_emptied_until_they_say_so(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    report = run(
+        asked(model, "none", "ram = overspill-lazy:1MiB", keeps_engines=True), registry, str, logs=tmp_path / "logs"
+    )
+    assert stored(registry) == [("none", 1, True), ("none", 2, True), ("ram", 1, True), ("ram", 2, True)]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["none-1.log", "ram-1.log"]
+    asked_for = (tmp_path / "logs" / "none-1.log").read_text().splitlines()
+    assert asked_for == ["reset /reset_prefix_cache?reset_external=true"] * 2, "the first was refused"
+    assert ["load_s" in one.metrics for one in list_results(registry)] == [False, True, False, True]
+    assert report.is_complete
+
+
+def test_a_stop_keeps_what_is_finished_and_resume_does_what_is_missing(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+
+    def stopping(line: str) -> None:
+        if line.startswith("[2/2]") and "ready" in line:
+            stop.set()
+
+    slow = asked(model, "none", "slow = vllm --slow 0.05", repeats=1)
+    first = run(slow, registry, stopping, logs=tmp_path, stop=stop)
+    assert stored(registry) == [("none", 1, True), ("slow", 1, False)] and not first.is_complete
+    assert "slow is not complete: interrupted" in first.as_text() and first.experiment is not None
+    told: list[str] = []
+    second = run(first.definition or pytest.fail(), registry, told.append, resume=first.experiment, logs=tmp_path)
+    assert not [line for line in told if "warning" in line]
+    assert second.is_complete and second.experiment == first.experiment
+    assert stored(registry)[2:] == [("slow", 1, True)]
+    assert len(load_experiment(registry, second.experiment or "").done) == 2
+
+
+def test_a_resume_tells_if_engines_are_not_started_as_before(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    first = run(asked(model, "none", "b = vllm", repeats=1), registry, str, logs=tmp_path)
+    other = asked(model, "none --token 9", "b = vllm", repeats=1)  # as if the registry's model had got a flag
+    told: list[str] = []
+    run(other, registry, told.append, resume=first.experiment, logs=tmp_path)
+    assert [line for line in told if "warning" in line] == [
+        "warning: none is not started as in its earlier repeats: the plan, the registry or vLLM has changed"
+    ]
+
+
+def test_a_stop_before_anything_is_measured_says_so(model: Path, registry: Registry, stand_in: None) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(CannotCompare, match="before anything was measured"):
+        run(asked(model, "none", "vllm"), registry, str, stop=stop)
+
+
+def test_a_full_disk_ends_the_engine_and_keeps_what_was_saved(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    with registry.engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE TRIGGER full BEFORE INSERT ON results WHEN (SELECT count(*) FROM results) >= 1 "
+                "BEGIN SELECT RAISE(FAIL, 'database or disk is full'); END"
+            )
+        )
+    told: list[str] = []
+    with pytest.raises(RegistryUnavailable, match="Make room on the disk"):
+        run(asked(model, "none", "b = vllm", repeats=1), registry, told.append, logs=tmp_path)
+    assert stored(registry) == [("none", 1, True)]
+    resume = re.search(r"to go on: overspill ab --resume (\S+)$", told[-1])
+    assert resume is not None
+    with registry.engine.begin() as connection:
+        connection.execute(text("DROP TRIGGER full"))
+    report = run(asked(model, "none", "b = vllm", repeats=1), registry, str, resume=resume[1], logs=tmp_path)
+    assert report.is_complete and len(stored(registry)) == 2
+
+
+def test_a_tier_that_nobody_has_or_uses_is_told(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    with pytest.raises(ExperimentError, match="--expect spill: none of the configurations has it"):
+        run(asked(model, "none", "ram = overspill-lazy:1MiB", expects="spill"), registry, str)
+    unused = asked(model, "none", "ram = overspill-lazy:1MiB", expects="offload", repeats=1)
+    report = run(unused, registry, str, logs=tmp_path)
+    assert report.is_complete and report.exit_code == 1 and "ram: offload was not used" in report.as_text()
+
+
+def test_engines_of_lmcache_cannot_be_kept(
+    model: Path, registry: Registry, stand_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.experiment.launches.require_usable", lambda peer, on_cpu: None)
+    with pytest.raises(ExperimentError, match="LMCache's cache cannot be emptied"):
+        run(asked(model, "none", "lmcache:1GiB", keeps_engines=True), registry, str)
+
+
+# The command.
+
+
+def environment(folder: Path) -> dict[str, str]:
+    left_out = ("OVERSPILL_", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    return {
+        **clean, "XDG_CONFIG_HOME": "/nonexistent", "XDG_STATE_HOME": str(folder / "state"), "COLUMNS": "200",
+        "OVERSPILL_DATABASE_URL": f"sqlite:///{folder}/registry.db", "VLLM_LOGGING_LEVEL": "INFO",
+    }  # fmt: skip
+
+
+def overspill(folder: Path, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "overspill", *words], capture_output=True, text=True, timeout=timeout, check=False,
+        env=environment(folder),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a model: overspill ab MODEL"),
+        (["MODEL"], "there is nothing to compare"),
+        (["MODEL", "--a", "none"], "there is nothing to compare"),
+        (["MODEL", "--a", "none", "--b", ""], "a configuration is empty"),
+        (["MODEL", "--a", "none", "--c", "vllm"], "--b is missing, and --c is given"),
+        (["MODEL", "--a", "none", "--b", "natve:1GiB"], "did you mean native?"),
+        (["MODEL", "--a", "none", "--b", "vllm", "--repeats", "0"], "--repeats 0 is not possible"),
+        (["MODEL", "--a", "none", "--b", "vllm", "--workload", "multi-trun"], "did you mean multi-turn?"),
+        (["MODEL", "--a", "none", "--b", "vllm", "--expect", "disk"], "is no tier"),
+        (["MODEL", "--a", "none", "--b", "vllm", "--common", "--ram 1GiB"], "--ram is a setting of Overspill's"),
+        (["MODEL", "--a", "none", "--b", "vllm", "--html", "/nonexistent/x.html"], "there is no folder /nonexistent"),
+        (["MODEL", "--a", "none", "--b", "vllm", "--json", "/tmp"], "/tmp is a folder"),
+        (["MODEL", "--a", "none", "--b", "--ram 1GiX"], "--ram: '1GiX' is not a size"),
+        (["--resume", "ab-nothing"], "there is no experiment 'ab-nothing'"),
+    ],
+    ids=lambda value: " ".join(value[1:]) or "nothing" if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence_and_starts_nothing(
+    words: list[str], message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(lambda: app(["ab", *(str(model) if word == "MODEL" else word for word in words)]))
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and message in told.err, told.err
+    assert told.err.count("\n") == 1 and not told.out
+
+
+TINY = (
+    "--skip-tokenizer-init --dtype float32 --enforce-eager --block-size 32 --max-num-seqs 2 --max-model-len 1k "
+    "--num-gpu-blocks-override 33"
+)
+WORKLOAD = "multi-turn:conversations=4,turns=2,first=600,input=40,output=8,think_time=0,concurrency=1"
+
+
+@pytest.fixture(scope="module")
+def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[int, str | None]]:
+    """An experiment that got Ctrl-C while its second engine started: its folder, its name, and all it ever started."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    words = [
+        "ab", str(model), "--a", "none", "--b", "ram = overspill-eager:64MiB,load=always,reserve_bytes=0",
+        "--common", TINY, "--workload", WORKLOAD, "--repeats", "2", "--keep", "--expect", "offload",
+    ]  # fmt: skip
+    err = folder / "err"
+    with err.open("wb") as told:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "overspill", *words], stdout=subprocess.DEVNULL, stderr=told, env=environment(folder)
+        )
+    started: dict[int, str | None] = {}
+    deadline = time.monotonic() + START_S
+    try:
+        while "[3/4] ram, repeat 1 of 2: starting vLLM" not in err.read_text() or len(below(command.pid)) < 2:
+            assert command.poll() is None and time.monotonic() < deadline, err.read_text()
+            started |= {pid: identity(pid) for pid in below(command.pid)}
+            time.sleep(0.2)
+        started |= {pid: identity(pid) for pid in below(command.pid)}
+        command.send_signal(signal.SIGINT)
+        assert command.wait(timeout=60) == 1, err.read_text()
+    finally:
+        if command.poll() is None:
+            command.kill()
+            command.wait()
+    name = re.search(r"experiment (ab-\S+):", err.read_text())
+    assert name is not None
+    return folder, name[1], {pid: known for pid, known in started.items() if known is not None}
+
+
+def open_folder(folder: Path) -> contextlib.AbstractContextManager[Registry]:
+    return open_registry(f"sqlite:///{folder}/registry.db")
+
+
+def test_a_ctrl_c_leaves_no_process_and_what_was_finished(interrupted: tuple[Path, str, dict[int, str | None]]) -> None:
+    folder, name, started = interrupted
+    assert len(started) > 3, "a guard, a server and its engine, twice"
+    assert not [pid for pid, known in started.items() if identity(pid) == known]
+    with open_folder(folder) as registry:
+        assert stored(registry) == [("none", 1, True), ("none", 2, True), ("ram", 1, False)]
+        assert list_results(registry)[0].metrics["problem"] == "interrupted"
+        assert {one.experiment for one in list_results(registry)} == {name}
+
+
+def test_another_experiment_is_not_resumed_under_its_name(interrupted: tuple[Path, str, dict[int, str | None]]) -> None:
+    folder, name, _ = interrupted
+    answer = overspill(folder, "ab", "--resume", name, "--repeats", "5")
+    assert answer.returncode == 2 and "another --repeats: 2, and not 5" in answer.stderr
+
+
+def test_a_resumed_comparison_is_complete_and_tells_what_came_from_ram(
+    interrupted: tuple[Path, str, dict[int, str | None]], model: Path
+) -> None:
+    folder, name, _ = interrupted
+    page, told = folder / "report.html", folder / "report.json"
+    answer = overspill(
+        folder, "ab", str(model), "--resume", name, "--html", str(page), "--json", str(told), timeout=START_S
+    )
+    assert answer.returncode == 0, answer.stderr + answer.stdout
+    with open_folder(folder) as registry:
+        results = load_experiment(registry, name).results
+    finished = [one for one in results if one.is_complete]
+    assert [(one.label, one.repeat) for one in finished] == [("none", 1), ("none", 2), ("ram", 1), ("ram", 2)]
+    from_ram = {one.label: one.metrics["tokens_from_ram"] for one in finished}
+    assert from_ram["none"] == 0 and from_ram["ram"] > 0
+    assert all(one.metrics["tokens_from_ram"] > 0 for one in finished if one.label == "ram"), "in both repeats"
+    assert all(one.metrics["completed"] == 8 and one.metrics["peak_ram_bytes"] > 0 for one in finished)
+    assert all("api_server" in " ".join(one.argv) and one.versions["torch"] for one in finished)
+    report = json.loads(told.read_text())
+    assert report["is_complete"] and report["answers"] == [{"label": "ram", "compared": 16, "same": 16}]
+    ratio = next(each for each in report["measures"] if each["key"] == "mean_ttft_ms")["ratios"][1]
+    assert 0 < ratio["low"] < ratio["value"] < ratio["high"] and ratio["basis"] == "over repeats, paired"
+    assert "All 16 answers of ram are those of none." in answer.stdout and "from RAM" in answer.stdout
+    html = page.read_text()
+    assert html.startswith("<!DOCTYPE html>") and html.rstrip().endswith("</html>") and "<svg" in html
+    assert "http://" not in html and "https://" not in html and "<script" not in html
