@@ -54,14 +54,18 @@ PLAIN_FILES = {
 # The rest is small enough, or dull enough, to be read there.
 FOLDERS = ("src/overspill", "src/overspill/kv", "src/overspill/kv/spill")
 PACKAGES = (
+    "src/overspill/bench",
     "src/overspill/cli",
+    "src/overspill/experiment",
     "src/overspill/hardware",
+    "src/overspill/manager",
     "src/overspill/model",
     "src/overspill/planning",
     "src/overspill/registry",
     "src/overspill/serve",
     "src/overspill/service",
     "src/overspill/verify",
+    "src/overspill/weights",
 )
 
 

@@ -1,7 +1,10 @@
 """Models for the tests, made once; the engine in this process, on the CPU where there is no GPU."""
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +18,10 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     HF_HUB_OFFLINE="1",
+    # No test writes to the registry, or among the servers, of who runs it.
+    XDG_STATE_HOME=tempfile.mkdtemp(prefix="overspill-tests-"),
 )
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ def test_a_plan_takes_what_an_earlier_run_measured(
 ) -> None:
     gpu = replace(parse_gpu("24GiB"), uuid="GPU-1", driver_version="580.1")
     has(gpu)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     settings: dict[str, Any] = {"max_num_batched_tokens": 4096, "max_model_len": 4096}
     before = plan_for(str(llama), settings)
     assert before.recommended is not None and before.recommended.overheads.total.origin is Origin.ASSUMED

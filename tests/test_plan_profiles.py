@@ -1,16 +1,20 @@
-"""What engines were seen to take is kept between runs, and never stands in the way of one."""
+"""What engines were seen to take is kept between runs in the registry, and never stands in the way of one."""
 
-import json
 import logging
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from overspill.figures import assumed
+from overspill.figures import assumed, measured
 from overspill.hardware import parse_gpu
-from overspill.planning.profiles import Profile, fingerprint, recall, remember
+from overspill.hardware.link import Link
+from overspill.planning.profiles import Profile, Remembered, fingerprint, remember
+from overspill.registry import load_profile, open_registry
+from overspill.serve.measured import measured_link
 from tests import model_configs as models
 from tests.model_tensors import describe_config
 
@@ -25,21 +29,36 @@ CASE: dict[str, Any] = {
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    return {"XDG_CACHE_HOME": str(tmp_path)}
+    return {"XDG_STATE_HOME": str(tmp_path)}
 
 
-def files(home: dict[str, str]) -> list[Path]:
-    return sorted((Path(home["XDG_CACHE_HOME"]) / "overspill/profiles").iterdir())
+def database(home: dict[str, str]) -> Path:
+    return Path(home["XDG_STATE_HOME"]) / "overspill/registry.db"
 
 
-def test_what_is_remembered_is_recalled(home: dict[str, str]) -> None:
+def recall(key: str, home: dict[str, str]) -> Profile | None:
+    return Remembered(home).recall(key)
+
+
+def test_what_is_remembered_is_recalled_with_the_link_beside_it(home: dict[str, str]) -> None:
     key = fingerprint(LLAMA, H200, **CASE)
-    assert recall(key, home) is None
-    remember(key, SEEN, home)
-    assert recall(key, home) == SEEN
-    remember(key, replace(SEEN, graph_bytes=0), home)
+    remember(key, SEEN, (50 * 10**9, 40 * 10**9), environ=home)
+    assert recall(key, home) == SEEN and recall(f"{key}x", home) is None
+    remember(key, replace(SEEN, graph_bytes=0), environ=home)
     assert recall(key, home) == replace(SEEN, graph_bytes=0)
-    assert [path.name for path in files(home)] == [f"{key}.json"], "and nothing half written is left"
+    with open_registry(environ=home) as registry:
+        kept = load_profile(registry, key)
+    assert kept is not None and kept.link is not None and kept.link.d2h_bytes_per_second == 40 * 10**9
+
+
+def test_asking_makes_no_registry(home: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    assert recall("key", home) is None
+    assert not list(Path(home["XDG_STATE_HOME"]).iterdir()) and not caplog.text
+
+
+def test_only_a_measured_link_is_kept() -> None:
+    assert measured_link(replace(H200, link=Link(assumed(5), measured(6)))) is None
+    assert measured_link(replace(H200, link=Link(measured(5), measured(6)))) == (5, 6)
 
 
 def test_a_fingerprint_is_readable_and_changes_with_everything_that_decides() -> None:
@@ -62,58 +81,42 @@ def test_a_fingerprint_is_readable_and_changes_with_everything_that_decides() ->
     assert len({key, *others}) == len(others) + 1
 
 
+def test_a_locked_registry_is_one_warning_and_asked_once(
+    home: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    remember("key", SEEN, environ=home)
+    with closing(sqlite3.connect(database(home), isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")  # without it, readers do not wait for a writer
+        other.execute("BEGIN EXCLUSIVE")
+        other.execute("UPDATE profiles SET graph_bytes = 1")
+        remembered = Remembered(home)
+        with caplog.at_level(logging.WARNING):
+            assert remembered.recall("key") is None and remembered.recall("another") is None
+        other.execute("ROLLBACK")
+    assert caplog.text.count("is assumed") == 1 and "another program has been writing" in caplog.text
+    assert recall("key", home) == SEEN
+
+
 @pytest.mark.parametrize(
-    "damage",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"format": 2}',
-        lambda entry: {**entry, "graph_bytes": -1},
-        lambda entry: {**entry, "graph_bytes": 1.5},
-        lambda entry: {**entry, "graph_bytes": 2**60},
-        lambda entry: {**entry, "fingerprint": "another"},
-        lambda entry: {name: value for name, value in entry.items() if name != "context_bytes"},
-        b"\xff\xfe\x00",
-    ],
+    "url", ["postgresql://me:hush@127.0.0.1:1/db", "sqlite:////proc/none.db", "nonsense", "sqlite:////dev/null"]
 )
-def test_a_damaged_file_is_a_warning_and_ignored(
-    home: dict[str, str], damage: Any, caplog: pytest.LogCaptureFixture
+def test_a_registry_that_cannot_be_used_is_a_warning_without_its_password(
+    url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    key = fingerprint(LLAMA, H200, **CASE)
-    remember(key, SEEN, home)
-    (path,) = files(home)
-    if callable(damage):
-        damage = json.dumps(damage(json.loads(path.read_text())))
-    path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
     with caplog.at_level(logging.WARNING):
-        assert recall(key, home) is None
-    assert "damaged" in caplog.text and str(path) in caplog.text
+        remember("key", SEEN, environ={"OVERSPILL_DATABASE_URL": url})
+        recall("key", {"OVERSPILL_DATABASE_URL": url})
+    assert "is not kept" in caplog.text and "hush" not in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(
-    home: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "overspill").write_text("a file where the folder should be")
+def test_a_damaged_record_is_a_warning_and_ignored(home: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    remember("key", SEEN, environ=home)
+    with closing(sqlite3.connect(database(home))) as connection:
+        connection.execute("UPDATE profiles SET graph_bytes = -1")
+        connection.commit()
     with caplog.at_level(logging.WARNING):
-        remember("key", SEEN, home)
         assert recall("key", home) is None
-    assert "could not be kept" in caplog.text
-
-
-def test_a_full_disk_is_a_warning(
-    home: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    remember("key", SEEN, home)
-    monkeypatch.setattr("os.replace", full)
-    with caplog.at_level(logging.WARNING):
-        remember("key", replace(SEEN, graph_bytes=0), home)
-    assert "No space left" in caplog.text
-    assert recall("key", home) == SEEN and len(files(home)) == 1, "the old one stays, and nothing beside it"
+    assert "sizes of" in caplog.text
 
 
 def test_a_user_without_a_home_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -122,5 +125,5 @@ def test_a_user_without_a_home_is_a_warning(monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr(Path, "home", homeless)
     with caplog.at_level(logging.WARNING):
-        remember("key", SEEN, {})
-    assert "XDG_CACHE_HOME" in caplog.text and recall("key", {}) is None
+        remember("key", SEEN, environ={})
+    assert "XDG_STATE_HOME" in caplog.text and recall("key", {}) is None

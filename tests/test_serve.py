@@ -18,6 +18,9 @@ import openai
 import pytest
 
 from overspill.processes import below, in_session
+from overspill.registry import Run, RunEnd, add_model, list_runs, open_registry
+from overspill.serve.report import Phase
+from overspill.serve.status import Status, read_statuses
 from overspill.tiny import VOCAB, make_llama
 from tests.engine import engine, random_prompt
 
@@ -43,8 +46,9 @@ def free_port() -> int:
 class Serve:
     """An `overspill serve` that runs."""
 
-    def __init__(self, model: Path, *flags: str, folder: Path, quiet: bool = True) -> None:
+    def __init__(self, model: Path | str, *flags: str, folder: Path, quiet: bool = True) -> None:
         self.port = free_port()
+        self.home = {"XDG_STATE_HOME": str(folder / "state")}
         self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._notices.bind(f"\0overspill-test-{self.port}")
         self.out, self.err = folder / "out", folder / "err"
@@ -53,10 +57,10 @@ class Serve:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-m", "overspill", "serve", str(model), *TINY, *log, "--port", str(self.port),
-                    "--served-model-name", "tiny", *flags,
+                    *(("--served-model-name", "tiny") if isinstance(model, Path) else ()), *flags,
                 ],
                 stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=environment(NOTIFY_SOCKET=f"@overspill-test-{self.port}"),
+                env=environment(NOTIFY_SOCKET=f"@overspill-test-{self.port}", **self.home),
             )  # fmt: skip
         self.session: int | None = None
 
@@ -90,6 +94,16 @@ class Serve:
                 told += self._notices.recv(4096).decode().splitlines()
         return told
 
+    def status(self) -> Status | None:
+        """What other processes read of it; None if it left nothing."""
+        found = read_statuses(self.home)
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def runs(self) -> list[Run]:
+        with open_registry(environ=self.home) as registry:
+            return list_runs(registry)
+
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
 
@@ -114,7 +128,7 @@ class Serve:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *flags: str, folder: Path, quiet: bool = True) -> Iterator[Serve]:
+def serving(model: Path | str, *flags: str, folder: Path, quiet: bool = True) -> Iterator[Serve]:
     running = Serve(model, *flags, folder=folder, quiet=quiet)
     try:
         yield running
@@ -141,7 +155,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    with serving(model, folder=tmp_path_factory.mktemp("server")) as running:
+    """By its name in the registry."""
+    folder = tmp_path_factory.mktemp("server")
+    with open_registry(environ={"XDG_STATE_HOME": str(folder / "state")}) as registry:
+        add_model(registry, "tiny", {"source": str(model), "vllm_args": ["--seed", "7"]})
+    with serving("tiny", folder=folder) as running:
         running.wait_for("/v1 serves")
         yield running
 
@@ -210,6 +228,36 @@ def test_the_same_model_on_the_same_port_is_told_from_another_program(server: Se
     again = run("serve", str(model), *TINY, "--port", str(server.port))
     assert again.returncode == 1 and f"is already served on http://127.0.0.1:{server.port}" in again.stderr
     assert re.search(r"by process \d+ \(.*vllm", again.stderr)
+    known = run("serve", "tiny", *TINY, "--port", str(server.port), **server.home)
+    assert known.returncode == 1
+    assert f"by overspill serve of tiny, process {server.process.pid}, run 1 of the registry, since " in known.stderr
+
+
+def test_other_processes_see_what_the_server_is_and_how_it_started(server: Serve, model: Path) -> None:
+    status = server.status()
+    assert status is not None and status.is_alive and status.is_ready and status.error is None
+    assert (status.pid, status.model, status.source) == (server.process.pid, "tiny", str(model))
+    assert status.url == f"http://127.0.0.1:{server.port}" and status.served_name == "tiny"
+    assert status.session == server.session and status.log_file is not None and Path(status.log_file).exists()
+    phases = [one.phase for one in status.phases]
+    assert phases[0] is Phase.STARTING and phases[-1] is Phase.READY and Phase.LOADING in phases
+    assert [one.at for one in status.phases] == sorted(one.at for one in status.phases)
+    assert any(line.startswith("as planned: spill:") for line in status.lines)
+    memory, plan = status.memory, status.plan
+    assert memory.spilled_bytes and memory.window_bytes and memory.pool_bytes == plan["offload_bytes"] == 64 << 20
+    assert memory.resident_kv_bytes and memory.spilled_bytes >= plan["spilled_kv_bytes"] > 0
+
+
+def test_the_registry_knows_that_it_runs_and_with_which_arguments(server: Serve, model: Path) -> None:
+    (recorded,) = server.runs()
+    assert recorded.is_running and recorded.model == "tiny" and recorded.pid == server.process.pid
+    assert recorded.settings is not None and recorded.settings.source == str(model)
+    assert recorded.argv[recorded.argv.index("--port") + 1] == str(server.port) and "--seed" in recorded.argv
+    listed = json.loads(run("models", "list", "--json", **server.home).stdout)["models"]
+    assert [(one["name"], one["running"]) for one in listed] == [("tiny", True)]
+    edited = run("models", "edit", "tiny", "--max-model-len", "2k", **server.home)
+    assert "after a restart only: max_model_len" in edited.stdout
+    assert run("models", "rm", "tiny", **server.home).returncode == 1
 
 
 def test_sigterm_ends_everything(server: Serve) -> None:
@@ -220,6 +268,9 @@ def test_sigterm_ends_everything(server: Serve) -> None:
     server.assert_nothing_is_left(within=1)
     assert "stopped" in server.told
     assert server.notices() == ["STOPPING=1"]
+    assert server.status() is None
+    (recorded,) = server.runs()
+    assert recorded.end is RunEnd.STOPPED and recorded.exit_code == 0 and not recorded.is_running
 
 
 def test_sigkill_of_serve_ends_the_engine_too(model: Path, tmp_path: Path) -> None:
@@ -230,6 +281,11 @@ def test_sigkill_of_serve_ends_the_engine_too(model: Path, tmp_path: Path) -> No
         running.process.kill()
         running.process.wait(timeout=10)
         running.assert_nothing_is_left()
+        status = running.status()
+        assert status is not None and not status.is_alive and status.ended_at is None
+        (recorded,) = running.runs()
+        assert recorded.end is None and not recorded.is_running
+        assert recorded.model == str(model)  # which is not in the registry
 
 
 def test_a_dead_engine_ends_serve_with_the_reason(model: Path, tmp_path: Path) -> None:
@@ -241,6 +297,10 @@ def test_a_dead_engine_ends_serve_with_the_reason(model: Path, tmp_path: Path) -
         assert engines and running.process.wait(timeout=90) == 1
         assert "error: vLLM ended" in running.told and "the last lines of its log" in running.told
         running.assert_nothing_is_left(within=1)
+        status = running.status()
+        assert status is not None and not status.is_alive and (status.error or "").startswith("vLLM ended")
+        (recorded,) = running.runs()
+        assert recorded.end is RunEnd.FAILED and (recorded.detail or "").startswith("vLLM ended")
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
@@ -268,6 +328,8 @@ def test_a_start_that_fails_says_why(model: Path, tmp_path: Path, name: str) -> 
         assert running.process.wait(timeout=START_S) == 1
         error = running.told.partition("error: vLLM ended")[2]
         assert why in error.splitlines()[0], running.told
+        status = running.status()
+        assert status is not None and why in (status.error or "") and status.ready_at is None
         assert "Traceback" not in running.told
 
 

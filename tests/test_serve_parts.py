@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+import platform
 import signal
 import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,9 @@ from overspill.planning.machine import plan_for
 from overspill.planning.overheads import Overheads
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
-from overspill.processes import below, in_session
+from overspill.processes import below, identity, in_session
+from overspill.registry import RunEnd, add_model, list_runs, open_registry, running_runs, start_run
+from overspill.serve import plugins
 from overspill.serve.address import Address, require_free
 from overspill.serve.command import combine, server_command
 from overspill.serve.differences import differences
@@ -32,6 +36,7 @@ from overspill.serve.prepared import Prepared, prepare
 from overspill.serve.reasons import reason, without_tracebacks
 from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, read, write
 from overspill.serve.server import run_server
+from overspill.serve.status import Status, memory_of, read_statuses, write_status
 from overspill.serve.traps import check
 
 MIB = 2**20
@@ -390,7 +395,9 @@ sys.exit(5)
 
 
 @pytest.fixture
-def played(spilling: Plan, llama: Path, tmp_path: Path) -> Callable[..., Prepared]:
+def played(spilling: Plan, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Prepared]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
     def make(report: Report | None, *given: str, seconds: float = 60) -> Prepared:
         if report is not None:
             write(report, tmp_path, 0)
@@ -458,3 +465,107 @@ def test_systemd_is_told_at_a_path_or_an_abstract_name(tmp_path: Path, capsys: p
     assert capsys.readouterr().err == ""
     notify("READY=1", environment={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
     assert "systemd could not be told" in capsys.readouterr().err
+
+
+def test_how_a_server_ended_is_recorded_and_a_new_start_takes_its_place(
+    spilling: Plan, played: Callable[..., Prepared]
+) -> None:
+    prepared = played(as_planned(spilling, chosen(spilling)), seconds=2)
+    for number in (1, 2):
+        with pytest.raises(CannotServe):
+            run(prepared)
+        (status,) = read_statuses()
+        assert status.run_id == number and not status.is_alive and status.ready_at is not None
+        assert (status.error or "").startswith("vLLM ended with exit code 5") and status.lines
+    with open_registry() as registry:
+        ends = [(recorded.end, recorded.exit_code, recorded.pid) for recorded in list_runs(registry)]
+    assert ends == [(RunEnd.FAILED, 5, os.getpid())] * 2
+
+
+@pytest.mark.parametrize("trouble", ["no database", "no folder"])
+def test_nothing_that_cannot_be_told_stops_a_server(
+    spilling: Plan, played: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], trouble: str,
+) -> None:  # fmt: skip
+    prepared = played(as_planned(spilling, chosen(spilling)), seconds=2)
+    if trouble == "no database":
+        monkeypatch.setenv("OVERSPILL_DATABASE_URL", "postgresql://me:hush@127.0.0.1:1/db")
+    else:
+        (tmp_path / "state").write_text("a file where the folder should be")
+    with pytest.raises(CannotServe, match="exit code 5"):
+        run(prepared)
+    told = capfd.readouterr()
+    assert "/v1 serves" in told.out and told.err.count("warning: this run is not recorded") == 1
+    assert told.err.count("warning: other programs cannot be told") == (trouble == "no folder")
+    assert "hush" not in told.err
+
+
+def test_a_run_that_was_lost_is_ended_by_the_next_start(spilling: Plan, played: Callable[..., Prepared]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        with open_registry() as registry:
+            start_run(registry, "other", ["vllm"], pid=other.pid)
+            assert running_runs(registry)
+        other.kill()
+    with pytest.raises(CannotServe):
+        run(played(as_planned(spilling, chosen(spilling)), seconds=1))
+    with open_registry() as registry:
+        assert [recorded.end for recorded in list_runs(registry, "other")] == [RunEnd.LOST]
+
+
+def test_a_service_of_a_registered_model_counts_as_that_model(
+    spilling: Plan, played: Callable[..., Prepared], llama: Path
+) -> None:
+    """Its unit names the folder, and serves it by the registry's name."""
+    report = as_planned(spilling, chosen(spilling))
+    with open_registry() as registry:
+        add_model(registry, "qwen", {"source": str(llama)})
+        for names in (("qwen", str(llama)), ("another",)):
+            with pytest.raises(CannotServe):
+                run(played(report, "--served-model-name", *names, seconds=1))
+        assert [recorded.model for recorded in list_runs(registry)] == [str(llama), "qwen"]
+
+
+def test_a_status_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    home = {"XDG_STATE_HOME": str(tmp_path)}
+    assert read_statuses(home) == []
+    folder = tmp_path / "overspill/serving"
+    folder.mkdir(parents=True)
+    mine = Status(
+        pid=os.getpid(), process=identity(os.getpid()), host=platform.node(), model="m", source="m", served_name="m",
+        url="http://127.0.0.1:1", started_at="2026-01-01T00:00:00+00:00",
+    )  # fmt: skip
+    write_status(mine, folder)
+    for number, text in enumerate(("", "{", "[]", "null", '{"format": 2}', '{"format": 1}', "\0")):
+        (folder / f"bad-{number}.json").write_text(text)
+    assert read_statuses(home) == [mine] and mine.is_alive and not mine.is_ready
+    assert not dataclasses.replace(mine, process="another boot:1").is_alive, "the number was used again"
+    assert dataclasses.replace(mine, host="elsewhere").is_alive, "of another machine only the file is known"
+
+
+def test_memory_is_that_of_all_workers_together() -> None:
+    pool = HostMemoryReport(num_bytes=100, pinned_bytes=40, is_prepared=False, refused="")
+    one = Report(phase=Phase.STARTED, kv_bytes=50, resident_bytes=20, spilled_bytes=30, window_bytes=5, pool=pool)
+    memory = memory_of([one, dataclasses.replace(one, pool=None)])
+    assert (memory.resident_kv_bytes, memory.spilled_bytes, memory.window_bytes) == (40, 60, 10)
+    assert (memory.pool_bytes, memory.pinned_bytes, memory.weights_bytes) == (100, 40, None)
+    assert memory_of([dataclasses.replace(one, resident_bytes=None)]).resident_kv_bytes == 50
+
+
+# Plugins.
+
+
+def test_the_plugins_are_those_of_the_package() -> None:
+    package = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert package["entry-points"][plugins.GROUP] == plugins.PLUGINS
+
+
+def test_plugins_are_found_in_metadata_written_for_them_before_an_older_one(tmp_path: Path) -> None:
+    assert not plugins.are_found([str(tmp_path)])
+    old = tmp_path / "old/overspill-0.0.1.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: overspill\nVersion: 0.0.1\n")
+    assert not plugins.are_found([str(old.parent)])
+    plugins.write_metadata(tmp_path / "new")
+    assert plugins.are_found([str(tmp_path / "new"), str(old.parent)])
+    path = plugins.with_path({"PYTHONPATH": "/given", "A": "b"}, tmp_path / "new")["PYTHONPATH"].split(os.pathsep)
+    assert path[:2] == [str(tmp_path / "new"), "/given"] and (Path(path[2]) / "overspill/__init__.py").is_file()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from overspill.kv.errors import OverspillError
 from overspill.service import installation
 from overspill.service.installation import ServiceError, SystemctlFailed, Units
+from overspill.service.planned import other_users_settings
 from overspill.service.quoting import escape_instance, quote_program
 from overspill.service.units import MARKER, TEMPLATE, Mode, Service, unit_files, unit_name
 from tests.test_service_cli import SMALL, overspill
@@ -343,3 +345,24 @@ def test_a_users_manager_is_found_by_its_socket(tmp_path: Path, systemctl: Path)
     # Another folder is not the manager's.
     assert installation.units_of(Mode.USER, tmp_path, environment).systemctl is None
     assert installation.units_of(Mode.SYSTEM, None, environment).folder == Path("/etc/systemd/system")
+
+
+def test_who_plans_for_another_user_is_told_whose_settings_count() -> None:
+    assert other_users_settings(None, "root") == [] == other_users_settings("root", "root")
+    (warning,) = other_users_settings("ai", "root")
+    assert "runs as ai" in warning and "of root" in warning
+
+
+def test_services_on_one_port_are_found(tmp_path: Path) -> None:
+    units = Units(Mode.USER, tmp_path, None)
+    one = service("one")
+    two = replace(one, name="two", command=("/a b/python", "serve", "two", "--port", "9000"))
+    installation.install(units, one)
+    installation.install(units, two)
+    assert installation.on_port(tmp_path, replace(one, name="new")) == ["overspill@one.service"]
+    assert installation.on_port(tmp_path, one) == [], "itself"
+    assert installation.on_port(tmp_path, replace(two, name="new")) == ["overspill@two.service"]
+    assert (
+        installation.on_port(tmp_path, replace(two, name="new", command=("/p", "--port", "9000", "--port", "9001")))
+        == []
+    )

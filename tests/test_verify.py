@@ -220,6 +220,7 @@ BAD = {
     "half a minute": (("MODEL", "--soak", "--minutes", "0.5"), 2, "--minutes: '0.5' is not a whole number"),
     "a seed in words": (("MODEL", "--seed", "seven"), 2, "--seed: 'seven' is not a whole number from 0"),
     "a negative seed": (("MODEL", "--seed=-1"), 2, "--seed: '-1' is not a whole number"),
+    "a load format that is none": (("MODEL", "--load-format", "gguf"), 2, "--load-format: 'gguf' is neither auto nor"),
     "an unknown scenario": (("MODEL", "--scenario", "spiled"), 2, "there is no 'spiled'; did you mean spilled?"),
     "a soak's scenario": (("MODEL", "--scenario", "arrivals"), 2, "--scenario arrivals is part of --soak"),
     "a device that is none": (("MODEL", "--device", "tpu"), 2, "--device: 'tpu' is none of auto, cuda, cpu"),
@@ -243,13 +244,49 @@ def test_a_mistake_is_told_in_a_sentence(llama: Path, name: str) -> None:
     assert said in answer.stderr and "Traceback" not in answer.stderr
 
 
-def test_a_model_that_vllm_cannot_load_is_told_with_its_reason(tmp_path: Path, llama: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text((llama / "config.json").read_text())
-    answer = verify(str(broken), *SETTINGS, "--scenario", "returning")
+@pytest.fixture
+def shape(tmp_path: Path, llama: Path) -> Path:
+    """A model of which only the configuration is here."""
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    (folder / "config.json").write_text((llama / "config.json").read_text())
+    return folder
+
+
+def test_a_model_that_vllm_cannot_load_is_told_with_its_reason(shape: Path) -> None:
+    answer = verify(str(shape), *SETTINGS, "--scenario", "returning")
     assert answer.returncode == 1
     assert "vLLM cannot run the model even without Overspill: " in answer.stderr and "Traceback" not in answer.stderr
+    assert "--load-format dummy" in answer.stderr
+
+
+# As vLLM makes them: so small that the answer depends on the last token alone.
+INSENSITIVE = """
+    from overspill.verify import weights
+    weights.redraw = lambda model, seed=0: 0
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_sensitive", [True, False])
+def test_a_shape_is_verified_with_random_weights_that_can_tell_and_not_with_others(
+    shape: Path, tmp_path: Path, is_sensitive: bool
+) -> None:
+    """And where vLLM is told of no plugin, as where Overspill is only on the path."""
+    if not is_sensitive:
+        (tmp_path / "sitecustomize.py").write_text(planted(INSENSITIVE))
+    answer = verify(
+        str(shape), *SETTINGS, "--load-format", "dummy", "--scenario", "damaged", VLLM_PLUGINS="none",
+        PYTHONPATH=str(tmp_path),
+    )  # fmt: skip
+    assert answer.returncode == int(not is_sensitive), answer.stderr + answer.stdout
+    verdict = answer.stdout.splitlines()[-1]
+    assert "random weights, " in answer.stdout
+    if is_sensitive:
+        assert verdict.startswith("Verified: ") and "the model can tell" in answer.stdout
+    else:
+        assert verdict.startswith("NOT VERIFIED: damaged: damage that nothing caught did not change the answer")
+        assert "--load-format dummy" in answer.stdout.splitlines()[-2]
 
 
 def test_the_help_has_an_example() -> None:

@@ -11,7 +11,7 @@ import pytest
 from overspill.kv.errors import OverspillError
 from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
-from overspill.settings import SETTINGS
+from overspill.settings import SETTINGS, resolve
 from overspill.verify.answers import Answer, Ask
 from overspill.verify.comparison import Tolerance, compare, noise, tolerance
 from overspill.verify.engine_life import offload_life, reference_life, spill_life
@@ -19,6 +19,7 @@ from overspill.verify.errors import CannotVerify
 from overspill.verify.merging import merged
 from overspill.verify.outcome import Outcome, exit_code, verdict
 from overspill.verify.progress import Progress, remaining
+from overspill.verify.proof import eager_unless_asked
 from overspill.verify.report import faults, repeating, report_as_json, report_as_text
 from overspill.verify.request import read_request
 from overspill.verify.run import Result, can_be_batch_invariant, num_lives
@@ -171,6 +172,19 @@ def test_a_model_that_cannot_tell_makes_the_proof_weaker_and_the_last_sentence_s
     blind = outcome("damaged", figures=figures, sensitive=False)
     assert exit_code([blind]) == 0 and "weaker" in verdict([blind])
     assert "weaker" not in verdict([replace(blind, sensitive=True)])
+
+
+def test_random_weights_that_cannot_tell_prove_nothing() -> None:
+    figures = {"hit_tokens": 1, "load_bytes": 1, "injected": 1, "corrupt_blocks": 1, "load_failures": 1}
+    blind = outcome("damaged", figures=figures, sensitive=False, must_be_sensitive=True)
+    assert exit_code([blind]) == 1 and "did not change the answer" in verdict([blind])
+    assert exit_code([replace(blind, sensitive=True)]) == 0
+
+
+def test_engines_are_eager_unless_graphs_are_asked_for() -> None:
+    assert eager_unless_asked(resolve({}, {}))["enforce_eager"].value is True
+    assert eager_unless_asked(resolve({"enforce_eager": False}, {}))["enforce_eager"].value is False
+    assert eager_unless_asked(resolve({}, {"OVERSPILL_ENFORCE_EAGER": "no"}))["enforce_eager"].value is False
 
 
 def test_rounds_are_added_up_and_the_first_failure_stays_visible() -> None:

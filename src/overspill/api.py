@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from overspill.kv.errors import OverspillError
-from overspill.settings import SETTINGS, SettingsError, config_path, resolve
+from overspill.named import Named, look_up
+from overspill.settings import SETTINGS, SettingsError, config_path, plain, resolve
 
 if TYPE_CHECKING:
     from overspill.planning.planner import Plan
@@ -46,11 +47,10 @@ def plan(
 ) -> "Plan":
     """What fits, what goes to RAM, and how fast it will be: what `overspill plan` prints.
 
-    All settings of the command are taken, under the same names; what is not given comes from the environment,
-    config.toml and the defaults. Sizes are bytes or "40GiB", lengths are tokens or "128k".
+    All settings of the command are taken, under the same names; what is not given comes from the registry, if `model`
+    is one of its names, and from the environment, config.toml and the defaults. Sizes are bytes or "40GiB", lengths are
+    tokens or "128k".
     """
-    from overspill.planning.machine import plan_for
-
     for name in settings:
         if name not in _SETTINGS:
             raise SettingsError(f"plan() has no setting {name!r}; {_nearest(name, list(_SETTINGS))}")
@@ -58,8 +58,7 @@ def plan(
         "max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, "gpu": gpu, "link": link,
         "kv_cache_dtype": kv_cache_dtype, **settings,
     }  # fmt: skip
-    values = resolve(_parsed(given), file=config_path())
-    return plan_for(model, {name: value.value for name, value in values.items()})
+    return _planned(_look_up(model), given)
 
 
 def engine_args(
@@ -89,21 +88,37 @@ def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple["Plan", dic
     from overspill.kv import plugin
     from overspill.planning.arguments import vllm_args
     from overspill.serve.command import combine
+    from overspill.weights import transformers_layers
 
     own = {name: value for name, value in given.items() if name not in _SETTINGS}
     _refuse_unknown(own)
-    made = plan(model, **{name: value for name, value in given.items() if name in _SETTINGS})
+    named = _look_up(model)
+    made = _planned(named, {name: value for name, value in given.items() if name in _SETTINGS})
     if made.chosen is None:
         raise DoesNotFit(made)
     # Where Overspill is only on the path, vLLM finds no plugin of it.
     plugin.register()
-    combined = combine(vllm_args(made, made.chosen), _as_flags(own))
+    transformers_layers.register()
+    combined = combine(vllm_args(made, made.chosen), [*_engine_flags(named.vllm_args), *_as_flags(own)])
     for told in (*made.warnings, *combined.contradictions, *combined.changes):
         # Past this function and the one that was called, to the user's own line.
         warnings.warn(told, PlanContradicted, stacklevel=3)
     names = {_name(flag.name) for flag in combined.flags} - own.keys()
     planned = _read_by_vllm([word for flag in combined.flags if _name(flag.name) in names for word in flag.words])
-    return made, {"model": model, **{name: getattr(planned, name) for name in sorted(names)}, **own}
+    return made, {"model": named.source, **{name: getattr(planned, name) for name in sorted(names)}, **own}
+
+
+def _look_up(model: str) -> Named:
+    named = look_up(model)
+    if named.warning:
+        warnings.warn(named.warning, RuntimeWarning, stacklevel=4)
+    return named
+
+
+def _planned(named: Named, given: Mapping[str, Any]) -> "Plan":
+    from overspill.planning.machine import plan_for
+
+    return plan_for(named.source, plain(named.applied(resolve(_parsed(given), file=config_path()))))
 
 
 def contradicting_variables(arguments: Mapping[str, Any]) -> list[str]:
@@ -147,6 +162,16 @@ def _as_flags(own: Mapping[str, Any]) -> list[str]:
         elif value is not None:
             flags.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
     return flags
+
+
+def _engine_flags(flags: Sequence[str]) -> list[str]:
+    """Of the registry's, those of an engine; a server has others beside."""
+    from vllm import EngineArgs
+
+    from overspill.serve.flags import read_flags
+
+    known = inspect.signature(EngineArgs).parameters
+    return [word for flag in read_flags(flags) if _name(flag.name) in known for word in flag.words]
 
 
 def _name(flag: str) -> str:

@@ -1,4 +1,4 @@
-"""Living processes, as /proc tells of them: those of a session, and those below a process.
+"""Living processes, as /proc tells of them: those of a session, those below a process, and which is which.
 
 Standard library only: the guard is one of the processes of every server, and should stay small.
 """
@@ -27,6 +27,15 @@ def processes() -> Iterator[Process]:
             # The name is in brackets and may hold spaces and brackets, so fields are counted from the last one.
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             yield Process(int(entry.name), fields[0], int(fields[1]), int(fields[3]))
+
+
+def identity(pid: int) -> str | None:
+    """Boot and start time of a living process: numbers of processes are used again."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+    return None
 
 
 def in_session(session: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Settings of the commands: one table for flags, environment, config.toml, validation and the documentation.
 
-A flag wins over the environment (`OVERSPILL_…`), that over the file, and that over the default; each value remembers
-which it was.
+A flag wins over what the registry sets for a model, that over the environment (`OVERSPILL_…`), that over the file, and
+that over the default; each value remembers which it was.
 """
 
 import difflib
@@ -24,6 +24,7 @@ class SettingsError(OverspillError):
 
 class GivenBy(StrEnum):
     FLAG = "flag"
+    REGISTRY = "registry"
     ENVIRONMENT = "environment"
     FILE = "config.toml"
     DEFAULT = "default"
@@ -162,9 +163,25 @@ def resolve(
     return values
 
 
+def with_registered(values: Mapping[str, Value], model: str, registered: Mapping[str, Any]) -> dict[str, Value]:
+    """What the registry sets for a model wins over everything but flags."""
+    return {
+        name: Value(value.setting, registered[name], GivenBy.REGISTRY, f"registry: {model}")
+        if name in registered and value.origin is not GivenBy.FLAG
+        else value
+        for name, value in values.items()
+    }
+
+
 def plain(values: Mapping[str, Value]) -> dict[str, Any]:
     """Without where they come from."""
     return {name: value.value for name, value in values.items()}
+
+
+def origins(values: Mapping[str, Value]) -> dict[str, Any]:
+    """For JSON: what was set, and whether a flag, the registry, the environment or the file said so."""
+    told = {name: {"value": value.value, "origin": str(value.origin)} for name, value in values.items()}
+    return {"settings": {name: each for name, each in told.items() if each["origin"] != GivenBy.DEFAULT}}
 
 
 def _value(setting: Setting, given: object, origin: GivenBy, place: str) -> Value:
@@ -200,7 +217,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 # Variables with our prefix that are no settings.
-_OTHER_VARIABLES = {"OVERSPILL_CONFIG", "OVERSPILL_DATABASE_URL"}
+_OTHER_VARIABLES = {"OVERSPILL_API_KEY", "OVERSPILL_CONFIG", "OVERSPILL_DATABASE_URL"}
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:

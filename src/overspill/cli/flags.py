@@ -9,7 +9,9 @@ import typer
 
 from overspill.settings import SETTINGS, Setting, Value, config_path, resolve
 
-Model = Annotated[str, typer.Argument(help="A folder, or a repository of Hugging Face's cache or hub.")]
+Model = Annotated[
+    str, typer.Argument(help="A folder, a model of the registry, or a repository of Hugging Face's cache or hub.")
+]
 Command = Callable[..., None]
 HELP = {setting.name: setting.help for setting in SETTINGS}
 
@@ -22,9 +24,7 @@ def with_settings(names: Collection[str]) -> Callable[[Command], Command]:
     settings = [setting for setting in SETTINGS if setting.name in names]
 
     def values(given: dict[str, Any]) -> dict[str, Value]:
-        # A switch that is not given leaves it to the environment and the file.
-        stated = {name: None if value is False else value for name, value in given.items()}
-        return resolve(stated, file=config_path())
+        return resolve(given, file=config_path())
 
     return with_flags("values", [_parameter(setting) for setting in settings], values)
 
@@ -56,6 +56,9 @@ def flag(name: str, option: Any, kind: Any = str | None, default: Any = None) ->
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    is_switch = isinstance(setting.default, bool)
-    kind, default = (bool, False) if is_switch else (str | None, None)
-    return flag(setting.name, typer.Option(setting.flag, help=setting.help), kind, default)
+    if not isinstance(setting.default, bool):
+        return flag(setting.name, typer.Option(setting.flag, help=setting.help))
+    # What the registry, the environment or the file switched on can be switched off; not given leaves it to them.
+    # Nobody leaves `--force` switched on.
+    off = f"/--no-{setting.flag.removeprefix('--')}" if setting.name != "force" else ""
+    return flag(setting.name, typer.Option(f"{setting.flag}{off}", help=setting.help), bool | None)

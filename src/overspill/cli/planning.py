@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from overspill.cli.flags import PLANNING, Model, with_settings
-from overspill.settings import Value, plain
+from overspill.cli.naming import find_named
+from overspill.settings import Value, origins, plain
 
 
 @with_settings(PLANNING)
@@ -21,7 +22,8 @@ def plan(
     from overspill.planning.report import plan_as_json
     from overspill.planning.text import plan_as_text
 
-    made = plan_for(model, plain(values), cards=cards)
-    print(json.dumps(plan_as_json(made), indent=2) if as_json else plan_as_text(made))
+    named, values = find_named(model, values)
+    made = plan_for(named.source, plain(values), cards=cards)
+    print(json.dumps({**plan_as_json(made), **origins(values)}, indent=2) if as_json else plan_as_text(made))
     if made.chosen is None:
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from overspill.cli.flags import SERVING, Model, with_settings
+from overspill.cli.naming import find_named
 from overspill.kv.errors import OverspillError
 from overspill.settings import Value, plain
 
@@ -79,6 +80,12 @@ def install(
     units = installation.units_of(planned.mode, folder)
     if now and units.systemctl is None:
         raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
+    if others := installation.on_port(units.folder, planned):
+        print(
+            f"warning: port {planned.port} is also that of {' and '.join(others)}: the one that is started later "
+            "fails. Give another --port",
+            file=sys.stderr,
+        )
     for path in installation.install(units, planned, force=force, now=now):
         print(f"wrote {path}")
     systemctl = "systemctl" if is_system else "systemctl --user"
@@ -113,24 +120,36 @@ def _planned(
     from overspill.planning.machine import plan_for
     from overspill.serve.errors import CannotServe
     from overspill.serve.prepared import prepare, require_this_machine
-    from overspill.service.planned import kept_environment, planned_service
+    from overspill.service.planned import kept_environment, other_users_settings, planned_service
     from overspill.service.units import Mode
 
+    user = _user(run_as, is_system=is_system)
+    for warning in other_users_settings(user, getpass.getuser()):
+        print(f"warning: {warning}", file=sys.stderr)
+    named, values = find_named(model, values)
     settings = plain(values)
     environment = kept_environment(sys.executable, os.environ)
+    flags = [*named.vllm_args, *vllm_args]
+    registered = named.name if named.is_registered else None
     try:
-        plan = plan_for(model, settings)
+        plan = plan_for(named.source, settings)
         # What would end the server when it starts ends this now.
-        prepared = prepare(model, plan, settings, vllm_args, vllm=installed_vllm(), environment=environment)
+        prepared = prepare(
+            named.source, plan, settings, flags, vllm=installed_vllm(), environment=environment, name=registered
+        )
         require_this_machine(prepared)
     except CannotServe as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     for warning in prepared.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    # A service's plan is fixed: the unit names what the registry says now, and needs no registry of its user's.
+    served = ["--served-model-name", prepared.served_name, named.source] if registered is not None else []
+    if any(flag.name == "--served-model-name" for flag in prepared.combined.given):
+        served = []
     return planned_service(
-        model, values, plan, vllm_args, mode=Mode.SYSTEM if is_system else Mode.USER, name=name,
-        run_as=_user(run_as, is_system=is_system), program=sys.executable, environment=environment,
+        named.source, values, plan, [*served, *flags], mode=Mode.SYSTEM if is_system else Mode.USER,
+        name=name or registered, run_as=user, program=sys.executable, environment=environment,
     )  # fmt: skip
 
 

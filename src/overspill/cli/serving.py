@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from overspill.cli.flags import SERVING, Model, with_settings
+from overspill.cli.naming import find_named
 from overspill.kv.errors import OverspillError
 from overspill.settings import Value, plain
 
@@ -38,11 +39,15 @@ def serve(
         raise OverspillError(f"the model comes first, before vLLM's own flags; {model} is a flag")
     if as_json and not dry_run:
         raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
+    named, values = find_named(model, values)
     settings = plain(values)
     try:
-        plan = plan_for(model, settings)
+        plan = plan_for(named.source, settings)
         _tell(plan_as_text(plan))
-        prepared = prepare(model, plan, settings, context.args, vllm=installed_vllm())
+        prepared = prepare(
+            named.source, plan, settings, [*named.vllm_args, *context.args], vllm=installed_vllm(),
+            name=named.name if named.is_registered else None,
+        )  # fmt: skip
         for warning in prepared.warnings:
             _tell(f"warning: {warning}")
         if dry_run:

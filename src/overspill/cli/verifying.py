@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from overspill.cli.flags import PLANNING, Model, with_settings
+from overspill.cli.naming import find_named
 from overspill.settings import Value
 
 
@@ -18,6 +19,9 @@ def verify(
     soak: Annotated[bool, typer.Option("--soak", help="Again and again, with other lengths and orders.")] = False,
     minutes: Annotated[str | None, typer.Option(help="With --soak: how long; 30 if not given.")] = None,
     seed: Annotated[str | None, typer.Option(help="What prompts and orders are drawn from; 0 if not given.")] = None,
+    load_format: Annotated[
+        str | None, typer.Option(help="`dummy` for random weights in place of the model's; none are needed then.")
+    ] = None,
     scenario: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that was counted.")] = False,
 ) -> None:
@@ -26,9 +30,14 @@ def verify(
     from overspill.verify.proof import prove
     from overspill.verify.request import read_request
 
-    request = read_request(quick=quick, soak=soak, minutes=minutes, seed=seed, scenarios=scenario or [])
+    request = read_request(
+        quick=quick, soak=soak, minutes=minutes, seed=seed, scenarios=scenario or [], load_format=load_format
+    )
+    named, values = find_named(model, values)
+    if named.vllm_args:
+        _tell(f"not used here: vLLM's own flags of the registry ({' '.join(named.vllm_args)})")
     try:
-        proof = prove(model, values, request, _tell)
+        proof = prove(named.source, values, request, _tell, name=named.name)
     except CannotVerify as error:
         _tell(f"error: {error}")
         raise typer.Exit(1) from None

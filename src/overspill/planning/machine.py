@@ -15,7 +15,7 @@ from overspill.model.read import read_model
 from overspill.planning.installed import installed_vllm
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.platform import CPU, CUDA, LATENT_BLOCK_SIZE_WITH_AMX, Platform
-from overspill.planning.profiles import Profile, fingerprint, recall
+from overspill.planning.profiles import Profile, Remembered, fingerprint
 from overspill.planning.setup import Profiles
 from overspill.planning.wishes import MAX_NUM_SEQS, Wishes
 
@@ -36,8 +36,8 @@ class Device:
     ram_bytes: Known[int]
 
 
-def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False) -> Plan:
-    """`settings` are the values of `overspill.settings`, by name."""
+def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False, found: Hardware | None = None) -> Plan:
+    """`settings` are the values of `overspill.settings`, by name; `found` is the machine, if not as it is now."""
     dtype = settings.get("dtype") or "auto"
     facts = read_model(model, dtype=dtype)
     wishes = Wishes(
@@ -52,15 +52,15 @@ def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False) ->
         force=bool(settings.get("force")),
         cards=cards,
     )
-    device = find_device(settings)
+    device = find_device(settings, found)
     profiles = _measured_profiles(facts, device.gpu, wishes)
     return make_plan(facts, device.gpu, device.ram_bytes, wishes, platform=device.platform, profiles=profiles)
 
 
-def find_device(settings: Mapping[str, Any]) -> Device:
+def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> Device:
     """The GPU that is stated or found; vLLM's CPU platform if asked for, or where there is neither a GPU nor a vLLM
     that could use one."""
-    found = detect()
+    found = detect() if found is None else found
     ram = settings.get("ram")
     hardware = with_stated(
         found, gpu=settings.get("gpu"), ram=None if ram is None else f"{ram}B", link=settings.get("link")
@@ -120,7 +120,7 @@ def _has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes) -> Profiles:
-    vllm = installed_vllm()
+    vllm, remembered = installed_vllm(), Remembered()
     known: dict[tuple[int, str], Profile | None] = {}
 
     def profile(max_num_batched_tokens: int, kv_cache_dtype: str) -> Profile | None:
@@ -128,7 +128,7 @@ def _measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes) -> Profiles:
             return None
         case = (max_num_batched_tokens, kv_cache_dtype)
         if case not in known:
-            known[case] = recall(
+            known[case] = remembered.recall(
                 fingerprint(
                     facts, gpu, vllm_version=vllm.version, max_num_batched_tokens=max_num_batched_tokens,
                     max_num_seqs=wishes.max_num_seqs, enforce_eager=wishes.enforce_eager,

@@ -1,4 +1,4 @@
-"""Memory that engines were seen to take beside weights and KV, kept between runs: one small JSON file for each case."""
+"""Memory that engines were seen to take beside weights and KV, kept between runs in the registry."""
 
 import hashlib
 import json
@@ -6,21 +6,19 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from datetime import date
-from pathlib import Path
+from dataclasses import dataclass, fields
 
-from overspill.files import replace_file
-from overspill.hardware.folders import cache_folder
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import TiB
 from overspill.model.facts import ModelFacts
+from overspill.named import NoRegistry, has_registry, using_registry
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
-# More is not an overhead but a damaged file.
+# More is not an overhead but a damaged record.
 _MOST = TiB
+# An engine starts meanwhile.
+_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,48 +63,52 @@ def fingerprint(
     return f"{re.sub(r'[^a-z0-9.]+', '-', words.lower())[:100]}-{digest}"
 
 
-def remember(fingerprint: str, profile: Profile, environ: Mapping[str, str] | None = None) -> None:
-    """Keep a profile; failing to is no error. Of two writers the last wins, and readers see either, whole."""
-    path = _path(fingerprint, environ)
-    if path is None:
-        logger.warning(
-            "Overspill: there is no home for a cache; what this run measured is not kept. Set XDG_CACHE_HOME"
-        )
-        return
-    entry = {"format": _FORMAT, "fingerprint": fingerprint, "measured_on": date.today().isoformat(), **asdict(profile)}
+def remember(
+    fingerprint: str, profile: Profile, link: tuple[int, int] | None = None, environ: Mapping[str, str] | None = None
+) -> None:
+    """Keep a profile, and the link's measured rates to the device and back; failing to is no error. Of two writers the
+    last wins, as a whole."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(entry, indent=1) + "\n")
-    except OSError as error:
-        logger.warning("Overspill: what this run measured could not be kept in %s (%s); plans assume it", path, error)
+        with using_registry():
+            from overspill.registry import MeasuredLink, open_registry, save_profile
+
+            with open_registry(environ=environ, wait_seconds=_WAIT_S) as registry:
+                save_profile(registry, fingerprint, profile, MeasuredLink(*link) if link is not None else None)
+    except NoRegistry as error:
+        logger.warning("Overspill: what this run measured is not kept, and plans go on assuming it: %s", error)
 
 
-def recall(fingerprint: str, environ: Mapping[str, str] | None = None) -> Profile | None:
-    """The profile measured for that fingerprint; None if there is none, or the file is damaged."""
-    path = _path(fingerprint, environ)
-    if path is None:
-        return None
-    try:
-        return _parse(path.read_text(encoding="utf-8"), fingerprint)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        logger.warning("Overspill: the measured memory in %s cannot be read (%s); it is assumed", path, error)
-    except (ValueError, TypeError, KeyError) as error:  # UnicodeDecodeError is a ValueError
-        logger.warning("Overspill: the measured memory in %s is damaged (%s); it is assumed", path, error)
-    return None
+class Remembered:
+    """What earlier runs measured, for one plan. The registry is opened when first asked, never made, and asked no more
+    after it has failed once."""
 
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = os.environ if environ is None else environ
+        self._is_usable = has_registry(self._environ)
 
-def _path(fingerprint: str, environ: Mapping[str, str] | None) -> Path | None:
-    folder = cache_folder(os.environ if environ is None else environ)
-    return None if folder is None else folder / "profiles" / f"{fingerprint}.json"
+    def recall(self, fingerprint: str) -> Profile | None:
+        """The profile measured for that fingerprint; None if there is none, or it cannot be had."""
+        if not self._is_usable:
+            return None
+        try:
+            return self._load(fingerprint)
+        except NoRegistry as error:
+            self._is_usable = False
+            logger.warning("Overspill: what earlier runs measured cannot be read, and is assumed: %s", error)
+            return None
 
+    def _load(self, fingerprint: str) -> Profile | None:
+        with using_registry():
+            from overspill.registry import load_profile, open_existing
 
-def _parse(text: str, fingerprint: str) -> Profile:
-    entry = json.loads(text)
-    if entry["format"] != _FORMAT or entry["fingerprint"] != fingerprint:
-        raise ValueError("it belongs to something else")
-    sizes = {field.name: entry[field.name] for field in fields(Profile)}
-    if not all(type(size) is int and 0 <= size < _MOST for size in sizes.values()):
-        raise ValueError(f"sizes of {list(sizes.values())}")
-    return Profile(**sizes)
+            registry = open_existing(self._environ)
+            if registry is None:
+                return None
+            with registry:
+                found = load_profile(registry, fingerprint)
+        if found is None:
+            return None
+        sizes = [getattr(found.overheads, field.name) for field in fields(Profile)]
+        if not all(0 <= size < _MOST for size in sizes):
+            raise NoRegistry(f"sizes of {sizes} for {fingerprint}")
+        return found.overheads

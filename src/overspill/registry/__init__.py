@@ -1,6 +1,6 @@
 """The registry: models, runs, profiles and results, in one database that commands and pages write alike."""
 
-from overspill.registry.database import Registry, open_registry
+from overspill.registry.database import Registry, open_existing, open_registry
 from overspill.registry.entries import Entry, read_models_file, scan_hub_cache
 from overspill.registry.errors import (
     BadDatabaseUrl,
@@ -68,6 +68,7 @@ __all__ = [
     "list_runs",
     "load_profile",
     "needs_restart",
+    "open_existing",
     "open_registry",
     "read_models_file",
     "remove_model",

@@ -17,6 +17,8 @@ from overspill.registry.place import VARIABLE, Place, find_place, prepare_file
 from overspill.registry.sqlite import WRITES, set_up_sqlite, use_wal
 
 _WAIT_SECONDS = 15
+BRIEFLY = 2.0
+"""Seconds to wait where the registry is of use, and not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,30 @@ class Registry:
         self.close()
 
 
-def open_registry(url: str | None = None, environ: Mapping[str, str] | None = None) -> Registry:
-    """The registry of `url`, else of OVERSPILL_DATABASE_URL, else the user's own; made or migrated if need be."""
+def open_registry(
+    url: str | None = None, environ: Mapping[str, str] | None = None, *, wait_seconds: float | None = None
+) -> Registry:
+    """The registry of `url`, else of OVERSPILL_DATABASE_URL, else the user's own; made or migrated if need be.
+
+    With `wait_seconds`, no longer for other programs, or for a server that does not answer: for those who can go on
+    without it.
+    """
     place = find_place(url, environ)
+    if wait_seconds is not None:
+        place = place.with_wait(wait_seconds)
     prepare_file(place)
+    return _opened(place)
+
+
+def open_existing(environ: Mapping[str, str] | None = None, *, wait_seconds: float = BRIEFLY) -> Registry | None:
+    """The registry that commands use, to look something up; None if there is none, and none is made."""
+    place = find_place(None, environ)
+    if place.file is not None and not place.file.exists():
+        return None
+    return open_registry(None, environ, wait_seconds=wait_seconds)
+
+
+def _opened(place: Place) -> Registry:
     engine = _engine(place)
     try:
         with _told(place, engine):

@@ -19,8 +19,12 @@ class DuplicateModel(RegistryError):
     """A model of that name is there already."""
 
 
+class DuplicateKey(RegistryError):
+    """An API key of that name is there already."""
+
+
 class UnknownRecord(RegistryError):
-    """No run or result of that number."""
+    """No run, result or key of that number or name."""
 
 
 class BadModelsFile(RegistryError):

@@ -5,12 +5,13 @@ import stat
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
+from overspill.hardware.folders import state_folder
 from overspill.registry.errors import BadDatabaseUrl, RegistryUnavailable
 
 VARIABLE = "OVERSPILL_DATABASE_URL"
@@ -31,6 +32,11 @@ class Place:
     def file(self) -> Path | None:
         """SQLite's; None for a server."""
         return Path(self.url.database or "") if self.url.get_backend_name() == "sqlite" else None
+
+    def with_wait(self, seconds: float) -> "Place":
+        """Waits at most so long for others; whole seconds at a server, from 2 on, as its library does."""
+        name, most = ("timeout", seconds) if self.file is not None else ("connect_timeout", max(2, int(seconds)))
+        return replace(self, url=self.url.update_query_dict({name: f"{most:g}"}))
 
     def __str__(self) -> str:
         """For messages: a password may be in the URL, or among its options."""
@@ -88,16 +94,10 @@ def _private_folder(folder: Path) -> None:
 
 
 def _state_folder(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_STATE_HOME", "")
-    if Path(base).is_absolute():  # others are to be ignored, says the XDG Base Directory Specification
-        return Path(base) / "overspill"
-    try:
-        home = Path(environ.get("HOME") or Path.home())
-    except RuntimeError:
-        raise RegistryUnavailable(
-            f"there is no home folder to keep the registry in; set XDG_STATE_HOME, or {VARIABLE}"
-        ) from None
-    return home / ".local" / "state" / "overspill"
+    folder = state_folder(environ)
+    if folder is None:
+        raise RegistryUnavailable(f"there is no home folder to keep the registry in; set XDG_STATE_HOME, or {VARIABLE}")
+    return folder
 
 
 def _parse(given: str) -> URL:

@@ -11,6 +11,7 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from overspill.processes import identity
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.model_settings import ModelSettings, settings_as_json, settings_from_json
@@ -57,7 +58,7 @@ class Run:
             return False
         if self.host != platform.node():
             return True
-        return self.pid is not None and self.process is not None and _process(self.pid) == self.process
+        return self.pid is not None and self.process is not None and identity(self.pid) == self.process
 
     @property
     def process_text(self) -> str:
@@ -82,7 +83,7 @@ def start_run(
         versions=storable(dict(installed_versions() if versions is None else versions), "the versions"),
         host=platform.node(),
         pid=pid,
-        process=_process(pid) if pid is not None else None,
+        process=identity(pid) if pid is not None else None,
         log_file=storable(str(log_file), "the name of the log file") if log_file is not None else None,
         started_at=now(),
     )
@@ -142,16 +143,6 @@ def end_lost_runs(registry: Registry) -> list[Run]:
 def running_in(session: Session, model_id: int) -> list[Run]:
     query = select(RunRow).where(RunRow.model_id == model_id, RunRow.ended_at.is_(None)).order_by(RunRow.id)
     return [run for run in map(_run, session.scalars(query)) if run.is_running]
-
-
-def _process(pid: int) -> str | None:
-    try:
-        # The name is in brackets and may hold spaces and brackets, so fields are counted from the last one.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
 
 
 def _run(row: RunRow) -> Run:

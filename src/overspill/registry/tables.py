@@ -101,3 +101,47 @@ class ResultRow(Base):
     run_id: Mapped[int | None] = mapped_column(Integer, ForeignKey("runs.id", ondelete="SET NULL"), index=True)
     started_at: Mapped[datetime]
     saved_at: Mapped[datetime]
+
+
+class KeyRow(Base):
+    __tablename__ = "manager_keys"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    name: Mapped[str] = mapped_column(String(100), unique=True)
+    prefix: Mapped[str] = mapped_column(String(40), unique=True)
+    digest: Mapped[str] = mapped_column(String(64))
+    scope: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime]
+    last_used_at: Mapped[datetime | None]
+
+
+class PasswordRow(Base):
+    __tablename__ = "manager_passwords"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    hash: Mapped[str] = mapped_column(Text)
+    changed_at: Mapped[datetime]
+
+
+class SessionRow(Base):
+    __tablename__ = "manager_sessions"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    who: Mapped[str] = mapped_column(Text)
+    address: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime]
+    seen_at: Mapped[datetime]
+
+
+class AuditRow(Base):
+    __tablename__ = "manager_audit"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    at: Mapped[datetime]
+    who: Mapped[str] = mapped_column(Text)
+    action: Mapped[str] = mapped_column(Text)
+    subject: Mapped[str] = mapped_column(Text)
+    address: Mapped[str] = mapped_column(Text)
+    outcome: Mapped[str] = mapped_column(Text)
+    detail: Mapped[str | None] = mapped_column(Text)

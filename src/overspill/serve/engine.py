@@ -3,10 +3,12 @@
 import contextlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from overspill.processes import in_session, kill, wait_until_none
+from overspill.serve import plugins
 from overspill.serve.guard import PATIENCE_S, READY
 from overspill.serve.log import Log
 
@@ -17,6 +19,11 @@ class Engine:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], *, quiet: bool, log_file: Path | None
     ) -> None:
+        self._plugins: tempfile.TemporaryDirectory[str] | None = None
+        if not plugins.are_found():
+            self._plugins = tempfile.TemporaryDirectory(prefix="overspill-plugins-")
+            plugins.write_metadata(Path(self._plugins.name))
+            environment = plugins.with_path(environment, Path(self._plugins.name))
         # A session of its own: a Ctrl-C is for us, and what belongs to the engine is known by it.
         self._guard = subprocess.Popen(
             [sys.executable, "-P", "-m", "overspill.serve.guard", *command],
@@ -61,3 +68,5 @@ class Engine:
             kill(left)
             wait_until_none(lambda: in_session(self.session), 1.0)
         self._guard.wait()
+        if self._plugins is not None:
+            self._plugins.cleanup()

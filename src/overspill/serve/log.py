@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from overspill.hardware.folders import state_folder
 from overspill.kv.errors import OverspillError
 
 _KEPT_LINES = 400
@@ -15,8 +16,10 @@ _KEPT_LINES = 400
 
 def open_log(given: Path | None, port: int, environment: Mapping[str, str] = os.environ) -> Path:
     """A new, empty file: the one given, or one in the XDG state folder for each port."""
-    folder = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local/state")
-    path = given or Path(folder) / "overspill" / f"serve-{port}.log"
+    folder = state_folder(environment)
+    if given is None and folder is None:
+        raise OverspillError("there is no home folder for vLLM's log; name a file with --log-file")
+    path = given or (folder or Path()) / f"serve-{port}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
@@ -28,7 +31,8 @@ def open_log(given: Path | None, port: int, environment: Mapping[str, str] = os.
 class Log:
     def __init__(self, source: IO[bytes], terminal: IO[bytes] | None, file: Path | None) -> None:
         self._source, self._terminal = source, terminal
-        self._file: IO[bytes] | None = file.open("wb") if file is not None else None
+        # Appended to: who limits its size empties it, and serve's own words may go there too.
+        self._file: IO[bytes] | None = file.open("ab") if file is not None else None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._thread = threading.Thread(target=self._copy, name="overspill-log", daemon=True)
         self._thread.start()

@@ -1,5 +1,7 @@
 """What a start measured, kept for the next plan."""
 
+from overspill.figures import Origin
+from overspill.hardware.gpu import Gpu
 from overspill.planning.installed import Vllm
 from overspill.planning.planner import Plan
 from overspill.planning.profiles import Profile, fingerprint, remember
@@ -26,4 +28,13 @@ def remember_profile(plan: Plan, way: Way, report: Report, vllm: Vllm) -> None:
             kv_cache_dtype=way.kv_cache_dtype,
         ),
         profile,
+        measured_link(plan.gpu),
     )  # fmt: skip
+
+
+def measured_link(gpu: Gpu) -> tuple[int, int] | None:
+    """Bytes per second to the device and back; None where they are not measured."""
+    rates = (gpu.link.h2d_bytes_per_second, gpu.link.d2h_bytes_per_second)
+    if any(rate.origin is not Origin.MEASURED for rate in rates):
+        return None
+    return rates[0].value, rates[1].value

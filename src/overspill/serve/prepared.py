@@ -22,6 +22,9 @@ from overspill.serve.traps import check
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     model: str
+    """What vLLM is given: a folder, or a repository."""
+    asked_for: str | None = None
+    """The name by which it was asked for, if not that: the registry's."""
     vllm: Vllm
     plan: Plan
     way: Way
@@ -30,6 +33,10 @@ class Prepared:
     environment: Mapping[str, str | None]
     """Variables to change; None removes one."""
     warnings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.asked_for or self.model
 
     @property
     def address(self) -> Address:
@@ -72,8 +79,10 @@ def prepare(
     *,
     vllm: Vllm | None,
     environment: Mapping[str, str] = os.environ,
+    name: str | None = None,
 ) -> Prepared:
-    """`settings` are the values of `overspill.settings`, `given` are vLLM's own flags, from the user."""
+    """`settings` are the values of `overspill.settings`, `given` are vLLM's own flags, from the user. `name` is the
+    model's in the registry: clients may ask for it by that name, and by its own."""
     if vllm is None:
         raise CannotServe(
             "vLLM is not installed in this Python environment, and serving needs it; install it with: "
@@ -82,13 +91,15 @@ def prepare(
     if (way := plan.chosen) is None:
         raise CannotServe(f"{refusal(plan)} --force starts the nearest, where there is one.")
     place = ["--host", str(settings["host"]), "--port", str(settings["port"])]
-    combined = combine([*vllm_args(plan, way), *place], given)
+    names = ["--served-model-name", name, model] if name is not None and name != model else []
+    combined = combine([*vllm_args(plan, way), *place, *names], given)
     port = combined.value("--port") or ""
     if not port.isdigit() or not 1 <= int(port) <= 65535:
         raise OverspillError(f"--port {port!r} is not a port; ports are 1 to 65535")
     checked = check(combined, plan, environment, on_cpu=plan.platform.is_cpu)
     return Prepared(
         model=model,
+        asked_for=name,
         vllm=vllm,
         plan=plan,
         way=way,

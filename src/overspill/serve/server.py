@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from overspill.serve.notice import notify
 from overspill.serve.prepared import Prepared
 from overspill.serve.reasons import reason, without_tracebacks
 from overspill.serve.report import VARIABLE, Phase, Report, earliest, read
+from overspill.serve.status import read_statuses
+from overspill.serve.telling import Telling
 
 _POLL_S = 0.2
 _SHOWN_LINES = 8
@@ -28,19 +29,18 @@ _SHOWN_LINES = 8
 
 def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path | None) -> None:
     """Returns when the server was asked to stop and is gone; raises if it ends otherwise."""
-    require_free(prepared.address, {prepared.model, prepared.served_name})
+    address = prepared.address
+    there = next((one.text for one in read_statuses() if one.is_alive and one.url == address.url), "")
+    require_free(address, {prepared.model, prepared.served_name}, there)
     folder = Path(tempfile.mkdtemp(prefix="overspill-"))
     environment = {**prepared.full_environment(), VARIABLE: str(folder)}
     # Ours to answer: vLLM's processes are not the service's main one.
     environment.pop(notice.VARIABLE, None)
     try:
         engine = Engine(prepared.command, environment, quiet=quiet, log_file=log_file)
-        life = _Life(prepared, engine, folder, force=force)
+        life = _Life(prepared, engine, folder, Telling(prepared, log_file=log_file), force=force)
         with _stopping_on_signals(engine):
-            try:
-                life.run()
-            finally:
-                engine.stop()
+            life.run_and_record()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -50,25 +50,34 @@ class _Life:
     prepared: Prepared
     engine: Engine
     folder: Path
+    telling: Telling
     force: bool = field(kw_only=True)
-    began: float = field(default_factory=time.monotonic)
     phase: Phase = Phase.STARTING
 
+    def run_and_record(self) -> None:
+        """However it ends, everything it started is gone before anybody is told of the end."""
+        try:
+            self.run()
+        except BaseException as error:
+            code = self.engine.poll()  # None where it was not vLLM that ended
+            self.engine.stop()
+            self.telling.fails(str(error) or type(error).__name__, code)
+            raise
+        self.engine.stop()
+        self.telling.stops()
+
     def run(self) -> None:
-        self._say(self.phase)
+        self.telling.starts(self.engine.session)
         self._start()
         if not self.engine.was_asked_to_stop:
             self.engine.ready()
             self._reached(Phase.READY)
-            line = self._ready_line(read(self.folder))
-            print(line, flush=True)
-            notify("READY=1", f"STATUS={line}")
+            self.telling.is_ready(self._ready_line(read(self.folder)))
             self._follow_pinning()
         code = self.engine.wait()
         notify("STOPPING=1")
         if not self.engine.was_asked_to_stop:
             raise CannotServe(self._epitaph(code))
-        self._say("stopped")
 
     def _start(self) -> None:
         """Until the server answers; facts only: workers' reports, the server's health, the process's life."""
@@ -94,21 +103,21 @@ class _Life:
     def _reached(self, phase: Phase) -> None:
         if phase is not self.phase:
             self.phase = phase
-            self._say(phase)
-            notify(f"STATUS={phase}")
+            self.telling.reaches(phase)
 
     def _check(self, reports: list[Report]) -> None:
         """Each worker against the plan; where the user's own flags replaced some of it, differences are only told."""
         plan, way = self.prepared.plan, self.prepared.way
+        self.telling.measures(reports)
         found: list[Difference] = []
         for report in reports:
             found += [one for one in differences(plan, way, report) if one not in found]
         if self.prepared.combined.follows_plan:  # what was measured with other flags is of another engine
             remember_profile(plan, way, reports[0], self.prepared.vllm)
         for line in confirmations(way, reports[0], on_cpu=plan.platform.is_cpu):
-            self._say(f"as planned: {line}" if not found else line)
+            self.telling.say(f"as planned: {line}" if not found else line, keep=True)
         for one in found:
-            self._say(f"not as planned: {one}")
+            self.telling.say(f"not as planned: {one}", keep=True)
         stopping = [one for one in found if one.stops]
         if stopping and self.prepared.combined.follows_plan and not self.force:
             raise CannotServe(
@@ -120,7 +129,7 @@ class _Life:
         """vLLM serves, and no worker has reported: it did not load our plugins."""
         told = "vLLM loaded no plugin of Overspill's, so nothing goes to RAM; install overspill where vLLM is installed"
         if self.force:
-            self._say(told)
+            self.telling.say(told, keep=True)
         else:
             raise CannotServe(f"the engine was stopped: {told}")
 
@@ -144,31 +153,30 @@ class _Life:
         told = 0.0
         while self.engine.poll() is None and not self.engine.was_asked_to_stop:
             reports = read(self.folder)
+            self.telling.measures(reports)
             memory = [one for report in reports for one in report.host_memory]
             if refused := next((one.refused for one in memory if one.refused), ""):
-                self._say(f"warning: pinning RAM was refused ({refused}), so copies are slower; raise ulimit -l")
+                slow = f"warning: pinning RAM was refused ({refused}), so copies are slower; raise ulimit -l"
+                self.telling.say(slow, keep=True)
                 return
             pinned, total = sum(one.pinned_bytes for one in memory), sum(one.num_bytes for one in memory)
             if all(report.is_prepared for report in reports):
                 if told:
-                    self._say(f"RAM is ready: {format_size(pinned)} of {format_size(total)} pinned")
+                    self.telling.say(f"RAM is ready: {format_size(pinned)} of {format_size(total)} pinned")
                 return
             if time.monotonic() - told > 5:
                 told = time.monotonic()
-                self._say(f"pinning RAM: {format_size(pinned)} of {format_size(total)}")
+                self.telling.say(f"pinning RAM: {format_size(pinned)} of {format_size(total)}")
             self.engine.wait(_POLL_S)
 
     def _epitaph(self, code: int | None) -> str:
         lines = self.engine.log.lines()
         why = reason(lines)
-        when = f"after {time.monotonic() - self.began:.0f} s"
+        when = f"after {self.telling.seconds:.0f} s"
         while_doing = f" while {self.phase}" if self.phase is not Phase.READY else ""
         told = f"vLLM ended with exit code {code} {when}{while_doing}" + (f": {why}" if why else "")
         shown = without_tracebacks(lines)[-_SHOWN_LINES:]
         return "\n".join([told, "the last lines of its log:", *(f"  {line}" for line in shown)]) if shown else told
-
-    def _say(self, text: str) -> None:
-        print(f"overspill: {time.monotonic() - self.began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from overspill.serve.address import is_loopback
 from overspill.serve.command import Combined
 from overspill.serve.errors import CannotServe
 from overspill.serve.flags import find, matches
+from overspill.serve.plugins import PLUGINS
 
-_PLUGINS = ("overspill", "overspill_report")
 _NOT_HERE = {
     "--model": "the model is the first argument: overspill serve MODEL",
     "--config": "its flags cannot be compared with the plan's; write them after the model instead",
@@ -122,7 +122,7 @@ def _check_plugins(environment: Mapping[str, str], checked: Checked) -> None:
     if (given := environment.get("VLLM_PLUGINS")) is None:
         return
     names = [name for name in given.split(",") if name]
-    missing = [name for name in _PLUGINS if name not in names]
+    missing = [name for name in PLUGINS if name not in names]
     if missing:
         checked.environment["VLLM_PLUGINS"] = ",".join([*names, *missing])
         left_out = " and ".join(missing)

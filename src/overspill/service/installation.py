@@ -10,7 +10,7 @@ from pathlib import Path
 
 from overspill.files import replace_file
 from overspill.kv.errors import OverspillError
-from overspill.service.units import MARKER, TEMPLATE, Mode, Service, drop_in_path, unit_files, unit_name
+from overspill.service.units import MARKER, TEMPLATE, Mode, Service, drop_in_path, port_of, unit_files, unit_name
 
 
 class ServiceError(OverspillError):
@@ -79,6 +79,17 @@ def installed(folder: Path) -> list[str]:
     """Units whose drop-in is ours."""
     found = folder.glob("overspill@*.service.d/overspill.conf")
     return sorted(path.parent.name.removesuffix(".d") for path in found if _is_ours(path))
+
+
+def on_port(folder: Path, service: Service) -> list[str]:
+    """Other units of ours that listen on the same port."""
+    found = []
+    for unit in installed(folder):
+        lines = (folder / f"{unit}.d/overspill.conf").read_text().splitlines()
+        commands = [line.removeprefix("ExecStart=").split() for line in lines if line.startswith("ExecStart=")]
+        if unit != service.unit and any(words and port_of(words) == service.port for words in commands):
+            found.append(unit)
+    return found
 
 
 def _installed_there(folder: Path) -> str:

@@ -82,6 +82,16 @@ def _flags(values: Mapping[str, Value], sizes: Mapping[str, int]) -> Iterator[st
             yield from (flag, str(value.value))
 
 
+def other_users_settings(user: str | None, asking: str) -> list[str]:
+    """What was looked up is of the one who asks, and with sudo that is root."""
+    if user is None or user == asking:
+        return []
+    return [
+        f"the service runs as {user}, and is planned with the config.toml, the registry and the cache of models of "
+        f"{asking}. The unit holds what they say now; see that {user} can read the model, and has what is not in a unit"
+    ]
+
+
 def kept_environment(program: str, environment: Mapping[str, str]) -> dict[str, str]:
     """What the unit sets. Kernels are compiled with tools that are installed beside Python (ninja), and with the
     system's."""

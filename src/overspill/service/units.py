@@ -5,9 +5,10 @@ all, and the template alone serves any model (`overspill@Qwen-Qwen3\\x2d8B` is Q
 it. The drop-in holds what was planned for one: the exact command and the RAM it may take.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import PurePosixPath
 
 from overspill.kv.errors import OverspillError
@@ -15,6 +16,7 @@ from overspill.service.quoting import escape_instance, quote_assignment, quote_p
 
 TEMPLATE = "overspill@.service"
 MARKER = "# Written by `overspill service install`"
+_USUAL_PORT = "8000"
 # systemd refuses longer ones, and most file systems longer file names: `.d` and a temporary name need some too.
 _LONGEST_UNIT_NAME = 240
 
@@ -42,6 +44,10 @@ class Service:
     def unit(self) -> str:
         return unit_name(self.name)
 
+    @property
+    def port(self) -> str:
+        return port_of(self.command)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitFile:
@@ -61,6 +67,12 @@ def unit_name(name: str) -> str:
             "one with --name"
         )
     return unit
+
+
+def port_of(words: Sequence[str]) -> str:
+    """Where a server with this command listens; the last flag counts."""
+    ports = [after for word, after in pairwise(words) if word == "--port"]
+    return ports[-1] if ports else _USUAL_PORT
 
 
 def drop_in_path(name: str) -> PurePosixPath:

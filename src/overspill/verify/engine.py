@@ -17,6 +17,7 @@ from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.worker import OffloadWorker
 from overspill.verify.answers import Answer, Ask
 from overspill.verify.engine_life import EngineLife
+from overspill.verify.weights import LOAD_FORMAT
 
 _LOGPROBS = 5
 # As a number it is not 0 in any dtype, so what is read where nothing was written changes the answer.
@@ -31,10 +32,12 @@ class Stuck(RuntimeError):
 
 class Engine:
     def __init__(self, life: EngineLife) -> None:
+        # Where Overspill is only on the path, vLLM finds no plugin of it.
         plugin.register()
+        load = {"load_format": LOAD_FORMAT} if life.random_weights else {}
         self._llm = LLM(
             model=life.model, skip_tokenizer_init=True, enable_prefix_caching=True, disable_log_stats=False,
-            kv_transfer_config=_transfer(life), **_arguments(life.flags),
+            kv_transfer_config=_transfer(life), **load, **_arguments(life.flags),
         )  # fmt: skip
         self._held: list[Any] = []
         self._count = 0

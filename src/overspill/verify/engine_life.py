@@ -19,6 +19,8 @@ class EngineLife:
     """Of Overspill's connector; None without it."""
     keep_blocks: int | None = None
     """KV blocks that requests may use; the rest is taken from them before the first."""
+    random_weights: bool = False
+    """In place of the model's."""
 
 
 def reference_life(plan: Plan, stage: Stage, model: str) -> EngineLife:

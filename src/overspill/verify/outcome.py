@@ -28,6 +28,8 @@ class Outcome:
     left_behind: str = ""
     sensitive: bool | None = None
     """Whether damage that nothing looked for changed the answer; None where that was not tried."""
+    must_be_sensitive: bool = False
+    """Random weights are made so that it does; a model's own may be as they are."""
 
     def figure(self, name: str) -> int:
         return self.figures.get(name, 0)
@@ -54,6 +56,8 @@ class Outcome:
         for name, meaning in self.scenario.required.items():
             if not self.figure(name):
                 return f"{meaning}, so equal answers prove nothing"
+        if self.sensitive is False and self.must_be_sensitive:
+            return "damage that nothing caught did not change the answer, so equal answers prove nothing"
         return _trouble(self)
 
 

@@ -1,7 +1,7 @@
 """From what was asked to what was found."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from overspill.planning.machine import plan_for
@@ -37,22 +37,37 @@ class Proof:
         return report_as_json(self.result, self.plan, self.stage, self.command, self.settings)
 
 
-def prove(model: str, values: Mapping[str, Value], request: Request, say: Callable[[str], None]) -> Proof:
-    """Raises `CannotVerify` where it cannot be tried; `say` gets a line whenever something begins."""
+def prove(
+    model: str, values: Mapping[str, Value], request: Request, say: Callable[[str], None], *, name: str | None = None
+) -> Proof:
+    """Raises `CannotVerify` where it cannot be tried; `say` gets a line whenever something begins. `name` is what the
+    model is called where it is repeated, if not `model`."""
+    values = eager_unless_asked(values)
     settings = plain(values)
     plan = plan_for(model, settings)
     require_this_machine(plan)
     stage = make_stage(plan)
     progress = Progress(say, lives=num_lives(request.scenarios, stage), seconds=request.seconds)
-    result = verify(plan, stage, model, request.scenarios, request.seed, progress, soak=request.soak)
-    command = ("overspill", "verify", model, *request.words, *_given(values))
+    result = verify(plan, stage, model, request, progress)
+    command = ("overspill", "verify", name or model, *request.words, *_given(values))
     return Proof(plan=plan, stage=stage, result=result, command=command, settings=settings)
+
+
+def eager_unless_asked(values: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Each of a dozen engines would compile and capture graphs, for a minute on a GPU, to run for seconds."""
+    if values["enforce_eager"].origin is not GivenBy.DEFAULT:
+        return values
+    return {**values, "enforce_eager": replace(values["enforce_eager"], value=True)}
 
 
 def _given(values: Mapping[str, Value]) -> list[str]:
     """The flags of this command; what the environment and the file say they say again."""
     words = []
     for value in values.values():
-        if value.origin is GivenBy.FLAG:
-            words += [value.setting.flag, *([] if value.value is True else [str(value.value)])]
+        if value.origin is not GivenBy.FLAG:
+            continue
+        if isinstance(value.value, bool):
+            words.append(value.setting.flag if value.value else f"--no-{value.setting.flag.removeprefix('--')}")
+        else:
+            words += [value.setting.flag, str(value.value)]
     return words

@@ -73,6 +73,7 @@ def _notes(result: Result, plan: Plan, stage: Stage) -> list[str]:
     compared = [outcome.compared for outcome in result.outcomes]
     same, total = sum(one.identical_logprobs for one in compared), sum(one.logprobs for one in compared)
     how = "batch-invariant, " if result.batch_invariant else ""
+    how += "random weights, " if result.random_weights else ""
     apart = sum(len(one.mismatches) for one in compared)
     rest = (
         f"the rest was computed in other pieces and is within {result.tolerance.logprob:.3g}"
@@ -147,6 +148,7 @@ def report_as_json(
         "stage": asdict(stage) | {"max_model_len": stage.max_model_len},
         "reference": {
             "batch_invariant": result.batch_invariant,
+            "random_weights": result.random_weights,
             "dtype": plan.facts.dtype,
             "noise": result.noise,
             "tolerance": asdict(result.tolerance),

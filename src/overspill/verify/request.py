@@ -24,16 +24,24 @@ class Request:
     """How long a soak may take."""
     seed: int
     scenarios: tuple[Scenario, ...]
+    random_weights: bool = False
+    """In place of the model's, which need not be there."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """What repeats it, but for seed and scenarios. The first round is the one that is repeated."""
-        return ("--soak", "--minutes", "1") if self.soak else ()
+        weights = ("--load-format", "dummy") if self.random_weights else ()
+        return (*weights, *(("--soak", "--minutes", "1") if self.soak else ()))
 
 
 def read_request(
-    *, quick: bool, soak: bool, minutes: str | None, seed: str | None, scenarios: Sequence[str]
-) -> Request:
+    *, quick: bool, soak: bool, minutes: str | None, seed: str | None, scenarios: Sequence[str],
+    load_format: str | None = None,
+) -> Request:  # fmt: skip
+    if load_format not in (None, "auto", "dummy"):
+        raise OverspillError(
+            f"--load-format: {load_format!r} is neither auto nor dummy; leave it out for the model's own weights"
+        )
     if quick and soak:
         raise OverspillError("--quick and --soak exclude each other; leave one of them out")
     if minutes is not None and not soak:
@@ -50,7 +58,8 @@ def read_request(
         if one.soak_only and not soak:
             raise OverspillError(f"--scenario {one.name} is part of --soak; add that")
     seconds = 60 * _number("--minutes", minutes or str(_MINUTES), 1, _MOST_MINUTES) if soak else None
-    return Request(soak=soak, seconds=seconds, seed=_number("--seed", seed or "0", 0, _MOST_SEED), scenarios=found)
+    return Request(soak=soak, seconds=seconds, seed=_number("--seed", seed or "0", 0, _MOST_SEED), scenarios=found,
+                   random_weights=load_format == "dummy")  # fmt: skip
 
 
 def _number(flag: str, text: str, least: int, most: int) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from overspill.figures import Origin
 from overspill.model.caches import RecurrentState
 from overspill.planning.planner import Plan
 from overspill.verify.answers import Answer
@@ -16,6 +17,7 @@ from overspill.verify.life import Died, Played, PlayJob, Reference, ReferenceJob
 from overspill.verify.merging import merged
 from overspill.verify.outcome import Outcome
 from overspill.verify.progress import Progress
+from overspill.verify.request import Request
 from overspill.verify.scenarios import Scenario, Tier
 from overspill.verify.stage import Stage
 from overspill.verify.workload import make_workload
@@ -34,6 +36,7 @@ _BATCH_INVARIANT = {
 }
 # vllm/envs.py: from which compute capability on it works.
 _LEAST_CAPABILITY = (9, 0)
+_NO_WEIGHTS = "; no weights are there, and --load-format dummy verifies the model's shape with random ones"
 # Lives of a scenario, where it is not one.
 _LIVES = {"damaged": 2, "killed": 2}
 
@@ -45,6 +48,7 @@ class Result:
     rounds: int
     seconds: float
     batch_invariant: bool
+    random_weights: bool = False
     noise: float
     tolerance: Tolerance
     outcomes: tuple[Outcome, ...]
@@ -61,39 +65,35 @@ def num_lives(scenarios: Sequence[Scenario], stage: Stage) -> int:
     return 1 + sum(_LIVES.get(one.name, 1) for one in scenarios if not _skipped(one, stage))
 
 
-def verify(
-    plan: Plan, stage: Stage, model: str, scenarios: Sequence[Scenario], seed: int, progress: Progress, *, soak: bool
-) -> Result:
-    """With `soak`, rounds of other lengths and orders, until time is up or something differs."""
-    invariant = can_be_batch_invariant(plan)
-    if invariant:
+def verify(plan: Plan, stage: Stage, model: str, request: Request, progress: Progress) -> Result:
+    """With a soak, rounds of other lengths and orders, until time is up or something differs."""
+    if can_be_batch_invariant(plan):
         try:
-            return _rounds(plan, stage, model, scenarios, seed, progress, soak=soak, invariant=True)
+            return _rounds(plan, stage, model, request, progress, invariant=True)
         except CannotVerify as error:
             progress.tell(f"not batch-invariant, since vLLM does not start so: {error}")
-    return _rounds(plan, stage, model, scenarios, seed, progress, soak=soak, invariant=False)
+    return _rounds(plan, stage, model, request, progress, invariant=False)
 
 
-def _rounds(
-    plan: Plan, stage: Stage, model: str, scenarios: Sequence[Scenario], seed: int, progress: Progress, *,
-    soak: bool, invariant: bool,
-) -> Result:  # fmt: skip
+def _rounds(plan: Plan, stage: Stage, model: str, request: Request, progress: Progress, *, invariant: bool) -> Result:
+    seed = request.seed
     environment = {**_ENVIRONMENT, **(_BATCH_INVARIANT if invariant else {})}
     is_deterministic = plan.platform.is_cpu or invariant
     outcomes: tuple[Outcome, ...] = ()
     worst, rounds = 0.0, 0
     with Children(environment) as children:
         while True:
-            one = _Round(children, plan, stage, model, seed + rounds, progress, soak=soak)
+            one = _Round(children, plan, stage, model, replace(request, seed=seed + rounds), progress)
             reference = one.reference()
             worst = max(worst, noise(reference.answers.values(), reference.again))
             allowed = tolerance(plan.facts.dtype, worst, is_deterministic=is_deterministic)
-            outcomes = merged(outcomes, one.play_all(scenarios, reference, allowed))
+            outcomes = merged(outcomes, one.play_all(request.scenarios, reference, allowed))
             rounds += 1
-            if not soak or progress.is_over or any(outcome.failure for outcome in outcomes):
+            if not request.soak or progress.is_over or any(outcome.failure for outcome in outcomes):
                 break
     return Result(
-        seed=seed + rounds - 1, rounds=rounds, seconds=progress.elapsed_s, batch_invariant=invariant, noise=worst,
+        seed=seed + rounds - 1, rounds=rounds, seconds=progress.elapsed_s, batch_invariant=invariant,
+        random_weights=request.random_weights, noise=worst,
         tolerance=allowed, outcomes=outcomes,
     )  # fmt: skip
 
@@ -111,22 +111,28 @@ class _Round:
     """One seed."""
 
     def __init__(
-        self, children: Children, plan: Plan, stage: Stage, model: str, seed: int, progress: Progress, *, soak: bool
+        self, children: Children, plan: Plan, stage: Stage, model: str, request: Request, progress: Progress
     ) -> None:
         self._children, self._plan, self._stage, self._model = children, plan, stage, model
-        self._seed, self._progress, self._soak = seed, progress, soak
-        self._draw = random.Random(seed)
+        self._seed, self._progress, self._soak = request.seed, progress, request.soak
+        self._random_weights = request.random_weights
+        self._draw = random.Random(request.seed)
 
     def reference(self) -> Reference:
         self._progress.begin("vLLM without Overspill, as reference")
         workload = make_workload(self._stage, self._seed, varied=self._soak)
-        life = reference_life(self._plan, self._stage, self._model)
+        life = replace(reference_life(self._plan, self._stage, self._model), random_weights=self._random_weights)
         told = self._children.run(ReferenceJob(life, workload, self._seed))
         if isinstance(told, Died):
-            raise CannotVerify(f"vLLM cannot run the model even without Overspill: {told.reason}")
+            raise CannotVerify(f"vLLM cannot run the model even without Overspill: {told.reason}{self._hint}")
         assert isinstance(told, Reference)
         self._progress.end()
         return told
+
+    @property
+    def _hint(self) -> str:
+        has_weights = self._plan.facts.weights.source is Origin.MEASURED
+        return "" if has_weights or self._random_weights else _NO_WEIGHTS
 
     def play_all(self, scenarios: Sequence[Scenario], reference: Reference, allowed: Tolerance) -> tuple[Outcome, ...]:
         outcomes = []
@@ -161,7 +167,8 @@ class _Round:
         outcome = self._outcome(scenario, told, reference, allowed, more)
         if scenario.name != "damaged":
             return outcome
-        return replace(outcome, sensitive=self._is_sensitive(scenario, reference, allowed))
+        sensitive = self._is_sensitive(scenario, reference, allowed)
+        return replace(outcome, sensitive=sensitive, must_be_sensitive=self._random_weights)
 
     def _outcome(
         self, scenario: Scenario, told: Played, reference: Reference, allowed: Tolerance, more: Mapping[str, int]
@@ -194,6 +201,8 @@ class _Round:
 
     def _life(self, scenario: Scenario, options: Mapping[str, Any]) -> EngineLife:
         if scenario.tier is Tier.OFFLOAD or self._stage.spill is None:
-            return offload_life(self._plan, self._stage, self._model, options)
-        offload = scenario.tier is Tier.BOTH
-        return spill_life(self._plan, self._stage, self._model, options, offload=offload)
+            life = offload_life(self._plan, self._stage, self._model, options)
+        else:
+            offload = scenario.tier is Tier.BOTH
+            life = spill_life(self._plan, self._stage, self._model, options, offload=offload)
+        return replace(life, random_weights=self._random_weights)

@@ -1,0 +1,129 @@
+"""What a model's name stands for: a folder, a model of the registry, or a repository.
+
+The registry is loaded, and asked, only where there is one: most commands can do without it.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from overspill.hardware.folders import state_folder
+from overspill.kv.errors import OverspillError
+from overspill.settings import GivenBy, Value, with_registered
+
+if TYPE_CHECKING:
+    from overspill.registry import Model, Registry
+
+
+_SIZES = ("gpu_memory", "ram", "offload_ram")
+
+
+class NoRegistry(OverspillError):
+    """The registry cannot be used, and the message says why; what needs none of it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    name: str
+    """As it was given."""
+    source: str
+    """What vLLM and the planner are given: a folder, or a repository."""
+    is_registered: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the registry, for the settings of `overspill.settings`."""
+    vllm_args: tuple[str, ...] = ()
+    """vLLM's own flags, of the registry."""
+    warning: str = ""
+    """Why the registry could not be asked."""
+
+    def applied(self, values: Mapping[str, Value]) -> dict[str, Value]:
+        return with_registered(values, self.name, self.settings)
+
+    def notes(self, values: Mapping[str, Value]) -> list[str]:
+        """What was taken from the registry, or why nothing was; `values` are those that it was applied to."""
+        if not self.is_registered:
+            return [f"warning: {self.warning}"] if self.warning else []
+        taken = [_as_flag(value) for value in values.values() if value.origin is GivenBy.REGISTRY]
+        own = [f"-- {shlex.join(self.vllm_args)}"] if self.vllm_args else []
+        what = f"{self.name} is a model of the registry: {self.source}"
+        return [f"{what}; from there: {' '.join([*taken, *own])}" if taken or own else what]
+
+
+def look_up(name: str, environ: Mapping[str, str] | None = None) -> Named:
+    """A model's folder is taken as it is; else the registry wins over the hub.
+
+    A registry that cannot be asked is a warning where the name can be a repository's, and an error where it is most
+    likely the registry's own.
+    """
+    environ = os.environ if environ is None else environ
+    plain = Named(name=name, source=name)
+    if name.startswith(("/", ".", "~")) or _is_model_folder(name) or not has_registry(environ):
+        return plain
+    try:
+        model = _registered(name, environ)
+    except NoRegistry as error:
+        if "/" not in name and not os.path.exists(name):
+            raise
+        warning = f"{str(error).rstrip('.')}. So {name} is taken for a repository or a folder"
+        return Named(name=name, source=name, warning=warning)
+    if model is None:
+        return plain
+    from overspill.registry import serve_settings
+
+    settings, vllm_args = serve_settings(model.settings)
+    return Named(
+        name=name, source=model.settings.source, is_registered=True, settings=settings, vllm_args=tuple(vllm_args)
+    )
+
+
+def has_registry(environ: Mapping[str, str]) -> bool:
+    """Whether there is one to ask; found without loading what opens it."""
+    if environ.get("OVERSPILL_DATABASE_URL"):
+        return True
+    folder = state_folder(environ)
+    return folder is not None and (folder / "registry.db").exists()
+
+
+@contextmanager
+def using_registry() -> Iterator[None]:
+    """Whatever keeps the registry from being used, as `NoRegistry`."""
+    try:
+        from overspill.registry import RegistryError
+    except ImportError as error:
+        raise NoRegistry(f"the registry cannot be used: {error}; run: pip install overspill") from error
+    try:
+        yield
+    except RegistryError as error:
+        raise NoRegistry(str(error)) from error
+    except Exception as error:  # whatever it is, it is the registry's, and not of what goes on without it
+        raise NoRegistry(f"the registry failed: {type(error).__name__}: {error}") from error
+
+
+def _registered(name: str, environ: Mapping[str, str]) -> "Model | None":
+    with using_registry():
+        from overspill.registry import UnknownModel, get_model, open_existing
+
+        registry: Registry | None = open_existing(environ)
+        if registry is None:
+            return None
+        with registry:
+            try:
+                return get_model(registry, name)
+            except UnknownModel:
+                return None
+
+
+def _is_model_folder(name: str) -> bool:
+    return os.path.isfile(os.path.join(name, "config.json"))
+
+
+def _as_flag(value: Value) -> str:
+    from overspill.service.planned import exact_size
+
+    if isinstance(value.value, bool):
+        return value.setting.flag if value.value else f"--no-{value.setting.flag.removeprefix('--')}"
+    shown = exact_size(value.value) if value.setting.name in _SIZES else value.value
+    return f"{value.setting.flag} {shown}"

@@ -1,0 +1,178 @@
+"""What a server is doing, for other processes: a small file that `overspill serve` keeps while it runs.
+
+In the state folder and not in XDG_RUNTIME_DIR: that is removed when the user logs out, which a server may outlive, and
+a timer or a service of the system has none. A process is known by its start time and the machine's boot as well.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overspill.files import replace_file
+from overspill.hardware.folders import state_folder
+from overspill.processes import identity
+from overspill.serve.report import Phase, Report
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A phase, and when it began."""
+
+    phase: Phase
+    at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Of all workers together, in bytes; None is what is not known yet, or not on this platform."""
+
+    weights_bytes: int | None = None
+    weights_in_ram_bytes: int | None = None
+    resident_kv_bytes: int | None = None
+    window_bytes: int | None = None
+    activation_bytes: int | None = None
+    graph_bytes: int | None = None
+    non_torch_bytes: int | None = None
+    context_bytes: int | None = None
+    spilled_bytes: int | None = None
+    pool_bytes: int | None = None
+    pinned_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Times are ISO 8601, in UTC."""
+
+    pid: int
+    process: str | None
+    """Boot and start time."""
+    host: str
+    run_id: int | None = None
+    """In the registry; None if it could not be recorded."""
+    model: str
+    """The name by which it was asked for: the registry's, a folder, or a repository."""
+    source: str
+    served_name: str
+    url: str
+    session: int | None = None
+    """Of everything that belongs to the engine."""
+    phase: Phase = Phase.STARTING
+    phases: tuple[Reached, ...] = ()
+    lines: tuple[str, ...] = ()
+    """What was told: as planned, or not."""
+    log_file: str | None = None
+    plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    memory: Memory = Memory()
+    started_at: str
+    ready_at: str | None = None
+    ended_at: str | None = None
+    error: str | None = None
+    """Why it ended, or did not start."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether that very process lives. Of another machine's only the file is known."""
+        if self.ended_at is not None:
+            return False
+        return self.host != platform.node() or (self.process is not None and identity(self.pid) == self.process)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_alive and self.ready_at is not None
+
+    @property
+    def text(self) -> str:
+        """Who it is, in words."""
+        run = f", run {self.run_id} of the registry" if self.run_id is not None else ""
+        return f"overspill serve of {self.model}, process {self.pid}{run}, since {self.started_at}"
+
+
+def folder_of(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """None for a user without a home."""
+    state = state_folder(environ)
+    return None if state is None else state / "serving"
+
+
+def path_of(status: Status, folder: Path) -> Path:
+    """Homes may be shared between machines."""
+    return folder / f"{status.host}-{status.pid}.json"
+
+
+def write_status(status: Status, folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    told = {"format": _FORMAT, **dataclasses.asdict(status)}
+    replace_file(path_of(status, folder), json.dumps(told, default=str) + "\n")
+
+
+def remove_status(status: Status, folder: Path) -> None:
+    path_of(status, folder).unlink(missing_ok=True)
+
+
+def read_statuses(environ: Mapping[str, str] = os.environ) -> list[Status]:
+    """Of all servers, the oldest first: those that run, and those that ended badly. What cannot be read is left out."""
+    folder = folder_of(environ)
+    found = [] if folder is None else list(_read(folder))
+    return sorted(found, key=lambda status: (status.started_at, status.pid))
+
+
+def forget_ended(status: Status, known: Iterable[Status], folder: Path) -> None:
+    """How the same model, or what listened at the same place, ended before: a new start takes its place."""
+    for other in known:
+        if not other.is_alive and (other.model == status.model or other.url == status.url):
+            with suppress(OSError):
+                remove_status(other, folder)
+
+
+def memory_of(reports: Sequence[Report]) -> Memory:
+    """Pinned are the pools and arenas of the connector."""
+
+    def total(name: str) -> int | None:
+        known = [size for report in reports if (size := getattr(report, name)) is not None]
+        return sum(known) if known else None
+
+    resident = [size for report in reports if (size := _resident(report)) is not None]
+    host = [one for report in reports for one in report.host_memory]
+    pools = [report.pool.num_bytes for report in reports if report.pool is not None]
+    return Memory(
+        weights_bytes=total("weights_bytes"),
+        weights_in_ram_bytes=total("weights_in_ram_bytes"),
+        resident_kv_bytes=sum(resident) if resident else None,
+        window_bytes=total("window_bytes"),
+        activation_bytes=total("activation_bytes"),
+        graph_bytes=total("graph_bytes"),
+        non_torch_bytes=total("non_torch_bytes"),
+        context_bytes=total("context_bytes"),
+        spilled_bytes=total("spilled_bytes"),
+        pool_bytes=sum(pools) if pools else None,
+        pinned_bytes=sum(one.pinned_bytes for one in host) if host else None,
+    )
+
+
+def _resident(report: Report) -> int | None:
+    return report.resident_bytes if report.resident_bytes is not None else report.kv_bytes
+
+
+def _read(folder: Path) -> Iterator[Status]:
+    # A folder that is not there has no files.
+    for path in folder.glob("*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            yield _parse(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _parse(told: dict[str, Any]) -> Status:
+    if told["format"] != _FORMAT:
+        raise ValueError("of another version")
+    del told["format"]
+    reached = tuple(Reached(phase=Phase(one["phase"]), at=one["at"]) for one in told["phases"])
+    memory = Memory(**told["memory"])
+    return Status(
+        **{**told, "phase": Phase(told["phase"]), "phases": reached, "lines": tuple(told["lines"]), "memory": memory}
+    )

@@ -1,0 +1,166 @@
+"""Everybody who is told of a server's life: the terminal, systemd, other processes by its status file, the registry.
+
+None of them may stop a server: what cannot be told is a warning, once.
+"""
+
+import os
+import platform
+import sys
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from overspill.named import NoRegistry, using_registry
+from overspill.planning.report import plan_as_json
+from overspill.processes import identity
+from overspill.serve.notice import notify
+from overspill.serve.prepared import Prepared
+from overspill.serve.report import Phase, Report
+from overspill.serve.status import (
+    Reached,
+    Status,
+    folder_of,
+    forget_ended,
+    memory_of,
+    read_statuses,
+    remove_status,
+    write_status,
+)
+
+if TYPE_CHECKING:
+    from overspill.registry import Registry
+
+# The registry is of use, and the engine starts meanwhile: a database that does not answer is not waited for.
+_WAIT_S = 5.0
+_KEPT_LINES = 100
+
+
+class Telling:
+    """One server's."""
+
+    def __init__(self, prepared: Prepared, *, log_file: Path | None) -> None:
+        self._prepared = prepared
+        self._began = time.monotonic()
+        self._folder = folder_of()
+        self._status = Status(
+            pid=os.getpid(),
+            process=identity(os.getpid()),
+            host=platform.node(),
+            model=prepared.name,
+            source=prepared.model,
+            served_name=prepared.served_name,
+            url=prepared.address.url,
+            lines=tuple(f"warning: {warning}" for warning in prepared.warnings),
+            log_file=str(log_file.absolute()) if log_file is not None else None,
+            plan=plan_as_json(prepared.plan),
+            started_at=_now(),
+        )
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def say(self, text: str, *, keep: bool = False) -> None:
+        """On standard error; with `keep`, for other processes too."""
+        print(f"overspill: {self.seconds:6.1f} s  {text}", file=sys.stderr, flush=True)
+        if keep:
+            self._change(lines=(*self._status.lines, text)[-_KEPT_LINES:])
+
+    def starts(self, session: int) -> None:
+        """The engine's processes are there."""
+        if self._folder is not None:
+            forget_ended(self._status, read_statuses(), self._folder)
+        self._change(session=session)
+        self.reaches(Phase.STARTING)
+        self._change(run_id=self._recorded_start())
+
+    def reaches(self, phase: Phase) -> None:
+        self.say(phase)
+        at = _now()
+        ready = {"ready_at": at} if phase is Phase.READY else {}
+        self._change(phase=phase, phases=(*self._status.phases, Reached(phase=phase, at=at)), **ready)
+        if phase is not Phase.STARTING:
+            notify(f"STATUS={phase}")
+
+    def measures(self, reports: list[Report]) -> None:
+        if (memory := memory_of(reports)) != self._status.memory:
+            self._change(memory=memory)
+
+    def is_ready(self, line: str) -> None:
+        print(line, flush=True)
+        notify("READY=1", f"STATUS={line}")
+
+    def stops(self) -> None:
+        """As it was asked to: nothing is left to tell."""
+        self.say("stopped")
+        self._recorded_end("stopped", exit_code=0)
+        if self._folder is not None:
+            try:
+                remove_status(self._status, self._folder)
+            except OSError as error:
+                self.say(f"warning: the status file could not be removed ({error})")
+
+    def fails(self, why: str, exit_code: int | None) -> None:
+        """By itself, or because it must not go on; the status file stays, and says why."""
+        self._change(error=why, ended_at=_now())
+        was_killed = exit_code is not None and exit_code > 128
+        self._recorded_end("killed" if was_killed else "failed", exit_code=exit_code, detail=why.splitlines()[0])
+
+    def _change(self, **changes: object) -> None:
+        self._status = replace(self._status, **changes)  # type: ignore[arg-type]
+        if self._folder is None:
+            return
+        try:
+            write_status(self._status, self._folder)
+        except OSError as error:
+            folder, self._folder = self._folder, None
+            self.say(f"warning: other programs cannot be told what this one does: {folder}: {error.strerror}")
+
+    # The registry.
+
+    def _recorded_start(self) -> int | None:
+        prepared = self._prepared
+        try:
+            with using_registry():
+                from overspill.registry import end_lost_runs, open_registry, start_run
+
+                with open_registry(wait_seconds=_WAIT_S) as registry:
+                    end_lost_runs(registry)
+                    name = _registered_name(registry, prepared)
+                    command = prepared.command
+                    run = start_run(registry, name, command, pid=os.getpid(), log_file=self._status.log_file)
+                    return run.id
+        except NoRegistry as error:
+            self.say(f"warning: this run is not recorded: {error}")
+            return None
+
+    def _recorded_end(self, end: str, *, exit_code: int | None, detail: str | None = None) -> None:
+        if (run_id := self._status.run_id) is None:
+            return
+        try:
+            with using_registry():
+                from overspill.registry import RunEnd, end_run, open_registry
+
+                kind: RunEnd = RunEnd(end)
+                with open_registry(wait_seconds=_WAIT_S) as registry:
+                    end_run(registry, run_id, kind, exit_code=exit_code, detail=detail)
+        except NoRegistry as error:
+            self.say(f"warning: how this run ended is not recorded: {error}")
+
+
+def _registered_name(registry: "Registry", prepared: Prepared) -> str:
+    """A service names a model by where it is, and serves it by the registry's name: it is the registry's all the
+    same."""
+    from overspill.registry import UnknownModel, get_model
+
+    try:
+        model = get_model(registry, prepared.served_name)
+    except UnknownModel:
+        return prepared.name
+    return model.name if model.settings.source == prepared.model else prepared.name
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,140 @@
+"""A model's name: a folder, a model of the registry with its settings, or a repository."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import overspill
+from overspill.named import NoRegistry, look_up
+from overspill.registry import add_model, open_registry
+from overspill.settings import GivenBy, resolve
+
+SETTINGS = {"max_model_len": "2k", "ram": "6GiB", "dtype": "float32", "enforce_eager": True, "vllm_args": ["--seed", 7]}
+Overspill = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+@pytest.fixture
+def registered(home: dict[str, str], llama: Path) -> dict[str, str]:
+    """`small` and `some/model` are the tiny model."""
+    with open_registry(environ=home) as registry:
+        for name in ("small", "some/model"):
+            add_model(registry, name, {"source": str(llama), **SETTINGS})
+    return home
+
+
+@pytest.fixture
+def run(home: dict[str, str], tmp_path: Path) -> Overspill:
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
+        return subprocess.run(
+            [sys.executable, "-m", "overspill", *arguments], capture_output=True, text=True, timeout=120, check=False,
+            cwd=tmp_path, env={**clean, **home, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", **more},
+        )  # fmt: skip
+
+    return run
+
+
+def test_flags_win_over_the_registry_and_the_registry_over_the_environment(registered: dict[str, str]) -> None:
+    named = look_up("small", registered)
+    values = named.applied(resolve({"ram": "8GiB"}, {"OVERSPILL_MAX_MODEL_LEN": "4k", "OVERSPILL_PORT": "9000"}))
+    assert (values["ram"].value, values["ram"].origin) == (8 << 30, GivenBy.FLAG)
+    assert (values["max_model_len"].value, values["max_model_len"].origin) == (2048, GivenBy.REGISTRY)
+    assert (values["port"].value, values["port"].origin) == (9000, GivenBy.ENVIRONMENT)
+    assert named.vllm_args == ("--seed", "7")
+    (note,) = named.notes(values)
+    assert "small is a model of the registry" in note and "--max-model-len 2048 --dtype float32" in note
+    assert "--ram" not in note and note.endswith("-- --seed 7")
+
+
+def test_the_registry_wins_over_a_repository_and_a_folder_over_the_registry(
+    registered: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert look_up("some/model", registered).source == str(llama)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert look_up("small", registered).is_registered, "a folder of something else is no model"
+    (tmp_path / "small/config.json").write_text("{}")
+    assert look_up("small", registered).source == "small" and not look_up("small", registered).is_registered
+    assert not look_up("other/model", registered).is_registered
+
+
+def test_without_a_registry_none_is_made(home: dict[str, str], run: Overspill, llama: Path) -> None:
+    assert look_up("gpt2", home).source == "gpt2"
+    answer = run("plan", str(llama), "--device", "cpu", "--dtype", "float32")
+    assert answer.returncode == 0 and not Path(home["XDG_STATE_HOME"]).exists()
+
+
+def test_a_registry_that_cannot_be_asked_stops_only_names_of_its_own(llama: Path, run: Overspill) -> None:
+    broken = {"OVERSPILL_DATABASE_URL": "postgresql://me:hush@127.0.0.1:1/db"}
+    assert look_up(str(llama), broken).warning == ""
+    named = look_up("Qwen/Qwen3-8B", broken)
+    assert named.source == "Qwen/Qwen3-8B" and "127.0.0.1:1" in named.warning and "hush" not in named.warning
+    with pytest.raises(NoRegistry):
+        look_up("small", broken)
+    answer = run("plan", "small", "--device", "cpu", **broken)
+    assert answer.returncode == 1 and "refused" in answer.stderr and "Traceback" not in answer.stderr
+    answer = run("plan", str(llama), "--device", "cpu", "--dtype", "float32", **broken)
+    assert answer.returncode == 0 and answer.stderr == ""
+
+
+def test_a_plan_by_name_says_what_came_from_the_registry(registered: dict[str, str], run: Overspill) -> None:
+    answer = run("plan", "small", "--device", "cpu", "--json")
+    assert answer.returncode == 0, answer.stderr
+    told = json.loads(answer.stdout)
+    assert told["max_model_len"] == 2048 and "small is a model of the registry" in answer.stderr
+    assert told["settings"]["max_model_len"] == {"value": 2048, "origin": "registry"}
+    assert told["settings"]["device"] == {"value": "cpu", "origin": "flag"} and "port" not in told["settings"]
+    shorter = json.loads(run("plan", "small", "--device", "cpu", "--max-model-len", "1k", "--json").stdout)
+    assert shorter["max_model_len"] == 1024 and "--enforce-eager" in shorter["vllm_args"]
+    graphs = json.loads(run("plan", "small", "--device", "cpu", "--no-enforce-eager", "--json").stdout)
+    assert "--enforce-eager" not in graphs["vllm_args"]
+
+
+def test_a_model_by_name_is_served_by_that_name_with_its_flags(
+    registered: dict[str, str], run: Overspill, llama: Path
+) -> None:
+    told = json.loads(run("serve", "small", "--device", "cpu", "--dry-run", "--json").stdout)
+    words = told["command"]
+    assert words[words.index("--model") + 1] == str(llama)
+    names = words.index("--served-model-name")
+    assert words[names + 1 : names + 3] == ["small", str(llama)] and words[-2:] == ["--seed", "7"]
+    own = json.loads(
+        run("serve", "small", "--device", "cpu", "--dry-run", "--json", "--served-model-name", "mine").stdout
+    )["command"]
+    assert own[own.index("--served-model-name") + 1] == "mine" and own.count("--served-model-name") == 1
+
+
+def test_a_service_by_name_holds_what_the_registry_says_now(
+    registered: dict[str, str], run: Overspill, llama: Path, tmp_path: Path
+) -> None:
+    units = ("--folder", str(tmp_path / "units"))
+    answer = run("service", "install", "small", "--device", "cpu", "--port", "9100", *units)
+    assert answer.returncode == 0, answer.stderr
+    unit = (tmp_path / "units/overspill@small.service.d/overspill.conf").read_text()
+    assert f"serve {llama} --max-model-len 2048 " in unit and "--enforce-eager" in unit
+    assert f"--served-model-name small {llama} --seed 7" in unit
+    again = run("service", "install", str(llama), "--device", "cpu", "--port", "9100", "--ram", "6GiB", *units)
+    assert "warning: port 9100 is also that of overspill@small.service" in again.stderr
+    assert "port" not in run("service", "install", "small", "--device", "cpu", "--port", "9101", *units).stderr
+    assert run("service", "remove", "small", *units).returncode == 0
+
+
+def test_python_takes_the_same_names(registered: dict[str, str], llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+    monkeypatch.setenv("XDG_STATE_HOME", registered["XDG_STATE_HOME"])
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert overspill.plan("small", device="cpu").max_model_len == 2048
+    given: dict[str, Any] = overspill.engine_args("small", device="cpu", max_model_len="1k")
+    assert given["model"] == str(llama) and given["seed"] == 7 and given["max_model_len"] == 1024
+    assert overspill.engine_args("small", device="cpu", seed=8)["seed"] == 8
