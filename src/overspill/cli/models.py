@@ -2,19 +2,17 @@
 
 import json
 import shlex
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from overspill.cli.database import opened_registry
 from overspill.cli.flags import HELP, flag, with_flags
 from overspill.kv.sizes import format_size
 
 if TYPE_CHECKING:
-    from overspill.registry import Model, Registry, Run
+    from overspill.registry import Model, Run
 
 models = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Models and their settings: add, list, show, edit, rm, import."
@@ -51,7 +49,7 @@ def add(settings: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> Non
     config.toml and the plan."""
     from overspill.registry import add_model
 
-    with _registry() as registry:
+    with opened_registry() as registry:
         added = add_model(registry, name, {**settings, "vllm_args": vllm_args or None})
     print(f"added {added.name}: {added.settings.source}")
 
@@ -61,7 +59,7 @@ def list_all(as_json: AsJson = False) -> None:
     """All models, by name, and which of them run."""
     from overspill.registry import list_models, running_runs
 
-    with _registry() as registry:
+    with opened_registry() as registry:
         found, running = list_models(registry), {run.model for run in running_runs(registry)}
     if as_json:
         print(json.dumps({"models": [{**each.as_json(), "running": each.name in running} for each in found]}, indent=2))
@@ -84,7 +82,7 @@ def show(name: Name, as_json: AsJson = False) -> None:
     """A model's settings, its version, and its last run."""
     from overspill.registry import get_model, list_runs, running_runs
 
-    with _registry() as registry:
+    with opened_registry() as registry:
         found = get_model(registry, name)
         running, last = running_runs(registry, name), list_runs(registry, name, limit=1)
     if as_json:
@@ -115,7 +113,7 @@ def edit(
         raise RegistryError(f"{both[0]} is both given and taken back by --unset; leave one of the two out")
     if not changes and not taken_back:
         raise RegistryError("nothing to change was given; name a setting, such as --ram 64GiB, or --unset one")
-    with _registry() as registry:
+    with opened_registry() as registry:
         edited = edit_model(registry, name, {**changes, **taken_back}, version=if_version)
     if not edited.changed:
         print(f"{name} is as it was")
@@ -137,7 +135,7 @@ def rm(
     """Removes a model from the registry. Its files, runs and results stay."""
     from overspill.registry import remove_model
 
-    with _registry() as registry:
+    with opened_registry() as registry:
         removed = remove_model(registry, name, version=if_version, force=force)
     print(f"removed {removed.name}")
 
@@ -154,7 +152,7 @@ def import_all(
     from overspill.registry import Outcome, import_models, read_models_file, scan_hub_cache
 
     entries = read_models_file(file) if file is not None else scan_hub_cache(cache_folder())
-    with _registry() as registry:
+    with opened_registry() as registry:
         imported = import_models(registry, entries)
     if as_json:
         told = [{"name": each.name, "outcome": str(each.outcome), "detail": each.detail} for each in imported]
@@ -165,18 +163,6 @@ def import_all(
         print(f"{each.outcome:10} {each.name}{': ' if each.detail else ''}{each.detail}")
     if any(each.outcome is Outcome.INVALID for each in imported):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _registry() -> Iterator["Registry"]:
-    from overspill.registry import CannotNow, open_registry
-
-    try:
-        with open_registry() as registry:
-            yield registry
-    except CannotNow as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 def _shown(model: "Model") -> dict[str, str]:

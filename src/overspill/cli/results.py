@@ -2,16 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from overspill.cli.database import opened_registry
+
 if TYPE_CHECKING:
-    from overspill.registry import Registry
+    pass
 
 results = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="What was measured: list, show, compare, export."
@@ -39,7 +39,7 @@ def list_all(
     from overspill.experiment.listing import results_as_text
     from overspill.registry import list_results
 
-    with _registry() as registry:
+    with opened_registry() as registry:
         found = list_results(registry, benchmark=benchmark, model=model, experiment=experiment, limit=limit)
     if as_json:
         print(json.dumps({"results": [each.as_json() for each in found]}, indent=2))
@@ -55,7 +55,7 @@ def show(
     from overspill.experiment.listing import result_as_text
     from overspill.experiment.stored import find_result
 
-    with _registry() as registry:
+    with opened_registry() as registry:
         found = find_result(registry, result_id)
     print(json.dumps(found.as_json(), indent=2) if as_json else result_as_text(found))
 
@@ -66,7 +66,7 @@ def compare(ids: Names, as_json: AsJson = False) -> None:
     from overspill.experiment.report import Report
     from overspill.experiment.stored import find_results
 
-    with _registry() as registry:
+    with opened_registry() as registry:
         report = Report.of_results(find_results(registry, ids))
     print(json.dumps(report.as_json(), indent=2) if as_json else report.as_text())
 
@@ -85,7 +85,7 @@ def export(
 
     if out is not None:
         require_writable(out)
-    with _registry() as registry:
+    with opened_registry() as registry:
         report = Report.of_results(find_results(registry, ids))
     made = {
         Format.JSON: lambda: json.dumps(report.as_json(), indent=2) + "\n",
@@ -102,15 +102,3 @@ def export(
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(f"wrote {out}")
-
-
-@contextmanager
-def _registry() -> Iterator["Registry"]:
-    from overspill.registry import CannotNow, open_registry
-
-    try:
-        with open_registry() as registry:
-            yield registry
-    except CannotNow as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
