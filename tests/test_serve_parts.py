@@ -121,6 +121,15 @@ def test_offloaded_weights_that_would_fit_are_warned_of(on_gpu: Plan) -> None:
     assert len(checked.warnings) == 1 and "19 times" in checked.warnings[0]
 
 
+def test_prefetching_layers_that_vllm_does_not_make_is_refused(on_gpu: Plan) -> None:
+    olmo = replace(on_gpu, facts=replace(on_gpu.facts, architecture="Olmo2ForCausalLM"))
+    given = combine(PLANNED, ["--offload-group-size", "4", "--host", "127.0.0.1"])
+    check(given, on_gpu, {}, on_cpu=False)
+    with pytest.raises(OverspillError, match="Olmo2ForCausalLM through Transformers.*--cpu-offload-gb"):
+        check(given, olmo, {}, on_cpu=False)
+    check(combine(PLANNED, ["--cpu-offload-gb", "4", "--host", "127.0.0.1"]), olmo, {}, on_cpu=False)
+
+
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_are_taken_out_and_the_rest_stays(on_gpu: Plan, variable: str) -> None:
     local = combine(PLANNED, ["--host", "127.0.0.1"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, format_size
+from overspill.model.transformers_backend import RUN_BY_TRANSFORMERS
 from overspill.planning.arguments import CONTRADICTING_VARIABLES
 from overspill.planning.planner import Plan
 from overspill.serve.address import is_loopback
@@ -77,6 +78,12 @@ def _check_weight_offload(combined: Combined, plan: Plan, checked: Checked, *, o
         raise OverspillError(
             "--offload-backend prefetch moves nothing to RAM without --offload-group-size; give it, for example "
             "--offload-group-size 4, or leave weights to the plan"
+        )
+    if prefetches and plan.facts.architecture in RUN_BY_TRANSFORMERS:
+        raise OverspillError(
+            f"vLLM runs {plan.facts.architecture} through Transformers, whose layers its prefetching offloader does not "
+            "see: nothing would move to RAM. Use --cpu-offload-gb, which Overspill makes work for them, or leave "
+            "weights to the plan"
         )
     if not uva_bytes or uva not in combined.given:
         return
