@@ -122,10 +122,10 @@ def test_offloaded_weights_that_would_fit_are_warned_of(on_gpu: Plan) -> None:
 
 
 def test_prefetching_layers_that_vllm_does_not_make_is_refused(on_gpu: Plan) -> None:
-    olmo = replace(on_gpu, facts=replace(on_gpu.facts, architecture="Olmo2ForCausalLM"))
+    olmo = dataclasses.replace(on_gpu, facts=dataclasses.replace(on_gpu.facts, architecture="Olmo2ForCausalLM"))
     given = combine(PLANNED, ["--offload-group-size", "4", "--host", "127.0.0.1"])
     check(given, on_gpu, {}, on_cpu=False)
-    with pytest.raises(OverspillError, match="Olmo2ForCausalLM through Transformers.*--cpu-offload-gb"):
+    with pytest.raises(OverspillError, match=r"Olmo2ForCausalLM through Transformers.*--cpu-offload-gb"):
         check(given, olmo, {}, on_cpu=False)
     check(combine(PLANNED, ["--cpu-offload-gb", "4", "--host", "127.0.0.1"]), olmo, {}, on_cpu=False)
 
@@ -145,7 +145,8 @@ def test_expandable_segments_are_taken_out_and_the_rest_stays(on_gpu: Plan, vari
 def test_our_plugins_are_added_to_those_vllm_is_told_to_load(on_gpu: Plan) -> None:
     local = combine(PLANNED, ["--host", "localhost"])
     checked = check(local, on_gpu, {"VLLM_PLUGINS": "mine,overspill"}, on_cpu=False)
-    assert checked.environment == {"VLLM_PLUGINS": "mine,overspill,overspill_report"} and len(checked.warnings) == 1
+    added = "mine,overspill,overspill_report,overspill_weights"
+    assert checked.environment == {"VLLM_PLUGINS": added} and len(checked.warnings) == 1
 
 
 @pytest.mark.parametrize(("flags", "is_told"), [([], True), (["--api-key", "k"], False)])

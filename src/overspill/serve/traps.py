@@ -81,8 +81,8 @@ def _check_weight_offload(combined: Combined, plan: Plan, checked: Checked, *, o
         )
     if prefetches and plan.facts.architecture in RUN_BY_TRANSFORMERS:
         raise OverspillError(
-            f"vLLM runs {plan.facts.architecture} through Transformers, whose layers its prefetching offloader does not "
-            "see: nothing would move to RAM. Use --cpu-offload-gb, which Overspill makes work for them, or leave "
+            f"vLLM runs {plan.facts.architecture} through Transformers, whose layers its prefetching offloader does "
+            "not see: nothing would move to RAM. Use --cpu-offload-gb, which Overspill makes work for them, or leave "
             "weights to the plan"
         )
     if not uva_bytes or uva not in combined.given:
