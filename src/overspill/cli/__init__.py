@@ -6,11 +6,17 @@ from typing import Any
 
 import typer
 
+from overspill.cli.benching import bench
+from overspill.cli.comparing import ab
 from overspill.cli.configuration import config
+from overspill.cli.engines import logs, ps, stop
+from overspill.cli.managing import manager
 from overspill.cli.models import models
 from overspill.cli.planning import plan
+from overspill.cli.results import results
 from overspill.cli.services import service
 from overspill.cli.serving import PASS_ON, serve
+from overspill.cli.tuning import tune
 from overspill.cli.verifying import verify
 from overspill.kv.errors import OverspillError
 
@@ -26,8 +32,16 @@ app.command(
     context_settings=PASS_ON,
 )(serve)
 app.command(epilog="Example: overspill verify Qwen/Qwen3-8B --max-model-len 128k")(verify)
+app.command(epilog="Example: overspill bench --workload multi-turn:conversations=32 --expect offload")(bench)
+app.command(epilog='Example: overspill ab Qwen/Qwen3-8B --a none --b native:8GiB --c "--ram 8GiB"')(ab)
+app.command(epilog="Example: overspill tune Qwen/Qwen3-8B --goal throughput --max-model-len 32k --budget 20m")(tune)
 app.command(epilog="Example: overspill config --json")(config)
+app.command(epilog="Example: overspill ps --json")(ps)
+app.command(epilog="Example: overspill stop Qwen/Qwen3-8B")(stop)
+app.command(epilog="Example: overspill logs Qwen/Qwen3-8B --follow")(logs)
+app.add_typer(manager, name="manager")
 app.add_typer(models, name="models")
+app.add_typer(results, name="results")
 app.add_typer(service, name="service")
 
 

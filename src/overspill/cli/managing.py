@@ -1,0 +1,149 @@
+"""`overspill manager`."""
+
+import asyncio
+import getpass
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overspill.cli.database import opened_registry
+from overspill.kv.errors import OverspillError
+
+manager = typer.Typer(
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    help="A page and an API to watch, switch and tune models, and a gateway that loads the model a request names.",
+    epilog="Example: overspill manager --models-folder /models",
+)
+keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="API keys of the manager: add, list, rm.")
+manager.add_typer(keys, name="keys")
+
+KeyName = Annotated[str, typer.Argument(help="The key's name.")]
+
+
+class Scope(StrEnum):
+    ALL = "all"
+    GATEWAY = "gateway"
+
+
+@manager.callback()
+def run_manager(
+    context: typer.Context,
+    host: Annotated[str, typer.Option(help="Address to listen on; others need a password or a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7999,
+    models_folder: Annotated[
+        list[Path] | None, typer.Option(help="A folder that models may come from; may be repeated.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A further name by which it may be asked; may be repeated.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A site whose scripts may use the gateway; may be repeated.")
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option(help="RAM that all engines together may hold; without it, what is free.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="GPU memory that all engines together may hold; without it, what is free.")
+    ] = None,
+    any_vllm_flag: Annotated[
+        bool, typer.Option("--any-vllm-flag", help="Allow vLLM's flags that run code or open files over the web.")
+    ] = False,
+    keep_engines: Annotated[
+        bool, typer.Option("--keep-engines", help="Leave engines running when the manager ends.")
+    ] = False,
+) -> None:
+    """Runs until it is stopped, and stops what it started."""
+    if context.invoked_subcommand is not None:
+        return
+    from overspill.manager.setup import Setup, limit, own_folder
+
+    folders = []
+    for folder in models_folder or []:
+        if not folder.is_dir():
+            raise OverspillError(f"--models-folder {folder} is not a folder; make it, or name another")
+        folders.append(folder.resolve())
+    setup = Setup(
+        folder=own_folder(), host=host, port=port, models_folders=tuple(folders), allowed_hosts=tuple(allow_host or ()),
+        allowed_origins=tuple(allow_origin or ()), any_vllm_flag=any_vllm_flag, keeps_engines=keep_engines,
+        memory=limit(ram, gpu_memory),
+    )  # fmt: skip
+    from overspill.manager.errors import AlreadyManaged
+    from overspill.manager.server import run
+    from overspill.serve.errors import CannotServe
+
+    try:
+        with opened_registry() as registry:
+            asyncio.run(run(setup, registry, _tell))
+    except (AlreadyManaged, CannotServe) as error:
+        _tell(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+@manager.command(epilog="Example: overspill manager password")
+def password(
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the password instead of setting one.")] = False,
+) -> None:
+    """Sets the password of the page; it is asked for, or read from standard input."""
+    from overspill.registry.logins import remove_password, set_password
+
+    with opened_registry() as registry:
+        if remove:
+            print("removed" if remove_password(registry) else "there was none")
+            return
+        set_password(registry, _asked_password())
+    print("the password is set; everybody has to log in again")
+
+
+@keys.command(epilog="Example: overspill manager keys add laptop --scope gateway")
+def add(
+    name: KeyName,
+    scope: Annotated[Scope, typer.Option(help="Everything, or requests to models under /v1 only.")] = Scope.ALL,
+) -> None:
+    """Makes an API key and prints it, once."""
+    from overspill.registry.keys import KeyScope, create_key
+
+    with opened_registry() as registry:
+        secret, _ = create_key(registry, name, KeyScope(scope))
+    print(secret)
+    _tell("it is shown this once; send it as: Authorization: Bearer KEY")
+
+
+@keys.command("list", epilog="Example: overspill manager keys list")
+def list_all() -> None:
+    """All keys by name, without their secrets."""
+    from overspill.registry.keys import list_keys
+
+    with opened_registry() as registry:
+        found = list_keys(registry)
+    if not found:
+        print("no keys yet; make one with: overspill manager keys add NAME")
+    for key in found:
+        used = f"{key.last_used_at:%Y-%m-%d %H:%M} UTC" if key.last_used_at is not None else "never"
+        print(f"{key.name:24} {key.prefix}…  {key.scope:8} last used: {used}")
+
+
+@keys.command(epilog="Example: overspill manager keys rm laptop")
+def rm(name: KeyName) -> None:
+    """Removes a key, and ends the sessions that were begun with it."""
+    from overspill.registry.keys import remove_key
+
+    with opened_registry() as registry:
+        remove_key(registry, name)
+    print(f"removed {name}")
+
+
+def _asked_password() -> str:
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().rstrip("\n")
+    first = getpass.getpass("new password: ")
+    if first != getpass.getpass("the same again: "):
+        raise OverspillError("the two differ; nothing was set")
+    return first
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,84 @@
+"""The one object behind pages and API: everything that a manager has, started and ended in order."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from overspill.manager.actions import Actions
+from overspill.manager.engines import Engines, Options
+from overspill.manager.jobs import Jobs
+from overspill.manager.security.access import Access
+from overspill.manager.security.login_limit import LoginLimit
+from overspill.manager.setup import Setup
+from overspill.manager.watching import Watching
+from overspill.model.hub_cache import cache_folder
+from overspill.registry import Registry
+
+_NOTE_USE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Application:
+    setup: Setup
+    registry: Registry
+    engines: Engines
+    access: Access
+    watching: Watching
+    actions: Actions
+    jobs: Jobs
+    speeds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What was measured last of each model, as far as a page has asked."""
+    limit: LoginLimit = field(default_factory=LoginLimit)
+    since: float = field(default_factory=time.time)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the manager ends: streams end then, and do not hold it up."""
+
+    @property
+    def own_processes(self) -> list[int]:
+        """First processes of what the manager started, and its own: these are not somebody else's servers."""
+        engines = [one.pid for one in self.engines.snapshots() if one.pid is not None]
+        return [os.getpid(), *engines, *self.jobs.processes().values()]
+
+
+@asynccontextmanager
+async def running(setup: Setup, registry: Registry, access: Access, options: Options) -> AsyncIterator[Application]:
+    """Within a running event loop. Leaving stops jobs and engines."""
+    async with Engines(registry, options) as engines:
+        jobs = Jobs(engines, setup.folder / "jobs")
+        disks = {"models": cache_folder(), "logs": setup.folder}
+        application = Application(
+            setup=setup,
+            registry=registry,
+            engines=engines,
+            access=access,
+            watching=Watching(engines, disks, jobs.processes),
+            actions=Actions(registry, engines, setup),
+            jobs=jobs,
+        )
+        tasks = [
+            asyncio.create_task(application.watching.run(), name="watching"),
+            asyncio.create_task(jobs.run(), name="jobs"),
+            asyncio.create_task(_note_use(access), name="note use"),
+        ]
+        try:
+            yield application
+        finally:
+            application.closing.set()
+            await application.actions.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(Exception):
+                await access.note_use()
+            if setup.keeps_engines:
+                await engines.close(keep=True)
+
+
+async def _note_use(access: Access) -> None:
+    while True:
+        await asyncio.sleep(_NOTE_USE_S)
+        await access.note_use()

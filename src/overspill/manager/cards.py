@@ -1,0 +1,128 @@
+"""A model's card: its settings, its engine and what was measured of it, ready to be shown."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.manager.snapshots import Snapshot
+from overspill.manager.states import State
+from overspill.manager.words import element_id
+from overspill.registry import MODEL_SETTINGS, Model, Registry, list_results
+from overspill.registry.model_settings import settings_as_json
+
+_SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
+_SPEEDS = ("output_throughput", "mean_ttft_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Button:
+    action: str
+    label: str
+    help: str
+    is_main: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    model: Model | None
+    """None for an engine whose model was removed meanwhile."""
+    engine: Snapshot
+    refusal: str = ""
+    speed: Mapping[str, float] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def id(self) -> str:
+        return element_id(self.name)
+
+    @property
+    def buttons(self) -> tuple[Button, ...]:
+        match self.engine.state:
+            case State.STOPPED | State.FAILED:
+                return (
+                    Button(action="start", label="Start", help="Starts it, if there is room", is_main=True),
+                    Button(action="switch", label="Switch to it", help="Starts it, and stops what is in its way"),
+                )
+            case State.STARTING:
+                return (Button(action="stop", label="Stop", help="Ends the start"),)
+            case State.READY:
+                return (
+                    Button(action="stop", label="Stop", help="Ends it; requests that wait are refused"),
+                    Button(
+                        action="restart", label="Restart", help="Stops it, and starts it with its settings of now",
+                        is_main=bool(self.engine.needs_restart),
+                    ),
+                )  # fmt: skip
+        return ()
+
+    @property
+    def facts(self) -> list[tuple[str, Any, str]]:
+        """Name, value and unit: as it runs, else as it is set."""
+        plan = self.engine.plan
+        settings = self.model.settings if self.model is not None else None
+        context = plan.get("max_model_len") or (settings.max_model_len if settings else None)
+        kv = _sum(plan, "spilled_kv_bytes", "offload_bytes") if plan else None
+        weights = plan.get("weights_in_ram_bytes") if plan else (settings.weights_ram if settings else None)
+        facts = [("Context", context, "tokens"), ("RAM for KV", kv, "bytes"), ("Weights in RAM", weights, "bytes")]
+        if self.speed is not None:
+            facts += [
+                ("Last measured", self.speed.get("output_throughput"), "tok/s"),
+                ("TTFT then", _seconds(self.speed.get("mean_ttft_ms")), "s"),
+            ]
+        return facts
+
+
+def last_speeds(registry: Registry, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Of each model's newest result. Blocks."""
+    found = {}
+    for name in names:
+        for result in list_results(registry, model=name, limit=1):
+            numbers = {key: result.metrics.get(key) for key in _SPEEDS}
+            found[name] = {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+    return found
+
+
+def form_values(model: Model | None) -> dict[str, str]:
+    """Settings as a form has them: sizes as people write them, empty for what is not set."""
+    values = settings_as_json(model.settings) if model is not None else {}
+    shown = {}
+    for setting in MODEL_SETTINGS:
+        value = values.get(setting.name)
+        if setting.name == "vllm_args":
+            shown[setting.name] = " ".join(_quoted(word) for word in value or ())
+        elif value is None:
+            shown[setting.name] = ""
+        elif setting.name in _SIZES:
+            shown[setting.name] = _written_size(int(value))
+        else:
+            shown[setting.name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return shown
+
+
+def changes_of(form: Mapping[str, str]) -> dict[str, object]:
+    """Of a form that was sent: what is empty is taken back."""
+    known = {setting.name for setting in MODEL_SETTINGS}
+    return {name: value.strip() or None for name, value in form.items() if name in known}
+
+
+def _written_size(num_bytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes and num_bytes % unit == 0:
+            return f"{num_bytes // unit}{name}"
+    return str(num_bytes)
+
+
+def _quoted(word: str) -> str:
+    return shlex.quote(word)
+
+
+def _sum(plan: Mapping[str, Any], *names: str) -> int:
+    return sum(int(plan.get(name) or 0) for name in names)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

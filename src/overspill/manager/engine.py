@@ -1,0 +1,413 @@
+"""One engine: looks at its processes, compares with what is wanted, and takes the next step. One task, no locks."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overspill.manager import logs
+from overspill.manager.engine_process import EngineProcess, identify, listens
+from overspill.manager.errors import StartFailed
+from overspill.manager.launch import Backend, Launched, Order, free_port
+from overspill.manager.memory import NOTHING, Memory
+from overspill.manager.observed import Told
+from overspill.manager.records import Record, Records, file_name
+from overspill.manager.served import served_names
+from overspill.manager.states import Seen, State, Step, Wanted, decide
+from overspill.manager.timing import Timing
+from overspill.manager.upstream import Upstream, address
+
+logger = logging.getLogger(__name__)
+
+_FAILURE_LINES = 12
+_LAUNCHES = 3
+_LEAST_FREE_BYTES = 64 * 1024
+# As `overspill serve` and vLLM say it.
+_PORT_TAKEN = re.compile(r"port \d+ is in use|took the port meanwhile|[Aa]ddress already in use")
+_SAID_ERROR = re.compile(r"^(?:overspill: )?error: (?P<said>.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    reason: str
+    log_lines: tuple[str, ...]
+    at: float
+    """On the monotonic clock."""
+    count: int
+    """Of failures in a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What all engines share."""
+
+    backend: Backend
+    folder: Path
+    records: Records
+    upstream: Upstream
+    timing: Timing
+    how_it_ended: Callable[[str, "EngineProcess"], tuple[bool, str] | None]
+    """Whether it was asked to end, and what its own record says; None if nothing is known. Blocks."""
+    changed: Callable[["Engine"], None]
+
+
+@dataclass(eq=False, slots=True)
+class Engine:
+    name: str
+    world: World
+    wanted: Wanted = Wanted.DOWN
+    state: State = State.STOPPED
+    since: float = field(default_factory=time.time)
+    ready_since: float | None = None
+    """On the monotonic clock, as the next ones."""
+    ended_at: float = float("-inf")
+    last_used: float = float("-inf")
+    record: Record | None = None
+    is_managed: bool = False
+    told: Told | None = None
+    served: tuple[str, ...] = ()
+    failure: Failure | None = None
+    stop_reason: str = ""
+    """Why it is being stopped, for requests that it ends."""
+    in_flight: int = 0
+    is_draining: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    """With which to start it."""
+    holds: Memory = NOTHING
+    _process: EngineProcess | None = None
+    _child: "subprocess.Popen[bytes] | None" = None
+    _handle: int | None = None
+    _woken: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: "asyncio.Task[None] | None" = None
+    _launches: int = 0
+    _failures: int = 0
+    _answered_at: float | None = None
+    _root_gone_at: float | None = None
+    _scanned_at: float = float("-inf")
+    _is_launching: bool = False
+    _is_ending: bool = False
+    _was_asked_to_end: bool = False
+
+    # What is wanted: none of these waits, and each may be called again and again.
+
+    def want_up(self, settings: dict[str, Any], takes: Memory) -> None:
+        if self.wanted is Wanted.UP and not self._is_ending:
+            return
+        self.wanted, self.settings, self.holds = Wanted.UP, settings, takes
+        self.failure, self.stop_reason, self._launches = None, "", 0
+        self.is_managed = True
+        self._observe_wish()
+
+    def want_down(self, reason: str) -> None:
+        if self.wanted is Wanted.DOWN and self.failure is None:
+            return
+        self.wanted, self.failure, self.stop_reason = Wanted.DOWN, None, reason
+        self._observe_wish()
+
+    def adopt(self, record: Record, *, is_managed: bool) -> None:
+        """A process that was found, and is not known yet."""
+        if self._process is not None:
+            return
+        self._take(EngineProcess(record.identity), None, record)
+        self.wanted, self.is_managed, self.failure = Wanted.UP, is_managed, None
+        self.settings, self.holds = record.settings, record.holds
+        self._observe_wish()
+
+    def tell(self, told: Told | None) -> None:
+        """What its status file says now."""
+        if told != self.told:
+            self.told = told
+            if told is not None and told.plan:
+                self.holds = told.holds
+            if told is not None and told.session is not None and self._process is not None:
+                self._process.sessions.add(told.session)
+            if told is not None and self.record is not None and self.record.url is None:
+                self._woken.set()
+            self._publish()
+
+    @property
+    def url(self) -> str | None:
+        if self.record is not None and self.record.url is not None:
+            return self.record.url
+        return self.told.url if self.told is not None else None
+
+    @property
+    def log_file(self) -> Path:
+        if self.record is not None and self.record.log_file is not None:
+            return Path(self.record.log_file)
+        return self.world.folder / "logs" / f"{file_name(self.name)}.log"
+
+    @property
+    def has_process(self) -> bool:
+        return self._process is not None
+
+    @property
+    def retry_after_s(self) -> float:
+        """Until a request may start it again."""
+        if self.failure is None:
+            return 0.0
+        return max(0.0, self.failure.at + self.world.timing.back_off(self.failure.count) - time.monotonic())
+
+    def run(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._live(), name=f"engine {self.name}")
+
+    async def leave(self) -> None:
+        """Watch it no more; it goes on."""
+        while self._is_launching:  # a process that nobody has noted would be lost
+            await asyncio.sleep(0.01)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._forget_handle()
+        if self._child is not None and self._child.poll() is None:
+            self._child.returncode = 0  # it is not waited for any more
+
+    async def until(self, *states: State) -> State:
+        while self.state not in states:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.state
+
+    # The loop
+
+    async def _live(self) -> None:
+        while True:
+            self._woken.clear()
+            try:
+                await self._step(await self._look())
+            except OSError as error:  # a full disk, a folder that is gone
+                if self._process is not None:
+                    # Not to be found again after a crash of the manager, and running all the same.
+                    logger.warning("Overspill: %s cannot be noted: %s", self.name, error)
+                else:
+                    self._fail(f"{self.name} could not be started: {error}", ())
+            except Exception:
+                # A manager that stops looking shows what is not so.
+                logger.exception("Overspill: looking after %s failed, and is tried again", self.name)
+                await asyncio.sleep(1.0)
+
+    async def _step(self, seen: Seen) -> None:
+        if seen is Seen.ABSENT and self._was_asked_to_end:
+            self._bury()  # so its end is no failure, whatever is wanted by now
+        is_launched = self._process is not None
+        decision = decide(self.wanted, seen, launched=is_launched, failed=self.failure is not None)
+        if decision.step is not Step.GIVE_UP:
+            self._enter(decision.state)
+        match decision.step:
+            case Step.LAUNCH:
+                await self._launch()
+            case Step.END:
+                await self._end()
+            case Step.GIVE_UP:
+                await self._give_up()
+            case Step.WAIT:
+                if seen is Seen.ABSENT:
+                    self._bury()
+                await self._pause()
+
+    async def _look(self) -> Seen:
+        process, timing = self._process, self.world.timing
+        if process is None:
+            return Seen.ABSENT
+        if self._child is not None:
+            self._child.poll()  # so that it is no zombie
+        if not process.is_alive:
+            left = await asyncio.to_thread(process.living)
+            if not left:
+                return Seen.ABSENT
+            self._root_gone_at = self._root_gone_at or time.monotonic()
+            if time.monotonic() - self._root_gone_at > timing.stop_patience_s:
+                await process.kill()
+            return Seen.ENDING
+        if self._is_ending:
+            return Seen.ENDING
+        if await self._answers(process):
+            self._answered_at = time.monotonic()
+            return Seen.SERVING
+        if self._answered_at is None:
+            if time.monotonic() - self._scanned_at > 1.0:  # what it began is known should it be killed
+                await asyncio.to_thread(process.living)
+                self._scanned_at = time.monotonic()
+            return Seen.LOADING
+        is_silent = time.monotonic() - self._answered_at > timing.silent_s
+        return Seen.SILENT if is_silent else Seen.SERVING
+
+    async def _answers(self, process: EngineProcess) -> bool:
+        if (url := self.url) is None:
+            return False
+        answer = await self.world.upstream.get(url, "/health", self.world.timing.health_s)
+        if answer is None or answer[0] != 200:
+            return False
+        if self._answered_at is None:
+            # Somebody else may have taken the port, and answer too.
+            living = await asyncio.to_thread(process.living)
+            if not await asyncio.to_thread(listens, living, address(url)[1]):
+                return False
+            self.served = await served_names(self.world.upstream, url, self.world.timing.health_s)
+        return True
+
+    async def _launch(self) -> None:
+        self._launches += 1
+        order = Order(name=self.name, port=free_port(), log_file=self._own_log())
+        logs.begin(order.log_file)
+        self._is_launching = True
+        try:
+            launched = await asyncio.to_thread(self.world.backend.launch, order)
+            record = self._record(launched, order)
+            self._take(EngineProcess(launched.identity), launched.child, record)
+            await asyncio.to_thread(self.world.records.write, record)
+        except StartFailed as error:
+            self._fail(str(error), ())
+        finally:
+            self._is_launching = False
+
+    def _record(self, launched: Launched, order: Order) -> Record:
+        return Record(
+            name=self.name,
+            pid=launched.identity.pid,
+            process=launched.identity.process,
+            url=launched.url,
+            log_file=str(order.log_file) if launched.unit is None else None,
+            settings=self.settings,
+            holds=self.holds,
+            started_at=time.time(),
+            unit=launched.unit,
+        )
+
+    def _own_log(self) -> Path:
+        return self.world.folder / "logs" / f"{file_name(self.name)}.log"
+
+    async def _end(self) -> None:
+        process = self._process
+        assert process is not None
+        self._is_ending, self._was_asked_to_end = True, self.wanted is Wanted.DOWN
+        if self.record is not None and self.record.unit is not None:
+            with contextlib.suppress(StartFailed):
+                await asyncio.to_thread(self.world.backend.stop_unit, self.record.unit)
+        await process.end(self.world.timing.stop_patience_s)
+
+    async def _give_up(self) -> None:
+        """It is gone, and nobody here asked for that."""
+        process, is_silent = self._process, self._is_ending
+        assert process is not None
+        code = self._child.poll() if self._child is not None else None
+        lines = await asyncio.to_thread(logs.tail, self.log_file, 60)
+        known = await asyncio.to_thread(self.world.how_it_ended, self.name, process)
+        was_loading = self._answered_at is None
+        self._bury()
+        if was_loading and self._launches < _LAUNCHES and _PORT_TAKEN.search("\n".join(lines)):
+            return  # launched again, with another port
+        if (known is not None and known[0]) or code == 0:
+            self.wanted, self.stop_reason = Wanted.DOWN, "it was stopped from outside"
+            return
+        shown = tuple(line for line in lines if line.strip())[-_FAILURE_LINES:]
+        when = "while it was starting" if was_loading else "while it was serving"
+        how = f" with exit code {code}" if code is not None and code > 0 else ""
+        how = f", killed by signal {-code}" if code is not None and code < 0 else how
+        if is_silent:
+            how = f" after it had not answered for {self.world.timing.silent_s:g} s, and was ended"
+        why = _said(lines) or (known[1].splitlines()[0] if known is not None and known[1] else "")
+        why = why or ("" if lines else _no_room_for(self.log_file))
+        self._fail(f"the engine of {self.name} ended {when}{how}" + (f": {why}" if why else ""), shown)
+
+    def _fail(self, reason: str, lines: tuple[str, ...]) -> None:
+        has_served = self.ready_since is not None and time.monotonic() - self.ready_since > self.world.timing.back_off_s
+        self._failures = 0 if has_served else self._failures + 1
+        self.failure = Failure(reason=reason, log_lines=lines, at=time.monotonic(), count=self._failures)
+        self.wanted = Wanted.DOWN
+        self._bury()
+        self._enter(State.FAILED)
+
+    def _take(self, process: EngineProcess, child: "subprocess.Popen[bytes] | None", record: Record) -> None:
+        self._process, self._child, self.record = process, child, record
+        self._answered_at = self._root_gone_at = None
+        self._is_ending = self._was_asked_to_end = False
+        with contextlib.suppress(OSError):
+            self._handle = os.pidfd_open(record.pid)
+            asyncio.get_running_loop().add_reader(self._handle, self._died)
+            if identify(record.pid) != record.identity:
+                self._died()
+
+    def _died(self) -> None:
+        self._forget_handle()
+        self._woken.set()
+
+    def _forget_handle(self) -> None:
+        if self._handle is not None:
+            asyncio.get_running_loop().remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = None
+
+    def _bury(self) -> None:
+        """Nothing of it is left."""
+        if self._process is None:
+            return
+        if self._child is not None:
+            self._child.wait()
+        if self.url is not None:
+            self.world.upstream.drop(self.url)
+        self._forget_handle()
+        with contextlib.suppress(OSError):
+            self.world.records.remove(self.name)
+        self._process = self._child = self.told = self.record = self._answered_at = None
+        self.served, self.ended_at = (), time.monotonic()
+        self._is_ending = self._was_asked_to_end = False
+        if self.wanted is Wanted.DOWN:
+            self.holds, self.is_managed = NOTHING, False
+        self._publish()
+
+    def _enter(self, state: State) -> None:
+        if state is self.state:
+            return
+        self.state, self.since = state, time.time()
+        self.ready_since = time.monotonic() if state is State.READY else None
+        if state is State.READY:
+            self.last_used = time.monotonic()
+        if state in (State.STOPPED, State.FAILED):
+            self.is_draining = False
+        self._publish()
+
+    def _observe_wish(self) -> None:
+        """Who asked sees the effect at once; the loop does the rest."""
+        is_there = self._process is not None or self._is_launching
+        seen = Seen.ABSENT if not is_there else Seen.LOADING if self._answered_at is None else Seen.SERVING
+        seen = Seen.ENDING if self._is_ending else seen
+        self._enter(decide(self.wanted, seen, launched=is_there, failed=self.failure is not None).state)
+        self._woken.set()
+        self.run()
+
+    def _publish(self) -> None:
+        self._changed.set()
+        self.world.changed(self)
+
+    async def _pause(self) -> None:
+        timing = self.world.timing
+        waits = {State.STARTING: timing.look_starting_s, State.READY: timing.look_ready_s, State.STOPPING: 0.1}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(waits.get(self.state)):
+                await self._woken.wait()
+
+
+def _no_room_for(log: Path) -> str:
+    """Why a log may be empty."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(log.parent).free < _LEAST_FREE_BYTES:
+            return f"the disk is full where its log is ({log.parent}); make room there"
+    return ""
+
+
+def _said(lines: list[str]) -> str:
+    """What `overspill serve` gave as the reason, if it did."""
+    found = (match["said"] for line in reversed(lines) if (match := _SAID_ERROR.match(line)))
+    return next(found, "")

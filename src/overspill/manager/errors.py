@@ -1,0 +1,46 @@
+"""Why a model is not served, by what the one who asked can do about it."""
+
+from overspill.kv.errors import OverspillError
+
+
+class ManagerError(OverspillError):
+    """Something that the manager refuses; the message says what to change."""
+
+
+class AlreadyManaged(ManagerError):
+    """Another manager has these engines."""
+
+
+class NotServed(ManagerError):
+    """The model cannot answer now; the base of what follows."""
+
+    retry_after_s: float | None = None
+    """When it makes sense to ask again; None if asking again would not help."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class StartFailed(NotServed):
+    """The engine ended before it answered, or could not be started; carries the end of its log."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, log_lines: tuple[str, ...] = ()) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.log_lines = log_lines
+
+
+class NoRoom(NotServed):
+    """The model needs more memory than there is, or than may be freed."""
+
+
+class QueueFull(NotServed):
+    """Too many requests wait already."""
+
+
+class StillLoading(NotServed):
+    """The request has waited as long as it may."""
+
+
+class Stopped(NotServed):
+    """Somebody stopped the model, or the manager, while the request waited."""

@@ -1,0 +1,344 @@
+"""The gateway: OpenAI's API on one port, which loads the model that a request names and passes bytes through.
+
+A plain ASGI application. Of a request only the model's name is read, and of an answer nothing.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.kv.sizes import MiB, format_size
+from overspill.manager.engine import Engine
+from overspill.manager.engines import Counts, Engines
+from overspill.manager.errors import NotServed
+from overspill.manager.headers import passed_back, passed_on
+from overspill.manager.openai_errors import GatewayError, Source, from_not_served, from_registry
+from overspill.manager.states import State
+from overspill.manager.upstream import Connection, Head, UpstreamLost
+from overspill.manager.usage import read_usage
+from overspill.registry import RegistryError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+# Larger than any prompt with pictures that is likely; vLLM itself has no limit.
+LARGEST_BODY_BYTES = 64 * MiB
+# JSON of this size takes milliseconds to read, for which other streams would wait.
+_READ_BESIDE_BYTES = MiB
+_KEPT_ANSWER_BYTES = 8 * MiB
+_LONGEST_EVENT_BYTES = MiB
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """One request and its answer."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    has_begun: bool = False
+    is_done: bool = False
+    sending_since: float | None = None
+    is_abandoned: bool = False
+    """The client is gone, or takes nothing any more."""
+
+    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        self.is_done = not more  # a server calls that a disconnect too
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        await self.begin(status, headers)
+        await self.write(b"" if self.scope["method"] == "HEAD" else body, more=False)
+
+    async def _send(self, message: Message) -> None:
+        self.sending_since = time.monotonic()
+        await self.send(message)
+        self.sending_since = None
+
+
+@dataclass(eq=False, slots=True)
+class Gateway:
+    engines: Engines
+    largest_body_bytes: int = LARGEST_BODY_BYTES
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._route(exchange)
+        except GatewayError as error:
+            await self._refuse(exchange, error)
+        except NotServed as error:
+            await self._refuse(exchange, from_not_served(error))
+        except RegistryError as error:
+            await self._refuse(exchange, from_registry(error))
+
+    async def _refuse(self, exchange: Exchange, error: GatewayError) -> None:
+        if exchange.is_abandoned:
+            return
+        await exchange.answer(error.status, error.headers, error.body)
+
+    async def _route(self, exchange: Exchange) -> None:
+        path, method = exchange.scope["path"], exchange.scope["method"]
+        if path.rstrip("/") == "/v1/models" and method in ("GET", "HEAD"):
+            await self._models(exchange)
+        elif path.startswith("/v1/models/") and method in ("GET", "HEAD"):
+            await self._model(exchange, path.removeprefix("/v1/models/"))
+        elif method == "POST":
+            await self._pass_on(exchange)
+        else:
+            raise GatewayError(
+                405 if path.startswith("/v1/models") else 404,
+                f"there is no {method} {path} here: requests are POSTed with the model's name in their JSON",
+                code="unknown_url",
+            )
+
+    # /v1/models
+
+    async def _models(self, exchange: Exchange) -> None:
+        await self.engines.catalogue.refresh(0.5)
+        listed = {"object": "list", "data": [self._described(name) for name in self.engines.catalogue.names()]}
+        await _answer_json(exchange, listed)
+
+    async def _model(self, exchange: Exchange, name: str) -> None:
+        if await self.engines.catalogue.find(name) is None:
+            await self.engines.require_known(name)
+        await _answer_json(exchange, self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        engine, model = self.engines.snapshot(name), self.engines.catalogue.get(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(model.created_at.timestamp()) if model is not None else int(engine.since),
+            "owned_by": "overspill",
+            "root": model.settings.source if model is not None else name,
+            "max_model_len": model.settings.max_model_len if model is not None else None,
+            "state": str(engine.state),
+            "error": engine.error or None,
+        }
+
+    # Everything else
+
+    async def _pass_on(self, exchange: Exchange) -> None:
+        body = await self._body(exchange)
+        asked = await _read_json(body)
+        name = asked.get("model")
+        if not isinstance(name, str) or not name:
+            raise GatewayError(
+                400, 'the request names no model; give one as "model"', code="model_missing", param="model"
+            )
+        await self.engines.require_known(name)
+        counts = self.engines.count(name)
+        counts.requests += 1
+        counts.last_used = time.time()
+        try:
+            async with self._watched(exchange), self.engines.using(name) as engine:
+                if engine.served and name not in engine.served:
+                    body = json.dumps({**asked, "model": engine.served[0]}).encode()
+                await self._exchange(exchange, engine, body, counts)
+        except asyncio.CancelledError:
+            counts.cancelled += 1
+            if not exchange.is_abandoned:
+                raise
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+        except (GatewayError, NotServed):
+            counts.failed += 1
+            raise
+
+    async def _exchange(self, exchange: Exchange, engine: Engine, body: bytes, counts: Counts) -> None:
+        connection, head = await self._ask(exchange, engine, body)
+        try:
+            if (head.value(b"content-type") or b"").startswith(b"text/event-stream"):
+                await self._stream(exchange, connection, engine, head, counts)
+            else:
+                await self._whole(exchange, connection, engine, head, counts)
+        except BaseException:
+            connection.close()
+            raise
+        self.engines.upstream.give_back(connection)
+
+    async def _ask(self, exchange: Exchange, engine: Engine, body: bytes) -> tuple[Connection, Head]:
+        """A kept connection may just have been closed by the engine; nothing was answered then, and it is asked
+        again."""
+        scope = exchange.scope
+        target = scope.get("raw_path") or scope["path"].encode()
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        headers = passed_on(scope["headers"])
+        for fresh in (False, True):
+            try:
+                connection = await self.engines.upstream.connect(engine.url or "", fresh=fresh)
+            except UpstreamLost as error:
+                raise _lost(engine, error) from error
+            is_kept = connection.was_used
+            connection.send(scope["method"], target, headers, body)
+            try:
+                async with asyncio.timeout(self.engines.timing.answer_s):
+                    return connection, await connection.head()
+            except UpstreamLost as error:
+                connection.close()
+                if error.had_begun or not is_kept:
+                    raise _lost(engine, error) from error
+            except TimeoutError:
+                connection.close()
+                wait = self.engines.timing.answer_s
+                told = f"the engine of {engine.name} has not answered for {wait:g} s"
+                raise GatewayError(504, told, code="engine_silent", source=Source.ENGINE) from None
+            except BaseException:
+                connection.close()
+                raise
+        raise AssertionError("a fresh connection answers or is lost")
+
+    async def _stream(
+        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Counts
+    ) -> None:
+        """Events as they come, whole ones only: of one that breaks off nothing could be told after its beginning."""
+        await exchange.begin(head.status, passed_back(head.headers))
+        rest = b""
+        try:
+            while (data := await connection.read()) is not None:
+                data = rest + data if rest else data
+                end = data.rfind(b"\n\n") + 2
+                if end == len(data):
+                    rest = b""
+                elif end >= 2:
+                    data, rest = data[:end], data[end:]
+                elif len(data) < _LONGEST_EVENT_BYTES:
+                    rest = data
+                    continue
+                else:
+                    rest = b""
+                if b'"usage":{' in data:
+                    read_usage(data, counts)
+                await exchange.write(data, more=True)
+        except UpstreamLost as error:
+            counts.failed += 1
+            await exchange.write(_lost(engine, error).event, more=False)
+            return
+        await exchange.write(rest, more=False)
+
+    async def _whole(
+        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Counts
+    ) -> None:
+        """An answer that breaks off is an error, so none of it is passed on before its end, unless it is huge."""
+        pieces, size = [], 0
+        try:
+            while (data := await connection.read()) is not None:
+                pieces.append(data)
+                size += len(data)
+                if size > _KEPT_ANSWER_BYTES:
+                    if not exchange.has_begun:
+                        await exchange.begin(head.status, passed_back(head.headers))
+                    await exchange.write(b"".join(pieces), more=True)
+                    pieces.clear()
+        except UpstreamLost as error:
+            if exchange.has_begun:
+                raise  # the client's connection is closed before the announced length
+            raise _lost(engine, error) from error
+        body = b"".join(pieces)
+        if head.status >= 500:
+            counts.failed += 1
+        if exchange.has_begun:
+            await exchange.write(body, more=False)
+            return
+        if b'"usage":{' in body:
+            read_usage(body, counts)
+        await exchange.answer(head.status, passed_back(head.headers, length=len(body)), body)
+
+    async def _body(self, exchange: Exchange) -> bytes:
+        limit = self.largest_body_bytes
+        length = next((value for name, value in exchange.scope["headers"] if name == b"content-length"), b"0")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        pieces, size = [], 0
+        try:
+            async with asyncio.timeout(self.engines.timing.upload_s):
+                while True:
+                    message = await exchange.receive()
+                    if message["type"] == "http.disconnect":
+                        exchange.is_abandoned = True
+                        raise GatewayError(499, "the client went away", code="client_gone")
+                    pieces.append(message.get("body", b""))
+                    size += len(pieces[-1])
+                    if size > limit:
+                        raise _too_large(limit)
+                    if not message.get("more_body"):
+                        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        except TimeoutError:
+            wait = self.engines.timing.upload_s
+            raise GatewayError(408, f"the request did not come whole within {wait:g} s", code="slow_client") from None
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, exchange: Exchange) -> Any:
+        """A client that goes away ends what is done for it, wherever that waits."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def watch() -> None:
+            gone = asyncio.ensure_future(_disconnected(exchange.receive))
+            try:
+                while not gone.done():
+                    await asyncio.wait({gone}, timeout=self.engines.timing.stalled_client_s / 4)
+                    since = exchange.sending_since
+                    if since is not None and time.monotonic() - since > self.engines.timing.stalled_client_s:
+                        break
+            finally:
+                gone.cancel()
+            if not exchange.is_done:
+                exchange.is_abandoned = True
+                task.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer_json(exchange: Exchange, told: dict[str, Any]) -> None:
+    body = json.dumps(told).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await exchange.answer(200, headers, body)
+
+
+async def _read_json(body: bytes) -> dict[str, Any]:
+    try:
+        read = json.loads(body) if len(body) < _READ_BESIDE_BYTES else await asyncio.to_thread(json.loads, body)
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(400, f"the request is not JSON: {error}", code="bad_json") from None
+    if not isinstance(read, dict):
+        raise GatewayError(400, "the request is not a JSON object", code="bad_json")
+    return read
+
+
+def _lost(engine: Engine, error: UpstreamLost) -> GatewayError:
+    """Who ended it, as far as is known by now."""
+    if engine.state is State.STOPPING and engine.stop_reason:
+        told = f"{engine.name} ended while it answered: {engine.stop_reason}"
+        return GatewayError(502, told, code="engine_stopped", retry_after_s=5.0)
+    return GatewayError(
+        502, f"the engine of {engine.name} died or closed the connection while it answered: {error}",
+        code="engine_died", source=Source.ENGINE, retry_after_s=5.0,
+    )  # fmt: skip
+
+
+def _too_large(limit: int) -> GatewayError:
+    return GatewayError(413, f"the request is larger than the {format_size(limit)} that are accepted", code="too_large")

@@ -1,0 +1,119 @@
+"""What a job runs: `overspill bench`, `ab`, `verify` or `tune`, as a list of words made from what was filled in."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from overspill.experiment.configurations import read_configuration
+from overspill.manager.errors import ManagerError
+from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed
+
+_MAX_TEXT = 500
+
+
+class JobKind(StrEnum):
+    BENCH = "bench"
+    AB = "ab"
+    VERIFY = "verify"
+    TUNE = "tune"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    name: str
+    label: str
+    help: str
+    kind: str = "text"
+    """text, number or yes."""
+
+
+# Every field is a flag of the command; free text that the command would read as vLLM's own flags is not among them.
+FIELDS: Mapping[JobKind, Sequence[Field]] = {
+    JobKind.BENCH: (
+        Field("workload", "Workload", "multi-turn, shared-prefix, long-context, overhead or offline; then :key=value"),
+        Field("seed", "Seed", "what prompts are drawn from", "number"),
+        Field("expect", "Expect", "offload or spill: it fails if that tier served nothing"),
+        Field("label", "Label", "a name for this configuration"),
+        Field("experiment", "Experiment", "a name that compared results have in common"),
+    ),
+    JobKind.AB: (
+        Field("a", "A", "none, native:8GiB, simple-lazy:8GiB, or a flag such as --ram 8GiB"),
+        Field("b", "B", "what it is compared with"),
+        Field("c", "C", "a third configuration"),
+        Field("workload", "Workload", "as for a bench"),
+        Field("repeats", "Repeats", "how often each is measured", "number"),
+        Field("seed", "Seed", "what requests are drawn from", "number"),
+        Field("keep", "Keep engines", "start each once, and empty caches between repeats", "yes"),
+    ),
+    JobKind.VERIFY: (
+        Field("quick", "Quick", "every scenario once", "yes"),
+        Field("soak", "Soak", "again and again, with other lengths and orders", "yes"),
+        Field("minutes", "Minutes", "with soak: how long", "number"),
+        Field("seed", "Seed", "what prompts and orders are drawn from", "number"),
+    ),
+    JobKind.TUNE: (
+        Field("goal", "Goal", "throughput, ttft or context"),
+        Field("budget", "Budget", "how long it may take: 90s, 10m, 2h"),
+        Field("workload", "Workload", "as for a bench; without it, the goal's own"),
+        Field("repeats", "Repeats", "how often the best ones are measured", "number"),
+        Field("candidates", "Candidates", "try at most so many", "number"),
+        Field("max_model_len", "Context", "to keep to, in tokens: 32k"),
+        Field("allow_fp8", "Allow fp8", "try KV in fp8 too, which rounds it", "yes"),
+        Field("dry_run", "Leave settings alone", "measure only", "yes"),
+    ),
+}  # fmt: skip
+_CONFIGURATIONS = ("a", "b", "c")
+
+
+def known_kinds() -> list[JobKind]:
+    """Those that this installation has a command for."""
+    from overspill.cli import app
+
+    names = {
+        command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands
+    }
+    return [kind for kind in JobKind if kind in names]
+
+
+def needs_engine(kind: JobKind) -> bool:
+    """A bench measures a model that is served; the others start engines of their own."""
+    return kind is JobKind.BENCH
+
+
+def command(
+    kind: JobKind, model: str, given: Mapping[str, str], *, url: str | None = None, served: str = ""
+) -> list[str]:
+    """The words to run; `url` and `served` are the engine's, for a bench."""
+    fields = {field.name: field for field in FIELDS[kind]}
+    words = [sys.executable, "-P", "-m", "overspill", str(kind)]
+    words += [url or "", "--model", served or model] if kind is JobKind.BENCH else [model]
+    for name, value in given.items():
+        if name not in fields:
+            raise ManagerError(f"a {kind} has no field {name!r:.80}; it has {', '.join(fields) or 'none'}")
+        words += _flag(fields[name], value)
+    return words
+
+
+def _flag(field: Field, value: str) -> list[str]:
+    flag = "--" + field.name.replace("_", "-")
+    if len(value) > _MAX_TEXT or not value.isprintable():
+        raise ManagerError(f"{field.label}: at most {_MAX_TEXT} printable characters are accepted")
+    if not value:
+        return []
+    if field.kind == "yes":
+        return [flag] if value.lower() in ("1", "true", "yes", "on") else []
+    if field.kind == "number" and not (value.isascii() and value.isdigit()):
+        raise ManagerError(f"{field.label}: {value!r:.40} is not a number; write for example 3")
+    if field.name in _CONFIGURATIONS:
+        _require_safe(field, value)
+    # With `=`, a value that begins with a dash is no flag of its own.
+    return [f"{flag}={value}"]
+
+
+def _require_safe(field: Field, value: str) -> None:
+    """Read as the command will read it: quotes and labels hide nothing then."""
+    try:
+        require_allowed(read_configuration(field.name, value).vllm_args)
+    except FlagNotAllowed as error:
+        raise FlagNotAllowed(f"{field.label}: {error}") from error

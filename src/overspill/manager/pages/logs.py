@@ -1,0 +1,41 @@
+"""Logs: the last lines, new ones as they come, and a search."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from overspill.manager import logs, sse
+from overspill.manager.asking import App
+from overspill.manager.pages.rendering import page
+
+router = APIRouter()
+_SHOWN = 500
+
+
+@router.get("/logs")
+async def log(request: Request, app: App) -> Response:
+    engines = app.engines.snapshots()
+    names = [one.name for one in engines]
+    running = [one.name for one in engines if one.pid is not None]
+    name = request.query_params.get("name") or next(iter([*running, *names]), "")
+    search = request.query_params.get("search", "")[:200]
+    found = None
+    if name:
+        await app.engines.require_known(name)
+    if name and search:
+        found = await asyncio.to_thread(logs.search, app.engines.log_file(name), search, limit=_SHOWN)
+    return page(request, "logs.html", names=names, name=name, search=search, found=found)
+
+
+@router.get("/events/logs/{name:path}")
+async def events(app: App, name: str) -> Response:
+    await app.engines.require_known(name)
+    path = app.engines.log_file(name)
+
+    async def told() -> AsyncIterator[str]:
+        async for some in logs.follow(path, _SHOWN):
+            yield sse.event("lines", "\n".join(some))
+
+    return sse.stream(told(), app.closing)

@@ -1,0 +1,55 @@
+"""A model's plan at a context of the user's choice, on the machine as it would be without its own engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.hardware import detect
+from overspill.manager.memory import Memory
+from overspill.manager.needs import with_more
+from overspill.planning.machine import plan_for
+from overspill.planning.planner import Plan
+from overspill.planning.refusal import refusal
+from overspill.planning.report import plan_as_json
+from overspill.registry import ModelSettings, serve_settings
+from overspill.settings import config_path, plain, resolve
+
+_LEAST_CONTEXT = 256
+_MOST_STEPS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replanned:
+    plan: Plan
+    limit: int
+    """The longest context that the model was made for."""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.recommended is not None
+
+    @property
+    def why_not(self) -> str:
+        return "" if self.fits else refusal(self.plan)
+
+    @property
+    def step(self) -> int:
+        """Of a slider over all contexts."""
+        step = _LEAST_CONTEXT
+        while self.limit / step > _MOST_STEPS:
+            step *= 2
+        return step
+
+    def as_json(self) -> dict[str, Any]:
+        return {**plan_as_json(self.plan), "why_not": self.why_not, "limit": self.limit}
+
+
+def replan(settings: ModelSettings, changes: Mapping[str, Any], own: Memory) -> Replanned:
+    """`changes` are parsed values; `own` is what the model's engine holds now. Reads files and looks at the machine."""
+    values, _ = serve_settings(settings)
+    given = {**values, **{name: value for name, value in changes.items() if value is not None}}
+    for name in [name for name, value in changes.items() if value is None]:
+        given.pop(name, None)
+    resolved = plain(resolve(given, file=config_path()))
+    plan = plan_for(settings.source, resolved, found=with_more(detect(), own))
+    return Replanned(plan=plan, limit=max(plan.facts.max_position_embeddings, plan.max_model_len))

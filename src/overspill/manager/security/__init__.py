@@ -1,0 +1,1 @@
+"""Who may reach the manager, what a browser may be made to do, and what a client may cost."""

@@ -1,0 +1,81 @@
+"""All guards around the manager's app, in the order that matters, and the one that asks who is there."""
+
+from collections.abc import Collection, Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from overspill.manager.security.access import Access, Identity
+from overspill.manager.security.answers import refuse
+from overspill.manager.security.bodies import MAX_BODY_BYTES, PAUSE_S, BodyGuard
+from overspill.manager.security.cookies import read_cookie
+from overspill.manager.security.csrf import CsrfGuard
+from overspill.manager.security.headers import SecurityHeaders
+from overspill.manager.security.hosts import HostGuard, allowed_names
+from overspill.registry.errors import RegistryUnavailable
+from overspill.registry.keys import KeyScope
+
+GATEWAY = "/v1/"
+# The page to log in, what it is made of, and whether the manager lives.
+PUBLIC = ("/login", "/static/", "/healthz")
+
+
+class AccessGuard:
+    """ASGI: nobody gets in unknown. Handlers find who it is in request.state.identity, None at most on public paths."""
+
+    def __init__(self, app: ASGIApp, *, access: Access, is_tls: bool = False, public: tuple[str, ...] = PUBLIC) -> None:
+        self._app, self._access, self._is_tls, self._public = app, access, is_tls, public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            identity = await self._identify(scope)
+        except RegistryUnavailable as error:
+            await refuse(scope, send, 503, f"nobody can be let in: {error}")
+            return
+        path = scope["path"]
+        if not path.startswith(self._public):
+            if identity is None:
+                await self._ask_to_log_in(scope, send)
+                return
+            if identity.scope is KeyScope.GATEWAY and not path.startswith(GATEWAY):
+                await refuse(scope, send, 403, f"{identity.who} is for {GATEWAY} only; use a key for everything")
+                return
+        scope.setdefault("state", {})["identity"] = identity
+        await self._app(scope, receive, send)
+
+    async def _identify(self, scope: Scope) -> Identity | None:
+        headers = dict(scope["headers"])
+        authorization, cookie = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"cookie"))
+        return await self._access.identify(authorization or None, read_cookie(cookie, is_tls=self._is_tls))
+
+    async def _ask_to_log_in(self, scope: Scope, send: Send) -> None:
+        accepted = dict(scope["headers"]).get(b"accept", b"")
+        if scope["type"] == "http" and scope["method"] == "GET" and b"text/html" in accepted:
+            await send({"type": "http.response.start", "status": 303, "headers": [(b"location", b"/login")]})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        asked_for = [(b"www-authenticate", b"Bearer")]
+        await refuse(
+            scope, send, 401, "an API key is needed: send it as Authorization: Bearer KEY, or log in", asked_for
+        )
+
+
+def guarded(
+    app: ASGIApp,
+    access: Access,
+    *,
+    bound_host: str,
+    is_tls: bool = False,
+    allowed_hosts: Iterable[str] = (),
+    allowed_origins: Collection[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+    body_pause_s: float = PAUSE_S,
+) -> ASGIApp:
+    """Refusals get the headers too; nothing is read of a request for another host, from another site, or of nobody."""
+    app = BodyGuard(app, max_bytes=max_body_bytes, pause_s=body_pause_s)
+    app = AccessGuard(app, access=access, is_tls=is_tls)
+    app = CsrfGuard(app, is_tls=is_tls, allowed_origins=allowed_origins)
+    app = HostGuard(app, names=allowed_names(bound_host, allowed_hosts))
+    return SecurityHeaders(app, is_tls=is_tls)

@@ -1,0 +1,84 @@
+"""Models that may be named over the web: repositories of the hub, and folders within those that are configured."""
+
+import os
+import re
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from overspill.manager.errors import ManagerError
+from overspill.model.hub_cache import cache_folder
+
+_MAX_LENGTH = 1024
+_MAX_REPO_ID = 96
+# As huggingface_hub checks it: an owner and a name, or a name alone; neither begins or ends with - or a dot.
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_REPO_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
+_MOST_FILES = 10_000
+
+
+class ModelNotAllowed(ManagerError):
+    """A model that may not be named over the web."""
+
+
+def confined_source(source: str, folders: Sequence[Path], hub_cache: Path | None = None) -> str:
+    """The source as it may be kept and started: a repository's id, or the real path of a folder.
+
+    Who writes to those folders is trusted: a link that is changed after this look is not noticed.
+    """
+    if not source or len(source) > _MAX_LENGTH or not source.isprintable():
+        raise ModelNotAllowed(
+            f"{source!r:.80} is not the name of a model; give a repository such as Qwen/Qwen3-8B, or a folder"
+        )
+    # vLLM looks for a folder of that name first, from wherever it was started.
+    if is_repo_id(source) and not os.path.lexists(source):
+        return source
+    roots = [_real(root) for root in (*folders, hub_cache if hub_cache is not None else cache_folder())]
+    if is_repo_id(source):
+        raise ModelNotAllowed(
+            f"{source} is a repository's id, and a folder of that name is where the manager was started, which vLLM "
+            "would take instead; start the manager somewhere else"
+        )
+    if not os.path.isabs(source):
+        raise ModelNotAllowed(
+            f"{source!r:.200} is neither a repository's id nor the whole path of a folder; write for example "
+            "Qwen/Qwen3-8B or /models/qwen"
+        )
+    folder = _real(Path(source))
+    # The same words whether it is there or not: what lies elsewhere on the disk is nobody's business.
+    if not any(folder.is_relative_to(root) for root in roots) or not folder.is_dir():
+        shown = ", ".join(str(root) for root in (*folders, "the hub's cache"))
+        raise ModelNotAllowed(
+            f"{source!r:.200} is not a folder within those that models may come from ({shown}); put it there, or start "
+            "the manager with --models-folder"
+        )
+    _refuse_links_out(folder, roots)
+    return str(folder)
+
+
+def is_repo_id(name: str) -> bool:
+    return (
+        len(name) <= _MAX_REPO_ID
+        and _REPO_ID.fullmatch(name) is not None
+        and not any(bad in name for bad in ("--", ".."))
+        and not name.endswith(".git")
+    )
+
+
+def _real(path: Path) -> Path:
+    try:
+        return Path(os.path.realpath(path))
+    except (OSError, ValueError) as error:
+        raise ModelNotAllowed(f"{str(path)!r:.200} cannot be read as a path: {error}") from error
+
+
+def _refuse_links_out(folder: Path, roots: Sequence[Path]) -> None:
+    """A config.json that points at somebody's file would be shown in part by the error about it."""
+    try:
+        with os.scandir(folder) as entries:
+            links = [Path(entry.path) for entry in islice(entries, _MOST_FILES) if entry.is_symlink()]
+    except OSError as error:
+        raise ModelNotAllowed(f"{str(folder)!r:.200} cannot be read: {error.strerror}") from error
+    for link in links:
+        if not any(_real(link).is_relative_to(root) for root in roots):
+            raise ModelNotAllowed(f"{link.name!r:.100} in {str(folder)!r:.200} is a link that leads out of the folders")

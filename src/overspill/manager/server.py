@@ -1,0 +1,99 @@
+"""Runs a manager: checks that it may listen where it is asked to, serves, and ends in order."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable
+
+import uvicorn
+
+from overspill.manager.announced import announce, withdraw
+from overspill.manager.app import make_app
+from overspill.manager.application import running
+from overspill.manager.engines import Options
+from overspill.manager.security.access import Access
+from overspill.manager.security.binding import require_protection
+from overspill.manager.security.connections import BoundedProtocol
+from overspill.manager.security.log_text import OneLine
+from overspill.manager.setup import Setup
+from overspill.manager.systemd import backend_here
+from overspill.registry import Registry
+from overspill.serve.address import Address, is_loopback, require_free
+
+_GRACE_S = 3
+
+
+async def run(setup: Setup, registry: Registry, say: Callable[[str], None], options: Options | None = None) -> None:
+    """Until SIGTERM or SIGINT. `say` tells where it is."""
+    access = Access(registry, is_loopback=is_loopback(setup.host))
+    require_protection(setup.host, is_protected=await access.is_protected())
+    address = Address(setup.host, setup.port)
+    require_free(address, set())
+    options = options or Options(folder=setup.folder, memory=setup.memory, backend=backend_here())
+    async with running(setup, registry, access, options) as application:
+        server = _Server(_config(make_app(application), setup))
+        task = asyncio.create_task(server.serve())
+
+        def end() -> None:
+            application.closing.set()
+            server.end()
+
+        with _signals(end):
+            while not server.started and not task.done():
+                await asyncio.sleep(0.01)
+            if server.started:
+                announce(setup.folder, address.url)
+                say(f"the manager is at {address.url}, OpenAI's API for all models at {address.url}/v1")
+            try:
+                await task
+            finally:
+                withdraw(setup.folder)
+                say("stopping what was started here")
+
+
+def _config(app: object, setup: Setup) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        host=setup.host,
+        port=setup.port,
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,
+        server_header=False,
+        access_log=False,
+        log_level="warning",
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(OneLine())
+    return config
+
+
+class _Server(uvicorn.Server):
+    """Its own signal handlers would end it before the engines are stopped, and raise the signal once more."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+    def end(self) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+@contextlib.contextmanager
+def _signals(end: Callable[[], None]):  # type: ignore[no-untyped-def]
+    loop = asyncio.get_running_loop()
+    signs = (signal.SIGINT, signal.SIGTERM)
+    for sign in signs:
+        loop.add_signal_handler(sign, end)
+    try:
+        yield
+    finally:
+        # What follows takes up to a minute, in which a second Ctrl-C must not leave engines behind: it is ignored.
+        for sign in signs:
+            loop.add_signal_handler(sign, lambda: None)

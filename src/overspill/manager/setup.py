@@ -1,0 +1,52 @@
+"""How a manager is asked to run: address, folders that models may come from, and what the web may set."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from overspill.hardware.folders import state_folder
+from overspill.kv.sizes import parse_size
+from overspill.manager.errors import ManagerError
+from overspill.manager.memory import Memory
+from overspill.manager.security.binding import DEFAULT_HOST
+
+DEFAULT_PORT = 7999
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    folder: Path
+    """The manager's own: logs, records of engines and jobs."""
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    models_folders: tuple[Path, ...] = ()
+    """Beside the hub's cache, where models that are named over the web may lie."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which it may be asked, beside its own."""
+    allowed_origins: tuple[str, ...] = ()
+    """Sites whose scripts may use the gateway."""
+    any_vllm_flag: bool = False
+    """Whether flags of vLLM's that run code or open files may be set over the web."""
+    memory: Memory | None = None
+    """What all engines together may hold; without it, what is free on the machine."""
+    keeps_engines: bool = False
+    """Whether engines go on when the manager ends."""
+
+
+def own_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    state = state_folder(environ)
+    if state is None:
+        raise ManagerError("there is no home to keep the manager's records in; set XDG_STATE_HOME to a folder")
+    return state / "manager"
+
+
+def limit(ram: str | None, gpu_memory: str | None) -> Memory | None:
+    """None if neither is given; of the other there is no limit then but the machine's."""
+    if ram is None and gpu_memory is None:
+        return None
+    return Memory(
+        gpu_bytes=_NO_LIMIT if gpu_memory is None else parse_size(gpu_memory),
+        ram_bytes=_NO_LIMIT if ram is None else parse_size(ram),
+    )

@@ -1,0 +1,50 @@
+"""Server-sent events: one answer that goes on, ends with the manager, and costs little while nothing happens."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import StreamingResponse
+
+_QUIET_S = 15.0
+MEDIA_TYPE = "text/event-stream"
+
+
+def event(name: str, data: str) -> str:
+    lines = "".join(f"data: {line}\n" for line in data.splitlines() or [""])
+    return f"event: {name}\n{lines}\n"
+
+
+def stream(events: AsyncIterator[str], closing: asyncio.Event, media_type: str = MEDIA_TYPE) -> StreamingResponse:
+    """Proxies are told not to keep it back."""
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    quiet = ": nothing new\n\n" if media_type == MEDIA_TYPE else ""
+    return StreamingResponse(_until(events, closing, quiet), media_type=media_type, headers=headers)
+
+
+async def _until(events: AsyncIterator[str], closing: asyncio.Event, quiet: str) -> AsyncIterator[str]:
+    """A client that is gone is noticed only when something is sent to it, so now and then something is."""
+    ended: asyncio.Future[Any] = asyncio.ensure_future(closing.wait())
+    next_one: asyncio.Future[Any] | None = None
+    if quiet:
+        yield quiet  # headers go out at once, and a browser knows that it is connected
+    try:
+        while not ended.done():
+            if next_one is None:
+                next_one = asyncio.ensure_future(anext(events))
+            await asyncio.wait({next_one, ended}, timeout=_QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+            if next_one.done():
+                try:
+                    yield next_one.result()
+                except StopAsyncIteration:
+                    return
+                next_one = None
+            elif not ended.done() and quiet:
+                yield quiet
+    finally:
+        ended.cancel()
+        if next_one is not None:
+            next_one.cancel()
+            await asyncio.gather(next_one, return_exceptions=True)
+        if hasattr(events, "aclose"):
+            await events.aclose()

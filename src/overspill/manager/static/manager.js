@@ -1,0 +1,273 @@
+/* What pages do beside htmx: charts, logs that grow, a slider with its number, prompts, and notices. */
+"use strict";
+
+const token = () => document.body.dataset.token;
+
+function notify(text) {
+  const place = document.getElementById("notice");
+  place.textContent = text;
+  place.hidden = !text;
+  if (text) place.scrollIntoView({ block: "nearest" });
+}
+
+/* What was refused is said, whoever asked for it. */
+document.addEventListener("htmx:responseError", (event) => {
+  let text = event.detail.xhr.responseText;
+  try { text = JSON.parse(text).error.message; } catch { /* not ours */ }
+  notify(text || "The manager answered " + event.detail.xhr.status + ".");
+});
+document.addEventListener("htmx:sendError", () => notify("The manager does not answer."));
+document.addEventListener("htmx:beforeRequest", (event) => {
+  if (event.detail.requestConfig.verb !== "get") notify("");
+});
+
+/* Numbers with units, as the server writes them. */
+function shown(value, unit) {
+  if (value === null || value === undefined) return "–";
+  if (unit.startsWith("bytes")) {
+    const names = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let power = 0;
+    while (Math.abs(value) >= 1024 && power < 4) { value /= 1024; power += 1; }
+    return Number(value.toPrecision(3)) + " " + names[power] + unit.slice(5);
+  }
+  if (unit === "share") return Math.round(100 * value) + " %";
+  if (unit === "s") return value < 1 ? Math.round(1000 * value) + " ms" : value.toFixed(1) + " s";
+  return Number(value.toPrecision(3)).toLocaleString("en") + (unit ? " " + unit : "");
+}
+
+/* Charts: the history once, then a row a second. */
+const charts = { list: [], names: "", lastAt: 0, rows: 900 };
+
+function colour(index) {
+  return getComputedStyle(document.documentElement).getPropertyValue("--c" + (index % 6)).trim();
+}
+
+function makeChart(definition, history, place) {
+  const section = document.createElement("section");
+  section.className = "chart";
+  const title = document.createElement("h2");
+  title.textContent = definition.title;
+  section.append(title);
+  place.append(section);
+  const style = getComputedStyle(document.documentElement);
+  const axis = { stroke: style.getPropertyValue("--faint").trim(), grid: { stroke: style.getPropertyValue("--rule").trim(), width: 1 }, ticks: { show: false } };
+  const clock = (at) => new Date(1000 * at).toTimeString().slice(0, 8);
+  /* Bytes are counted in powers of two, and so are the lines behind them. */
+  const steps = definition.unit.startsWith("bytes") ? { incrs: Array.from({ length: 50 }, (_, power) => 2 ** power) } : {};
+  const top = definition.unit === "share" ? 1 : null;
+  const options = {
+    width: Math.max(240, section.clientWidth - 20), height: 170, cursor: { drag: { x: false, y: false } },
+    scales: { y: { range: (u, low, high) => [0, top || Math.max(high * 1.05, 1e-9)] } },
+    legend: { markers: { width: 3 } },
+    axes: [{ ...axis, space: 80, values: (u, ticks) => ticks.map(clock) }, { ...axis, ...steps, size: 70, values: (u, ticks) => ticks.map((tick) => shown(tick, definition.unit)) }],
+    series: [{ label: "at", value: (u, at) => (at === null ? "–" : clock(at)) }, ...definition.lines.map((line, index) => ({
+      label: line.label, stroke: colour(index), width: 1.5, points: { show: false },
+      value: (u, value) => shown(value, definition.unit),
+    }))],
+  };
+  const data = [history.time.slice(), ...definition.lines.map((line) => (history.series[line.name] || history.time.map(() => null)).slice())];
+  const plot = new uPlot(options, data, section);
+  plot.setLegend({ idx: data[0].length - 1 }, false);
+  return { definition, data, section, plot };
+}
+
+async function loadCharts() {
+  const place = document.getElementById("charts");
+  if (!place) return;
+  const definitions = await (await fetch("/api/charts")).json();
+  const names = definitions.flatMap((chart) => chart.lines.map((line) => line.name));
+  if (names.join() === charts.names) return;
+  charts.names = names.join();
+  const history = await (await fetch("/api/history?names=" + encodeURIComponent(names.join()))).json();
+  charts.lastAt = history.time[history.time.length - 1] || 0;
+  charts.list.forEach((one) => { one.plot.destroy(); one.section.remove(); });
+  charts.list = definitions.map((definition) => makeChart(definition, history, place));
+}
+
+function addSample(sample) {
+  if (sample.at <= charts.lastAt) return;
+  charts.lastAt = sample.at;
+  charts.list.forEach((one) => {
+    one.data[0].push(sample.at);
+    one.definition.lines.forEach((line, index) => one.data[index + 1].push(sample.values[line.name] ?? null));
+    if (one.data[0].length > charts.rows) one.data.forEach((column) => column.shift());
+    one.plot.setData(one.data);
+    if (one.plot.cursor.idx === null || one.plot.cursor.left < 0) one.plot.setLegend({ idx: one.data[0].length - 1 }, false);
+  });
+  const known = new Set(charts.names.split(","));
+  const isNew = Object.keys(sample.values).some((name) => name.startsWith("engine.") && name.endsWith("requests_running") && !known.has(name));
+  if (isNew) loadCharts();
+}
+
+let sampledAt = 0;
+function showAge() {
+  const age = document.getElementById("age");
+  if (!age || !sampledAt) return;
+  const seconds = (Date.now() - sampledAt) / 1000;
+  const isStale = seconds > 4;
+  document.getElementById("live").classList.toggle("stale", isStale);
+  age.textContent = isStale ? "stale: the last numbers are " + Math.round(seconds) + " s old" : "live";
+}
+
+document.addEventListener("htmx:sseBeforeMessage", (event) => {
+  const { type, data } = event.detail;
+  if (type === "sample") {
+    event.preventDefault();
+    sampledAt = Date.now();
+    addSample(JSON.parse(data));
+    showAge();
+  } else if (type === "lines") {
+    event.preventDefault();
+    const log = event.target.closest("[data-log]") || document.querySelector("[data-log]");
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    log.append(data + "\n");
+    while (log.childNodes.length > 2000) log.firstChild.remove();
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  }
+});
+/* What is shown may not be so any more. */
+document.addEventListener("htmx:sseError", (event) => event.target.classList.add("stale"));
+/* After a break the first lines come again. */
+document.addEventListener("htmx:sseOpen", (event) => {
+  event.target.classList.remove("stale");
+  const log = event.target.querySelector("[data-log]");
+  if (log) log.textContent = "";
+});
+
+/* The slider and its number are one. */
+document.addEventListener("input", (event) => {
+  const { number, range } = event.target.dataset;
+  if (number) document.getElementById(number).value = event.target.value;
+  if (range) {
+    /* Any length may be typed; the slider has steps. */
+    const slider = document.getElementById(range);
+    slider.step = 1;
+    slider.min = 1;
+    slider.value = event.target.value;
+  }
+});
+
+/* Try it. */
+function tryIt() {
+  const form = document.getElementById("try");
+  if (!form) return;
+  const at = (id) => document.getElementById(id);
+  let messages = [];
+  let stopping = null;
+
+  function turn(role, text) {
+    const item = document.createElement("li");
+    item.className = role;
+    item.textContent = text;
+    at("turns").append(item);
+    return item;
+  }
+
+  const nothing = { ram_hit_tokens: 0, prefix_hits: 0 };
+  async function counted(model) {
+    const answer = await fetch("/api/engine-metrics/" + model.split("/").map(encodeURIComponent).join("/"));
+    return answer.ok ? await answer.json() : null;
+  }
+
+  function grown(before, after, name) {
+    return after === null || after[name] === null ? null : after[name] - (before?.[name] ?? 0);
+  }
+
+  /* What is sent, as a conversation or as one text. */
+  function request(model, isChat) {
+    const asked = { model, stream: true, stream_options: { include_usage: true }, max_tokens: Number(at("try-tokens").value) || 256 };
+    return isChat ? { ...asked, messages } : { ...asked, prompt: messages.map((one) => one.content).join("") };
+  }
+
+  function isReady(model) {
+    return fetch("/api/engines/" + model.split("/").map(encodeURIComponent).join("/"))
+      .then((answer) => answer.json()).then((engine) => engine.state === "ready", () => false);
+  }
+
+  async function ask(model, prompt) {
+    /* An engine that starts only now has taken nothing from RAM before. */
+    const before = (await isReady(model)) ? await counted(model) : nothing;
+    const isChat = at("try-kind").value === "chat";
+    messages.push({ role: "user", content: prompt });
+    turn("user", prompt);
+    const item = turn("assistant", "");
+    const began = performance.now();
+    let first = null, last = null, usage = null, text = "";
+    stopping = new AbortController();
+    const response = await fetch(isChat ? "/v1/chat/completions" : "/v1/completions", {
+      method: "POST", signal: stopping.signal, headers: { "content-type": "application/json" },
+      body: JSON.stringify(request(model, isChat)),
+    });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) break;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
+        const told = JSON.parse(part.slice(6));
+        if (told.error) throw new Error(told.error.message);
+        if (told.usage) usage = told.usage;
+        const delta = told.choices?.[0]?.delta;
+        const piece = told.choices?.[0]?.text || delta?.content || delta?.reasoning_content || delta?.reasoning || "";
+        if (!piece) continue;
+        last = performance.now();
+        first = first ?? last;
+        text += piece;
+        item.textContent = text;
+      }
+    }
+    messages.push({ role: "assistant", content: text });
+    at("try-ttft").textContent = first === null ? "–" : shown((first - began) / 1000, "s");
+    const rate = usage && last > first ? (usage.completion_tokens - 1) / ((last - first) / 1000) : null;
+    at("try-speed").textContent = shown(rate, "tok/s");
+    at("try-prompt-tokens").textContent = shown(usage?.prompt_tokens ?? null, "tokens");
+    at("try-answer-tokens").textContent = shown(usage?.completion_tokens ?? null, "tokens");
+    const after = await counted(model);
+    const fromRam = grown(before, after, "ram_hit_tokens");
+    const onGpu = grown(before, after, "prefix_hits");
+    const cached = usage?.prompt_tokens_details?.cached_tokens ?? (fromRam === null && onGpu === null ? null : (fromRam ?? 0) + (onGpu ?? 0));
+    at("try-cached").textContent = shown(cached, "tokens");
+    at("try-ram").textContent = shown(fromRam, "tokens");
+  }
+
+  function busy(isBusy) {
+    at("try-send").disabled = isBusy;
+    at("try-stop").disabled = !isBusy;
+    at("try-numbers").classList.toggle("stale", isBusy);
+  }
+
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const prompt = at("try-prompt").value;
+    notify("");
+    busy(true);
+    try {
+      await ask(at("try-model").value, prompt);
+      at("try-prompt").value = "";
+    } catch (error) {
+      notify(error.name === "AbortError" ? "Stopped." : String(error.message || error));
+    } finally {
+      busy(false);
+    }
+  });
+  at("try-stop").addEventListener("click", () => stopping?.abort());
+  at("try-new").addEventListener("click", () => { messages = []; at("turns").replaceChildren(); });
+  at("try-kind").addEventListener("change", () => at("try-new").click());
+  at("try-model").addEventListener("change", () => { messages = []; at("turns").replaceChildren(); });
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  loadCharts();
+  tryIt();
+  setInterval(showAge, 1000);
+  let resizing = null;
+  window.addEventListener("resize", () => {
+    clearTimeout(resizing);
+    resizing = setTimeout(() => charts.list.forEach((one) => one.plot.setSize({ width: Math.max(240, one.section.clientWidth - 20), height: 170 })), 100);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { charts.names = ""; loadCharts(); });
+});

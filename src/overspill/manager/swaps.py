@@ -1,0 +1,192 @@
+"""Which model is loaded next, and what goes for it: the request that waits longest decides."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from overspill.manager.engine import Engine
+from overspill.manager.errors import NoRoom, StartFailed
+from overspill.manager.eviction import Choice, Running, Verdict, choose
+from overspill.manager.memory import Memory, total
+from overspill.manager.needs import Need
+from overspill.manager.queue import Queue
+from overspill.manager.states import State
+from overspill.manager.timing import Timing
+from overspill.registry import Model
+from overspill.registry.model_settings import settings_as_json
+
+logger = logging.getLogger(__name__)
+
+_HOLDING = (State.STARTING, State.READY, State.STOPPING)
+
+
+@dataclass(eq=False, slots=True)
+class Swaps:
+    queue: Queue
+    timing: Timing
+    engines: Mapping[str, Engine]
+    find_model: Callable[[str], Model | None]
+    reckon: Callable[[Model, Memory], Need]
+    """Blocks."""
+    free: Callable[[], Memory]
+    """Blocks. What is free now."""
+    budget: Memory | None
+    """What all engines together may hold, instead of what is free."""
+    _draining: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Engines that take no new requests, for which model, and until when they are waited for."""
+    _woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def run(self) -> None:
+        while True:
+            self._woken.clear()
+            try:
+                await self._turn()
+            except Exception:
+                logger.exception("Overspill: choosing the next model failed, and is tried again")
+                await asyncio.sleep(1.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.25 if len(self.queue) else 1.0):
+                    await self._woken.wait()
+
+    async def _turn(self) -> None:
+        self._stop_idle()
+        self._end_drains()
+        for name in self.queue.names():
+            if self.engines[name].is_draining and name != self.queue.names()[0]:
+                continue
+            if not await self._serve(name):
+                # Nobody overtakes: what becomes free is for the one that waits longest.
+                break
+
+    async def _serve(self, name: str) -> bool:
+        """Whether those behind may be looked at: it is ready, starting, or refused."""
+        engine, model = self.engines[name], self.find_model(name)
+        match engine.state:
+            case State.READY:
+                # Asked for before the one it was to go for.
+                engine.is_draining = False
+                self._draining.pop(name, None)
+                self.queue.admit(name)
+                return True
+            case State.STARTING:
+                return True
+            case State.STOPPING:
+                return False
+        failure, wait = engine.failure, engine.retry_after_s
+        if failure is not None and (wait > 0 or (failure.count and self.queue.since(name) < failure.at)):
+            self.queue.refuse(name, _failed(engine, wait))
+            return True
+        if model is None:
+            self.queue.refuse(name, NoRoom(f"{name} is not in the registry any more"))
+            return True
+        need = await asyncio.to_thread(self.reckon, model, self._evictable())
+        if need.refused:
+            self.queue.refuse(name, NoRoom(f"{name} cannot be started: {need.refused}"))
+            return True
+        free = await self._free()
+        if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED):
+            return True  # meanwhile
+        running = self._running()
+        choice = choose(need.least, free, running, now=time.monotonic(), least_service_s=self.timing.least_service_s)
+        return self._carry_out(choice, engine, model, need, free)
+
+    def _carry_out(self, choice: Choice, engine: Engine, model: Model, need: Need, free: Memory) -> bool:
+        name = engine.name
+        match choice.verdict:
+            case Verdict.FITS:
+                engine.want_up(settings_as_json(model.settings), need.takes)
+                return True
+            case Verdict.NEVER:
+                self.queue.refuse(name, self._no_room(name, need, free))
+                return True
+            case Verdict.EVICT if not self.queue.may_evict(name):
+                self.queue.refuse(name, self._no_room(name, need, free, choice.victims))
+                return True
+            case Verdict.EVICT if self._is_settling():
+                return False
+            case Verdict.EVICT:
+                for victim in choice.victims:
+                    self._draining[victim] = (name, time.monotonic() + self.timing.drain_s)
+                    self.engines[victim].is_draining = True
+                self._end_drains()
+        return False
+
+    def _end_drains(self) -> None:
+        """Those that are idle by now are stopped; those that nobody needs to go any more stay."""
+        now = time.monotonic()
+        for victim, (for_name, deadline) in list(self._draining.items()):
+            engine = self.engines[victim]
+            if engine.state is not State.READY:
+                del self._draining[victim]
+            elif not self.queue.count(for_name):
+                del self._draining[victim]
+                engine.is_draining = False
+            elif not engine.in_flight or now > deadline:
+                del self._draining[victim]
+                engine.want_down(f"it was stopped to make room for {for_name}")
+
+    def _stop_idle(self) -> None:
+        now = time.monotonic()
+        for name, engine in self.engines.items():
+            model = self.find_model(name)
+            ttl = model.settings.ttl if model is not None else None
+            if ttl is None or engine.state is not State.READY or not engine.is_managed:
+                continue
+            if not engine.in_flight and not self.queue.count(name) and now - engine.last_used >= ttl:
+                engine.want_down(f"it was not used for {ttl} s")
+
+    async def _free(self) -> Memory:
+        """What starting engines will take is theirs already, whether they have it yet or not."""
+        holding = [one for one in self.engines.values() if one.state in _HOLDING or one.has_process]
+        if self.budget is not None:
+            return self.budget - total([one.holds for one in holding])
+        measured = await asyncio.to_thread(self.free)
+        return measured - total([one.holds for one in holding if one.state is State.STARTING])
+
+    def _evictable(self) -> Memory:
+        return total([one.holds for one in self._running() if one.may_go or one.is_leaving])
+
+    def _running(self) -> list[Running]:
+        return [
+            Running(
+                name=one.name,
+                holds=one.holds,
+                in_flight=one.in_flight,
+                last_used=one.last_used,
+                ready_since=one.ready_since,
+                may_go=one.is_managed,
+                is_leaving=one.is_draining or one.state is State.STOPPING,
+            )
+            for one in self.engines.values()
+            if one.state in _HOLDING
+        ]
+
+    def _is_settling(self) -> bool:
+        """Memory of an engine that has just ended may not be free yet: nobody else should go for it."""
+        if self.budget is not None:
+            return False
+        last = max((one.ended_at for one in self.engines.values()), default=float("-inf"))
+        return time.monotonic() - last < self.timing.settle_s
+
+    def _no_room(self, name: str, need: Need, free: Memory, victims: tuple[str, ...] = ()) -> NoRoom:
+        told = f"{name} needs {need.least}; {free} is free"
+        if victims:
+            return NoRoom(f"{told}. Stop {' and '.join(victims)} first, or switch to {name}")
+        others = [one for one in self._running() if not one.may_go]
+        if others:
+            return NoRoom(f"{told}, and {', '.join(one.name for one in others)} was not started here. Stop it first")
+        return NoRoom(f"{told}, and stopping other models would not be enough. Use a shorter context, or less RAM")
+
+
+def _failed(engine: Engine, wait: float) -> StartFailed:
+    assert engine.failure is not None
+    again = f"it is tried again in {wait:.0f} s" if wait >= 1 else "it is tried again at the next request"
+    return StartFailed(
+        f"{engine.failure.reason}; {again}", retry_after_s=max(1.0, wait), log_lines=engine.failure.log_lines
+    )

@@ -1,0 +1,192 @@
+"""An engine's stand-in: a small real HTTP server that speaks enough of vLLM's API, and misbehaves as it is told to.
+
+python tests/fake_server.py BEHAVIOURS NAME --host H --port P --quiet --log-file F
+
+BEHAVIOURS is a JSON file: by model's name, the fields of `Behaviour`. It is read at every start, so that a test can
+change it in between.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaviour:
+    start_s: float = 0.0
+    dies_at_start: bool = False
+    says: str = ""
+    """On standard error, when it is started."""
+    dies_after_tokens: int | None = None
+    dies_inside_event: bool = False
+    ignores_sigterm: bool = False
+    dies_at_sigterm: bool = False
+    """By a signal, instead of ending well."""
+    has_child: bool = False
+    """In a session of its own, as `overspill serve` has its guard, and deaf to SIGTERM."""
+    closes_kept: bool = False
+    """A second request on a connection gets no answer: as if it came when the connection was just being closed."""
+    token_s: float = 0.0
+    served: str | None = None
+    prefers_taken_port: int | None = None
+    """Listens there instead, at the first start only: as if somebody had taken the port meanwhile."""
+
+
+class Server:
+    def __init__(self, name: str, behaviour: Behaviour) -> None:
+        self.name, self.behaviour = behaviour.served or name, behaviour
+        self.running = self.aborted = self.answered = 0
+        self.connections: set[asyncio.StreamWriter] = set()
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1")
+                line, *rest = head.strip().split("\r\n")
+                headers = {k.lower(): v.strip() for k, _, v in (one.partition(":") for one in rest)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                method, path, _ = line.split(" ")
+                is_first, self.connections = writer not in self.connections, self.connections | {writer}
+                if self.behaviour.closes_kept and not is_first:
+                    break
+                await self.answer(reader, writer, method, path.partition("?")[0], headers, body)
+                if headers.get("connection") == "close":
+                    break
+        writer.close()
+
+    async def answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, method: str, path: str,
+        headers: dict[str, str], body: bytes,
+    ) -> None:  # fmt: skip
+        if path == "/health":
+            await send(writer, 200, b"")
+        elif path == "/v1/models":
+            await send(writer, 200, json.dumps({"object": "list", "data": [{"id": self.name}]}).encode())
+        elif path == "/metrics":
+            told = f"fake_running {self.running}\nfake_aborted {self.aborted}\nfake_answered {self.answered}\n"
+            await send(writer, 200, told.encode())
+        elif path == "/v1/echo":
+            told = {"headers": headers, "body": body.decode()}
+            await send(writer, 200, json.dumps(told).encode(), "connection: x-private\r\nx-private: 1\r\n")
+        elif path in ("/v1/completions", "/v1/chat/completions"):
+            await self.complete(reader, writer, json.loads(body))
+        else:
+            await send(writer, 404, b'{"error": {"message": "no such path", "type": "NotFoundError", "code": 404}}')
+
+    async def complete(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
+        if asked["model"] != self.name:
+            await send(writer, 404, b'{"error": {"message": "wrong model", "type": "NotFoundError", "code": 404}}')
+            return
+        self.running += 1
+        is_answered = False
+        try:
+            words = [f"{self.name}-{i} " for i in range(asked.get("max_tokens", 4))]
+            usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}
+            if asked.get("stream"):
+                await self.stream(reader, writer, words, usage)
+            else:
+                for i, _ in enumerate(words):
+                    await self.compute(reader, writer, i, b"")
+                message = {"role": "assistant", "content": "".join(words)}
+                choice = {"index": 0, "text": "".join(words), "message": message, "finish_reason": "length"}
+                told = {"id": "x", "object": "chat.completion", "created": 1, "model": self.name, "choices": [choice]}
+                await send(writer, 200, json.dumps({**told, "usage": usage}, separators=(",", ":")).encode())
+            is_answered = True
+        finally:
+            self.running -= 1
+            self.answered += is_answered
+            self.aborted += not is_answered
+
+    async def stream(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: list[str], usage: dict[str, int]
+    ) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for i, word in enumerate(words):
+            choice = {"index": 0, "text": word, "delta": {"content": word}, "finish_reason": None}
+            event = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.name}
+            data = b"data: " + json.dumps({**event, "choices": [choice]}).encode() + b"\n\n"
+            await self.compute(reader, writer, i, data)
+            await chunk(writer, data)
+        told = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.name, "choices": []}
+        last = json.dumps({**told, "usage": usage}, separators=(",", ":")).encode()
+        await chunk(writer, b"data: " + last + b"\n\ndata: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    async def compute(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, i: int, event: bytes) -> None:
+        if self.behaviour.dies_after_tokens == i:
+            if self.behaviour.dies_inside_event:
+                await chunk(writer, event[: len(event) // 2])
+                await asyncio.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep(self.behaviour.token_s)
+        if reader.at_eof() or writer.transport.is_closing():
+            raise ConnectionResetError
+
+
+async def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+    await writer.drain()
+
+
+async def send(writer: asyncio.StreamWriter, status: int, body: bytes, more: str = "") -> None:
+    head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{more}content-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+
+
+async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
+    if behaviour.has_child:
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+    await asyncio.sleep(behaviour.start_s)
+    if behaviour.dies_at_start:
+        sys.exit("error: the weights are broken")
+    try:
+        await asyncio.start_server(Server(name, behaviour).handle, host, port, limit=1 << 20)
+    except OSError:
+        sys.exit(f"error: port {port} is in use: another program listens there. Stop it, or give another --port")
+    print(f"serves {name} on port {port}", flush=True)
+    stop = asyncio.Event()
+    if not behaviour.ignores_sigterm:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(
+            signal.SIGTERM, (lambda: os.kill(os.getpid(), 9)) if behaviour.dies_at_sigterm else stop.set
+        )
+    await stop.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("behaviours", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--log-file")
+    parser.add_argument("--disable-access-log-for-endpoints")
+    given = parser.parse_args()
+    told = json.loads(given.behaviours.read_text()) if given.behaviours.exists() else {}
+    behaviour = Behaviour(**told.get(given.name, {}))
+    if behaviour.ignores_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    started = given.behaviours.with_suffix(".starts")
+    with started.open("a") as file:
+        file.write(f"{given.name} {os.getpid()}\n")
+    is_first = started.read_text().count(f"{given.name} ") == 1
+    if behaviour.says:
+        print(behaviour.says, file=sys.stderr, flush=True)
+    port = behaviour.prefers_taken_port if behaviour.prefers_taken_port and is_first else given.port
+    asyncio.run(serve(given.name, given.host, port, behaviour))
+
+
+if __name__ == "__main__":
+    main()

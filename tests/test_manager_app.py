@@ -1,0 +1,244 @@
+"""The manager around its engines: what pages show, made by pure functions, and the process as users run it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from overspill.kv.sizes import GiB, MiB
+from overspill.manager import sse, words
+from overspill.manager.announced import announce, find_manager, withdraw
+from overspill.manager.cards import Card, changes_of, form_values
+from overspill.manager.charts import charts_of
+from overspill.manager.engine_metrics import Metrics
+from overspill.manager.memory import Memory
+from overspill.manager.memory_map import Kind
+from overspill.manager.replanning import replan
+from overspill.manager.samples import CpuSample, GpuSample, ProcessSample, RamSample, Sample
+from overspill.manager.setup import limit, own_folder
+from overspill.manager.snapshots import Snapshot
+from overspill.manager.states import State
+from overspill.manager.tiers import engine_tiers, memory_maps
+from overspill.manager.watching import STALE_S, EngineNumbers, Moment
+from overspill.registry import ModelSettings, add_model, open_registry
+from overspill.registry.model_settings import parse_settings
+from tests.managed import Managed, free_port, managed
+
+
+def snapshot(**more: Any) -> Snapshot:
+    return Snapshot(
+        **{"name": "a", "state": State.READY, "since": 0.0, "is_registered": True, "is_managed": True, **more}
+    )
+
+
+def sample(**more: Any) -> Sample:
+    ram = RamSample(total_bytes=8 * GiB, available_bytes=3 * GiB, bound="", swap_used_bytes=0)
+    return Sample(**{"at": 100.0, "ram": ram, "cpu": CpuSample(use=0.5, num_cpus=2), **more})
+
+
+# What pages show
+
+
+def test_numbers_have_units_and_what_is_not_known_is_a_dash() -> None:
+    assert words.shown(3 * GiB, "bytes") == "3 GiB" and words.shown(1.5 * MiB, "bytes/s") == "1.5 MiB/s"
+    assert words.shown(0.254, "share") == "25 %" and words.shown(0.0312, "s") == "31 ms"
+    assert words.shown(12.34, "tok/s") == "12.3 tok/s" and words.shown(131072, "tokens") == "131,072 tokens"
+    assert words.shown(None, "bytes") == "–" and words.duration(3700) == "1 h 1 min"
+
+
+def test_elements_of_different_models_have_different_ids_that_a_page_can_use() -> None:
+    ids = {words.element_id(name) for name in ("a", "A", "a/b", "a.b", "a b")}
+    assert len(ids) == 5 and all(one.isalnum() and one[0].isalpha() for one in ids)
+
+
+def test_the_map_of_a_gpu_shows_what_an_engine_holds_and_what_others_do() -> None:
+    gpu = GpuSample(
+        index=0, uuid="", name="card", total_bytes=10 * GiB, used_bytes=8 * GiB, use=0.1, temperature_c=None,
+        power_w=None, to_gpu_bytes_per_s=None, from_gpu_bytes_per_s=None, processes={7: 6 * GiB},
+    )  # fmt: skip
+    process = ProcessSample(num_processes=1, ram_bytes=2 * GiB, locked_bytes=0, cpu_cores=0.0, gpu_bytes=6 * GiB)
+    engine = snapshot(
+        pid=7, plan={"device": "cuda"},
+        memory={"weights_bytes": 3 * GiB, "resident_kv_bytes": GiB, "window_bytes": GiB, "spilled_bytes": GiB},
+    )  # fmt: skip
+    on_gpu, in_ram = memory_maps(sample(gpus=(gpu,), processes={"a": process}), [engine])
+    parts = {(part.kind, part.engine): part.num_bytes for part in on_gpu.parts}
+    assert parts[Kind.WEIGHTS, "a"] == 3 * GiB and parts[Kind.ENGINE_OTHER, "a"] == GiB
+    assert parts[Kind.OTHER, None] == 2 * GiB and parts[Kind.FREE, None] == 2 * GiB
+    assert sum(part.num_bytes for part in on_gpu.parts) == 10 * GiB
+    parts = {(part.kind, part.engine): part.num_bytes for part in in_ram.parts}
+    assert parts[Kind.SPILLED_KV, "a"] == GiB and parts[Kind.FREE, None] == 3 * GiB
+
+
+def test_tiers_of_an_engine_that_has_not_told_for_long_are_stale() -> None:
+    fresh, old = (
+        engine_tiers(Moment(sample=sample(), engines={"a": EngineNumbers(metrics=Metrics(at=at), rates=None)}), [])[0]
+        for at in (99.0, 99.0 - STALE_S)
+    )
+    assert not fresh.is_stale and old.is_stale
+
+
+def test_charts_follow_the_numbers_that_there_are() -> None:
+    names = {"cpu.use", "gpu0.used_bytes", "gpu0.total_bytes", "engine.a/b.ttft_s", "engine.c.ttft_s"}
+    charts = {chart.key: chart for chart in charts_of(names)}
+    assert set(charts) == {"cpu", "gpu-memory", "ttft"}
+    assert [line.label for line in charts["ttft"].lines] == ["a/b TTFT", "c TTFT"]
+    assert charts["gpu-memory"].lines[0].label == "gpu 0 used"
+
+
+def test_a_card_offers_what_can_be_done_in_its_state() -> None:
+    def offered(state: State, **more: Any) -> list[str]:
+        return [one.action for one in Card(model=None, engine=snapshot(state=state, **more)).buttons]
+
+    assert offered(State.STOPPED) == offered(State.FAILED) == ["start", "switch"]
+    assert offered(State.STARTING) == ["stop"] and offered(State.READY) == ["stop", "restart"]
+    assert offered(State.STOPPING) == []
+
+
+def test_settings_survive_a_form(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    given = {
+        "source": str(tmp_path), "max_model_len": 4096, "gpu_memory": 8 * MiB, "ram": 12 * GiB, "weights_ram": 1000,
+        "enforce_eager": False, "vllm_args": ["--seed", "7", "--x", "a b"], "ttl": 600, "notes": "as it is",
+    }  # fmt: skip
+    with open_registry(f"sqlite:///{tmp_path}/registry.db") as registry:
+        model = add_model(registry, "a", given)
+    shown = form_values(model)
+    assert shown["gpu_memory"] == "8MiB" and shown["max_num_seqs"] == ""
+    parsed = parse_settings(changes_of({**shown, "version": "1"}))
+    assert ModelSettings(**parsed) == model.settings
+
+
+def test_an_event_of_several_lines_stays_one_event() -> None:
+    assert sse.event("x", "a\nb\r\n\nc") == "event: x\ndata: a\ndata: b\ndata: \ndata: c\n\n"
+
+
+# Planning while a slider moves
+
+
+def test_a_longer_context_goes_to_ram_and_then_does_not_fit(llama: Path) -> None:
+    settings = ModelSettings(source=str(llama), gpu_memory=8 * MiB, ram=12 * GiB, offload_ram=0, dtype="float32")
+    short, longer, longest = (replan(settings, {"max_model_len": n}, Memory()) for n in (512, 4096, 32768))
+    assert short.fits and short.plan.chosen is not None and short.plan.chosen.kv.spilled_bytes == 0
+    assert longer.fits and longer.plan.chosen is not None and longer.plan.chosen.kv.spilled_bytes > 0
+    assert not longest.fits and f"--max-model-len {longest.plan.longest_context}" in longest.why_not
+    assert longest.limit == 32768 and longest.limit / longest.step <= 512
+    assert longer.as_json()["fits"] and longer.as_json()["limit"] == 32768
+
+
+def test_a_setting_that_is_taken_back_is_not_planned_with(llama: Path) -> None:
+    settings = ModelSettings(source=str(llama), gpu_memory=8 * MiB, ram=12 * GiB, max_model_len=512, dtype="float32")
+    assert replan(settings, {}, Memory()).plan.max_model_len == 512
+    assert replan(settings, {"max_model_len": None}, Memory()).plan.max_model_len == 32768
+
+
+# The process
+
+
+def test_a_manager_is_found_by_its_file_only_while_it_lives(tmp_path: Path) -> None:
+    assert find_manager(tmp_path) is None
+    announce(tmp_path, "http://127.0.0.1:1")
+    found = find_manager(tmp_path)
+    assert found is not None and found.pid == os.getpid()
+    text = (tmp_path / "manager.json").read_text()
+    (tmp_path / "manager.json").write_text(text.replace(found.process, "another boot:1"))
+    assert find_manager(tmp_path) is None
+    withdraw(tmp_path)
+    assert find_manager(tmp_path) is None
+
+
+def test_limits_are_sizes_and_without_them_there_are_none() -> None:
+    assert limit(None, None) is None
+    given = limit("4GiB", None)
+    assert given is not None and given.ram_bytes == 4 * GiB and given.gpu_bytes > 1 << 50
+
+
+@pytest.fixture(scope="module")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with managed(tmp_path_factory.mktemp("app")) as running:
+        yield running
+
+
+def test_another_name_for_it_is_refused(manager: Managed) -> None:
+    assert httpx.get(manager.url + "/", headers={"host": "evil.example"}).status_code == 421
+    assert httpx.get(manager.url + "/", headers={"host": "localhost"}).status_code == 200
+
+
+def test_the_grafana_dashboard_shows_series_that_exist(manager: Managed) -> None:
+    from overspill.manager.engine_metrics import _SERIES
+
+    text = (Path(__file__).parents[1] / "docs/grafana-dashboard.json").read_text()
+    shown = set(re.findall(r"overspill_\w+[a-z]", text))
+    told = httpx.get(f"{manager.url}/metrics").text
+    ours = set(re.findall(r"# TYPE (\w+) ", told))
+    engines = {name.decode() for name in _SERIES}
+    assert len(shown) > 15 and shown <= ours | engines, shown - ours - engines
+    page = (Path(__file__).parents[1] / "docs/manager.md").read_text()
+    for name in ours:
+        assert f"`{name.removeprefix('overspill_manager_')}`" in page, name
+
+
+def test_a_second_manager_of_the_same_user_is_refused(manager: Managed) -> None:
+    second = manager.overspill("manager", "--port", str(free_port()))
+    assert second.returncode == 1 and f"a manager runs already (process {manager.process.pid})" in second.stderr
+
+
+def test_a_server_of_others_is_shown_watched_and_stopped_only_by_its_name(manager: Managed, tmp_path: Path) -> None:
+    program = tmp_path / "vllm"
+    program.write_text((Path(__file__).parent / "vllm_lookalike.py").read_text())
+    server = subprocess.Popen(
+        [sys.executable, program, "serve", "Qwen/Qwen3-8B", "--api-key", "geheim"], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "LOOKALIKE": json.dumps(["--models", "qwen"])},
+    )  # fmt: skip
+    with server, manager.client() as client:
+        try:
+            assert server.stdout is not None and server.stdout.readline()
+            (found,) = [one for one in client.get("/api/found").json() if one["pid"] == server.pid]
+            assert found["name"] == "Qwen/Qwen3-8B" and found["models"] == ["qwen"]
+            page = httpx.get(f"{manager.url}/found", timeout=30).text
+            assert f"This ends process {server.pid}" in page and "geheim" not in page
+            place = f"/api/found/{server.pid}"
+            assert client.post(f"{place}/watch").status_code == 200
+            assert "Watch it no more" in httpx.get(f"{manager.url}/found/list", timeout=30).text
+            wrong = client.post(f"{place}/stop", json={"identity": found["identity"], "confirm_name": "qwen"})
+            assert wrong.status_code == 400 and server.poll() is None
+            right = {"identity": found["identity"], "confirm_name": "Qwen/Qwen3-8B"}
+            assert client.post(f"{place}/stop", json=right).status_code == 200
+            assert server.wait(timeout=10) is not None
+            told = [(one["action"], one["outcome"]) for one in client.get("/api/audit").json()]
+            assert told[:2] == [("stop found server", "done"), ("stop found server", "refused")]
+        finally:
+            server.kill()
+
+
+def test_it_ends_although_somebody_watches(manager: Managed) -> None:
+    with httpx.stream("GET", manager.url + "/events/dashboard", timeout=30) as events:
+        lines = events.iter_lines()
+        assert next(lines)
+        manager.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(httpx.TransportError):
+            for _ in lines:
+                pass
+    assert manager.process.wait(timeout=20) == 0
+    assert find_manager(own_folder({"XDG_STATE_HOME": str(manager.folder / "state")})) is None
+
+
+def test_one_that_was_killed_leaves_the_way_free_for_the_next(tmp_path: Path) -> None:
+    with managed(tmp_path) as first:
+        first.process.kill()
+        first.process.wait(timeout=10)
+        second = Managed(tmp_path, port=first.port)
+        try:
+            second.wait_until_it_answers()
+            assert httpx.get(second.url + "/api/status").json()["pid"] == second.process.pid
+            assert second.end() == 0
+        finally:
+            second.clean_up()

@@ -1,0 +1,569 @@
+"""Engines from start to stop, with real processes: those that behave, and those that do not."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from overspill.kv.sizes import GiB, MiB
+from overspill.manager import logs
+from overspill.manager.engine_process import EngineProcess, identify
+from overspill.manager.errors import AlreadyManaged, NoRoom, QueueFull, StartFailed, StillLoading, Stopped
+from overspill.manager.memory import Memory
+from overspill.manager.states import State
+from overspill.registry import UnknownModel, edit_model
+from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder, place_in
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    yield from place_in(tmp_path, monkeypatch)
+
+
+def test_an_engine_starts_is_ready_and_stops(place: Place) -> None:
+    place.add("a", behaviour={"start_s": 0.2})
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            assert engines.snapshot("a").state is State.STOPPED
+            starting = asyncio.create_task(engines.start("a"))
+            await eventually(lambda: engines.snapshot("a").state is State.STARTING)
+            ready = await starting
+            assert ready.state is State.READY and ready.is_managed and ready.served_names == ("a",)
+            assert ready.url is not None and ready.url.startswith("http://127.0.0.1:")
+            assert ready.pid is not None and os.getsid(ready.pid) == ready.pid != os.getsid(0)
+            assert ready.holds == Memory(ram_bytes=GiB)
+            again = await engines.start("a")
+            assert (again.pid, len(place.starts("a"))) == (ready.pid, 1)
+            stopped = await engines.stop("a")
+            assert stopped.state is State.STOPPED and stopped.pid is None and identify(ready.pid) is None
+            assert (await engines.stop("a")).state is State.STOPPED
+            assert "serves a on port" in "\n".join(logs.tail(engines.log_file("a")))
+
+    asyncio.run(run())
+
+
+def test_starts_at_the_same_time_are_one_start(place: Place) -> None:
+    place.add("a", behaviour={"start_s": 0.2})
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            answers = await asyncio.gather(*(engines.start("a") for _ in range(20)), engines.switch("a"))
+            assert len({one.pid for one in answers}) == 1 == len(place.starts("a"))
+
+    asyncio.run(run())
+
+
+def test_a_manager_that_ends_stops_its_engines(place: Place) -> None:
+    place.add("a")
+    place.add("b", behaviour={"has_child": True})
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            await asyncio.gather(engines.start("a"), engines.start("b"))
+            assert len(of_folder(place.folder)) >= 2
+        assert not of_folder(place.folder)
+
+    asyncio.run(run())
+
+
+def test_engines_that_are_kept_are_adopted_by_the_next_manager(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            await engines.close(keep=True)
+        async with managing(place) as engines:
+            adopted = await engines.start("a")
+            assert (adopted.pid, adopted.state, adopted.is_managed) == (pid, State.READY, True)
+            assert len(place.starts("a")) == 1
+
+    asyncio.run(run())
+
+
+def test_one_killed_at_its_start_has_failed_with_a_reason_and_is_not_tried_again_at_once(place: Place) -> None:
+    place.add("a", behaviour={"start_s": 30})
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            starting = asyncio.create_task(engines.ensure_ready("a"))
+            await eventually(lambda: place.starts("a"))
+            os.kill(place.starts("a")[0], signal.SIGKILL)
+            with pytest.raises(StartFailed, match="ended while it was starting, killed by signal 9"):
+                await starting
+            failed = engines.snapshot("a")
+            assert failed.state is State.FAILED and failed.retry_at is not None and failed.retry_at > time.time()
+            with pytest.raises(StartFailed, match="tried again in") as raised:
+                await engines.ensure_ready("a")
+            assert raised.value.retry_after_s is not None and len(place.starts("a")) == 1
+            place.behave("a")
+            assert (await engines.start("a")).state is State.READY  # a user need not wait
+            assert engines.snapshot("a").error == ""
+
+    asyncio.run(run())
+
+
+def test_why_a_start_failed_is_told_with_the_end_of_the_log(place: Place) -> None:
+    place.add("a", behaviour={"dies_at_start": True, "says": "loading\nshard 3 of 4"})
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            with pytest.raises(StartFailed, match="exit code 1: the weights are broken") as raised:
+                await engines.ensure_ready("a")
+            assert raised.value.log_lines == ("loading", "shard 3 of 4", "error: the weights are broken")
+            assert engines.snapshot("a").log_lines == raised.value.log_lines
+            assert (await engines.stop("a")).state is State.STOPPED
+
+    asyncio.run(run())
+
+
+def test_a_program_that_is_not_there_is_a_failed_start(place: Place) -> None:
+    place.add("a")
+    from overspill.manager.launch import OwnProcesses
+
+    async def run() -> None:
+        async with managing(place, backend=OwnProcesses(program=("/nonexistent/overspill",))) as engines:
+            with pytest.raises(StartFailed, match="could not be started"):
+                await engines.ensure_ready("a")
+            assert engines.snapshot("a").state is State.FAILED
+
+    asyncio.run(run())
+
+
+def test_one_that_dies_while_it_serves_has_failed(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: engines.snapshot("a").state is State.FAILED)
+            assert "while it was serving" in engines.snapshot("a").error
+
+    asyncio.run(run())
+
+
+def test_one_that_somebody_else_stops_well_is_stopped_and_has_not_failed(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            os.kill(pid, signal.SIGTERM)
+            await eventually(lambda: engines.snapshot("a").state is State.STOPPED)
+            assert engines.snapshot("a").error == ""
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("behaviour", ["ignores_sigterm", "dies_at_sigterm"])
+def test_one_that_does_not_end_well_is_gone_all_the_same(place: Place, behaviour: str) -> None:
+    place.add("a", behaviour={behaviour: True, "has_child": True})
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            family = EngineProcess(identify(pid) or pytest.fail("gone"))
+            assert len(family.living()) == 2  # the child too, in a session of its own
+            stopping = asyncio.create_task(engines.stop("a"))
+            await eventually(lambda: engines.snapshot("a").state is State.STOPPING)
+            assert (await stopping).state is State.STOPPED
+            assert family.living() == []
+
+    asyncio.run(run())
+
+
+def test_what_a_killed_engine_leaves_behind_is_stopping_until_it_is_gone(place: Place) -> None:
+    """A new engine beside what is left of the old one would not find its memory."""
+    place.add("a", behaviour={"has_child": True})
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            family = EngineProcess(identify(pid) or pytest.fail("gone"))
+            family.living()
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: engines.snapshot("a").state is State.STOPPING)
+            assert family.living()
+            await eventually(lambda: engines.snapshot("a").state is State.FAILED)
+            assert not family.living()
+
+    asyncio.run(run())
+
+
+def test_a_restart_is_a_new_process_with_the_settings_of_now(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            first = await engines.start("a")
+            with place.registry() as registry:
+                edit_model(registry, "a", {"max_num_seqs": 3, "ttl": 99})
+            await eventually(lambda: engines.snapshot("a").needs_restart == ("max_num_seqs",))
+            second = await engines.restart("a")
+            assert second.pid != first.pid and second.needs_restart == () and second.state is State.READY
+
+    asyncio.run(run())
+
+
+def test_a_port_that_is_taken_meanwhile_is_replaced_by_another(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place.add("a", behaviour={"prefers_taken_port": taken.getsockname()[1]})
+
+        async def run() -> None:
+            async with managing(place) as engines:
+                assert (await engines.start("a")).state is State.READY
+                assert len(place.starts("a")) == 2
+
+        asyncio.run(run())
+
+
+def test_somebody_else_who_answers_on_the_port_is_not_taken_for_the_engine(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.add("a", behaviour={"start_s": 1.0})
+
+    async def run() -> None:
+        answered = asyncio.Event()
+
+        async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            await writer.drain()
+            writer.close()
+            answered.set()
+
+        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        port, is_first = server.sockets[0].getsockname()[1], iter([True])
+        real = __import__("overspill.manager.launch", fromlist=["free_port"]).free_port
+        monkeypatch.setattr("overspill.manager.engine.free_port", lambda: port if next(is_first, False) else real())
+        async with managing(place) as engines, server:
+            starting = asyncio.create_task(engines.start("a"))
+            await answered.wait()
+            assert engines.snapshot("a").state is State.STARTING
+            ready = await starting
+            assert ready.url != f"http://127.0.0.1:{port}" and len(place.starts("a")) == 2
+
+    asyncio.run(run())
+
+
+def test_a_hung_engine_is_ended_and_has_failed(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            await eventually(lambda: engines.snapshot("a").state is State.FAILED)
+            assert "had not answered for 2 s" in engines.snapshot("a").error and identify(pid) is None
+
+    asyncio.run(run())
+
+
+def test_an_engine_goes_for_another_that_does_not_fit_beside_it(place: Place) -> None:
+    for name, size in (("a", GiB), ("b", GiB), ("c", 2 * GiB)):
+        place.add(name, ram=size)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            await engines.ensure_ready("a")
+            await engines.ensure_ready("b")
+            assert engines.snapshot("a").state is engines.snapshot("b").state is State.READY
+            with pytest.raises(NoRoom, match=r"c needs 2 GiB of RAM.*Stop a and b first"):
+                await engines.start("c")
+            await engines.ensure_ready("c")
+            assert engines.snapshot("a").state is engines.snapshot("b").state is State.STOPPED
+            await engines.switch("b")
+            assert [one.state for one in engines.snapshots()] == [State.STOPPED, State.READY, State.STOPPED]
+
+    asyncio.run(run())
+
+
+def test_what_fits_nowhere_is_refused_and_stops_nobody(place: Place) -> None:
+    place.add("a")
+    place.add("huge", ram=3 * GiB)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            await engines.ensure_ready("a")
+            with pytest.raises(NoRoom, match="huge needs 3 GiB of RAM; 1 GiB of RAM is free"):
+                await engines.ensure_ready("huge")
+            assert engines.snapshot("a").state is State.READY
+
+    asyncio.run(run())
+
+
+def test_requests_in_flight_end_before_their_engine_goes(place: Place) -> None:
+    for name in ("a", "b"):
+        place.add(name, ram=2 * GiB)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            async with engines.using("a"):
+                loading = asyncio.create_task(engines.ensure_ready("b"))
+                await eventually(lambda: engines.snapshot("a").is_draining)
+                late = asyncio.create_task(engines.ensure_ready("a"))
+                await asyncio.sleep(0.3)
+                assert engines.snapshot("a").state is State.READY and not loading.done() and not late.done()
+            await loading
+            await late  # and then the other way round
+            assert engines.snapshot("a").state is State.READY
+
+    asyncio.run(run())
+
+
+def test_an_engine_stays_if_the_request_it_should_go_for_gives_up(place: Place) -> None:
+    for name in ("a", "b"):
+        place.add(name, ram=2 * GiB)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            async with engines.using("a"):
+                loading = asyncio.create_task(engines.ensure_ready("b"))
+                await eventually(lambda: engines.snapshot("a").is_draining)
+                loading.cancel()
+                await eventually(lambda: not engines.snapshot("a").is_draining)
+            assert (await engines.ensure_ready("a")).state is State.READY and len(place.starts("a")) == 1
+
+    asyncio.run(run())
+
+
+def test_requests_that_do_not_end_are_ended_after_a_while(place: Place) -> None:
+    import dataclasses
+
+    for name in ("a", "b"):
+        place.add(name, ram=2 * GiB)
+
+    async def run() -> None:
+        timing = dataclasses.replace(IMPATIENT, drain_s=0.3)
+        async with managing(place, timing=timing) as engines, engines.using("a"):
+            await engines.ensure_ready("b")
+            assert engines.snapshot("a").state is State.STOPPED
+
+    asyncio.run(run())
+
+
+def test_an_idle_model_is_unloaded_after_its_ttl_and_a_used_one_is_not(place: Place) -> None:
+    place.add("a", ttl=1)
+    place.add("b", ttl=1)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            async with engines.using("a"):
+                await engines.ensure_ready("b")
+                await eventually(lambda: engines.snapshot("b").state is State.STOPPED)
+                assert engines.snapshot("a").state is State.READY
+            await eventually(lambda: engines.snapshot("a").state is State.STOPPED)
+
+    asyncio.run(run())
+
+
+def test_the_queue_has_an_end_a_deadline_and_is_left_by_who_goes_away(place: Place) -> None:
+    place.add("a", behaviour={"start_s": 30})
+
+    async def run() -> None:
+        async with managing(place, most_waiting=2) as engines:
+            with pytest.raises(StillLoading, match=r"not ready after 0\.2 s"):
+                await engines.ensure_ready("a", within=0.2)
+            waiting = [asyncio.create_task(engines.ensure_ready("a")) for _ in range(2)]
+            await eventually(lambda: engines.snapshot("a").traffic.waiting == 2)
+            with pytest.raises(QueueFull, match="2 requests wait"):
+                await engines.ensure_ready("a")
+            waiting[0].cancel()
+            await eventually(lambda: engines.snapshot("a").traffic.waiting == 1)
+            await engines.stop("a")
+            with pytest.raises(Stopped):
+                await waiting[1]
+
+    asyncio.run(run())
+
+
+def test_a_model_that_is_not_there_is_told_with_the_nearest(place: Place) -> None:
+    place.add("qwen")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            with pytest.raises(UnknownModel, match="did you mean qwen"):
+                await engines.ensure_ready("qwem")
+            place.add("qwem")  # found a moment later, without a restart
+            await asyncio.sleep(0.3)
+            assert (await engines.ensure_ready("qwem")).state is State.READY
+
+    asyncio.run(run())
+
+
+def test_changes_are_told_to_who_listens_and_a_slow_listener_gets_the_latest(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            states, listening = [], engines.events()
+            assert [one.state for one in await anext(listening)] == [State.STOPPED]
+            starting = asyncio.create_task(engines.start("a"))
+            async for changed in listening:
+                states += [one.state for one in changed]
+                if states[-1] is State.READY:
+                    break
+            assert states[0] is State.STARTING
+            await starting
+            slow = engines.events()
+            await anext(slow)
+            waiting = asyncio.ensure_future(anext(slow))
+            await asyncio.sleep(0)
+            await engines.stop("a")
+            await waiting
+            await engines.start("a")
+            assert [one.state for one in await anext(slow)] == [State.READY]
+            await slow.aclose()
+            await listening.aclose()
+            assert not engines.changes.has_listeners
+
+    asyncio.run(run())
+
+
+def test_two_managers_of_the_same_engines_are_refused(place: Place) -> None:
+    async def run() -> None:
+        async with managing(place):
+            with pytest.raises(AlreadyManaged, match=f"process {os.getpid()}"):
+                async with managing(place):
+                    pass
+
+    asyncio.run(run())
+
+
+def test_a_manager_that_was_killed_finds_its_engines_again(place: Place) -> None:
+    place.add("a", behaviour={"has_child": True})
+    place.add("slow", behaviour={"start_s": 5.0})
+
+    def manager() -> "subprocess.Popen[str]":
+        started = subprocess.Popen(
+            [sys.executable, "-m", "tests.manager_process", str(place.folder), "0"], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        return started
+
+    import httpx
+
+    with manager() as first:
+        assert first.stdout is not None
+        url = first.stdout.readline().split()[0]
+        asked = {"model": "a", "prompt": "x", "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+        while not place.starts("slow"):
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/completions", json={**asked, "model": "slow"}, timeout=0.5)
+        first.kill()
+    assert len(place.starts("a")) == 1 == len(place.starts("slow"))
+    assert identify(place.starts("a")[0]) and identify(place.starts("slow")[0])  # they outlive it
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            assert engines.snapshot("slow").state is State.STARTING
+            adopted = await asyncio.gather(engines.start("a"), engines.start("slow"))
+            assert [one.pid for one in adopted] == [*place.starts("a"), *place.starts("slow")]
+            assert all(one.state is State.READY and one.is_managed for one in adopted)
+            os.kill(place.starts("slow")[0], signal.SIGKILL)
+            await eventually(lambda: engines.snapshot("slow").state is State.FAILED)
+        assert not of_folder(place.folder)
+
+    asyncio.run(run())
+
+
+# Logs.
+
+
+def test_the_end_of_a_log_of_a_gigabyte_is_read_without_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.seek(1 << 30)  # a hole: to read it would take seconds
+        file.write(b"\n" + b"".join(b"line %d\n" % i for i in range(100_000)))
+    read = _bytes_read()
+    assert logs.tail(path, 3) == ["line 99997", "line 99998", "line 99999"]
+    found = logs.search(path, "LINE 9999", limit=20)
+    assert len(found.lines) == 11 and found.lines[0].text == "line 9999" and found.searched_from > 1 << 29
+    assert _bytes_read() - read < 80 * MiB
+    with path.open("rb") as file:
+        file.seek(found.lines[5].offset)
+        assert file.readline().decode().rstrip() == found.lines[5].text
+
+
+def _bytes_read() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def test_a_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("".join(f"{'odd' if i % 2 else 'even'} {i}\n" for i in range(20_000)))
+    texts, before = [], None
+    while before != 0:
+        found = logs.search(path, "odd", limit=3000, before=before)
+        texts = [line.text for line in found.lines] + texts
+        before = found.searched_from
+    assert texts == [f"odd {i}" for i in range(1, 20_000, 2)]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "a", "a\n", "a\n\nb", "\n\n", "x" * 200_000 + "\nend", "ä\r\n\xff\n"])
+def test_the_end_of_a_log_is_what_reading_all_of_it_says(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log"
+    path.write_text(text)
+    expected = [line.rstrip("\r")[: 16 * 1024] for line in text.split("\n")]
+    expected = expected[:-1] if expected[-1] == "" else expected
+    assert logs.tail(path, 5) == expected[-5:]
+    assert logs.tail(tmp_path / "none") == []
+
+
+def test_a_log_is_followed_through_truncation_and_through_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("old\n")
+
+    async def run() -> list[str]:
+        seen = []
+        following = logs.follow(path, 10)
+        async for lines in following:
+            seen += lines
+            match seen[-1]:
+                case "old":
+                    with path.open("a") as file:
+                        file.write("new\nhalf")
+                case "new":
+                    os.truncate(path, 0)
+                    await asyncio.sleep(0.6)
+                    path.write_text("emptied\n")
+                case "emptied":
+                    os.replace(path, tmp_path / "log.1")
+                    path.write_text("replaced by a longer one\n")
+                case _:
+                    await following.aclose()
+                    return seen
+        raise AssertionError("it goes on for ever")
+
+    assert asyncio.run(run()) == ["old", "new", "emptied", "replaced by a longer one"]
+
+
+def test_a_log_that_is_too_large_begins_anew_and_its_writer_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("ab") as writer:
+        writer.write(b"x" * 99 + b"\n")
+        writer.write(b"y" * 99 + b"\n")
+        writer.flush()
+        assert not logs.limit_size(path, 200)
+        assert logs.limit_size(path, 150)
+        writer.write(b"after\n")
+        writer.flush()
+    assert path.read_bytes() == b"after\n"
+    assert (tmp_path / "log.1").read_bytes() == b"x" * 49 + b"\n" + b"y" * 99 + b"\n"

@@ -1,0 +1,285 @@
+"""vLLM servers of others: found with what they serve and take, and stopped only by name. With real processes."""
+
+import asyncio
+import json
+import os
+import pwd
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from overspill.kv.sizes import MiB
+from overspill.manager.errors import ManagerError
+from overspill.manager.found import FoundServer, find_servers, look_at
+from overspill.manager.found_stopping import stop_found
+from overspill.manager.listening import Listener, _listener
+from overspill.manager.procfs import children_of_all, read_argv, read_stat, tree
+from overspill.manager.vllm_argv import serve_arguments, served_name, stated_port
+from overspill.processes import identity
+
+LOOKALIKE = Path(__file__).parent / "vllm_lookalike.py"
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    port: int
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def found(self) -> FoundServer:
+        (server,) = [server for server in find_servers() if server.pid == self.pid]
+        return server
+
+    def looked_at(self) -> FoundServer:
+        (server,) = asyncio.run(look_at([self.found()]))
+        return server
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """A process as `vllm serve` is one: Python with a script `vllm`."""
+    started: list[subprocess.Popen[str]] = []
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(LOOKALIKE.read_text())
+
+    def start(*behaviour: str, argv: tuple[str, ...] = SERVE) -> Running:
+        process = subprocess.Popen(
+            [sys.executable, program, *argv], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "LOOKALIKE": json.dumps(behaviour)},
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        return Running(process, int(process.stdout.readline()))
+
+    yield start
+    for process in started:
+        for pid in reversed(tree(process.pid, children_of_all())):
+            if read_stat(pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+SERVE = ("serve", "Qwen/Qwen3-8B", "--port", "8000", "--api-key", "geheim")
+
+
+def child_of(server: Running) -> int:
+    """The engine, once it has its title and its memory."""
+    while True:
+        for pid in tree(server.pid, children_of_all())[1:]:
+            status = Path(f"/proc/{pid}/status").read_text()
+            if read_argv(pid)[0] == "VLLM::EngineCore" and int(status.split("VmRSS:")[1].split()[0]) > 32 * 1024:
+                return pid
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and stat.is_alive
+
+
+def test_a_server_is_found_with_what_it_serves_and_takes_and_without_its_secrets(start: Start) -> None:
+    server = start("--models", "qwen", "lora-1")
+    found = server.looked_at()
+    assert found.identity == identity(server.pid) and found.name == "Qwen/Qwen3-8B"
+    assert found.user == pwd.getpwuid(os.getuid()).pw_name
+    assert (found.port, found.url) == (server.port, f"http://127.0.0.1:{server.port}"), "what it listens on, not says"
+    assert (found.models, found.version, found.needs_key) == (("qwen", "lora-1"), "0.32.0", False)
+    assert found.argv[-2:] == ("--api-key", "***") and "geheim" not in repr(found)
+    assert found.ram_bytes > MiB and found.gpu_bytes is None
+
+
+def test_memory_of_its_engine_is_counted_for_the_server_and_the_engine_is_not_listed(start: Start) -> None:
+    server = start("--has-child")
+    engine = child_of(server)
+    servers = find_servers(gpu_bytes={engine: 7 * MiB, server.pid: MiB, 1: 99 * MiB})
+    assert engine not in [one.pid for one in servers]
+    (found,) = [one for one in servers if one.pid == server.pid]
+    assert set(found.pids) == {server.pid, engine}
+    assert found.ram_bytes > 32 * MiB and found.gpu_bytes == 8 * MiB
+    (uncounted,) = [one for one in find_servers(gpu_bytes={engine: None}) if one.pid == server.pid]
+    assert uncounted.gpu_bytes is None
+
+
+def test_an_engine_whose_server_is_gone_is_found_for_it_may_hold_a_gpu(start: Start) -> None:
+    server = start("--has-child")
+    engine = child_of(server)
+    server.process.kill()
+    server.process.wait()
+    try:
+        (found,) = [one for one in find_servers() if one.pid == engine]
+        assert (found.name, found.note) == ("VLLM::EngineCore", "its server is gone, and it is left over")
+        assert asyncio.run(look_at([found])) == [found]
+        assert not stop_found(engine, found.identity, "VLLM::EngineCore")
+        assert not is_alive(engine)
+    finally:
+        if is_alive(engine):
+            os.kill(engine, signal.SIGKILL)
+
+
+def test_our_own_engines_are_not_found_nor_stopped(start: Start) -> None:
+    server = start()
+    who = server.found().identity
+    assert server.pid not in [one.pid for one in find_servers(ours=[server.pid])]
+    # Below a process of ours, as a guard's server is.
+    assert server.pid not in [one.pid for one in find_servers(ours=[os.getpid()])]
+    with pytest.raises(ManagerError, match="is no vLLM server that was found; nothing was stopped"):
+        stop_found(server.pid, who, "Qwen/Qwen3-8B", ours=[server.pid])
+    assert is_alive(server.pid)
+
+
+@pytest.mark.parametrize("behaviour", ["--hangs", "--huge", "--needs-key"])
+def test_a_server_that_does_not_answer_well_is_listed_all_the_same(start: Start, behaviour: str) -> None:
+    found = start(behaviour).looked_at()
+    assert (found.models, found.needs_key) == ((), behaviour == "--needs-key")
+    assert (found.url is not None) == (behaviour == "--needs-key")
+    assert found.name == "Qwen/Qwen3-8B"
+
+
+def test_a_server_that_vanishes_in_between_is_no_error(start: Start) -> None:
+    server = start()
+    found = server.found()
+    server.process.kill()
+    server.process.wait()
+    assert server.pid not in [one.pid for one in find_servers()]
+    (looked_at,) = asyncio.run(look_at([found]))
+    assert (looked_at.models, looked_at.url) == ((), None)
+    with pytest.raises(ManagerError, match="has ended, or is another one by now"):
+        stop_found(found.pid, found.identity, found.name)
+
+
+def test_processes_that_come_and_go_do_not_disturb_the_search() -> None:
+    churn = subprocess.Popen(["sh", "-c", "while true; do true & /bin/true; done"], start_new_session=True)
+    try:
+        for _ in range(20):
+            find_servers()
+    finally:
+        os.killpg(churn.pid, signal.SIGKILL)
+        churn.wait()
+
+
+def test_a_server_stops_when_it_is_named_and_its_engine_with_it(start: Start) -> None:
+    server = start("--has-child")
+    engine = child_of(server)
+    found = server.found()
+    assert stop_found(found.pid, found.identity, found.name, patience_s=0.5), "the engine had to be killed"
+    assert server.process.wait() == -signal.SIGTERM
+    assert not is_alive(engine)
+
+
+def test_a_server_that_ignores_sigterm_is_killed_in_the_end(start: Start) -> None:
+    server = start("--ignores-sigterm")
+    assert stop_found(server.pid, server.found().identity, "Qwen/Qwen3-8B", patience_s=0.3)
+    assert server.process.wait() == -signal.SIGKILL
+
+
+def test_nothing_is_stopped_by_another_name_or_for_another_process(start: Start) -> None:
+    server = start()
+    who = server.found().identity
+    for name in ("", "qwen", "Qwen/Qwen3-8B ", str(server.pid)):
+        with pytest.raises(ManagerError, match="confirm with its name, 'Qwen/Qwen3-8B'"):
+            stop_found(server.pid, who, name)
+    boot, _, began = who.partition(":")
+    with pytest.raises(ManagerError, match="another one by now"):
+        stop_found(server.pid, f"{boot}:{int(began) - 1}", "Qwen/Qwen3-8B")
+    assert is_alive(server.pid)
+
+
+def test_no_other_program_can_be_stopped_this_way() -> None:
+    other = subprocess.Popen(["sleep", "3600"])
+    try:
+        who = identity(other.pid)
+        assert who is not None
+        for name in ("vllm", "sleep", ""):
+            with pytest.raises(ManagerError, match="is no vLLM server"):
+                stop_found(other.pid, who, name)
+        own = identity(os.getpid())
+        assert own is not None
+        with pytest.raises(ManagerError, match="is no vLLM server"):
+            stop_found(os.getpid(), own, "vllm")
+        for pid in (0, -1, 1 << 22):
+            with pytest.raises(ManagerError, match="nothing was stopped"):
+                stop_found(pid, who, "vllm")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+AS_NOBODY = """
+import os, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+from overspill.manager.found import find_servers
+from overspill.manager.found_stopping import stop_found
+from overspill.manager.errors import ManagerError
+(found,) = [one for one in find_servers() if one.pid == int(sys.argv[1])]
+print(found.name, found.port, found.ram_bytes > 0)
+try:
+    stop_found(found.pid, found.identity, found.name)
+except ManagerError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_server_is_listed_and_cannot_be_stopped(start: Start) -> None:
+    server = start()
+    # Imported before it gives up its rights: the packages may lie where that user cannot look.
+    code = AS_NOBODY.replace("os.setgroups", "import overspill.manager.found_stopping; os.setgroups")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(server.pid)], capture_output=True, text=True, timeout=60, check=False
+    )
+    first, second = done.stdout.splitlines()
+    assert first == "Qwen/Qwen3-8B 8000 True", "its sockets are hidden, so the port is what its arguments say"
+    assert second == (
+        f"process {server.pid} belongs to root, and may not be stopped by this one; stop it as that user"
+    ), done.stderr
+    assert is_alive(server.pid)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "port"),
+    [
+        ("vllm serve Qwen/Qwen3-8B", "Qwen/Qwen3-8B", 8000),
+        ("/venv/bin/python3.11 /venv/bin/vllm serve m --port=9001", "m", 9001),
+        ("python3 -u -m vllm.entrypoints.openai.api_server --model a/b --port 81", "a/b", 81),
+        ("python -m vllm.entrypoints.cli.main serve a/b --served-model-name x y", "x", 8000),
+        ("python -m vllm serve a/b", "a/b", 8000),
+        ("vllm serve --model a/b --served_model_name x --port 99999999", "x", 8000),
+        ("python /opt/vllm/entrypoints/openai/api_server.py --model a/b", "a/b", 8000),
+        ("vllm serve", "vllm", 8000),
+    ],
+)
+def test_command_lines_of_vllm(line: str, name: str, port: int) -> None:
+    argv = line.split()
+    assert serve_arguments(argv) is not None
+    assert (served_name(argv), stated_port(argv)) == (name, port)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "vllm", "vllm bench serve", "bash -c vllm", "grep vllm serve", "vim vllm.py", "python -m pytest vllm",
+     "python", "python -m", "python -c pass vllm serve", "sudo vllm serve x", "python3 -m http.server"],
+)  # fmt: skip
+def test_command_lines_of_others(line: str) -> None:
+    assert serve_arguments(line.split()) is None
+
+
+def test_addresses_of_the_kernels_table() -> None:
+    assert _listener("0100007F:1F40") == Listener("127.0.0.1", 8000)
+    assert _listener("00000000:1F40") == Listener("127.0.0.1", 8000)
+    assert _listener("00000000000000000000000000000000:0050") == Listener("127.0.0.1", 80)
+    assert _listener("00000000000000000000000001000000:0050") == Listener("::1", 80)
+    assert _listener("0000000000000000FFFF00000500A8C0:0050") == Listener("192.168.0.5", 80)
