@@ -64,6 +64,7 @@ PACKAGES = (
     "src/overspill/registry",
     "src/overspill/serve",
     "src/overspill/service",
+    "src/overspill/tune",
     "src/overspill/verify",
     "src/overspill/weights",
 )

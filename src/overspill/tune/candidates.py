@@ -1,0 +1,235 @@
+"""What is worth trying: the plan's ways, and variations of the one that it recommends. A decision without effects."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from overspill.kv.options import Options
+from overspill.kv.sizes import GiB, format_size
+from overspill.planning.arguments import kv_transfer_config, vllm_args
+from overspill.planning.attempts import PROCESS_RAM_BYTES
+from overspill.planning.parameters import pinned_share
+from overspill.planning.planner import Plan
+from overspill.planning.ways import Way
+from overspill.planning.weights import WeightOffload, groupings, uva_offloads
+from overspill.serve.flags import read_flags
+from overspill.settings import SETTINGS
+
+Replan = Callable[[Mapping[str, Any]], Plan]
+"""The plan that `overspill serve` would make with these settings too."""
+
+CONNECTOR = "OverspillConnector"
+TRANSFER = "--kv-transfer-config"
+TUNABLE = ("max_num_batched_tokens", "offload_ram", "weights_ram")
+TUNABLE_FLAGS = (
+    TRANSFER, "--cpu-offload-gb", "--offload-backend", "--offload-group-size", "--offload-num-in-group",
+    "--offload-prefetch-step",
+)  # fmt: skip
+_LEAST_CHUNK, _MOST_CHUNK = 512, 16384
+# Of the planned amount of weights in RAM; and the nearest amount below it, which the plan holds for too little.
+_MORE_WEIGHTS = (1.25, 1.5)
+_FLAGS = {setting.name: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    label: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of a model of the registry; what is kept if it is the best."""
+    vllm_args: tuple[str, ...] = ()
+    """What can be said with vLLM's own flags only."""
+    things_in_ram: int = 0
+    """Of weights, spilled KV and idle KV."""
+    ram_bytes: int = 0
+    is_exact: bool = True
+    is_planned: bool = False
+    """Whether it is what the plan recommends."""
+
+    @property
+    def rank(self) -> tuple[bool, int, bool, int]:
+        """The simpler the less: of equal ones, this decides."""
+        return not self.is_exact, self.things_in_ram, not self.is_planned, self.ram_bytes
+
+    def text(self, given: Mapping[str, Any]) -> str:
+        """As `overspill ab` takes it; `given` are settings of all candidates."""
+        return shlex.join(["overspill", *as_flags({**given, **self.settings}), *self.vllm_args])
+
+    def as_json(self) -> dict[str, Any]:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**values, "settings": dict(self.settings), "vllm_args": list(self.vllm_args)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Candidate":
+        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        return cls(**{**known, "vllm_args": tuple(known["vllm_args"])})
+
+
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Of `overspill serve`; weights in RAM are vLLM's own there."""
+    words = []
+    for name, value in settings.items():
+        if name == "weights_ram":
+            words += ["--cpu-offload-gb", f"{value / GiB:g}"]
+        elif isinstance(value, bool):
+            words.append(f"{_FLAGS[name].flag}={str(value).lower()}")
+        else:
+            words += [_FLAGS[name].flag, str(value)]
+    return words
+
+
+def find_candidates(
+    plan: Plan,
+    replan: Replan,
+    *,
+    fixed: frozenset[str] = frozenset(),
+    returns: bool = True,
+    allow_fp8: bool = False,
+    current: Candidate | None = None,
+) -> tuple[Candidate, ...]:
+    """The plan's own choice first, then the rest, the more promising ones first.
+
+    `fixed` are settings (and `kv_transfer_config`) that are not varied. Where nothing `returns`, nothing can be told
+    about RAM for idle KV, so the plan's choice of it stays. `current` is what the model has now.
+    """
+    own = plan.chosen
+    assert own is not None, "what does not fit is refused before"
+    maker = _Maker(plan, replan, own)
+    found = [maker.make("plan", own, is_planned=True), current]
+    found += maker.ways(allow_fp8=allow_fp8)
+    found += maker.weights(fixed)
+    if returns and "kv_transfer_config" not in fixed:
+        found += maker.pools(fixed)
+        found += maker.stores()
+    if "max_num_batched_tokens" not in fixed:
+        found += maker.chunks()
+    if "kv_transfer_config" not in fixed:
+        found += maker.spill_shares()
+    return tuple(_unique(each for each in found if each is not None))
+
+
+def _unique(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+    seen = []
+    labels: set[str] = set()
+    for each in candidates:
+        what = ({**each.settings}, each.vllm_args)
+        if what not in seen and each.label not in labels:
+            seen.append(what)
+            labels.add(each.label)
+            yield each
+
+
+class _Maker:
+    def __init__(self, plan: Plan, replan: Replan, own: Way) -> None:
+        self._plan, self._replan, self._own = plan, replan, own
+
+    def make(
+        self, label: str, way: Way, *, is_planned: bool = False, options: Mapping[str, Any] | None = None, **also: Any
+    ) -> Candidate | None:
+        """With the fewest settings that make `overspill serve` do it; None if there is no way to say it."""
+        settings = {
+            "max_model_len": self._plan.max_model_len, "max_num_batched_tokens": way.max_num_batched_tokens, **also,
+        }  # fmt: skip
+        if not way.is_exact:
+            settings["kv_cache_dtype"] = way.kv_cache_dtype
+        chosen = self._replan(settings).chosen
+        if chosen is None:
+            return None
+        words: list[str] = []
+        if way.weights != chosen.weights:
+            if way.weights.is_uva:
+                settings["weights_ram"] = int(way.weights.cpu_offload_gb * GiB)
+            elif way.weights.ram_bytes:
+                words += _offload_words(self._plan, way)
+            else:
+                words += ["--offload-group-size", "0"]  # takes the plan's offload away
+        transfer = kv_transfer_config(way)
+        if options or transfer != kv_transfer_config(chosen):
+            if transfer is None:
+                return None  # no flag takes a connector away
+            words += [TRANSFER, json.dumps(_with_options(transfer, options or {}))]
+        things = bool(way.weights.ram_bytes) + bool(way.kv.spilled_bytes) + bool(way.offload_bytes)
+        return Candidate(
+            label=label, settings=settings, vllm_args=tuple(words), things_in_ram=things, ram_bytes=way.ram_bytes,
+            is_exact=way.is_exact, is_planned=is_planned,
+        )  # fmt: skip
+
+    def ways(self, *, allow_fp8: bool) -> Iterator[Candidate | None]:
+        for way in self._plan.ways:
+            if way is not self._own and (way.is_exact or allow_fp8):
+                yield self.make(way.name, way)
+
+    def weights(self, fixed: frozenset[str]) -> Iterator[Candidate | None]:
+        own, planned = self._own, self._own.weights
+        if not planned.ram_bytes:
+            return
+        for weights in nearby_weights(self._plan, planned):
+            more = weights.pinned_bytes - planned.pinned_bytes
+            pool = own.offload_bytes
+            if pool and "offload_ram" not in fixed:
+                pool = max(0, pool - max(0, more)) // GiB * GiB
+            if weights.pinned_bytes + own.kv.spilled_bytes + pool + PROCESS_RAM_BYTES > self._plan.ram_bytes.value:
+                continue
+            also = {"offload_ram": pool} if pool != own.offload_bytes else {}
+            label = f"{format_size(weights.ram_bytes)} of weights in RAM"
+            yield self._changed(label, also, weights=weights, offload_bytes=pool)
+
+    def pools(self, fixed: frozenset[str]) -> Iterator[Candidate | None]:
+        if "offload_ram" in fixed:
+            return
+        own = self._own
+        if own.offload_bytes:
+            yield self._changed("no RAM for idle KV", {"offload_ram": 0}, offload_bytes=0)
+            sizes = [own.offload_bytes // 2 // GiB * GiB]
+        else:
+            taken = own.weights.pinned_bytes + own.kv.spilled_bytes + PROCESS_RAM_BYTES
+            sizes = [(self._plan.ram_bytes.value - taken) // GiB * GiB]
+        for size in sizes:
+            if size > 0:
+                label = f"{format_size(size)} for idle KV"
+                yield self._changed(label, {"offload_ram": size}, offload_bytes=size)
+
+    def stores(self) -> Iterator[Candidate | None]:
+        if self._own.offload_bytes:
+            yield self.make("stored lazily", self._own, options={"store": "lazy"})
+
+    def chunks(self) -> Iterator[Candidate | None]:
+        planned = self._own.max_num_batched_tokens
+        for chunk in (2 * planned, planned // 2):
+            if _LEAST_CHUNK <= chunk <= _MOST_CHUNK and chunk >= self._plan.max_num_seqs:
+                settings = {"max_model_len": self._plan.max_model_len, "max_num_batched_tokens": chunk}
+                way = self._replan(settings).recommended
+                if way is not None and way.is_exact == self._own.is_exact:
+                    yield self.make(f"chunks of {chunk}", way)
+
+    def spill_shares(self) -> Iterator[Candidate | None]:
+        if self._own.kv.spilled_bytes:
+            for share in (1.0, Options.spill_share / 2):
+                yield self.make(f"spill share {share:g}", self._own, options={"spill_share": share})
+
+    def _changed(self, label: str, also: Mapping[str, Any], **changes: Any) -> Candidate | None:
+        return self.make(label, replace(self._own, **changes), **also)
+
+
+def nearby_weights(plan: Plan, planned: WeightOffload) -> list[WeightOffload]:
+    """The next smaller amount, and some larger ones."""
+    layers, pinning = plan.facts.weights.layer_bytes, pinned_share(plan.facts)
+    amounts = list(uva_offloads(layers, pinning) if planned.is_uva else groupings(layers, pinning))
+    less = [each for each in amounts if each.ram_bytes < planned.ram_bytes][-1:]
+    larger = [each for each in amounts if each.ram_bytes > planned.ram_bytes]
+    more = [
+        min(larger, key=lambda each: abs(each.ram_bytes - share * planned.ram_bytes))
+        for share in _MORE_WEIGHTS
+        if larger
+    ]
+    return [*less, *dict.fromkeys(more)]
+
+
+def _offload_words(plan: Plan, way: Way) -> list[str]:
+    flags = read_flags(vllm_args(plan, way))
+    return [word for flag in flags if flag.name in TUNABLE_FLAGS and flag.name != TRANSFER for word in flag.words]
+
+
+def _with_options(transfer: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {**transfer, "kv_connector_extra_config": {**transfer["kv_connector_extra_config"], **options}}

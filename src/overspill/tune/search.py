@@ -1,0 +1,135 @@
+"""Which candidate is measured next, which are out, and which is the best: decisions without effects.
+
+Each is measured once, cheaply; those that are clearly worse, and the worse half, are left out; the rest are measured
+again with other requests. Of those that do not differ measurably in the end, the simplest is taken.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from overspill.experiment.intervals import Ratio, Verdict, centre, paired_ratio
+from overspill.experiment.measures import Better
+from overspill.experiment.schedule import Step
+from overspill.tune.candidates import Candidate
+
+# So much worse after one and after two measurements is out. One alone says nothing of how they vary.
+MARGINS = (1.3, 1.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What is known so far, by label."""
+
+    values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """By repeat."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """And why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    alive: tuple[Candidate, ...]
+    dropped: Mapping[str, str]
+    """And why."""
+    next: Step | None
+    """None when there is nothing more to find out."""
+    steps_left: int
+    """With the next one, about: how many will be dropped is not known."""
+
+
+def standing(candidates: Sequence[Candidate], scores: Scores, repeats: int, better: Better) -> Standing:
+    """Decided anew from all that was measured, so that it goes on where it was broken off."""
+    alive = [each for each in candidates if each.label not in scores.failed]
+    dropped: dict[str, str] = {}
+    for repeat in range(1, repeats + 1):
+        if not alive or (repeat > 1 and len(alive) < 2):
+            break
+        # Every second time in reverse: a machine that becomes slower with time does so for all alike.
+        order = alive if repeat % 2 else alive[::-1]
+        missing = [each for each in order if repeat not in scores.values.get(each.label, {})]
+        if missing:
+            left = _steps_left(len(missing), len(alive), repeats - repeat)
+            return Standing(alive=tuple(alive), dropped=dropped, next=Step(repeat, missing[0].label), steps_left=left)
+        out = _losers(alive, scores, repeat, better, is_last=repeat == repeats)
+        dropped |= out
+        alive = [each for each in alive if each.label not in out]
+    return Standing(alive=tuple(alive), dropped=dropped, next=None, steps_left=0)
+
+
+def choose(candidates: Sequence[Candidate], scores: Scores, better: Better) -> Candidate | None:
+    """The simplest of those that are not measurably worse than the best; None if nothing was measured."""
+    equal = equals(candidates, scores, better)
+    return min(equal, key=lambda each: each.rank) if equal else None
+
+
+def equals(candidates: Sequence[Candidate], scores: Scores, better: Better) -> list[Candidate]:
+    measured = [each for each in candidates if scores.values.get(each.label) and each.label not in scores.failed]
+    if not measured:
+        return []
+    # Of one that was broken off, only repeats that all have are compared: others had other requests.
+    shared = set.intersection(*(set(scores.values[each.label]) for each in measured))
+    values = {each.label: {one: scores.values[each.label][one] for one in shared} for each in measured}
+    if not shared:
+        return []
+    best = _best(measured, values, better)
+    return [each for each in measured if each is best or not is_worse(_loss(values, best, each, better))]
+
+
+def is_worse(loss: Ratio | None) -> bool:
+    """Of a ratio that is above 1 for the worse: whether it is more than chance."""
+    if loss is None:
+        return False
+    if loss.low is None:
+        return loss.value > MARGINS[0]
+    return loss.verdict is Verdict.HIGHER
+
+
+def _losers(
+    alive: Sequence[Candidate], scores: Scores, repeat: int, better: Better, *, is_last: bool
+) -> dict[str, str]:
+    values = {
+        each.label: {number: value for number, value in scores.values[each.label].items() if number <= repeat}
+        for each in alive
+    }
+    best = _best(alive, values, better)
+    out: dict[str, str] = {}
+    for each in alive:
+        loss = _loss(values, best, each, better) if each is not best else None
+        is_far = loss is not None and repeat <= len(MARGINS) and loss.value > MARGINS[repeat - 1]
+        if loss is not None and (is_far or is_worse(loss)):
+            out[each.label] = f"{_times(loss.value)} than {best.label}"
+    left = [each for each in alive if each.label not in out]
+    if not is_last and len(left) > 2:
+        kept = _ordered(left, values, better)[: max(2, math.ceil(len(alive) / 2))]
+        simplest = min(left, key=lambda each: each.rank)
+        out |= {each.label: "not among the better half" for each in left if each not in kept and each is not simplest}
+    return out
+
+
+def _best(candidates: Sequence[Candidate], values: Mapping[str, Mapping[int, float]], better: Better) -> Candidate:
+    return _ordered(candidates, values, better)[0]
+
+
+def _ordered(
+    candidates: Sequence[Candidate], values: Mapping[str, Mapping[int, float]], better: Better
+) -> list[Candidate]:
+    sign = -1 if better is Better.HIGHER else 1
+    return sorted(candidates, key=lambda each: (sign * centre(list(values[each.label].values())), each.rank))
+
+
+def _loss(values: Mapping[str, Mapping[int, float]], best: Candidate, other: Candidate, better: Better) -> Ratio | None:
+    ours, theirs = values[best.label], values[other.label]
+    return paired_ratio(theirs, ours) if better is Better.HIGHER else paired_ratio(ours, theirs)
+
+
+def _times(loss: float) -> str:
+    return f"{100 * (loss - 1):.0f} % worse"
+
+
+def _steps_left(missing: int, alive: int, rounds: int) -> int:
+    total = missing
+    for _ in range(rounds):
+        alive = max(2, math.ceil(alive / 2)) if alive > 1 else 0
+        total += alive
+    return total

@@ -1,0 +1,402 @@
+"""Tuning's decisions: what is tried, what is measured next, what is out, what is kept."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from overspill.bench import CannotBench, parse_workload
+from overspill.bench.script import write_script
+from overspill.cli import app
+from overspill.experiment.measures import Better
+from overspill.experiment.schedule import Step
+from overspill.kv.sizes import GiB
+from overspill.planning.planner import Plan
+from overspill.registry import ModelSettings, Registry, Result, add_model, get_model, open_registry
+from overspill.tune.asked import parse_budget
+from overspill.tune.candidates import Candidate, Replan, find_candidates
+from overspill.tune.definition import Definition, new_name
+from overspill.tune.errors import TuneError
+from overspill.tune.goals import Goal, choose_workload, does_return, one_prompt, parse_goal
+from overspill.tune.keeping import keep, settings_to_keep
+from overspill.tune.lengths import longest_working, next_length, trials_left
+from overspill.tune.report import scores_of, tried_lengths
+from overspill.tune.search import MARGINS, Scores, choose, standing
+from overspill.tune.subject import Subject, current_candidate, find_subject
+from tests.test_plan import LLAMA_8B, OLMO_7B, model, plan_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+NAMES = {"offload_ram": "offload_ram_bytes"}
+
+
+def replanning(config: dict[str, Any], gpu: str, ram: str, length: int) -> Replan:
+    facts = model(config)
+    made: dict[str, Plan] = {}
+
+    def replan(settings: Mapping[str, Any]) -> Plan:
+        known = {name: value for name, value in settings.items() if name not in ("max_model_len", "weights_ram")}
+        wishes = {NAMES.get(name, name): value for name, value in known.items()}
+        key = json.dumps(wishes, sort_keys=True)
+        if key not in made:
+            made[key] = plan_of(facts, gpu, ram, length, **wishes)
+        return made[key]
+
+    return replan
+
+
+def candidates_of(replan: Replan, **how: Any) -> dict[str, Candidate]:
+    return {each.label: each for each in find_candidates(replan({}), replan, **how)}
+
+
+def connector(candidate: Candidate) -> dict[str, Any]:
+    words = candidate.vllm_args
+    options = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert isinstance(options, dict)
+    return options
+
+
+ON_GPU = replanning(LLAMA_8B, "24GiB", "64GiB", 32768)
+SPILLS = replanning(LLAMA_8B, "24GiB", "64GiB", 131072)
+WEIGHTS = replanning(OLMO_7B, "16GiB", "64GiB", 4096)
+
+
+# What is tried.
+
+
+def test_the_plans_own_choice_is_first_and_said_with_the_fewest_settings() -> None:
+    first = next(iter(candidates_of(ON_GPU).values()))
+    assert first.label == "plan" and first.is_planned and not first.vllm_args
+    assert first.settings == {"max_model_len": 32768, "max_num_batched_tokens": 8192}
+
+
+def test_what_fits_is_tried_with_less_ram_for_idle_kv_lazily_and_in_other_chunks() -> None:
+    found = candidates_of(ON_GPU)
+    assert list(found) == [
+        "plan", "no RAM for idle KV", "30 GiB for idle KV", "stored lazily", "chunks of 16384", "chunks of 4096"
+    ]  # fmt: skip
+    assert found["no RAM for idle KV"].settings["offload_ram"] == 0
+    assert found["no RAM for idle KV"].rank < found["plan"].rank < found["30 GiB for idle KV"].rank
+    assert found["30 GiB for idle KV"].settings["offload_ram"] == 30 * GiB
+    assert connector(found["stored lazily"]) == {"host_bytes": 61 * GiB, "store": "lazy"}
+    assert found["chunks of 4096"].settings["max_num_batched_tokens"] == 4096
+
+
+def test_fp8_is_tried_only_if_it_is_allowed_and_is_the_last_choice_of_equal_ones() -> None:
+    label = "everything on the GPU, KV in fp8"
+    assert label not in candidates_of(ON_GPU)
+    found = candidates_of(ON_GPU, allow_fp8=True)
+    assert found[label].settings["kv_cache_dtype"] == "fp8" and not found[label].is_exact
+    assert max(found.values(), key=lambda each: each.rank) is found[label]
+
+
+def test_other_ways_than_the_recommended_one_are_said_with_vllms_flags() -> None:
+    """Left to the plan, `overspill serve` would start the recommended way again."""
+    found = candidates_of(SPILLS)
+    plan = SPILLS({})
+    assert plan.recommended is not None and plan.recommended.name == "KV spilled to RAM"
+    other = found["weights in RAM"]
+    assert "prefetch" in other.vllm_args and "spill_bytes" not in connector(other)
+    both = found["weights in RAM and KV spilled to RAM"]
+    assert connector(both)["spill_bytes"] < plan.recommended.kv.spilled_bytes and both.things_in_ram == 3
+
+
+def test_where_kv_spills_other_shares_of_time_are_tried() -> None:
+    found = candidates_of(SPILLS)
+    shares = [connector(found[label])["spill_share"] for label in ("spill share 1", "spill share 0.25")]
+    assert shares == [1.0, 0.25]
+    assert not [label for label in candidates_of(ON_GPU) if "spill" in label]
+
+
+def test_amounts_of_weights_in_ram_around_the_planned_one_are_tried() -> None:
+    plan, found = WEIGHTS({}), candidates_of(WEIGHTS)
+    assert plan.recommended is not None and plan.recommended.weights.is_uva
+    planned = plan.recommended.weights.ram_bytes
+    amounts = [each.settings["weights_ram"] for label, each in found.items() if label.endswith("of weights in RAM")]
+    assert min(amounts) < planned < max(amounts) <= 1.6 * planned
+    for each in found.values():
+        if each.settings.get("weights_ram"):
+            assert f"--cpu-offload-gb {each.settings['weights_ram'] / GiB:g}" in each.text({})
+
+
+def test_what_is_given_is_not_varied() -> None:
+    fixed = frozenset(["offload_ram", "max_num_batched_tokens"])
+    assert list(candidates_of(ON_GPU, fixed=fixed)) == ["plan", "stored lazily"]
+    assert list(candidates_of(ON_GPU, fixed=frozenset(["kv_transfer_config"]))) == [
+        "plan", "chunks of 16384", "chunks of 4096"
+    ]  # fmt: skip
+
+
+def test_where_nothing_returns_ram_for_idle_kv_stays_as_planned() -> None:
+    assert list(candidates_of(ON_GPU, returns=False)) == ["plan", "chunks of 16384", "chunks of 4096"]
+
+
+def test_what_is_set_already_is_tried_once() -> None:
+    current = Candidate(label="as it is", settings={"max_model_len": 32768, "max_num_batched_tokens": 8192})
+    assert "as it is" not in candidates_of(ON_GPU, current=current), "that is the plan's own"
+    other = Candidate(label="as it is", settings={"max_model_len": 32768, "max_num_batched_tokens": 2048})
+    assert list(candidates_of(ON_GPU, current=other))[1] == "as it is"
+
+
+def test_a_candidate_is_a_configuration_of_ab_and_survives_storage() -> None:
+    from overspill.experiment.configurations import read_configuration
+
+    for each in [*candidates_of(SPILLS).values(), *candidates_of(WEIGHTS).values()]:
+        read = read_configuration("a", each.text({"ram": "64GiB", "enforce_eager": True}))
+        assert read.is_planned and read.settings["ram"] == "64GiB" and read.settings["enforce_eager"] == "true"
+        assert Candidate.from_json(json.loads(json.dumps(each.as_json()))) == each
+
+
+# What is measured next, and what is out.
+
+
+def some(*ranks: int) -> list[Candidate]:
+    """a, b, c …, the simpler the smaller its number."""
+    return [Candidate(label=label, things_in_ram=rank) for label, rank in zip("abcdefgh", ranks)]
+
+
+def scored(failed: Mapping[str, str] | None = None, **values: list[float]) -> Scores:
+    by_repeat = {label: dict(enumerate(found, start=1)) for label, found in values.items()}
+    return Scores(values=by_repeat, failed=failed or {})
+
+
+def test_each_is_measured_once_first() -> None:
+    three = some(0, 1, 2)
+    assert standing(three, scored(), 3, Better.HIGHER).next == Step(1, "a")
+    assert standing(three, scored(a=[1]), 3, Better.HIGHER).next == Step(1, "b")
+    assert standing(three, scored(a=[1], b=[1], c=[1]), 1, Better.HIGHER).next is None
+
+
+def test_clearly_worse_ones_are_out_after_one_measurement() -> None:
+    stand = standing(some(0, 1, 2), scored(a=[100], b=[40], c=[99]), 3, Better.HIGHER)
+    assert stand.dropped == {"b": "150 % worse than a"} and stand.next == Step(2, "c")
+    lower = standing(some(0, 1, 2), scored(a=[100], b=[40], c=[41]), 3, Better.LOWER)
+    assert list(lower.dropped) == ["a"], "where less is better"
+
+
+def test_of_many_alike_the_better_half_and_the_simplest_go_on() -> None:
+    scores = scored(a=[101], b=[100], c=[103], d=[104], e=[105], f=[106])
+    stand = standing(some(3, 0, 3, 3, 3, 3), scores, 3, Better.HIGHER)
+    assert [each.label for each in stand.alive] == ["b", "d", "e", "f"]
+    assert stand.dropped == {"a": "not among the better half", "c": "not among the better half"}
+    assert stand.next == Step(2, "f"), "every second round goes the other way"
+    assert stand.steps_left == 4 + 2
+
+
+def test_one_that_failed_is_never_measured_again() -> None:
+    stand = standing(some(0, 1), scored({"a": "no memory"}, b=[1]), 3, Better.HIGHER)
+    assert [each.label for each in stand.alive] == ["b"] and stand.next is None, "nothing is left to compare it with"
+
+
+def test_all_failed_ends_it() -> None:
+    stand = standing(some(0), scored({"a": "no memory"}), 3, Better.HIGHER)
+    assert stand.next is None and choose(stand.alive, scored({"a": "no memory"}), Better.HIGHER) is None
+
+
+# What is best.
+
+
+def test_a_difference_that_is_measured_decides() -> None:
+    scores = scored(a=[100, 103, 99], b=[121, 124, 120])
+    assert choose(some(0, 1), scores, Better.HIGHER) == some(0, 1)[1]
+    assert choose(some(0, 1), scores, Better.LOWER) == some(0, 1)[0]
+
+
+def test_without_one_the_simplest_is_taken() -> None:
+    scores = scored(a=[100, 110, 95], b=[104, 103, 99], c=[107, 101, 98])
+    found = choose(some(2, 1, 3), scores, Better.HIGHER)
+    assert found is not None and found.label == "b"
+    planned = [*some(1), Candidate(label="b", things_in_ram=1, is_planned=True), some(0, 0, 1)[2]]
+    assert choose(planned, scores, Better.HIGHER) == planned[1], "of equally simple ones the plan's own"
+
+
+def test_one_measurement_must_differ_by_more_than_chance() -> None:
+    nearly, beyond = MARGINS[0] - 0.05, MARGINS[0] + 0.05
+    assert choose(some(0, 1), scored(a=[1], b=[nearly]), Better.HIGHER) == some(0, 1)[0]
+    assert choose(some(0, 1), scored(a=[1], b=[beyond]), Better.HIGHER) == some(0, 1)[1]
+
+
+def test_of_a_broken_round_only_repeats_that_all_have_are_compared() -> None:
+    """b's second repeat had requests that a has not answered yet, and easier ones."""
+    scores = scored(a=[100], b=[101, 900])
+    assert choose(some(0, 1), scores, Better.HIGHER) == some(0, 1)[0]
+
+
+# The longest context.
+
+
+@pytest.mark.parametrize(("longest", "limit"), [(131072, 131072), (131072, 100000), (131072, 3000), (4992, 700)])
+def test_the_longest_context_that_works_is_found_by_halves(longest: int, limit: int) -> None:
+    tried: dict[int, bool] = {}
+    most = trials_left(longest, tried)
+    while (length := next_length(longest, tried)) is not None:
+        assert length not in tried and length <= longest
+        tried[length] = length <= limit
+    found = longest_working(tried)
+    assert found is not None and found <= limit and limit - found <= max(1024, limit // 10)
+    assert next(iter(tried)) == longest and len(tried) <= most + 4
+
+
+def test_a_model_of_which_no_context_works_ends_it() -> None:
+    tried: dict[int, bool] = {}
+    while (length := next_length(32768, tried)) is not None:
+        tried[length] = False
+    assert longest_working(tried) is None and 3 < len(tried) < 12 and min(tried) >= 256
+
+
+def answered(length: int, **metrics: Any) -> Result:
+    candidate = {"label": f"{length} tokens", "settings": {"max_model_len": length}}
+    return Result(
+        id=length, benchmark="offline", model="m", config={"candidate": candidate}, argv=(), metrics=metrics,
+        started_at=datetime.now(UTC), saved_at=datetime.now(UTC), label=f"{length} tokens", repeat=1,
+    )  # fmt: skip
+
+
+def test_an_answer_that_came_in_one_piece_is_an_answer() -> None:
+    """Its time per token is 0, and it was taken for one that was not measured: a shorter context was kept."""
+    asked = Definition(model="m", name="n", goal=Goal.CONTEXT, workload="offline", longest=1024, least_tokens_per_s=20)
+    whole = {"mean_tpot_ms": 0.0, "total_output_tokens": 32}
+    found = [
+        answered(512, mean_tpot_ms=10.0), answered(768, mean_tpot_ms=100.0),
+        answered(896, **whole, mean_e2el_ms=4.0), answered(1024, **whole, mean_e2el_ms=4000.0), answered(640),
+    ]  # fmt: skip
+    assert tried_lengths(asked, found) == {512: True, 768: False, 896: True, 1024: False, 640: False}
+    assert scores_of(asked, found).failed == {
+        "768 tokens": "too slow: 10 tok/s, and 20 are wanted", "1024 tokens": "too slow: 8 tok/s, and 20 are wanted",
+        "640 tokens": "TPOT, mean was not measured",
+    }  # fmt: skip
+
+
+# Workloads and words.
+
+
+@pytest.mark.parametrize("length", [512, 4096, 131072])
+@pytest.mark.parametrize("goal", [Goal.THROUGHPUT, Goal.TTFT])
+def test_the_goals_own_workload_fits_and_returns(goal: Goal, length: int) -> None:
+    workload = choose_workload(goal, None, length)
+    assert write_script(workload, 0).longest <= length and does_return(workload)
+
+
+def test_one_prompt_fills_a_context() -> None:
+    for length in (256, 4992, 131072):
+        assert write_script(one_prompt(length), 0).longest == length
+    assert not does_return(one_prompt(4096))
+
+
+def test_a_workload_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(CannotBench, match="needs 9,216 tokens"):
+        choose_workload(Goal.TTFT, "overhead", 4096)
+    assert choose_workload(Goal.TTFT, "offline", 4096) == parse_workload("offline")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [("10x", "--budget: '10x' is not a duration"), ("0", "--budget"), ("", "--budget")]
+)
+def test_a_budget_is_a_duration(words: str, message: str) -> None:
+    assert parse_budget("10m") == 600 and parse_budget("90") == 90
+    with pytest.raises(TuneError, match=message):
+        parse_budget(words)
+
+
+def test_goals_are_known_by_name() -> None:
+    assert parse_goal("ttft") is Goal.TTFT
+    with pytest.raises(TuneError, match="use throughput, ttft, context"):
+        parse_goal("latency")
+
+
+def test_a_definition_survives_storage() -> None:
+    asked = Definition(
+        model="m", name="n", goal=Goal.TTFT, workload="multi-turn", given={"ram": "4GiB"}, pinned={"gpu_memory": 8},
+        candidates=tuple(candidates_of(SPILLS).values()),
+    )  # fmt: skip
+    assert Definition.from_json(json.loads(json.dumps(asked.as_json()))) == asked
+    assert new_name() != new_name()
+    with pytest.raises(TuneError, match="cannot be read"):
+        Definition.from_json({"model": "m"})
+    with pytest.raises(TuneError, match="--repeats 0"):
+        Definition(model="m", name="n", goal=Goal.TTFT, workload="offline", repeats=0)
+
+
+# The model, and what is kept of it.
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    with open_registry(f"sqlite:///{tmp_path}/registry.db") as opened:
+        yield opened
+
+
+LAZY = '{"kv_connector": "OverspillConnector", "kv_connector_extra_config": {"host_bytes": 1, "store": "lazy"}}'
+
+
+def test_what_an_earlier_tuning_kept_is_open_and_what_a_person_set_is_not(registry: Registry) -> None:
+    words = ["--block-size", "32", "--kv-transfer-config", LAZY]
+    add_model(registry, "org/m", {"max_num_batched_tokens": 1024, "max_num_seqs": 4, "vllm_args": words})
+    found = find_subject(registry, "org/m", None)
+    assert found.tuned == {"max_num_batched_tokens": 1024} and found.tuned_args == ("--kv-transfer-config", LAZY)
+    assert found.settings == {"max_num_seqs": 4} and found.vllm_args == ("--block-size", "32") and not found.fixed
+    plain = Candidate(label="plan", settings={"max_model_len": 4096, "max_num_batched_tokens": 2048})
+    edited = keep(registry, found, plain, {}).model.settings
+    assert edited == ModelSettings(
+        source="org/m",
+        max_model_len=4096,
+        max_num_batched_tokens=2048,
+        max_num_seqs=4,
+        vllm_args=("--block-size", "32"),
+    )
+
+
+def test_another_connector_is_left_alone(registry: Registry) -> None:
+    foreign = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
+    add_model(registry, "org/m", {"vllm_args": ["--kv-transfer-config", foreign]})
+    found = find_subject(registry, "org/m", None)
+    assert found.fixed == {"kv_transfer_config"} and found.vllm_args == ("--kv-transfer-config", foreign)
+
+
+def test_weights_in_ram_are_a_setting_and_taken_back_if_the_best_has_none(registry: Registry) -> None:
+    add_model(registry, "org/m", {"weights_ram": "4GiB"})
+    found = find_subject(registry, "org/m", None)
+    assert found.tuned == {"weights_ram": 4 * GiB} and not found.vllm_args and not found.tuned_args
+    current = current_candidate(found, WEIGHTS, {}, 4096)
+    assert current is not None and "--cpu-offload-gb 4" in current.text({}) and current.things_in_ram >= 1
+    keep(registry, found, Candidate(label="plan", settings={"max_model_len": 4096}), {})
+    assert get_model(registry, "org/m").settings.weights_ram is None
+
+
+def test_what_was_given_is_kept_and_what_the_best_says_wins() -> None:
+    subject = Subject(name="m", source="org/m", version=1, tuned={"max_model_len": 1})
+    best = Candidate(label="4096 tokens", settings={"max_model_len": 4096})
+    kept = settings_to_keep(subject, best, {"ram": "8GiB", "offload_ram": "0", "max_model_len": "128k"})
+    assert kept == {
+        "max_num_batched_tokens": None, "weights_ram": None, "offload_ram": "0", "ram": "8GiB", "max_model_len": 4096,
+        "vllm_args": None,
+    }  # fmt: skip
+
+
+def test_a_name_that_another_model_has_is_refused(registry: Registry, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert find_subject(registry, str(folder), None) == Subject(name="tiny", source=str(folder))
+    add_model(registry, "tiny", {"source": "org/tiny"})
+    with pytest.raises(TuneError, match="it is org/tiny; give this one another name with --name"):
+        find_subject(registry, str(folder), None)
+    assert find_subject(registry, str(folder), "other").name == "other"
+    add_model(registry, "other", {"source": str(folder)})
+    assert find_subject(registry, str(folder), "other").version == 1, "the same model, so it is changed"
+    with pytest.raises(TuneError, match="leave out --name"):
+        find_subject(registry, "tiny", "other")
+
+
+def test_every_flag_is_documented_and_every_documented_one_exists() -> None:
+    told = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
+    flags = set(re.findall(r"--[a-z][a-z0-9-]+", told)) - {"--help"}
+    page = (DOCS / "tune.md").read_text()
+    for flag in flags:
+        assert f"`{flag}`" in page, flag
+    table = set(re.findall(r"^\| `(--[a-z0-9-]+)`", page, re.MULTILINE))
+    assert table and table <= flags
