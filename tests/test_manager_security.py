@@ -141,6 +141,24 @@ def test_a_key_that_another_process_removed_ends_within_two_seconds(registry: Re
     asyncio.run(story())
 
 
+def test_on_a_busy_server_nobody_waits_for_the_registry(registry: Registry) -> None:
+    """It is read again beside the requests, which go on with what is known for less than two seconds."""
+
+    async def story() -> None:
+        clock = Clock()
+        access = Access(registry, is_loopback=False, clock=clock)
+        secret, _ = create_key(registry, "laptop")
+        assert await access.identify(f"Bearer {secret}", None) is not None
+        remove_key(registry, "laptop")
+        clock.now += 1.5
+        assert await access.identify(f"Bearer {secret}", None) is not None
+        assert access._looking is not None
+        await access._looking
+        assert await access.identify(f"Bearer {secret}", None) is None
+
+    asyncio.run(story())
+
+
 def test_wrong_keys_by_the_thousand_do_not_reach_the_database(registry: Registry) -> None:
     async def story() -> None:
         secret, _ = create_key(registry, "laptop")

@@ -8,8 +8,6 @@ from overspill.registry import Model, Registry, RegistryError, list_models
 
 logger = logging.getLogger(__name__)
 
-_FRESH_S = 0.2
-
 
 class Catalogue:
     def __init__(self, registry: Registry) -> None:
@@ -31,21 +29,29 @@ class Catalogue:
 
     async def find(self, name: str) -> Model | None:
         """One that was added a moment ago is found too."""
+        asked_at = time.monotonic()
         if name not in self._models:
-            await self.refresh(_FRESH_S)
+            async with self._reading:
+                if self._read_at < asked_at:  # else it was read for another who asked meanwhile
+                    await self._read()
         return self._models.get(name)
 
     async def refresh(self, older_than_s: float = 0.0) -> None:
         async with self._reading:
-            if time.monotonic() - self._read_at < older_than_s:
-                return
-            try:
-                models = await asyncio.to_thread(list_models, self.registry)
-            except RegistryError as error:
-                if str(error) != self.problem:
-                    logger.warning("Overspill: %s", error)
-                self.problem = str(error)
-            else:
-                self.problem = ""
-                self._models = {model.name: model for model in models}
+            if time.monotonic() - self._read_at >= older_than_s:
+                await self._read()
+
+    async def _read(self) -> None:
+        began = time.monotonic()
+        try:
+            models = await asyncio.to_thread(list_models, self.registry)
+        except RegistryError as error:
+            if str(error) != self.problem:
+                logger.warning("Overspill: %s", error)
+            self.problem = str(error)
+            # Who asked while it was tried does not wait for a try of their own.
             self._read_at = time.monotonic()
+        else:
+            self.problem = ""
+            self._models = {model.name: model for model in models}
+            self._read_at = began

@@ -26,6 +26,8 @@ from overspill.registry.schema import now
 
 # A key that another process made or removed counts after so long at most,
 _MAX_AGE_S = 2.0
+# and it is looked for after so long already, while requests go on with what is known.
+_LOOK_AGAIN_S = 1.0
 # or after so long while the registry cannot be read; then nobody is let in any more.
 _LONGEST_WITHOUT_REGISTRY_S = 60.0
 IDLE = timedelta(hours=12)
@@ -66,6 +68,7 @@ class Access:
         self._read_at: float | None = None
         self._is_outdated = True
         self._reading = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
         # One try takes 32 MiB and a core: a thousand at once must not take a thousand of each.
         self._checking = asyncio.Lock()
         self._used_keys: dict[str, datetime] = {}
@@ -158,10 +161,25 @@ class Access:
             async with self._reading:
                 if self._is_old():  # nobody else was faster
                     await self._read_again()
+        elif self._age_s() > _LOOK_AGAIN_S and self._looking is None:
+            self._looking = asyncio.create_task(self._look_again())
         return self._known
 
+    async def _look_again(self) -> None:
+        """So that no request of a busy server waits for the registry."""
+        try:
+            async with self._reading:
+                await self._read_again()
+        except RegistryUnavailable:
+            self._is_outdated = True  # whoever asks next is told
+        finally:
+            self._looking = None
+
     def _is_old(self) -> bool:
-        return self._is_outdated or self._read_at is None or self._clock() - self._read_at > _MAX_AGE_S
+        return self._is_outdated or self._age_s() > _MAX_AGE_S
+
+    def _age_s(self) -> float:
+        return float("inf") if self._read_at is None else self._clock() - self._read_at
 
     async def _read_again(self) -> None:
         read_at, self._is_outdated = self._clock(), False
