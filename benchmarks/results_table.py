@@ -167,6 +167,22 @@ def hardware(result: Json) -> str:
 
 
 # Table -> the benchmark whose results it shows, and what makes it.
+def manager_cost(result: Json) -> str:
+    """The manager with one page open, and what its gateway adds, beside the same server without it."""
+    idle, gateway = result["idle"], result["gateway"]
+    rows = [
+        ["CPU with one page open, % of a core", "–", number(100 * idle["cpu_share_of_a_core"], 3)],
+        ["memory, MB", "–", number(idle["resident_bytes"] / 1e6)],
+    ]
+    for key, label in (("first_token", "first token"), ("token", "each token, after it was due")):
+        times = gateway[key]
+        for one in ("median", "p99"):
+            through, direct = times["gateway_ms"][one], times["direct_ms"][one]
+            rows.append([f"{label}, {one}, ms", number(direct), number(through)])
+        rows.append([f"{label}, added at p50, ms", "–", number(times["added_p50_ms"])])
+    return markdown(["", "direct", "manager"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "summary": ("offload", front_page),
     "ttft": ("offload", ttft),
@@ -179,6 +195,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "startup": ("startup", startup),
     "startup-notes": ("startup", notes),
     "scheduler-cost": ("scheduler-cost", scheduler_cost),
+    "manager-cost": ("manager-cost", manager_cost),
     "prediction": ("prediction", prediction.table),
     **{f"spill-{name}": ("spill", partial(spill_tables.part, name)) for name in spill_tables.PARTS},
 }

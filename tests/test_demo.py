@@ -172,6 +172,7 @@ def quiet_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "argv", ["demo"])
     monkeypatch.setattr(demo, "offload", lambda model: OFFLOAD)
     monkeypatch.setattr(demo, "spill", lambda model: SPILL)
+    monkeypatch.setattr(demo, "compare_servers", lambda model, folder: "")
     with warnings.catch_warnings():
         yield
     logging.disable(logging.NOTSET)
@@ -191,6 +192,16 @@ def test_it_fails_with_a_sentence(
     assert "ok: " not in said.out
     if good is OFFLOAD:
         assert "identical" not in said.out, "it went on after a failure"
+
+
+@pytest.mark.usefixtures("quiet_process")
+def test_it_fails_if_the_servers_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "compare_servers", lambda model, folder: "the servers could not be compared: why")
+    assert demo.main() == 1
+    said = capsys.readouterr()
+    assert said.err == "FAILED: the servers could not be compared: why\n" and "ok: " not in said.out
 
 
 @pytest.mark.usefixtures("quiet_process")

@@ -445,6 +445,7 @@ def test_a_folder_for_logs_that_cannot_be_written_is_a_clear_error(place: Place)
     with_gateway(place, run)
 
 
+@pytest.mark.soak  # the pages' tests load real engines through the gateway as well
 def test_a_real_engine_is_planned_loaded_asked_and_stopped(place: Place, llama: Path) -> None:
     """vLLM on the CPU, started by `overspill serve` from the registry's settings."""
     from overspill.manager.launch import OwnProcesses

@@ -188,7 +188,7 @@ def test_the_best_is_kept_for_a_model_that_is_added_and_all_trials_can_be_compar
 def test_clearly_worse_ones_are_measured_once_and_the_rest_again(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
-    stand_in.setenv("STAND_IN", json.dumps({POOL: 0.005, LAZILY: 0.1}))
+    stand_in.setenv("STAND_IN", json.dumps({POOL: 0.05, LAZILY: 0.5}))
     report = go(registry, asked(registry, model, repeats=2, most=3, given={**TIGHT, "offload_ram": "64MiB"}))
     runs = [(label, repeat) for label, repeat, _ in stored(registry)]
     assert runs.count((LAZY, 1)) == 1 and (LAZY, 2) not in runs and ("plan", 2) in runs

@@ -64,6 +64,7 @@ def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None
     assert "left)" in answer.stderr and "reference" in answer.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_model_with_sliding_windows_is_verified_and_the_table_says_what_was_tried(
     models: Callable[[str], Path],
@@ -134,10 +135,13 @@ BUGS = {
     "spilled KV that is not written back": (NOT_WRITTEN_BACK, "spilled", "answers differ"),
     "a tier that is not used": (NEVER_LOADED, "returning", "no token came from RAM, so equal answers prove nothing"),
 }
+MORE_BUGS = ("spilled KV that is not written back", "a tier that is not used")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in MORE_BUGS else []) for name in BUGS]
+)
 def test_a_planted_bug_is_found(llama: Path, tmp_path: Path, name: str) -> None:
     bug, scenario, said = BUGS[name]
     (tmp_path / "sitecustomize.py").write_text(planted(bug))
@@ -268,7 +272,7 @@ INSENSITIVE = """
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("is_sensitive", [True, False])
+@pytest.mark.parametrize("is_sensitive", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_shape_is_verified_with_random_weights_that_can_tell_and_not_with_others(
     shape: Path, tmp_path: Path, is_sensitive: bool
 ) -> None:
