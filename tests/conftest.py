@@ -1,14 +1,19 @@
 """Models for the tests, made once; the engine in this process, on the CPU where there is no GPU."""
 
 import atexit
+import contextlib
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from overspill.registry import Registry
 
 os.environ.update(
     # Tiny models gain nothing from a second thread, and lose much when the cores are busy.
@@ -42,6 +47,35 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def llama(models: Callable[[str], Path]) -> Path:
     return models("llama")
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> "Iterator[Registry]":
+    """An empty one, in a file."""
+    from overspill.registry import open_registry
+
+    with open_registry(f"sqlite:///{tmp_path}/registry.db") as opened:
+        yield opened
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Whatever a test does, no process that it began outlives it."""
+    from overspill.processes import below
+
+    before = set(below(os.getpid()))
+    yield
+    # A database of earlier tests starts processes of its own as it pleases; Python keeps one to clean up after others.
+    theirs = before.union(*(below(pid) for pid in before))
+    left = {pid: command_line(pid) for pid in below(os.getpid()) if pid not in theirs}
+    assert not {pid: command for pid, command in left.items() if command and "resource_tracker" not in command}
+
+
+def command_line(pid: int) -> str:
+    """Empty once it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
 
 
 @pytest.fixture

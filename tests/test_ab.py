@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from overspill.experiment.stored import load_experiment
 from overspill.processes import below, identity
 from overspill.registry import Registry, RegistryUnavailable, list_results, open_registry
 from overspill.tiny import make_llama
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 START_S = 240
 
@@ -87,12 +88,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    with open_registry(f"sqlite:///{tmp_path}/registry.db") as opened:
-        yield opened
-
-
-@pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN)
@@ -100,14 +95,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "overspill.experiment.launches.server_command",
         lambda model, vllm: [sys.executable, str(program), "--model", model],
     )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """Whatever a test does, no server of its experiment outlives it."""
-    before = set(below(os.getpid()))
-    yield
-    assert not set(below(os.getpid())) - before
 
 
 def asked(model: Path, *texts: str, **changes: Any) -> Definition:

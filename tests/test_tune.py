@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ from overspill.tune.keeping import keep
 from overspill.tune.report import Report
 from overspill.tune.run import run
 from overspill.tune.subject import Subject
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 START_S = 240
 # Half of 4,096 tokens' KV spills, and 1 GiB is left for idle KV.
@@ -105,12 +106,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    with open_registry(f"sqlite:///{tmp_path}/registry.db") as opened:
-        yield opened
-
-
-@pytest.fixture
 def program(tmp_path: Path) -> Path:
     path = tmp_path / "stand_in.py"
     path.write_text(STAND_IN)
@@ -127,14 +122,6 @@ def stand_in(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("STAND_IN", json.dumps({POOL: 0.08}))
     return monkeypatch
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """Whatever a test does, no server outlives it."""
-    before = set(below(os.getpid()))
-    yield
-    assert not set(below(os.getpid())) - before
 
 
 def environment(folder: Path) -> dict[str, str]:
