@@ -291,10 +291,10 @@ def measure_gateway(arguments: argparse.Namespace, folder: Path) -> Json:
 
 async def serve(folder: Path, port: int, token_ms: float) -> None:
     """A manager as it is, except that its engines are stand-ins."""
-    from overspill.manager.engines import Options
-    from overspill.manager.launch import OwnProcesses
-    from overspill.manager.memory import Memory
-    from overspill.manager.needs import Need
+    from overspill.manager.engines.fleet import Options
+    from overspill.manager.engines.launch import OwnProcesses
+    from overspill.manager.engines.memory import Memory
+    from overspill.manager.engines.needs import Need
     from overspill.manager.server import run
     from overspill.manager.setup import Setup
     from overspill.registry import add_model, open_registry

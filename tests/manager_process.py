@@ -18,12 +18,12 @@ import pytest
 import uvicorn
 
 from overspill.kv.sizes import GiB
-from overspill.manager.engines import Engines, Options
-from overspill.manager.gateway import Gateway
-from overspill.manager.launch import OwnProcesses
-from overspill.manager.memory import Memory
-from overspill.manager.needs import Need
-from overspill.manager.timing import Timing
+from overspill.manager.engines.fleet import Engines, Options
+from overspill.manager.engines.launch import OwnProcesses
+from overspill.manager.engines.memory import Memory
+from overspill.manager.engines.needs import Need
+from overspill.manager.engines.timing import Timing
+from overspill.manager.gateway.routes import Gateway
 from overspill.processes import processes
 from overspill.registry import Model, Registry, add_model, open_registry
 

@@ -19,9 +19,9 @@ import uvloop
 
 from overspill.kv.sizes import GiB
 from overspill.manager import logs
-from overspill.manager.engine_process import EngineProcess, identify
-from overspill.manager.engines import Engines
-from overspill.manager.states import State
+from overspill.manager.engines.fleet import Engines
+from overspill.manager.engines.process import EngineProcess, identify
+from overspill.manager.engines.states import State
 from overspill.registry import add_model, edit_model
 from tests.manager_process import IMPATIENT, Place, eventually, gateway, managing, of_folder, place_in
 
@@ -448,8 +448,8 @@ def test_a_folder_for_logs_that_cannot_be_written_is_a_clear_error(place: Place)
 @pytest.mark.soak  # the pages' tests load real engines through the gateway as well
 def test_a_real_engine_is_planned_loaded_asked_and_stopped(place: Place, llama: Path) -> None:
     """vLLM on the CPU, started by `overspill serve` from the registry's settings."""
-    from overspill.manager.launch import OwnProcesses
-    from overspill.manager.timing import Timing
+    from overspill.manager.engines.launch import OwnProcesses
+    from overspill.manager.engines.timing import Timing
 
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"XDG_CONFIG_HOME": "/nonexistent", "OVERSPILL_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "INFO"}

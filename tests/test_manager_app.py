@@ -14,20 +14,21 @@ import httpx
 import pytest
 
 from overspill.kv.sizes import GiB, MiB
-from overspill.manager import sse, words
+from overspill.manager import sse
 from overspill.manager.announced import announce, find_manager, withdraw
-from overspill.manager.cards import Card, changes_of, form_values
-from overspill.manager.charts import charts_of
-from overspill.manager.engine_metrics import Metrics
-from overspill.manager.memory import Memory
-from overspill.manager.memory_map import Kind
+from overspill.manager.engines.memory import Memory
+from overspill.manager.engines.snapshots import Snapshot
+from overspill.manager.engines.states import State
+from overspill.manager.pages import words
+from overspill.manager.pages.cards import Card, changes_of, form_values
+from overspill.manager.pages.charts import charts_of
 from overspill.manager.replanning import replan
-from overspill.manager.samples import CpuSample, GpuSample, ProcessSample, RamSample, Sample
 from overspill.manager.setup import limit, own_folder
-from overspill.manager.snapshots import Snapshot
-from overspill.manager.states import State
-from overspill.manager.tiers import engine_tiers, memory_maps
-from overspill.manager.watching import STALE_S, EngineNumbers, Moment
+from overspill.manager.watching.engine_metrics import Metrics
+from overspill.manager.watching.memory_map import Kind
+from overspill.manager.watching.samples import CpuSample, GpuSample, ProcessSample, RamSample, Sample
+from overspill.manager.watching.tiers import engine_tiers, memory_maps
+from overspill.manager.watching.watcher import STALE_S, EngineNumbers, Moment
 from overspill.registry import ModelSettings, add_model, open_registry
 from overspill.registry.model_settings import parse_settings
 from tests.managed import Managed, free_port, managed
@@ -173,7 +174,7 @@ def test_another_name_for_it_is_refused(manager: Managed) -> None:
 
 
 def test_the_grafana_dashboard_shows_series_that_exist(manager: Managed) -> None:
-    from overspill.manager.engine_metrics import _SERIES
+    from overspill.manager.watching.engine_metrics import _SERIES
 
     text = (Path(__file__).parents[1] / "docs/grafana-dashboard.json").read_text()
     shown = set(re.findall(r"overspill_\w+[a-z]", text))

@@ -16,11 +16,11 @@ import pytest
 
 from overspill.kv.sizes import MiB
 from overspill.manager.errors import ManagerError
-from overspill.manager.found import FoundServer, find_servers, look_at
-from overspill.manager.found_stopping import stop_found
-from overspill.manager.listening import Listener, _listener
-from overspill.manager.procfs import children_of_all, read_argv, read_stat, tree
-from overspill.manager.vllm_argv import serve_arguments, served_name, stated_port
+from overspill.manager.found.listening import Listener, _listener
+from overspill.manager.found.servers import FoundServer, find_servers, look_at
+from overspill.manager.found.stopping import stop_found
+from overspill.manager.found.vllm_argv import serve_arguments, served_name, stated_port
+from overspill.manager.watching.procfs import children_of_all, read_argv, read_stat, tree
 from overspill.processes import identity
 
 LOOKALIKE = Path(__file__).parent / "vllm_lookalike.py"
@@ -221,8 +221,8 @@ def test_no_other_program_can_be_stopped_this_way() -> None:
 AS_NOBODY = """
 import os, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
-from overspill.manager.found import find_servers
-from overspill.manager.found_stopping import stop_found
+from overspill.manager.found.servers import find_servers
+from overspill.manager.found.stopping import stop_found
 from overspill.manager.errors import ManagerError
 (found,) = [one for one in find_servers() if one.pid == int(sys.argv[1])]
 print(found.name, found.port, found.ram_bytes > 0)
@@ -237,7 +237,7 @@ except ManagerError as error:
 def test_another_users_server_is_listed_and_cannot_be_stopped(start: Start) -> None:
     server = start()
     # Imported before it gives up its rights: the packages may lie where that user cannot look.
-    code = AS_NOBODY.replace("os.setgroups", "import overspill.manager.found_stopping; os.setgroups")
+    code = AS_NOBODY.replace("os.setgroups", "import overspill.manager.found.stopping; os.setgroups")
     done = subprocess.run(
         [sys.executable, "-c", code, str(server.pid)], capture_output=True, text=True, timeout=60, check=False
     )

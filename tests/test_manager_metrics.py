@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from overspill.manager.engine_metrics import _SERIES, Metrics, chart_values, parse_metrics, rates, scrape
+from overspill.manager.watching.engine_metrics import _SERIES, Metrics, chart_values, parse_metrics, rates, scrape
 
 LABELS = ["model_name", "engine"]
 
@@ -154,8 +154,9 @@ def test_a_server_is_scraped_and_one_that_is_not_there_gives_nothing() -> None:
 
 def test_parsing_needs_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, overspill.manager.engine_metrics, overspill.manager.sampler, overspill.manager.memory_map, "
-        "overspill.manager.found_stopping, overspill.manager.security.access; "
+        "import sys, overspill.manager.watching.engine_metrics, overspill.manager.watching.sampler; "
+        "import overspill.manager.watching.memory_map, overspill.manager.found.stopping; "
+        "import overspill.manager.security.access; "
         "print([name for name in ('torch', 'vllm', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

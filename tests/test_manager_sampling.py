@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from overspill.kv.sizes import GiB, MiB
-from overspill.manager.gpu_sampler import GpuSampler
-from overspill.manager.history import MAX_COLUMNS, History, Ring
-from overspill.manager.memory_map import Claim, Kind, gpu_claim, memory_map, ram_claim
-from overspill.manager.procfs import children_of_all, kilobytes, parse_stat, read_stat, tree
-from overspill.manager.sampler import Sampler
-from overspill.manager.samples import chart_values
+from overspill.manager.watching.gpu_sampler import GpuSampler
+from overspill.manager.watching.history import MAX_COLUMNS, History, Ring
+from overspill.manager.watching.memory_map import Claim, Kind, gpu_claim, memory_map, ram_claim
+from overspill.manager.watching.procfs import children_of_all, kilobytes, parse_stat, read_stat, tree
+from overspill.manager.watching.sampler import Sampler
+from overspill.manager.watching.samples import chart_values
 from overspill.serve.report import HostMemoryReport, Phase, Report
 from tests.test_hardware_nvml import LOST, NOT_SUPPORTED, Device, FakeNvml, NVMLError, used
 

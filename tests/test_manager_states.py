@@ -6,12 +6,12 @@ import random
 import pytest
 
 from overspill.kv.sizes import GiB
-from overspill.manager.eviction import Running, Verdict, choose
-from overspill.manager.headers import passed_back, passed_on
-from overspill.manager.memory import NOTHING, Memory, total
-from overspill.manager.needs import Need, need_of
-from overspill.manager.states import Decision, Seen, State, Step, Wanted, decide
-from overspill.manager.timing import Timing
+from overspill.manager.engines.eviction import Running, Verdict, choose
+from overspill.manager.engines.memory import NOTHING, Memory, total
+from overspill.manager.engines.needs import Need, need_of
+from overspill.manager.engines.states import Decision, Seen, State, Step, Wanted, decide
+from overspill.manager.engines.timing import Timing
+from overspill.manager.gateway.headers import passed_back, passed_on
 from overspill.planning.machine import plan_for
 
 UP, DOWN = Wanted.UP, Wanted.DOWN

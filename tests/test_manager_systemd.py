@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from overspill.manager.engine_process import identify
-from overspill.manager.launch import OwnProcesses
-from overspill.manager.states import State
-from overspill.manager.systemd import Units, backend_here
+from overspill.manager.engines.launch import OwnProcesses
+from overspill.manager.engines.process import identify
+from overspill.manager.engines.states import State
+from overspill.manager.engines.systemd import Units, backend_here
 from overspill.service.installation import install, units_of
 from overspill.service.units import Mode, Service
 from tests.manager_process import ROOT, Place, eventually, managing, of_folder, place_in
@@ -21,7 +21,7 @@ SYSTEMCTL = f"""#!{sys.executable}
 import json, os, platform, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from overspill.manager.launch import free_port
+from overspill.manager.engines.launch import free_port
 from overspill.processes import identity
 from overspill.serve.report import Phase
 from overspill.serve.status import Status, folder_of, write_status

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.kv.errors import OverspillError
-from overspill.manager.engines import Engines
+from overspill.manager.engines.fleet import Engines
+from overspill.manager.engines.snapshots import Snapshot
 from overspill.manager.errors import StartFailed
 from overspill.manager.replanning import Replanned, replan
 from overspill.manager.security.model_sources import confined_source
 from overspill.manager.setup import Setup
-from overspill.manager.snapshots import Snapshot
 from overspill.manager.vllm_flags import require_allowed
 from overspill.registry import (
     CannotNow,

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from overspill.manager.application import Application
-from overspill.manager.states import State
+from overspill.manager.engines.states import State
 
 PREFIX = "overspill_manager_"
 _TRAFFIC = {

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 
 from overspill.kv.errors import OverspillError
 from overspill.manager.errors import NotServed
-from overspill.manager.jobs import UnknownJob
+from overspill.manager.jobs.queue import UnknownJob
 from overspill.manager.security.model_sources import ModelNotAllowed
 from overspill.manager.vllm_flags import FlagNotAllowed
 from overspill.registry import (

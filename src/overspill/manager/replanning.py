@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.hardware import detect
-from overspill.manager.memory import Memory
-from overspill.manager.needs import with_more
+from overspill.manager.engines.memory import Memory
+from overspill.manager.engines.needs import with_more
 from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal

@@ -11,13 +11,13 @@ import uvicorn
 from overspill.manager.announced import announce, withdraw
 from overspill.manager.app import make_app
 from overspill.manager.application import running
-from overspill.manager.engines import Options
+from overspill.manager.engines.fleet import Options
+from overspill.manager.engines.systemd import backend_here
 from overspill.manager.security.access import Access
 from overspill.manager.security.binding import require_protection
 from overspill.manager.security.connections import BoundedProtocol
 from overspill.manager.security.log_text import OneLine
 from overspill.manager.setup import Setup
-from overspill.manager.systemd import backend_here
 from overspill.registry import Registry
 from overspill.serve.address import Address, is_loopback, require_free
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from overspill.hardware.folders import state_folder
+from overspill.folders import state_folder
 from overspill.kv.sizes import parse_size
+from overspill.manager.engines.memory import Memory
 from overspill.manager.errors import ManagerError
-from overspill.manager.memory import Memory
 from overspill.manager.security.binding import DEFAULT_HOST
 
 DEFAULT_PORT = 7999

@@ -1,7 +1,7 @@
 """Engines: what they are doing, starting and stopping them, and their changes as they happen."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
@@ -10,6 +10,7 @@ from starlette.responses import StreamingResponse
 from overspill.manager import sse
 from overspill.manager.api import shapes
 from overspill.manager.asking import App, Who
+from overspill.manager.engines.snapshots import Snapshot
 from overspill.manager.errors import ManagerError
 
 router = APIRouter(tags=["engines"], responses=shapes.REFUSALS)
@@ -35,11 +36,7 @@ async def engine(app: App, name: str) -> dict[str, Any]:
     "/engines/start/{name:path}", response_model=shapes.Engine, responses=_BEGUN, summary="Start, if there is room"
 )
 async def start(app: App, who: Who, response: Response, name: str, wait: Wait = True) -> dict[str, Any]:
-    await app.actions.require_known(name)
-    if wait:
-        return (await app.actions.start(who, name)).as_json()
-    app.actions.begin(name, app.actions.start(who, name))
-    return _as_it_is(app, response, name)
+    return await _do(app, response, name, lambda: app.actions.start(who, name), wait=wait)
 
 
 @router.post(
@@ -49,31 +46,19 @@ async def start(app: App, who: Who, response: Response, name: str, wait: Wait = 
     summary="Start, and stop what is in its way",
 )
 async def switch(app: App, who: Who, response: Response, name: str, wait: Wait = True) -> dict[str, Any]:
-    await app.actions.require_known(name)
-    if wait:
-        return (await app.actions.start(who, name, make_room=True)).as_json()
-    app.actions.begin(name, app.actions.start(who, name, make_room=True))
-    return _as_it_is(app, response, name)
+    return await _do(app, response, name, lambda: app.actions.start(who, name, make_room=True), wait=wait)
 
 
 @router.post("/engines/stop/{name:path}", response_model=shapes.Engine, responses=_BEGUN, summary="Stop")
 async def stop(app: App, who: Who, response: Response, name: str, wait: Wait = True) -> dict[str, Any]:
-    await app.actions.require_known(name)
-    if wait:
-        return (await app.actions.stop(who, name)).as_json()
-    app.actions.begin(name, app.actions.stop(who, name))
-    return _as_it_is(app, response, name)
+    return await _do(app, response, name, lambda: app.actions.stop(who, name), wait=wait)
 
 
 @router.post(
     "/engines/restart/{name:path}", response_model=shapes.Engine, responses=_BEGUN, summary="Stop, and start again"
 )
 async def restart(app: App, who: Who, response: Response, name: str, wait: Wait = True) -> dict[str, Any]:
-    await app.actions.require_known(name)
-    if wait:
-        return (await app.actions.restart(who, name)).as_json()
-    app.actions.begin(name, app.actions.restart(who, name))
-    return _as_it_is(app, response, name)
+    return await _do(app, response, name, lambda: app.actions.restart(who, name), wait=wait)
 
 
 @router.get("/engine-metrics/{name:path}", response_model=dict[str, float | None], summary="An engine's counters now")
@@ -96,6 +81,13 @@ async def events(app: App) -> StreamingResponse:
     return sse.stream(told(), app.closing)
 
 
-def _as_it_is(app: App, response: Response, name: str) -> dict[str, Any]:
+async def _do(
+    app: App, response: Response, name: str, action: Callable[[], Coroutine[Any, Any, Snapshot]], *, wait: bool
+) -> dict[str, Any]:
+    """To the end, or only begun."""
+    await app.actions.require_known(name)
+    if wait:
+        return (await action()).as_json()
+    app.actions.begin(name, action())
     response.status_code = 202
     return app.engines.snapshot(name).as_json()

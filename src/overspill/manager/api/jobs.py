@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from overspill.manager.api import shapes
 from overspill.manager.asking import App, Who
 from overspill.manager.errors import ManagerError
-from overspill.manager.job_commands import FIELDS, JobKind, known_kinds
+from overspill.manager.jobs.commands import FIELDS, JobKind, known_kinds
 
 router = APIRouter(tags=["jobs"], responses=shapes.REFUSALS)
 

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Query
 
 from overspill.manager.api import shapes
 from overspill.manager.asking import App
-from overspill.manager.charts import charts_of
 from overspill.manager.errors import ManagerError
-from overspill.manager.tiers import engine_tiers, memory_maps
-from overspill.manager.watching import Moment
+from overspill.manager.pages.charts import charts_of
+from overspill.manager.watching.tiers import engine_tiers, memory_maps
+from overspill.manager.watching.watcher import Moment
 from overspill.registry.audit import list_audit
 
 router = APIRouter(tags=["machine"], responses=shapes.REFUSALS)

@@ -10,10 +10,10 @@ from overspill.kv.errors import OverspillError
 from overspill.manager import sse
 from overspill.manager.application import Application
 from overspill.manager.asking import App, Who
-from overspill.manager.cards import Card, changes_of, form_values, last_speeds
 from overspill.manager.errors import ManagerError
+from overspill.manager.pages.cards import Card, changes_of, form_values, last_speeds
 from overspill.manager.pages.rendering import form_of, fragment, page, part
-from overspill.manager.words import element_id
+from overspill.manager.pages.words import element_id
 from overspill.registry import MODEL_SETTINGS, get_model
 
 router = APIRouter()

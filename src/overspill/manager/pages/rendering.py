@@ -8,8 +8,8 @@ from fastapi import Request
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.responses import HTMLResponse
 
-from overspill.manager import words
 from overspill.manager.errors import ManagerError
+from overspill.manager.pages import words
 from overspill.manager.security.cookies import new_browser_id, read_cookie, set_cookie
 from overspill.manager.security.csrf import csrf_token
 

@@ -13,11 +13,11 @@ from overspill.manager import logs, sse
 from overspill.manager.api.results import report_of
 from overspill.manager.application import Application
 from overspill.manager.asking import App, Who
-from overspill.manager.comparing import comparison_charts, comparison_rows
 from overspill.manager.errors import ManagerError
-from overspill.manager.job_commands import FIELDS, JobKind, known_kinds
+from overspill.manager.jobs.commands import FIELDS, JobKind, known_kinds
+from overspill.manager.pages.comparing import comparison_charts, comparison_rows
 from overspill.manager.pages.rendering import form_of, page, part
-from overspill.manager.samples import ProcessSample
+from overspill.manager.watching.samples import ProcessSample
 from overspill.registry import get_result, list_results, list_runs
 
 router = APIRouter()

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from overspill.manager.engine_process import identify
+from overspill.manager.engines.launch import Backend, Launched, Order, OwnProcesses
+from overspill.manager.engines.process import identify
 from overspill.manager.errors import StartFailed
-from overspill.manager.launch import Backend, Launched, Order, OwnProcesses
 from overspill.service.installation import installed, units_of
 from overspill.service.units import Mode, unit_name
 

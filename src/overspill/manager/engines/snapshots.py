@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.manager.memory import NOTHING, Memory
-from overspill.manager.states import State
+from overspill.manager.engines.memory import NOTHING, Memory
+from overspill.manager.engines.states import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

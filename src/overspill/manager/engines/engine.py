@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from overspill.manager import logs
-from overspill.manager.engine_process import EngineProcess, identify, listens
+from overspill.manager.engines.launch import Backend, Launched, Order, free_port
+from overspill.manager.engines.memory import NOTHING, Memory
+from overspill.manager.engines.observed import Told
+from overspill.manager.engines.process import EngineProcess, identify, listens
+from overspill.manager.engines.records import Record, Records, file_name
+from overspill.manager.engines.served import served_names
+from overspill.manager.engines.states import Seen, State, Step, Wanted, decide
+from overspill.manager.engines.timing import Timing
+from overspill.manager.engines.upstream import Upstream, address
 from overspill.manager.errors import StartFailed
-from overspill.manager.launch import Backend, Launched, Order, free_port
-from overspill.manager.memory import NOTHING, Memory
-from overspill.manager.observed import Told
-from overspill.manager.records import Record, Records, file_name
-from overspill.manager.served import served_names
-from overspill.manager.states import Seen, State, Step, Wanted, decide
-from overspill.manager.timing import Timing
-from overspill.manager.upstream import Upstream, address
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.hardware.nvml import read_gpus
-from overspill.manager.samples import GpuSample
+from overspill.manager.watching.samples import GpuSample
 
 _TRY_AGAIN_S = 60.0
 # Counters of bytes, answered at once. The older call for the rate measures for 20 ms, each way.

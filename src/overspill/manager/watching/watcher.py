@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from overspill.manager import engine_metrics, samples
-from overspill.manager.engine_metrics import Metrics, Rates
-from overspill.manager.engines import Engines
-from overspill.manager.events import Changes
-from overspill.manager.history import History
-from overspill.manager.sampler import Sampler
-from overspill.manager.samples import Sample
-from overspill.manager.states import State
+from overspill.manager.engines.events import Changes
+from overspill.manager.engines.fleet import Engines
+from overspill.manager.engines.states import State
+from overspill.manager.watching import engine_metrics, samples
+from overspill.manager.watching.engine_metrics import Metrics, Rates
+from overspill.manager.watching.history import History
+from overspill.manager.watching.sampler import Sampler
+from overspill.manager.watching.samples import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.manager.snapshots import Snapshot
-from overspill.manager.states import State
-from overspill.manager.words import element_id
+from overspill.manager.engines.snapshots import Snapshot
+from overspill.manager.engines.states import State
+from overspill.manager.pages.words import element_id
 from overspill.registry import MODEL_SETTINGS, Model, Registry, list_results
 from overspill.registry.model_settings import settings_as_json
 

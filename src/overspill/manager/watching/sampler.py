@@ -7,9 +7,9 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from overspill.kv.ram import available_ram
-from overspill.manager.gpu_sampler import GpuSampler
-from overspill.manager.procfs import CLOCK_TICKS, OpenFile, children_of_all, kilobytes, parse_stat, tree
-from overspill.manager.samples import CpuSample, DiskSample, GpuSample, ProcessSample, RamSample, Sample
+from overspill.manager.watching.gpu_sampler import GpuSampler
+from overspill.manager.watching.procfs import CLOCK_TICKS, OpenFile, children_of_all, kilobytes, parse_stat, tree
+from overspill.manager.watching.samples import CpuSample, DiskSample, GpuSample, ProcessSample, RamSample, Sample
 
 # Looking through all of /proc for children costs more than everything else.
 _TREES_EVERY_S = 5.0

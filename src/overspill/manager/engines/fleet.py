@@ -15,22 +15,22 @@ from types import TracebackType
 from typing import IO, Self
 
 from overspill.manager import logs
-from overspill.manager.catalogue import Catalogue
-from overspill.manager.engine import Engine, World
-from overspill.manager.engine_process import EngineProcess
+from overspill.manager.engines.catalogue import Catalogue
+from overspill.manager.engines.engine import Engine, World
+from overspill.manager.engines.events import Changes
+from overspill.manager.engines.launch import Backend, OwnProcesses
+from overspill.manager.engines.memory import Memory
+from overspill.manager.engines.needs import Need, free_memory, reckon
+from overspill.manager.engines.observed import Told, how_it_ended, read_told, record_of
+from overspill.manager.engines.process import EngineProcess
+from overspill.manager.engines.queue import Queue
+from overspill.manager.engines.records import Records
+from overspill.manager.engines.snapshots import Snapshot, Traffic
+from overspill.manager.engines.states import State
+from overspill.manager.engines.swaps import Swaps
+from overspill.manager.engines.timing import Timing
+from overspill.manager.engines.upstream import Upstream
 from overspill.manager.errors import AlreadyManaged, StillLoading, Stopped
-from overspill.manager.events import Changes
-from overspill.manager.launch import Backend, OwnProcesses
-from overspill.manager.memory import Memory
-from overspill.manager.needs import Need, free_memory, reckon
-from overspill.manager.observed import Told, how_it_ended, read_told, record_of
-from overspill.manager.queue import Queue
-from overspill.manager.records import Records
-from overspill.manager.snapshots import Snapshot, Traffic
-from overspill.manager.states import State
-from overspill.manager.swaps import Swaps
-from overspill.manager.timing import Timing
-from overspill.manager.upstream import Upstream
 from overspill.registry import Model, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
 from overspill.registry.model_settings import settings_from_json
 from overspill.registry.names import nearest

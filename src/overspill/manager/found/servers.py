@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from overspill.manager.listening import Listener, listeners_by_inode, ports_of, shares_our_network
-from overspill.manager.procfs import children_of_all, kilobytes, read_argv, tree
-from overspill.manager.vllm_argv import has_tls, is_titled, is_vllm, served_name, stated_port
+from overspill.manager.found.listening import Listener, listeners_by_inode, ports_of, shares_our_network
+from overspill.manager.found.vllm_argv import has_tls, is_titled, is_vllm, served_name, stated_port
+from overspill.manager.watching.procfs import children_of_all, kilobytes, read_argv, tree
 from overspill.processes import identity
 from overspill.registry.recorded import without_secrets
 

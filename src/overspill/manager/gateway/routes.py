@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.kv.sizes import MiB, format_size
-from overspill.manager.engine import Engine
-from overspill.manager.engines import Counts, Engines
+from overspill.manager.engines.engine import Engine
+from overspill.manager.engines.fleet import Counts, Engines
+from overspill.manager.engines.states import State
+from overspill.manager.engines.upstream import Connection, Head, UpstreamLost
 from overspill.manager.errors import NotServed
-from overspill.manager.headers import passed_back, passed_on
-from overspill.manager.openai_errors import GatewayError, Source, from_not_served, from_registry
-from overspill.manager.states import State
-from overspill.manager.upstream import Connection, Head, UpstreamLost
-from overspill.manager.usage import read_usage
+from overspill.manager.gateway.errors import GatewayError, Source, from_not_served, from_registry
+from overspill.manager.gateway.headers import passed_back, passed_on
+from overspill.manager.gateway.usage import read_usage
 from overspill.registry import RegistryError
 
 Scope = MutableMapping[str, Any]

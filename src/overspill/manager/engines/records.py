@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import quote
 
 from overspill.files import replace_file
-from overspill.manager.engine_process import Identity
-from overspill.manager.memory import Memory
+from overspill.manager.engines.memory import Memory
+from overspill.manager.engines.process import Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

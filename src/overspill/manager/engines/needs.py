@@ -7,7 +7,7 @@ from typing import Any
 from overspill.figures import Known, derived
 from overspill.hardware import Hardware, detect
 from overspill.kv.errors import OverspillError
-from overspill.manager.memory import NOTHING, Memory
+from overspill.manager.engines.memory import NOTHING, Memory
 from overspill.planning.attempts import PROCESS_RAM_BYTES
 from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from overspill.manager.engine_process import Identity
-from overspill.manager.memory import NOTHING, Memory
-from overspill.manager.records import Record
+from overspill.manager.engines.memory import NOTHING, Memory
+from overspill.manager.engines.process import Identity
+from overspill.manager.engines.records import Record
 from overspill.planning.attempts import PROCESS_RAM_BYTES
 from overspill.registry import Registry, RegistryError, RunEnd, list_runs
 from overspill.serve.status import Status, read_statuses

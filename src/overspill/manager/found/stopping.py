@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
 from overspill.manager.errors import ManagerError
-from overspill.manager.found import user_of
-from overspill.manager.procfs import children_of_all, read_argv, tree
-from overspill.manager.vllm_argv import is_vllm, served_name
+from overspill.manager.found.servers import user_of
+from overspill.manager.found.vllm_argv import is_vllm, served_name
+from overspill.manager.watching.procfs import children_of_all, read_argv, tree
 from overspill.processes import identity
 
 PATIENCE_S = 20.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from overspill.manager.engine_process import Identity, identify
+from overspill.manager.engines.process import Identity, identify
 from overspill.manager.errors import StartFailed
 
 HOST = "127.0.0.1"

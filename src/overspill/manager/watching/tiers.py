@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.manager.memory_map import Claim, Kind, Part, memory_map
-from overspill.manager.samples import Sample
-from overspill.manager.snapshots import Snapshot
-from overspill.manager.watching import STALE_S, EngineNumbers, Moment
+from overspill.manager.engines.snapshots import Snapshot
+from overspill.manager.watching.memory_map import Claim, Kind, Part, memory_map
+from overspill.manager.watching.samples import Sample
+from overspill.manager.watching.watcher import STALE_S, EngineNumbers, Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import json
 from contextlib import suppress
 
-from overspill.manager.upstream import Upstream
+from overspill.manager.engines.upstream import Upstream
 
 
 async def served_names(upstream: Upstream, url: str, timeout: float) -> tuple[str, ...]:

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from overspill.manager.engine import Engine
+from overspill.manager.engines.engine import Engine
+from overspill.manager.engines.eviction import Choice, Running, Verdict, choose
+from overspill.manager.engines.memory import Memory, total
+from overspill.manager.engines.needs import Need
+from overspill.manager.engines.queue import Queue
+from overspill.manager.engines.states import State
+from overspill.manager.engines.timing import Timing
 from overspill.manager.errors import NoRoom, StartFailed
-from overspill.manager.eviction import Choice, Running, Verdict, choose
-from overspill.manager.memory import Memory, total
-from overspill.manager.needs import Need
-from overspill.manager.queue import Queue
-from overspill.manager.states import State
-from overspill.manager.timing import Timing
 from overspill.registry import Model
 from overspill.registry.model_settings import settings_as_json
 

@@ -16,9 +16,9 @@ from typing import Any
 from overspill.files import replace_file
 from overspill.kv.errors import OverspillError
 from overspill.manager import logs
-from overspill.manager.engines import Engines
+from overspill.manager.engines.fleet import Engines
 from overspill.manager.errors import ManagerError
-from overspill.manager.job_commands import JobKind, command, known_kinds, needs_engine
+from overspill.manager.jobs.commands import JobKind, command, known_kinds, needs_engine
 from overspill.processes import identity
 
 _KEPT = 100

@@ -176,7 +176,7 @@ def rates(before: Metrics, after: Metrics) -> Rates | None:
 
 
 def chart_values(metrics: Metrics, between: Rates | None, engine: str) -> dict[str, float]:
-    """One number for each line of a chart, as overspill.manager.samples has them."""
+    """One number for each line of a chart, as overspill.manager.watching.samples has them."""
     values: dict[str, Any] = {name: getattr(metrics, name) for name in _GAUGES}
     if between is not None:
         values |= {field.name: getattr(between, field.name) for field in fields(Rates) if field.name != "seconds"}

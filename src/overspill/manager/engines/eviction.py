@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, combinations
 
-from overspill.manager.memory import Memory, total
+from overspill.manager.engines.memory import Memory, total
 
 # Sets of so many are compared; of more engines the least recently used are looked at, and the rest another time.
 _COMPARED = 10

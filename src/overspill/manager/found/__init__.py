@@ -1,0 +1,1 @@
+"""vLLM servers that Overspill did not start."""

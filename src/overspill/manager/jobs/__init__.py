@@ -1,0 +1,1 @@
+"""Benchmarks, comparisons, proofs and tunings that the page starts."""

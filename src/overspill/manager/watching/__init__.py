@@ -1,0 +1,1 @@
+"""What the machine and its engines do, second by second."""

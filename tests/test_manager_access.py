@@ -1,0 +1,233 @@
+"""Who is let in, and how often somebody may try."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from overspill.manager.security.access import IDLE, LOCAL, LONGEST, Access
+from overspill.manager.security.login_limit import _MAX_ADDRESSES, LoginLimit
+from overspill.registry import Registry, RegistryUnavailable
+from overspill.registry.keys import KeyScope, create_key, list_keys, remove_key
+from overspill.registry.logins import list_sessions, sessions_were_seen, set_password
+from overspill.registry.schema import now
+from tests.guarded_app import Clock
+
+PASSWORD = "four words, not together"
+
+
+# Keys, password, sessions
+
+
+def test_on_loopback_everybody_is_local_until_there_is_a_key_or_a_password(registry: Registry) -> None:
+    async def story() -> None:
+        access = Access(registry, is_loopback=True)
+        assert await access.identify(None, None) is LOCAL
+        assert await access.identify("Bearer none", None) is LOCAL, "OpenAI's clients always send something"
+        secret, _ = create_key(registry, "laptop", KeyScope.GATEWAY)
+        access.forget()
+        assert await access.identify(None, None) is None
+        assert await access.identify("Bearer none", None) is None
+        known = await access.identify(f"bearer  {secret}", None)
+        assert known is not None and (known.who, known.scope) == ("key laptop", KeyScope.GATEWAY)
+        for wrong in (secret[:-1] + ("a" if secret[-1] != "a" else "b"), secret[:-1], f"{secret} {secret}", ""):
+            assert await access.identify(f"Bearer {wrong}", None) is None
+        assert await access.identify(f"Basic {secret}", None) is None
+
+    asyncio.run(story())
+
+
+def test_removing_the_last_key_does_not_open_the_door_to_other_machines(registry: Registry) -> None:
+    async def story() -> None:
+        access = Access(registry, is_loopback=False)
+        secret, _ = create_key(registry, "laptop")
+        assert await access.identify(f"Bearer {secret}", None) is not None
+        remove_key(registry, "laptop")
+        access.forget()
+        assert await access.identify(f"Bearer {secret}", None) is None
+        assert await access.identify(None, None) is None
+
+    asyncio.run(story())
+
+
+def test_a_key_that_another_process_removed_ends_within_two_seconds(registry: Registry) -> None:
+    async def story() -> None:
+        clock = Clock()
+        access = Access(registry, is_loopback=True, clock=clock)
+        secret, _ = create_key(registry, "laptop")
+        create_key(registry, "other")
+        assert await access.identify(f"Bearer {secret}", None) is not None
+        remove_key(registry, "laptop")
+        clock.now += 2.1
+        assert await access.identify(f"Bearer {secret}", None) is None
+
+    asyncio.run(story())
+
+
+def test_on_a_busy_server_nobody_waits_for_the_registry(registry: Registry) -> None:
+    """It is read again beside the requests, which go on with what is known for less than two seconds."""
+
+    async def story() -> None:
+        clock = Clock()
+        access = Access(registry, is_loopback=False, clock=clock)
+        secret, _ = create_key(registry, "laptop")
+        assert await access.identify(f"Bearer {secret}", None) is not None
+        remove_key(registry, "laptop")
+        clock.now += 1.5
+        assert await access.identify(f"Bearer {secret}", None) is not None
+        assert access._looking is not None
+        await access._looking
+        assert await access.identify(f"Bearer {secret}", None) is None
+
+    asyncio.run(story())
+
+
+def test_wrong_keys_by_the_thousand_do_not_reach_the_database(registry: Registry) -> None:
+    async def story() -> None:
+        secret, _ = create_key(registry, "laptop")
+        access = Access(registry, is_loopback=False, clock=Clock())
+        reads = 0
+
+        def count() -> Any:
+            nonlocal reads
+            reads += 1
+            return Access._read(access)
+
+        access._read = count  # type: ignore[method-assign]
+        wrong = [f"Bearer {secret[:-5]}{number:05}" for number in range(5000)]
+        answers = await asyncio.gather(*(access.identify(one, None) for one in wrong if one != f"Bearer {secret}"))
+        assert set(answers) == {None} and reads == 1
+
+    asyncio.run(story())
+
+
+def test_who_logs_in_has_a_session_until_they_log_out(registry: Registry) -> None:
+    async def story() -> None:
+        set_password(registry, PASSWORD)
+        access = Access(registry, is_loopback=True)
+        assert await access.log_in("wrong", "10.0.0.7") is None
+        assert await access.log_in("x" * 100_000, "10.0.0.7") is None
+        session_id = await access.log_in(PASSWORD, "10.0.0.7")
+        assert session_id is not None
+        known = await access.identify(None, session_id)
+        assert known is not None and known.who.startswith("session ") and known.scope is KeyScope.ALL
+        assert session_id not in known.who
+        assert await access.identify("Bearer wrong", session_id) is None, "a wrong key is not overlooked"
+        assert await access.identify(None, session_id + "x") is None
+        await access.log_out(known)
+        assert await access.identify(None, session_id) is None
+
+    asyncio.run(story())
+
+
+def test_a_key_for_everything_may_log_in_and_one_for_the_gateway_may_not(registry: Registry) -> None:
+    async def story() -> None:
+        everything, _ = create_key(registry, "all")
+        gateway, _ = create_key(registry, "gateway", KeyScope.GATEWAY)
+        access = Access(registry, is_loopback=True)
+        session_id = await access.log_in(everything, "")
+        assert session_id is not None
+        known = await access.identify(None, session_id)
+        assert known is not None and known.who.endswith("by key all")
+        assert await access.log_in(gateway, "") is None
+        remove_key(registry, "all")
+        access.forget()
+        assert await access.identify(None, session_id) is None
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("age", [IDLE, LONGEST])
+def test_a_session_that_is_idle_or_old_is_none(registry: Registry, age: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from overspill.manager.security import access as module
+
+    async def story() -> None:
+        set_password(registry, PASSWORD)
+        access = Access(registry, is_loopback=True)
+        session_id = await access.log_in(PASSWORD, "")
+        assert session_id is not None
+        began = now()
+        # Idle is counted from the last use, which is not in the database yet; old, whatever it is used for.
+        over = 2 * age if age is IDLE else age + age / 100
+        for offset, is_known in ((age - age / 100, True), (over, False)):
+            if age is LONGEST:
+                (login,) = list_sessions(registry)
+                sessions_were_seen(registry, {login.digest: began + offset})
+            access.forget()
+            monkeypatch.setattr(module, "now", lambda offset=offset: began + offset)
+            assert (await access.identify(None, session_id) is not None) == is_known
+        await access.note_use()
+        assert list_sessions(registry) == [], "it is removed from the database as well"
+
+    asyncio.run(story())
+
+
+def test_use_is_noted_and_a_registry_that_fails_for_a_moment_locks_nobody_out(registry: Registry) -> None:
+    async def story() -> None:
+        clock = Clock()
+        secret, _ = create_key(registry, "laptop")
+        access = Access(registry, is_loopback=False, clock=clock)
+        assert await access.identify(f"Bearer {secret}", None) is not None
+        await access.note_use()
+        assert list_keys(registry)[0].last_used_at is not None
+
+        def fail() -> Any:
+            raise RegistryUnavailable("locked")
+
+        access._read = fail  # type: ignore[method-assign]
+        clock.now += 30
+        assert await access.identify(f"Bearer {secret}", None) is not None
+        clock.now += 60
+        with pytest.raises(RegistryUnavailable):
+            await access.identify(f"Bearer {secret}", None)
+
+    asyncio.run(story())
+
+
+# Login limit
+
+
+def tries(limit: LoginLimit, address: str, count: int) -> int:
+    """How many of so many at once were let through."""
+    return sum(limit.try_now(address) == 0 for _ in range(count))
+
+
+def test_waits_double_after_five_tries_and_success_forgives() -> None:
+    clock = Clock()
+    limit = LoginLimit(clock)
+    assert tries(limit, "10.0.0.7", 100) == 5, "at once, no more than one after the other"
+    waits = []
+    for _ in range(12):
+        waits.append(limit.try_now("10.0.0.7"))
+        clock.now += waits[-1]
+        assert limit.try_now("10.0.0.7") == 0
+    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 900, 900]
+    assert tries(limit, "10.0.0.8", 3) == 3, "others do not wait"
+    clock.now += 900
+    assert limit.try_now("10.0.0.7") == 0
+    limit.succeeded("10.0.0.7")
+    assert tries(limit, "10.0.0.7", 10) == 5
+
+
+def test_thousands_of_addresses_are_slowed_together_and_take_bounded_memory() -> None:
+    clock = Clock()
+    limit = LoginLimit(clock)
+    limit.succeeded("10.0.0.7")
+    let_through = 0
+    for number in range(20_000):
+        let_through += limit.try_now(f"2001:db8:{number:x}::1") == 0
+        clock.now += 0.01
+    assert let_through < 200, "20000 tries within 200 s"
+    assert limit.try_now("10.0.0.7") == 0, "the owner is not locked out"
+    slow = LoginLimit(clock)
+    for number in range(3 * _MAX_ADDRESSES):
+        clock.now += 3
+        assert slow.try_now(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}") == 0
+    assert len(slow._by_address) == _MAX_ADDRESSES
+
+
+def test_all_of_an_ipv6_network_is_one_and_mapped_addresses_are_ipv4() -> None:
+    limit = LoginLimit(Clock())
+    assert sum(limit.try_now(f"2001:db8::{number:x}") == 0 for number in range(100)) == 5
+    assert tries(limit, "10.0.0.9", 5) == 5 and limit.try_now("::ffff:10.0.0.9") > 0
+    assert tries(limit, "not an address", 9) == 5

@@ -1,0 +1,264 @@
+"""What a request must be like to reach the manager at all."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message
+
+from overspill.manager.security.access import Access
+from overspill.manager.security.bodies import BodyGuard
+from overspill.manager.security.cookies import clear_cookie, cookie_name, new_browser_id, read_cookie, set_cookie
+from overspill.manager.security.csrf import CsrfGuard, cross_site, csrf_token
+from overspill.manager.security.guards import guarded
+from overspill.manager.security.headers import SecurityHeaders
+from overspill.manager.security.hosts import HostGuard, allowed_names, host_is_allowed
+from overspill.registry import Registry, RegistryUnavailable
+from overspill.registry.keys import KeyScope, create_key
+from overspill.registry.logins import set_password
+from tests.guarded_app import APP, asked, message_of
+
+PASSWORD = "four words, not together"
+
+
+# Cookies and CSRF
+
+
+def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites() -> None:
+    plain, over_tls = set_cookie("abc", is_tls=False), set_cookie("abc", is_tls=True, max_age_s=60)
+    assert plain == "overspill=abc; Path=/; HttpOnly; SameSite=Strict"
+    assert over_tls == "__Host-overspill=abc; Path=/; HttpOnly; SameSite=Strict; Secure; Max-Age=60"
+    assert "Max-Age=0" in clear_cookie(is_tls=False)
+
+
+def test_a_cookie_that_is_there_twice_or_odd_is_none() -> None:
+    assert read_cookie("a=1; overspill=abc; b=2", is_tls=False) == "abc"
+    assert read_cookie("overspill=abc; overspill=abc", is_tls=False) == "abc"
+    for header in (
+        None,
+        "",
+        "a=1",
+        "overspill=",
+        "overspill=a; overspill=b",
+        "overspill=" + "x" * 200,
+        "overspill=\x01",
+    ):
+        assert read_cookie(header, is_tls=False) is None
+    assert read_cookie("overspill=abc", is_tls=True) is None
+
+
+HERE = "http://localhost:7999"
+
+
+@pytest.mark.parametrize(
+    ("headers", "refused"),
+    [
+        ({}, None),  # curl
+        ({"origin": HERE}, None),
+        ({"sec-fetch-site": "same-origin"}, None),
+        ({"sec-fetch-site": "none"}, None),
+        ({"origin": "https://app.example"}, None),
+        ({"origin": "http://evil.example"}, "http://evil.example"),
+        ({"origin": "null"}, "null"),
+        ({"origin": "http://localhost:8000"}, "http://localhost:8000"),  # another program of this machine
+        ({"origin": "https://localhost:7999"}, "https://localhost:7999"),
+        ({"origin": "http://localhost:7999.evil.example"}, "http://localhost:7999.evil.example"),
+        ({"sec-fetch-site": "same-site"}, "same-site"),
+        ({"sec-fetch-site": "cross-site"}, "cross-site"),
+        ({"origin": "http://evil.example", "sec-fetch-site": "same-origin"}, "http://evil.example"),
+    ],
+)
+def test_where_a_request_comes_from(headers: dict[str, str], refused: str | None) -> None:
+    assert cross_site({"host": "localhost:7999", **headers}, "http", {"https://app.example"}) == refused
+
+
+def test_a_browser_needs_the_token_of_our_page_and_others_do_not() -> None:
+    app = CsrfGuard(APP)
+    cookie = new_browser_id()
+    browser = {"Origin": HERE, "Cookie": f"{cookie_name(is_tls=False)}={cookie}"}
+    assert asked(app, "POST", "/api/x").status_code == 200, "a program"
+    assert asked(app, "POST", "/api/x", headers={**browser, "X-CSRF-Token": csrf_token(cookie)}).status_code == 200
+    assert asked(app, "POST", "/api/x", headers={**browser, "Authorization": "Bearer k"}).status_code == 200
+    assert asked(app, "GET", "/api/x", headers=browser).status_code == 200
+    for token in ({}, {"X-CSRF-Token": ""}, {"X-CSRF-Token": csrf_token(new_browser_id())}, {"X-CSRF-Token": "é"}):
+        headers = [(name, value.encode()) for name, value in {**browser, **token}.items()]
+        answer = asked(app, "DELETE", "/api/x", headers=headers)
+        assert answer.status_code == 403 and "X-CSRF-Token" in message_of(answer)
+    no_cookie = asked(app, "POST", "/api/x", headers={"Origin": HERE, "X-CSRF-Token": csrf_token("")})
+    assert no_cookie.status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/api/x", "/v1/chat/completions", "/login"])
+def test_another_site_can_post_nothing_anywhere(path: str) -> None:
+    """A form or a fetch of text/plain needs no leave of ours; on loopback without a key it would load models."""
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        answer = asked(CsrfGuard(APP), "POST", path, headers={**headers, "Content-Type": "text/plain"}, content=b"{}")
+        assert answer.status_code == 403 and "another site" in message_of(answer)
+    assert asked(CsrfGuard(APP), "POST", "/v1/x", headers={"Origin": HERE}).status_code == 200
+    allowed = CsrfGuard(APP, allowed_origins=["http://evil.example"])
+    assert asked(allowed, "POST", "/v1/x", headers={"Origin": "http://evil.example"}).status_code == 200
+
+
+# Host
+
+
+def test_names_of_this_machine_are_answered_and_others_are_not() -> None:
+    names = allowed_names("0.0.0.0", ["gpu.example.org"])
+    for good in ("localhost", "localhost:7999", "LOCALHOST.", "127.0.0.1:1", "[::1]:7999", "192.168.1.5:7999",
+                 "gpu.example.org", f"{socket.gethostname()}:7999", "a.localhost"):  # fmt: skip
+        assert host_is_allowed(good, names), good
+    for bad in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "a b", "localhost:", "[::1",
+                "localhost:7999:7999", "localhost\n", "1.2.3.4.5", "gpu.example.org@evil.example"):  # fmt: skip
+        assert not host_is_allowed(bad, names), bad
+    # On loopback nobody calls it by the machine's name.
+    assert socket.gethostname() == "localhost" or not host_is_allowed("gpu.example.org", allowed_names("127.0.0.1"))
+
+
+def test_a_rebound_name_is_refused_before_anything_else() -> None:
+    app = HostGuard(APP, names=allowed_names("127.0.0.1"))
+    assert asked(app, "GET", "/").status_code == 200
+    answer = asked(app, "GET", "/", base="http://evil.example:7999")
+    assert answer.status_code == 421 and "--allow-host" in message_of(answer) and "'evil.example:7999'" in answer.text
+    twice = asked(app, "GET", "/", headers=[("Host", "localhost"), ("Host", "evil.example")])
+    assert twice.status_code == 421
+
+
+# Headers
+
+
+def test_pages_may_load_from_here_and_nothing_else() -> None:
+    headers = asked(SecurityHeaders(APP), "GET", "/page").headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+    assert "http" not in policy and "*" not in policy
+    assert headers["x-content-type-options"] == "nosniff" and headers["cross-origin-opener-policy"] == "same-origin"
+    assert headers["referrer-policy"] == "same-origin" and headers["cache-control"] == "no-store"
+    assert "strict-transport-security" not in headers
+    assert "strict-transport-security" in asked(SecurityHeaders(APP, is_tls=True), "GET", "/page").headers
+    vendored = asked(SecurityHeaders(APP), "GET", "/static/vendor/htmx-2.0.11.min.js").headers
+    assert "immutable" in vendored["cache-control"]
+    streamed = asked(SecurityHeaders(APP), "GET", "/parts")
+    assert streamed.headers["cache-control"] == "no-cache", "a handler's own stays"
+    assert streamed.text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
+
+
+# Bodies
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read_or_as_soon_as_it_is() -> None:
+    app = BodyGuard(APP, max_bytes=1000)
+    assert asked(app, "POST", "/", content=b"x" * 1000).json()["length"] == 1000
+    declared = asked(app, "POST", "/", content=b"x" * 1001)
+    assert declared.status_code == 413 and "at most 1000 B" in message_of(declared)
+    assert declared.headers["connection"] == "close"
+    sent = 0
+
+    async def pieces() -> Any:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 100
+            yield b"x" * 100
+
+    streamed = asked(app, "POST", "/", content=pieces())
+    assert streamed.status_code == 413 and sent < 2000
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def story(send_bytes: Callable[[], Awaitable[Message]]) -> list[Message]:
+        answers: list[Message] = []
+
+        async def send(message: Message) -> None:
+            answers.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b"",
+                 "headers": [(b"content-length", b"100"), (b"host", b"localhost")]}  # fmt: skip
+        await BodyGuard(APP, pause_s=0.2)(scope, send_bytes, send)
+        return answers
+
+    async def nothing() -> Message:
+        await asyncio.sleep(3600)
+        return {}
+
+    async def drops() -> Message:
+        await asyncio.sleep(0.05)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    for behaviour in (nothing, drops):
+        answers = asyncio.run(story(behaviour))
+        assert [message.get("status") for message in answers] == [408, None], "one answer, and not the app's"
+
+
+# All together
+
+
+def test_whoever_is_unknown_gets_the_login_page_or_a_refusal_and_a_gateway_key_the_gateway(registry: Registry) -> None:
+    everything, _ = create_key(registry, "all")
+    gateway, _ = create_key(registry, "gateway", KeyScope.GATEWAY)
+
+    def ask(method: str, path: str, key: str = "", **headers: str) -> httpx.Response:
+        app = guarded(APP, Access(registry, is_loopback=True), bound_host="127.0.0.1")
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return asked(app, method, path, headers={**named, **({"Authorization": f"Bearer {key}"} if key else {})})
+
+    assert ask("GET", "/api/x").status_code == 401 and ask("POST", "/v1/x", "wrong").status_code == 401
+    assert ask("GET", "/api/x").headers["www-authenticate"] == "Bearer"
+    page = ask("GET", "/models", Accept="text/html,*/*")
+    assert (page.status_code, page.headers["location"]) == (303, "/login")
+    assert "content-security-policy" in page.headers, "refusals have them too"
+    assert all(ask("GET", path).status_code == 200 for path in ("/login", "/static/x.css", "/healthz"))
+    assert ask("POST", "/api/x", everything).status_code == ask("POST", "/v1/x", everything).status_code == 200
+    assert ask("POST", "/v1/x", gateway).status_code == 200
+    for path in ("/api/x", "/", "/metrics", "/v1", "//v1/x", "/v1x"):
+        refused = ask("GET", path, gateway)
+        assert refused.status_code == 403 and "key gateway is for /v1/ only" in message_of(refused), path
+
+
+def test_a_whole_login_in_a_browser(registry: Registry) -> None:
+    """Form, cookie, page with token, action, and the same from another site."""
+    set_password(registry, PASSWORD)
+
+    async def story() -> None:
+        access = Access(registry, is_loopback=False)
+
+        async def log_in(request: Request) -> Response:
+            session_id = await access.log_in((await request.body()).decode(), "10.0.0.7")
+            assert session_id is not None
+            return Response(headers={"Set-Cookie": set_cookie(session_id, is_tls=False)})
+
+        async def who(request: Request) -> Response:
+            return JSONResponse(request.state.identity.who)
+
+        routes = [Route("/login", log_in, methods=["POST"]), Route("/api/who", who, methods=["POST"])]
+        app = guarded(Starlette(routes=routes), access, bound_host="0.0.0.0")
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url=HERE, headers={"Origin": HERE}) as browser:
+            assert (await browser.post("/api/who")).status_code == 403, "no cookie, no token"
+            assert (await browser.post("/login", content=PASSWORD)).status_code == 200
+            token = {"X-CSRF-Token": csrf_token(browser.cookies["overspill"])}
+            answer = await browser.post("/api/who", headers=token)
+            assert answer.status_code == 200 and answer.json().startswith("session ")
+            assert (await browser.post("/api/who")).status_code == 403, "no token"
+            evil = {**token, "Origin": "http://evil.example"}
+            assert (await browser.post("/api/who", headers=evil)).status_code == 403
+            rebound = {**token, "Host": "evil.example"}
+            assert (await browser.post("/api/who", headers=rebound)).status_code == 421
+
+    asyncio.run(story())
+
+
+def test_a_registry_that_cannot_be_read_lets_nobody_in(registry: Registry) -> None:
+    access = Access(registry, is_loopback=True)
+
+    def fail() -> Any:
+        raise RegistryUnavailable("the registry is locked")
+
+    access._read = fail  # type: ignore[method-assign]
+    answer = asked(guarded(APP, access, bound_host="127.0.0.1"), "GET", "/api/x")
+    assert answer.status_code == 503 and "the registry is locked" in message_of(answer)
