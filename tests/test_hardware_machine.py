@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from overspill.figures import Origin
-from overspill.hardware.folders import cache_folder
+from overspill.folders import cache_folder
 from overspill.hardware.machine import Machine, find_container, read_machine
 from overspill.hardware.numa import NumaNode, read_numa_nodes
 from overspill.kv.errors import OverspillError

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from overspill.experiment.measures import Better
 from overspill.experiment.schedule import Step
 from overspill.kv.sizes import GiB
 from overspill.planning.planner import Plan
-from overspill.registry import ModelSettings, Registry, Result, add_model, get_model, open_registry
+from overspill.registry import ModelSettings, Registry, Result, add_model, get_model
 from overspill.tune.asked import parse_budget
 from overspill.tune.candidates import Candidate, Replan, find_candidates
 from overspill.tune.definition import Definition, new_name
@@ -322,12 +322,6 @@ def test_a_definition_survives_storage() -> None:
 
 
 # The model, and what is kept of it.
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    with open_registry(f"sqlite:///{tmp_path}/registry.db") as opened:
-        yield opened
 
 
 LAZY = '{"kv_connector": "OverspillConnector", "kv_connector_extra_config": {"host_bytes": 1, "store": "lazy"}}'

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from overspill.hardware.folders import state_folder
+from overspill.folders import state_folder
 from overspill.kv.errors import OverspillError
 from overspill.settings import GivenBy, Value, with_registered
 

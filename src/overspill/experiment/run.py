@@ -15,13 +15,13 @@ from overspill.bench import BenchError, Outcome, Progress, Tier, Workload, measu
 from overspill.experiment.definition import Definition, new_name
 from overspill.experiment.errors import CannotCompare, ExperimentError
 from overspill.experiment.launches import Launcher, changed_commands, make_launcher, require_emptied
+from overspill.experiment.log_files import log_name, logs_folder
 from overspill.experiment.progress import Tell, Telling
 from overspill.experiment.provenance import Provenance, find_provenance
 from overspill.experiment.report import Report
 from overspill.experiment.schedule import Step, is_last_of_life, remaining, steps
 from overspill.experiment.servers import Interrupted, Server, free_port
 from overspill.experiment.stored import load_experiment
-from overspill.hardware.folders import state_folder
 from overspill.named import Named, look_up
 from overspill.registry import CannotNow, Measurement, Registry, UnknownRecord, save_result
 from overspill.serve.errors import CannotServe
@@ -59,7 +59,7 @@ def run(
     for label in changed_commands(earlier.results if earlier is not None else (), launchers):
         tell(f"warning: {label} is not started as in its earlier repeats: the plan, the registry or vLLM has changed")
     planned = steps(list(launchers), definition.repeats, keeps_engines=definition.keeps_engines)
-    folder = logs or _logs_folder(name)
+    folder = logs or logs_folder("ab", name)
     tell(f"experiment {name}: {len(planned)} measurements, {len(done)} of them done; vLLM's logs: {folder}")
     running = _Run(
         name=name, definition=definition, workload=workload, model=model, launchers=launchers, registry=registry,
@@ -156,7 +156,7 @@ class _Run:
             self.server.reset(_api_key())
             return False
         self.telling.say("starting vLLM")
-        log_file = self.folder / f"{_file_name(step.label)}-{step.repeat}.log"
+        log_file = self.folder / log_name(step.label, step.repeat)
         # Known before it starts: whatever happens then, it is ended.
         self.server = Server(launcher.launch(free_port()), log_file=log_file, stop=self.stop, can_reset=keeps)
         self.server.__enter__()
@@ -220,18 +220,8 @@ class _Run:
             self.server = None
 
 
-def _logs_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    if (folder := state_folder(environment)) is None:
-        raise CannotServe("there is no home folder for vLLM's logs; set XDG_STATE_HOME")
-    return folder / "ab" / name
-
-
 def _api_key() -> str | None:
     return os.environ.get("VLLM_API_KEY") or None
-
-
-def _file_name(label: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in label)[:60].strip(".") or "_"
 
 
 @contextlib.contextmanager

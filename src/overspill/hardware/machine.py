@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overspill.figures import Known, assumed, derived, measured
-from overspill.hardware.folders import cache_folder
+from overspill.folders import cache_folder
 from overspill.hardware.numa import NumaNode, read_numa_nodes
 from overspill.kv.errors import OverspillError
 from overspill.kv.ram import available_ram

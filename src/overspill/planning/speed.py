@@ -12,7 +12,7 @@ _ATTENTION_EFFICIENCY = 0.58
 _STEP_S = 0.0010
 _REQUEST_S = 0.00001
 # Steps that stream spilled KV run in piecewise graphs: 11.4 instead of 5.0 ms there. The link works meanwhile. With
-# little to stream, such steps took 17 to 27 ms, on two hosts: each of 32 layers is launched by the CPU.
+# little to stream, such steps took 21 to 29 ms: each of 32 layers is launched by the CPU.
 _PIECEWISE_S = 0.0064
 _SPILLED_LAYER_S = 0.00065
 # Without graphs at all: 18 to 24 ms for 32 layers.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from overspill.hardware.folders import state_folder
+from overspill.folders import state_folder
 from overspill.kv.errors import OverspillError
 
 _KEPT_LINES = 400

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.files import replace_file
-from overspill.hardware.folders import state_folder
+from overspill.folders import state_folder
 from overspill.processes import identity
 from overspill.serve.report import Phase, Report
 

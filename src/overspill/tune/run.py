@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from overspill.bench import parse_workload
+from overspill.experiment.log_files import logs_folder
 from overspill.experiment.progress import Tell, duration
 from overspill.experiment.provenance import find_provenance
 from overspill.registry import CannotNow, Registry, Result, running_runs
@@ -17,7 +18,7 @@ from overspill.tune.progress import Telling
 from overspill.tune.report import Report, length_of, scores_of, tokens_per_s, tried_lengths
 from overspill.tune.search import choose, standing
 from overspill.tune.subject import Subject
-from overspill.tune.trials import INTERRUPTED, Trial, Trials, logs_folder
+from overspill.tune.trials import INTERRUPTED, Trial, Trials
 
 
 def run(
@@ -35,7 +36,7 @@ def run(
     experiment = resume or new_name()
     results = load(registry, experiment)[1] if resume is not None else []
     stop = stop or threading.Event()
-    folder = logs or logs_folder(experiment)
+    folder = logs or logs_folder("tune", experiment)
     trials = Trials(
         experiment=experiment, definition=definition, model=subject.named, registry=registry,
         provenance=find_provenance(), folder=folder, stop=stop,

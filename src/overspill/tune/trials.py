@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 from overspill.bench import Progress, Workload, measure
 from overspill.experiment.configurations import read_configuration
 from overspill.experiment.launches import Launch, Launcher, make_launcher
+from overspill.experiment.log_files import log_name
 from overspill.experiment.provenance import Provenance
 from overspill.experiment.servers import Interrupted, Server, free_port
-from overspill.hardware.folders import state_folder
 from overspill.kv.errors import OverspillError
 from overspill.named import Named
 from overspill.registry import Measurement, Registry, Result, save_result
-from overspill.serve.errors import CannotServe
 from overspill.tune.candidates import Candidate
 from overspill.tune.definition import Definition
 from overspill.tune.progress import Telling
@@ -57,7 +55,7 @@ class Trials:
 
     def run(self, trial: Trial, telling: Telling) -> Result:
         """Whatever happens, no engine is left running, and what is known is saved."""
-        made = _Made(log_file=self.folder / f"{_file_name(trial.candidate.label)}-{trial.repeat}.log")
+        made = _Made(log_file=self.folder / log_name(trial.candidate.label, trial.repeat))
         try:
             made.problem = self._try(trial, made, telling)
         except Interrupted:
@@ -133,13 +131,3 @@ class Trials:
                 repeat=trial.repeat,
             ),
         )
-
-
-def logs_folder(experiment: str, environment: Mapping[str, str] = os.environ) -> Path:
-    if (folder := state_folder(environment)) is None:
-        raise CannotServe("there is no home folder for vLLM's logs; set XDG_STATE_HOME")
-    return folder / "tune" / experiment
-
-
-def _file_name(label: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in label)[:60].strip(".") or "_"

@@ -1,0 +1,223 @@
+"""What may be said of measured numbers: ratios, intervals, and when there is no difference."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from overspill.experiment.comparison import Column, Repeat, compare, verdict_words
+from overspill.experiment.intervals import (
+    Basis,
+    Ratio,
+    Verdict,
+    centre,
+    own_interval,
+    paired_ratio,
+    resampled_ratio,
+    t_quantile,
+    unpaired_ratio,
+)
+from overspill.experiment.measures import BY_KEY
+from overspill.experiment.text import comparison_as_text
+
+# Intervals.
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    assert t_quantile(1) == 12.706 and t_quantile(4) == 2.776 and t_quantile(30) == 2.042
+    for freedom, known in ((31, 2.0395), (60, 2.0003), (120, 1.9799), (10**6, 1.9600)):
+        assert t_quantile(freedom) == pytest.approx(known, abs=2e-3)
+
+
+def repeats_of(draw: random.Random, count: int, middle: float, noise: float, shared: list[float]) -> dict[int, float]:
+    return {n: middle * shared[n - 1] * math.exp(draw.gauss(0, noise)) for n in range(1, count + 1)}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+def test_paired_intervals_hold_the_true_ratio_as_often_as_they_say(count: int) -> None:
+    draw = random.Random(count)
+    trials, held = 4000, 0
+    for _ in range(trials):
+        # What differs between repeats, as other requests do, is the same for both and must not matter.
+        shared = [math.exp(draw.gauss(0, 0.5)) for _ in range(count)]
+        first = repeats_of(draw, count, 100, 0.05, shared)
+        second = repeats_of(draw, count, 130, 0.08, shared)
+        ratio = paired_ratio(first, second)
+        assert ratio is not None and ratio.low is not None and ratio.high is not None and ratio.basis is Basis.PAIRS
+        held += ratio.low <= 1.3 <= ratio.high
+    assert held / trials == pytest.approx(0.95, abs=0.012)
+
+
+def test_pairing_takes_out_what_repeats_have_in_common() -> None:
+    draw = random.Random(1)
+    shared = [math.exp(draw.gauss(0, 0.5)) for _ in range(5)]
+    first, second = repeats_of(draw, 5, 100, 0.01, shared), repeats_of(draw, 5, 110, 0.01, shared)
+    paired = paired_ratio(first, second)
+    apart = unpaired_ratio(list(first.values()), list(second.values()))
+    assert paired is not None and apart is not None
+    assert paired.verdict is Verdict.HIGHER
+    assert apart.verdict in (Verdict.NO_DIFFERENCE, Verdict.NOT_SHOWN)
+
+
+def test_unpaired_intervals_hold_the_true_ratio_as_often_as_they_say() -> None:
+    draw = random.Random(3)
+    trials, held = 4000, 0
+    for _ in range(trials):
+        first = [100 * math.exp(draw.gauss(0, 0.05)) for _ in range(4)]
+        second = [80 * math.exp(draw.gauss(0, 0.15)) for _ in range(6)]
+        ratio = unpaired_ratio(first, second)
+        assert ratio is not None and ratio.low is not None and ratio.high is not None and ratio.basis is Basis.GROUPS
+        held += ratio.low <= 0.8 <= ratio.high
+    assert 0.94 <= held / trials <= 0.98
+
+
+def test_two_equal_engines_are_seldom_told_apart() -> None:
+    draw = random.Random(4)
+    verdicts = []
+    for _ in range(2000):
+        same = [[100 * math.exp(draw.gauss(0, 0.03)) for _ in range(3)] for _ in range(2)]
+        ratio = paired_ratio(dict(enumerate(same[0])), dict(enumerate(same[1])))
+        assert ratio is not None
+        verdicts.append(ratio.verdict)
+    found = sum(verdict in (Verdict.HIGHER, Verdict.LOWER) for verdict in verdicts)
+    assert found / len(verdicts) <= 0.06
+
+
+def test_resampled_intervals_hold_the_true_ratio_of_independent_requests() -> None:
+    draw = random.Random(5)
+    trials, held = 100, 0
+    for trial in range(trials):
+        first = [draw.lognormvariate(0, 0.5) for _ in range(40)]
+        second = [0.5 * value * math.exp(draw.gauss(0, 0.2)) for value in first]
+        ratio = resampled_ratio(first, second, is_paired=True, seed=trial)
+        assert ratio is not None and ratio.low is not None and ratio.high is not None and ratio.basis is Basis.REQUESTS
+        held += ratio.low <= 0.5 * math.exp(0.02) <= ratio.high
+    assert 0.88 <= held / trials <= 0.99
+
+
+def test_one_repeat_has_no_interval() -> None:
+    ratio = paired_ratio({1: 10.0}, {1: 12.0})
+    assert ratio == Ratio(value=pytest.approx(1.2), basis=Basis.NONE)
+    assert ratio is not None and ratio.verdict is Verdict.UNKNOWN
+    assert str(ratio.verdict) == "one repeat: no interval"
+
+
+def test_only_repeats_that_both_have_are_pairs() -> None:
+    ratio = paired_ratio({1: 10.0, 2: 20.0, 3: 99.0}, {1: 11.0, 2: 22.0})
+    assert ratio is not None and ratio.value == pytest.approx(1.1) and ratio.low == pytest.approx(1.1)
+    assert paired_ratio({1: 10.0}, {2: 10.0}) is None
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_what_has_no_logarithm_has_no_ratio(bad: float) -> None:
+    assert paired_ratio({1: 1.0, 2: 1.0}, {1: bad, 2: 1.0}) is None
+    assert unpaired_ratio([1.0, 1.0], [bad, 1.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "verdict"),
+    [
+        (1.2, 1.1, 1.3, Verdict.HIGHER),
+        (0.8, 0.7, 0.9, Verdict.LOWER),
+        (1.1, 0.9, 1.3, Verdict.NO_DIFFERENCE),
+        (1.005, 1.004, 1.006, Verdict.NO_DIFFERENCE),  # sure, and too small to matter
+        (1.02, 1.015, 1.025, Verdict.HIGHER),
+        (1.5, 0.2, 9.0, Verdict.NOT_SHOWN),
+        (1.001, 0.1, 10.0, Verdict.NOT_SHOWN),
+    ],
+)
+def test_no_difference_is_said_when_there_is_none(value: float, low: float, high: float, verdict: Verdict) -> None:
+    found = Ratio(value=value, low=low, high=high, basis=Basis.PAIRS).verdict
+    assert found is verdict
+    assert ("no difference" in str(found)) == (verdict in (Verdict.NO_DIFFERENCE, Verdict.NOT_SHOWN))
+
+
+def test_repeats_that_are_far_apart_leave_everything_open_without_overflow() -> None:
+    ratio = paired_ratio({1: 1e-30, 2: 1.0}, {1: 1.0, 2: 1e-30})
+    assert ratio is not None and ratio.verdict is Verdict.NOT_SHOWN
+
+
+def test_the_centre_of_repeats_fits_the_ratio() -> None:
+    first, second = {1: 10.0, 2: 40.0}, {1: 20.0, 2: 40.0}
+    ratio = paired_ratio(first, second)
+    assert ratio is not None
+    assert centre(list(second.values())) / centre(list(first.values())) == pytest.approx(ratio.value)
+    assert centre([0.0, 2.0]) == 1.0
+    assert own_interval([10.0]) is None
+    low, high = own_interval([10.0, 11.0, 12.0]) or (0, 0)
+    assert low < 10.9 < high
+
+
+# Comparison.
+
+
+def column(label: str, *repeats: dict[str, Any], conditions: str = "same") -> Column:
+    made = [
+        Repeat(number=number, metrics=metrics, conditions=conditions) for number, metrics in enumerate(repeats, start=1)
+    ]
+    return Column(label=label, text=f"{label} --flags", repeats=tuple(made))
+
+
+def test_each_configuration_is_compared_with_the_first() -> None:
+    found = compare(
+        [
+            column("none", {"mean_ttft_ms": 100.0, "output_throughput": 10.0}, {"mean_ttft_ms": 110.0}),
+            column("fast", {"mean_ttft_ms": 50.0, "output_throughput": 20.0}, {"mean_ttft_ms": 55.1}),
+            column("same", {"mean_ttft_ms": 101.0}, {"mean_ttft_ms": 109.0}),
+        ]
+    )
+    row = next(row for row in found.rows if row.measure.key == "mean_ttft_ms")
+    assert row.ratios[0] is None and row.ratios[1] is not None and row.ratios[2] is not None
+    assert row.ratios[1].value == pytest.approx(0.5, rel=0.01) and verdict_words(row.measure, row.ratios[1]) == "better"
+    assert verdict_words(row.measure, row.ratios[2]) == "no difference"
+    rate = next(row for row in found.rows if row.measure.key == "output_throughput")
+    assert rate.ratios[1] is not None and rate.values == (10.0, 20.0, None)
+    assert verdict_words(rate.measure, rate.ratios[1]) == "one repeat: no interval"
+    assert rate.ratios[2] is None
+
+
+def test_where_the_first_did_not_start_the_others_are_compared_with_the_next() -> None:
+    broken = Repeat(number=1, metrics={}, is_complete=False, problem="vLLM ended\nthe last lines of its log")
+    found = compare(
+        [
+            Column(label="large", text="", repeats=(broken,)),
+            column("a", {"mean_ttft_ms": 100.0}),
+            column("b", {"mean_ttft_ms": 50.0}),
+        ]
+    )
+    assert found.first.label == "a" and found.others == [0, 2]
+    assert [ratio and ratio.value for ratio in found.rows[0].ratios] == [None, None, 0.5]
+    text = comparison_as_text(found)
+    assert "b / a" in text and "large / a" not in text
+    assert "large is not complete: vLLM ended\n" in f"{text}\n" and "the last lines" not in text
+
+
+def test_higher_is_better_for_rates_and_worse_for_times() -> None:
+    up = Ratio(value=2.0, low=1.9, high=2.1, basis=Basis.PAIRS)
+    assert verdict_words(BY_KEY["output_throughput"], up) == "better"
+    assert verdict_words(BY_KEY["mean_ttft_ms"], up) == "worse"
+
+
+def test_with_one_repeat_latencies_are_compared_over_requests_and_rates_are_not() -> None:
+    ours = {"mean_ttft_ms": 1000.0, "ttfts": [0.9, 1.1, 1.0, None, 1.0], "output_throughput": 5.0}
+    theirs = {"mean_ttft_ms": 500.0, "ttfts": [0.45, 0.55, None, 0.5, 0.5], "output_throughput": 5.0}
+    rows = {row.measure.key: row for row in compare([column("a", ours), column("b", theirs)]).rows}
+    ttft, rate = rows["mean_ttft_ms"].ratios[1], rows["output_throughput"].ratios[1]
+    assert ttft is not None and ttft.basis is Basis.REQUESTS and ttft.value == pytest.approx(0.5)
+    assert rate is not None and rate.verdict is Verdict.UNKNOWN
+
+
+def test_requests_of_other_workloads_are_no_pairs() -> None:
+    ours = [{"mean_ttft_ms": value} for value in (100.0, 120.0, 110.0)]
+    found = compare([column("a", *ours), column("b", *ours, conditions="other")])
+    ratio = found.rows[0].ratios[1]
+    assert ratio is not None and ratio.basis is Basis.GROUPS and found.answers[0].compared == 0
+
+
+def test_answers_that_differ_are_counted_and_told() -> None:
+    found = compare([column("a", {"answers": ["x", "y", "z"]}), column("b", {"answers": ["x", "Y", "z"]})])
+    assert (found.answers[0].compared, found.answers[0].same) == (3, 2)
+    assert "1 of 3 answers of b are not those of a" in comparison_as_text(found)
+    same = compare([column("a", {"answers": ["x"]}), column("b", {"answers": ["x"]})])
+    assert "All 1 answers of b are those of a." in comparison_as_text(same)

@@ -1,0 +1,206 @@
+"""Reports of an experiment, and its progress."""
+
+import csv
+import html.parser
+import io
+import json
+import math
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from overspill.experiment.charts import shares
+from overspill.experiment.intervals import (
+    Basis,
+)
+from overspill.experiment.progress import Telling, duration, eta
+from overspill.experiment.report import Report
+from overspill.experiment.schedule import Step
+from overspill.experiment.stored import compare_results
+from overspill.registry import Result
+from tests.experiments import definition
+
+# Reports.
+
+
+def result(number: int, label: str, repeat: int, ttft: float, /, **changes: Any) -> Result:
+    asked = changes.pop("definition", definition(repeats=2))
+    values: dict[str, Any] = {
+        "id": number, "saved_at": datetime(2026, 1, 1, tzinfo=UTC), "started_at": datetime(2026, 1, 1, tzinfo=UTC),
+        "benchmark": "multi-turn", "model": "tiny", "argv": ("vllm", "serve", "--x", "a b"), "experiment": "ab-1",
+        "label": label, "repeat": repeat, "gpu": "H200", "driver": "570", "versions": {"vllm": "0.32.0"},
+        "environment": {"VLLM_X": "<b>"}, "git_revision": "abc", "plan": {"fits": True},
+        "config": {
+            "experiment": asked.as_json(), "configuration": {"label": label, "text": f"{label}:1GiB"},
+            "workload": "multi-turn:turns=2", "seed": 7 + repeat, "machine": {"cpu": "Xeon"},
+        },
+        "metrics": {
+            "mean_ttft_ms": ttft, "ttfts": [ttft / 1000, ttft / 900], "output_throughput": 1000 / ttft,
+            "tokens_from_ram": 512, "peak_ram_bytes": 3 << 30, "answers": ["a"],
+            "samples": [{"t": 0.0, "gpu_bytes": None, "ram_bytes": 1 << 30},
+                        {"t": 2.0, "gpu_bytes": None, "ram_bytes": 3 << 30}],
+        },
+    }  # fmt: skip
+    return Result(**{**values, **changes})
+
+
+def four_results(first: str = "none", second: str = "native", **changes: Any) -> list[Result]:
+    asked = definition(repeats=2, configurations=(("a", f"{first} = none"), ("b", f"{second} = native:1GiB")))
+    return [
+        result(1, second, 1, 50.0, definition=asked, **changes),
+        result(2, first, 1, 100.0, definition=asked, **changes),
+        result(3, first, 2, 104.0, definition=asked, **changes),
+        result(4, second, 2, 52.5, definition=asked, **changes),
+    ]
+
+
+def test_stored_repeats_are_compared_in_the_order_of_the_configurations() -> None:
+    found = compare_results(four_results())
+    assert [each.label for each in found.columns] == ["none", "native"] and found.is_complete
+    ratio = found.rows[0].ratios[1]
+    assert ratio is not None and ratio.basis is Basis.PAIRS
+
+
+def test_a_finished_attempt_stands_for_one_that_was_not() -> None:
+    attempts = four_results()
+    broken = result(9, "none", 2, 1.0, is_complete=False, metrics={"problem": "interrupted"})
+    for results in ([*attempts, broken], [broken, *attempts]):
+        found = compare_results(results)
+        assert found.is_complete and found.columns[0].problem is None
+        ttft = next(row for row in found.rows if row.measure.key == "mean_ttft_ms")
+        assert ttft.values[0] == pytest.approx(math.sqrt(100 * 104))
+    missing = compare_results([*attempts[:2], broken, attempts[3]])
+    assert not missing.is_complete and missing.columns[0].problem == "interrupted"
+
+
+def test_an_experiment_with_a_repeat_missing_says_how_to_go_on() -> None:
+    report = Report.of_results(four_results()[:3])
+    assert not report.is_complete and report.exit_code == 1
+    assert "To go on: overspill ab --resume ab-1" in report.as_text()
+
+
+def test_a_tier_that_was_not_used_fails_the_report() -> None:
+    results = four_results()
+    results[0].metrics["tier_problem"] = "offload was not used"  # type: ignore[index]
+    report = Report.of_results(results)
+    assert report.exit_code == 1
+    assert "native: offload was not used" in report.as_text() and "native: offload was not used" in report.as_html()
+    assert Report.of_results(four_results()).exit_code == 0
+
+
+def test_the_text_has_units_ratios_and_the_command() -> None:
+    text = Report.of_results(four_results()).as_text()
+    for part in ("TTFT, mean", "102 ms", "tok/s", "3 GiB", "native / none", "better", "overspill ab tiny", "H200"):
+        assert part in text
+    only = Report.of_results(four_results()).as_table("mean_ttft_ms", "tokens_from_ram")
+    assert "TTFT, mean" in only and "512" in only and "throughput" not in only
+
+
+def test_results_of_different_experiments_stand_beside_each_other() -> None:
+    other = result(7, "none", 1, 80.0, experiment="ab-2")
+    alone = result(8, "x", 1, 90.0, experiment=None)
+    report = Report.of_results([result(1, "none", 1, 100.0), other, alone])
+    assert [column.label for column in report.comparison.columns] == ["ab-1 none", "ab-2 none", "#8 x"]
+    assert report.title == "Results"
+
+
+def test_results_of_bench_with_a_common_label_are_repeats() -> None:
+    plain = {"workload": "offline", "seed": 0}
+    broken = result(1, "x", 0, 1.0, repeat=None, config=plain, is_complete=False, metrics={"problem": "stopped"})
+    rest = result(2, "x", 0, 50.0, repeat=None, config={**plain, "resumes": 1})
+    again = result(3, "x", 0, 52.0, repeat=None, config=plain)
+    other = result(4, "y", 0, 60.0, repeat=None, config=plain)
+    report = Report.of_results([broken, rest, again, other])
+    assert [(column.label, len(column.finished)) for column in report.comparison.columns] == [("x", 2), ("y", 1)]
+    assert report.is_complete and report.definition is None and report.experiment == "ab-1"
+
+
+class Page(html.parser.HTMLParser):
+    """Tags in order, checked to be closed; attributes; text."""
+
+    VOID = ("meta", "br", "link", "img", "rect", "path", "circle", "polyline")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else() -> None:
+    text = Report.of_results(four_results()).as_html()
+    page = Page(text)
+    assert {"svg", "table", "details", "polyline", "rect"} <= set(page.seen)
+    assert not {"script", "link", "img", "iframe"} & set(page.seen)
+    names = {name for name, _ in page.attributes}
+    assert not {"src", "href", "onload", "onclick", "xlink:href"} & names
+    assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+    assert "prefers-color-scheme:dark" in text and "width=device-width" in text
+    for part in ("102 ms", "3 GiB", "vllm serve --x &#x27;a b&#x27;", "VLLM_X=&lt;b&gt;", "0.32.0", "H200", "abc"):
+        assert part in text
+
+
+def test_nothing_that_a_user_names_runs_in_the_page() -> None:
+    evil = "<script>alert(1)</script>"
+    text = Report.of_results(four_results(second=evil, model='"><img src=x onerror=y>', argv=(evil,))).as_html()
+    page = Page(text)
+    assert "script" not in page.seen and "img" not in page.seen and evil not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_csv_has_a_line_for_each_result_and_no_formula() -> None:
+    text = Report.of_results(four_results(second="@cmd", model="=1+1")).as_csv()
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["id"] for row in rows] == ["1", "2", "3", "4"] and rows[0]["mean_ttft_ms"] == "50"
+    assert rows[0]["label"] == "'@cmd" and rows[0]["model"] == "'=1+1" and rows[0]["load_s"] == ""
+
+
+def test_json_has_numbers_ratios_and_every_result() -> None:
+    told = json.loads(json.dumps(Report.of_results(four_results()).as_json()))
+    assert told["is_complete"] and told["experiment"] == "ab-1" and len(told["results"]) == 4
+    ttft = next(each for each in told["measures"] if each["key"] == "mean_ttft_ms")
+    assert ttft["ratios"][1]["verdict"] == "better" and ttft["ratios"][1]["low"] < 0.5 < ttft["ratios"][1]["high"]
+
+
+def test_the_distribution_of_times_rises_to_all_of_them() -> None:
+    assert shares([2.0, 1.0]) == ((0.0, 0.0), (1.0, 0.0), (1.0, 50.0), (2.0, 50.0), (2.0, 100.0))
+
+
+# Progress.
+
+
+def test_the_time_left_follows_from_the_steps_before() -> None:
+    assert eta([], 3, 5.0) is None
+    assert eta([10.0, 20.0], 3, 5.0) == 40.0
+    assert eta([10.0], 1, 50.0) == 0.0
+    assert [duration(seconds) for seconds in (3, 89, 600, 7200)] == ["3 s", "89 s", "10 min", "2.0 h"]
+
+
+def test_what_is_told_names_configuration_repeat_and_phase() -> None:
+    said: list[str] = []
+    telling = Telling(said.append, [Step(1, "none"), Step(1, "native")], 1)
+    telling.begin(Step(1, "none"))
+    telling.say("starting vLLM")
+    telling.end()
+    telling.begin(Step(1, "native"))
+    telling.say("starting vLLM")
+    assert said[0] == "[1/2] none, repeat 1 of 1: starting vLLM"
+    assert re.fullmatch(r"\[2/2\] native, repeat 1 of 1: starting vLLM; \d+ s left in all", said[1])
