@@ -8,8 +8,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+# How /proc says that a process is gone, or not for us to see. Another error, as that no more files can be opened, says
+# nothing about it.
+_GONE = (FileNotFoundError, NotADirectoryError, PermissionError, ProcessLookupError)
 
 
 class Process(NamedTuple):
@@ -23,7 +28,7 @@ def processes() -> Iterator[Process]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(OSError, IndexError):
+        with contextlib.suppress(*_GONE, IndexError):
             # The name is in brackets and may hold spaces and brackets, so fields are counted from the last one.
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             yield Process(int(entry.name), fields[0], int(fields[1]), int(fields[3]))
@@ -31,11 +36,15 @@ def processes() -> Iterator[Process]:
 
 def identity(pid: int) -> str | None:
     """Boot and start time of a living process: numbers of processes are used again."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(*_GONE, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+        return None if fields[0] in "ZX" else f"{_boot()}:{fields[19]}"
     return None
+
+
+@cache
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def in_session(session: int) -> list[int]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,6 +48,7 @@ class Application:
 @asynccontextmanager
 async def running(setup: Setup, registry: Registry, access: Access, options: Options) -> AsyncIterator[Application]:
     """Within a running event loop. Leaving stops jobs and engines."""
+    _allow_many_files()
     async with Engines(registry, options) as engines:
         jobs = Jobs(engines, setup.folder / "jobs")
         disks = {"models": cache_folder(), "logs": setup.folder}
@@ -76,6 +78,12 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
                 await access.note_use()
             if setup.keeps_engines:
                 await engines.close(keep=True)
+
+
+def _allow_many_files() -> None:
+    """Every stream through the gateway has two, and the usual limit of 1,024 is one for programs that select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _note_use(access: Access) -> None:

@@ -78,6 +78,8 @@ class Engine:
     stop_reason: str = ""
     """Why it is being stopped, for requests that it ends."""
     in_flight: int = 0
+    held: int = 0
+    """By how many it is measured, or otherwise not to be stopped for another model."""
     is_draining: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     """With which to start it."""
@@ -91,6 +93,7 @@ class Engine:
     _launches: int = 0
     _failures: int = 0
     _answered_at: float | None = None
+    _launched_at: float = float("-inf")
     _root_gone_at: float | None = None
     _scanned_at: float = float("-inf")
     _is_launching: bool = False
@@ -147,6 +150,11 @@ class Engine:
         return self.world.folder / "logs" / f"{file_name(self.name)}.log"
 
     @property
+    def starting_s(self) -> float:
+        """For how long it has been starting; 0 if it is not."""
+        return time.monotonic() - self._launched_at if self.state is State.STARTING and self.has_process else 0.0
+
+    @property
     def has_process(self) -> bool:
         return self._process is not None
 
@@ -189,7 +197,8 @@ class Engine:
             except OSError as error:  # a full disk, a folder that is gone
                 if self._process is not None:
                     # Not to be found again after a crash of the manager, and running all the same.
-                    logger.warning("Overspill: %s cannot be noted: %s", self.name, error)
+                    logger.warning("Overspill: %s cannot be looked after: %s", self.name, error)
+                    await asyncio.sleep(1.0)
                 else:
                     self._fail(f"{self.name} could not be started: {error}", ())
             except Exception:
@@ -230,6 +239,7 @@ class Engine:
             if time.monotonic() - self._root_gone_at > timing.stop_patience_s:
                 await process.kill()
             return Seen.ENDING
+        self._root_gone_at = None
         if self._is_ending:
             return Seen.ENDING
         if await self._answers(process):
@@ -239,9 +249,12 @@ class Engine:
             if time.monotonic() - self._scanned_at > 1.0:  # what it began is known should it be killed
                 await asyncio.to_thread(process.living)
                 self._scanned_at = time.monotonic()
-            return Seen.LOADING
-        is_silent = time.monotonic() - self._answered_at > timing.silent_s
-        return Seen.SILENT if is_silent else Seen.SERVING
+            is_late = time.monotonic() - self._launched_at > timing.start_s
+            return Seen.SILENT if is_late and self.is_managed else Seen.LOADING
+        if time.monotonic() - self._answered_at <= timing.silent_s:
+            return Seen.SERVING
+        # What somebody else started may be paused in a debugger: it is not ours to end, and is waited for.
+        return Seen.SILENT if self.is_managed else Seen.LOADING
 
     async def _answers(self, process: EngineProcess) -> bool:
         if (url := self.url) is None:
@@ -316,7 +329,8 @@ class Engine:
         how = f" with exit code {code}" if code is not None and code > 0 else ""
         how = f", killed by signal {-code}" if code is not None and code < 0 else how
         if is_silent:
-            how = f" after it had not answered for {self.world.timing.silent_s:g} s, and was ended"
+            silence = self.world.timing.start_s if was_loading else self.world.timing.silent_s
+            how = f" after it had not answered for {silence:g} s, and was ended"
         why = _said(lines) or (known[1].splitlines()[0] if known is not None and known[1] else "")
         why = why or ("" if lines else _no_room_for(self.log_file))
         self._fail(f"the engine of {self.name} ended {when}{how}" + (f": {why}" if why else ""), shown)
@@ -331,6 +345,7 @@ class Engine:
 
     def _take(self, process: EngineProcess, child: "subprocess.Popen[bytes] | None", record: Record) -> None:
         self._process, self._child, self.record = process, child, record
+        self._launched_at = time.monotonic()
         self._answered_at = self._root_gone_at = None
         self._is_ending = self._was_asked_to_end = False
         with contextlib.suppress(OSError):

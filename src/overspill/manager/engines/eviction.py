@@ -25,6 +25,8 @@ class Running:
     """False for one that Overspill's manager did not start: whoever did may stop it."""
     is_leaving: bool = False
     """Stopping, or draining in order to stop: what it holds will be free."""
+    is_overdue: bool = False
+    """Starting for longer than anybody waits, and nobody does."""
 
 
 class Verdict(StrEnum):
@@ -70,7 +72,7 @@ def choose(need: Memory, free: Memory, running: Iterable[Running], *, now: float
 
 def _has_served(one: Running, now: float, least_service_s: float) -> bool:
     if one.ready_since is None:
-        return False
+        return one.is_overdue
     return not one.in_flight or now - one.ready_since >= least_service_s
 
 

@@ -7,7 +7,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ from overspill.registry.names import nearest
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_NEED_S = 10.0
+# Memory of an engine that ends comes back within seconds.
+_REMEMBERED_REFUSAL_S = 1.0
 
 
 @dataclass(slots=True)
@@ -223,21 +225,33 @@ class Engines:
         return engine
 
     @asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[Engine]:
-        """An engine that is ready, and is not stopped for another model while this lasts."""
+    async def using(self, name: str, *, hold: bool = False) -> AsyncIterator[Engine]:
+        """An engine that is ready. For another model it is stopped only after a while, and not at all if it is held."""
         engine = self._engines.get(name)
         if engine is None or engine.state is not State.READY or engine.is_draining:
             engine = await self.ensure_ready(name)
         # Nothing is awaited between being ready and being counted.
         engine.in_flight += 1
+        engine.held += hold
         engine.last_used = time.monotonic()
         try:
             yield engine
         finally:
             engine.in_flight -= 1
+            engine.held -= hold
             engine.last_used = time.monotonic()
             if engine.is_draining and not engine.in_flight:
                 self._swaps.wake()
+
+    @contextlib.contextmanager
+    def reserved(self, why: str) -> Iterator[None]:
+        """No engine is started until this is left; who asks for one is told why."""
+        self._swaps.reserved_for.append(why)
+        try:
+            yield
+        finally:
+            self._swaps.reserved_for.remove(why)
+            self._swaps.wake()
 
     def count(self, name: str) -> Counts:
         return self.counts.setdefault(name, Counts())
@@ -287,7 +301,8 @@ class Engines:
             return self.options.reckon(model, evictable)
         key, now = (model.name, model.version), time.monotonic()
         known = self._needs.get(key)
-        if known is None or now - known[0] > _REMEMBERED_NEED_S:
+        remembered_s = _REMEMBERED_NEED_S if known is None or not known[1].refused else _REMEMBERED_REFUSAL_S
+        if known is None or now - known[0] > remembered_s:
             known = self._needs[key] = (now, reckon(model.settings, evictable))
         return known[1]
 

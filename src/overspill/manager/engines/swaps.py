@@ -35,6 +35,8 @@ class Swaps:
     """Blocks. What is free now."""
     budget: Memory | None
     """What all engines together may hold, instead of what is free."""
+    reserved_for: list[str] = field(default_factory=list)
+    """Why no engine is started now, if there are reasons."""
     _draining: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Engines that take no new requests, for which model, and until when they are waited for."""
     _woken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,11 +87,21 @@ class Swaps:
         if model is None:
             self.queue.refuse(name, NoRoom(f"{name} is not in the registry any more"))
             return True
-        need = await asyncio.to_thread(self.reckon, model, self._evictable())
+        if self.reserved_for:
+            self.queue.refuse(name, NoRoom(f"{name} is not started now: {self.reserved_for[-1]}", retry_after_s=30.0))
+            return True
+        try:
+            need, free = await asyncio.to_thread(self.reckon, model, self._evictable()), await self._free()
+        except Exception as error:
+            # Of one model, or of the driver: those that wait behind it must not wait for that.
+            logger.exception("Overspill: what %s needs cannot be told", name)
+            self.queue.refuse(name, NoRoom(f"what {name} needs cannot be told ({type(error).__name__}: {error})"))
+            return True
+        if need.refused and self._is_in_motion():
+            return False
         if need.refused:
             self.queue.refuse(name, NoRoom(f"{name} cannot be started: {need.refused}"))
             return True
-        free = await self._free()
         if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED):
             return True  # meanwhile
         running = self._running()
@@ -102,6 +114,8 @@ class Swaps:
             case Verdict.FITS:
                 engine.want_up(settings_as_json(model.settings), need.takes)
                 return True
+            case Verdict.NEVER if self._is_in_motion():
+                return False
             case Verdict.NEVER:
                 self.queue.refuse(name, self._no_room(name, need, free))
                 return True
@@ -122,7 +136,7 @@ class Swaps:
         now = time.monotonic()
         for victim, (for_name, deadline) in list(self._draining.items()):
             engine = self.engines[victim]
-            if engine.state is not State.READY:
+            if engine.state not in (State.READY, State.STARTING):
                 del self._draining[victim]
             elif not self.queue.count(for_name):
                 del self._draining[victim]
@@ -160,12 +174,21 @@ class Swaps:
                 in_flight=one.in_flight,
                 last_used=one.last_used,
                 ready_since=one.ready_since,
-                may_go=one.is_managed,
+                may_go=one.is_managed and not one.held,
                 is_leaving=one.is_draining or one.state is State.STOPPING,
+                is_overdue=one.starting_s > self.timing.load_s and not self.queue.count(one.name),
             )
             for one in self.engines.values()
             if one.state in _HOLDING
         ]
+
+    def _is_in_motion(self) -> bool:
+        """What is measured now need not be so in a moment: an engine that starts has taken a part of what it was
+        promised, which then counts twice, and of one that ended not all is free yet."""
+        if self.budget is not None:
+            return False
+        moving = any(one.state in (State.STARTING, State.STOPPING) for one in self.engines.values())
+        return moving or self._is_settling()
 
     def _is_settling(self) -> bool:
         """Memory of an engine that has just ended may not be free yet: nobody else should go for it."""
@@ -178,6 +201,9 @@ class Swaps:
         told = f"{name} needs {need.least}; {free} is free"
         if victims:
             return NoRoom(f"{told}. Stop {' and '.join(victims)} first, or switch to {name}")
+        held = [one.name for one in self.engines.values() if one.held and one.state in _HOLDING]
+        if held:
+            return NoRoom(f"{told}, and {', '.join(held)} is being measured. Ask again later", retry_after_s=30.0)
         others = [one for one in self._running() if not one.may_go]
         if others:
             return NoRoom(f"{told}, and {', '.join(one.name for one in others)} was not started here. Stop it first")

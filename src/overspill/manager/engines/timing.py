@@ -13,6 +13,8 @@ class Timing:
     """An engine that is busy answers late."""
     silent_s: float = 120.0
     """After so long without an answer an engine counts as hung, and is ended."""
+    start_s: float = 3600.0
+    """So long a start may take; a large model on a slow disk takes half of it."""
     stop_patience_s: float = 60.0
     """`overspill serve` takes up to 35 s to end vLLM itself; what lives longer is killed."""
     back_off_s: float = 10.0

@@ -86,4 +86,6 @@ def _signal(pid: int, handle: int, sign: signal.Signals) -> None:
 
 def _has_ended(handle: int, wait_s: float = 0.0) -> bool:
     """The kernel makes a process's handle readable when it ends, also while nobody has waited for it yet."""
-    return bool(select.select([handle], [], [], wait_s)[0])
+    waiting = select.poll()  # select() takes no number above 1023, and a busy manager has more files open
+    waiting.register(handle, select.POLLIN)
+    return bool(waiting.poll(1000 * wait_s))

@@ -1,0 +1,255 @@
+"""Room for engines: measured while others come and go, held by jobs, and blocked by what hangs."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from overspill import processes
+from overspill.kv.sizes import GiB
+from overspill.manager.engines.memory import Memory
+from overspill.manager.engines.needs import Need
+from overspill.manager.engines.states import State
+from overspill.manager.errors import NoRoom, StartFailed, StillLoading
+from overspill.registry import Model
+from overspill.serve.report import Phase
+from overspill.serve.status import Reached, Status, folder_of, write_status
+from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder, place_in, reckon
+
+MACHINE = 3 * GiB
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    yield from place_in(tmp_path, monkeypatch)
+
+
+def measured(place: Place, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) -> None:
+    """A machine on which every engine takes 2 GiB as soon as it runs, and which has them back late after its end."""
+    seen: dict[int, float] = {}
+
+    def free() -> Memory:
+        now = time.monotonic()
+        seen.update(dict.fromkeys(of_folder(place.folder), now))
+        return Memory(ram_bytes=MACHINE - 2 * GiB * sum(now - at <= late_s for at in seen.values()))
+
+    monkeypatch.setattr("overspill.manager.engines.fleet.free_memory", free)
+
+
+def test_a_model_waits_while_another_loads_and_then_has_its_turn(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other one has taken already must not count twice, or this one would be told that it can never fit."""
+    measured(place, monkeypatch)
+    place.add("a", ram=2 * GiB, behaviour={"start_s": 1.0})
+    place.add("b", ram=2 * GiB)
+
+    async def run() -> None:
+        async with managing(place, memory=None) as engines:
+            first = asyncio.create_task(engines.ensure_ready("a"))
+            await eventually(lambda: place.starts("a"))
+            await engines.ensure_ready("b")
+            await first
+            assert engines.snapshot("b").state is State.READY
+
+    asyncio.run(run())
+
+
+def test_memory_that_comes_back_late_is_waited_for(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(place, monkeypatch, late_s=0.7)
+    place.add("a", ram=2 * GiB)
+    place.add("b", ram=2 * GiB)
+
+    async def run() -> None:
+        async with managing(place, memory=None, timing=dataclasses.replace(IMPATIENT, settle_s=2.0)) as engines:
+            await engines.ensure_ready("a")
+            await engines.ensure_ready("b")
+
+    asyncio.run(run())
+
+
+def test_what_can_never_fit_is_refused_once_nothing_moves(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(place, monkeypatch)
+    place.add("a", ram=2 * GiB, behaviour={"start_s": 0.5})
+    place.add("huge", ram=4 * GiB)
+
+    async def run() -> None:
+        async with managing(place, memory=None) as engines:
+            first = asyncio.create_task(engines.ensure_ready("a"))
+            await eventually(lambda: place.starts("a"))
+            with pytest.raises(NoRoom, match="would not be enough"):
+                await engines.ensure_ready("huge")
+            await first
+
+    asyncio.run(run())
+
+
+def test_a_model_that_cannot_be_planned_keeps_nobody_waiting(place: Place) -> None:
+    def broken(model: Model, evictable: Memory) -> Need:
+        if model.name == "bad":
+            raise KeyError("num_attention_heads")
+        return reckon(model, evictable)
+
+    place.add("bad")
+    place.add("b")
+
+    async def run() -> None:
+        async with managing(place, reckon=broken) as engines:
+            bad = asyncio.create_task(engines.ensure_ready("bad"))
+            await engines.ensure_ready("b")
+            with pytest.raises(NoRoom, match=r"what bad needs cannot be told \(KeyError: 'num_attention_heads'\)"):
+                await bad
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_hangs_while_it_starts_goes_for_one_that_is_waited_for(place: Place) -> None:
+    place.add("hung", ram=2 * GiB, behaviour={"start_s": 1000})
+    place.add("b", ram=GiB)
+
+    async def run() -> None:
+        async with managing(place, timing=dataclasses.replace(IMPATIENT, load_s=1.5)) as engines:
+            with pytest.raises(StillLoading):
+                await engines.ensure_ready("hung")
+            await engines.ensure_ready("b", within=20)
+            assert engines.snapshot("hung").state is State.STOPPED
+
+    asyncio.run(run())
+
+
+def test_a_start_does_not_last_for_ever(place: Place) -> None:
+    place.add("hung", behaviour={"start_s": 1000})
+
+    async def run() -> None:
+        async with managing(place, timing=dataclasses.replace(IMPATIENT, start_s=0.5)) as engines:
+            with pytest.raises(StartFailed, match=r"while it was starting after it had not answered for 0\.5 s"):
+                await engines.ensure_ready("hung")
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_held_is_not_stopped_for_another(place: Place) -> None:
+    place.add("a", ram=2 * GiB)
+    place.add("b", ram=2 * GiB)
+
+    async def run() -> None:
+        async with managing(place, timing=dataclasses.replace(IMPATIENT, drain_s=0.2, load_s=5)) as engines:
+            async with engines.using("a", hold=True):
+                with pytest.raises(NoRoom, match=r"a is being measured\. Ask again later") as raised:
+                    await engines.ensure_ready("b")
+                assert raised.value.retry_after_s
+                assert engines.snapshot("a").state is State.READY
+            await engines.ensure_ready("b")
+
+    asyncio.run(run())
+
+
+def test_nothing_is_started_while_the_machine_is_reserved(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            with engines.reserved("job 7 has the machine"):
+                with pytest.raises(NoRoom, match="a is not started now: job 7 has the machine"):
+                    await engines.ensure_ready("a")
+                assert not place.starts("a")
+            await engines.ensure_ready("a")
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def started_by_hand(place: Place, port: int) -> "Iterator[subprocess.Popen[bytes]]":
+    program = [sys.executable, "-S", str(ROOT / "tests/fake_server.py"), str(place.behaviours), "a"]
+    child = subprocess.Popen([*program, "--host", "127.0.0.1", "--port", str(port)], start_new_session=True)
+    now = datetime.now(UTC).isoformat()
+    status = Status(
+        pid=child.pid, process=processes.identity(child.pid), host=platform.node(), model="a", source="x",
+        served_name="a", url=f"http://127.0.0.1:{port}", phase=Phase.READY,
+        phases=(Reached(phase=Phase.READY, at=now),), started_at=now, ready_at=now, plan={"device": "cpu"},
+    )  # fmt: skip
+    try:
+        write_status(status, folder_of())
+        yield child
+    finally:
+        child.send_signal(signal.SIGCONT)
+        child.kill()
+        child.wait()
+
+
+def test_a_server_that_somebody_else_started_and_paused_is_not_killed(place: Place) -> None:
+    from overspill.manager.engines.launch import free_port
+
+    place.add("a")
+
+    async def run() -> None:
+        timing = dataclasses.replace(IMPATIENT, silent_s=0.3, health_s=0.2, look_ready_s=0.1)
+        with started_by_hand(place, free_port()) as child:
+            async with managing(place, timing=timing) as engines:
+                await eventually(lambda: engines.snapshot("a").state is State.READY)
+                assert not engines.snapshot("a").is_managed
+                child.send_signal(signal.SIGSTOP)
+                await eventually(lambda: engines.snapshot("a").state is not State.READY)
+                await asyncio.sleep(2 * timing.stop_patience_s)
+                assert child.poll() is None and engines.snapshot("a").state is State.STARTING
+                child.send_signal(signal.SIGCONT)
+                await eventually(lambda: engines.snapshot("a").state is State.READY)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened: list[int] = []
+    own: Callable[[], str | None] = lambda: processes.identity(os.getpid())  # noqa: E731
+    alive = own()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 256), before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            own()
+        with pytest.raises(OSError, match="Too many open files"):
+            list(processes.processes())
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert alive is not None and own() == alive
+
+
+def test_an_engine_survives_that_the_manager_runs_out_of_files_for_a_while(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        timing = dataclasses.replace(IMPATIENT, stop_patience_s=0.2, look_ready_s=0.05)
+        async with managing(place, timing=timing) as engines:
+            pid = (await engines.start("a")).pid
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            for _ in range(2):
+                opened: list[int] = []
+                resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 256), before[1]))
+                try:
+                    with contextlib.suppress(OSError):
+                        while True:
+                            opened.append(os.open("/dev/null", os.O_RDONLY))
+                    await asyncio.sleep(0.5)
+                finally:
+                    for descriptor in opened:
+                        os.close(descriptor)
+                    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+                await asyncio.sleep(1.5)
+            snapshot = engines.snapshot("a")
+            assert (snapshot.state, snapshot.pid) == (State.READY, pid), snapshot.error
+
+    asyncio.run(run())
