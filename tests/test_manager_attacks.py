@@ -644,6 +644,27 @@ def dangerous_flags(target: Target) -> None:
         assert not client.get("/api/jobs").json()
 
 
+OPTIONS = (
+    "native:1GiB,spec_name=Popen,spec_module_path=subprocess", "lmcache:1GiB,lmcache.remote_url=lm://evil.example:1",
+    "x = 'native:1GiB,spec_module_path=os'", "simple:1GiB,kv_connector_module_path=os",
+)  # fmt: skip
+
+
+@attack(
+    "What may be started",
+    "an A/B of a connector with options that import a module or name a server",
+    "403; nothing runs",
+)
+def dangerous_options(target: Target) -> None:
+    with target.open.client() as client:
+        for text in OPTIONS:
+            for place in ("a", "b", "c"):
+                given_ = {"a": "none", "b": "none", place: text}
+                answer = client.post("/api/jobs", json={"kind": "ab", "model": "qwen", "given": given_})
+                assert answer.status_code == 403 and "may not be set over the web" in answer.text, answer.text
+        assert not client.get("/api/jobs").json()
+
+
 @attack(
     "What may be started", "a job with a field of its own, a shell's words, a file as workload", "400; nothing runs"
 )

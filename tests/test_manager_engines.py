@@ -51,6 +51,19 @@ def test_an_engine_starts_is_ready_and_stops(place: Place) -> None:
     asyncio.run(run())
 
 
+def test_an_engine_is_started_where_no_name_can_be_a_folders(place: Place) -> None:
+    """vLLM takes `tmp/x` for a folder if there is one where it was started, and that would be any of the disk's in /."""
+    place.add("tmp/a")
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            ready = await engines.start("tmp/a")
+            where = Path(os.readlink(f"/proc/{ready.pid}/cwd"))
+            assert where.is_relative_to(place.folder) and not list(where.iterdir())
+
+    asyncio.run(run())
+
+
 def test_starts_at_the_same_time_are_one_start(place: Place) -> None:
     place.add("a", behaviour={"start_s": 0.2})
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import overspill
+from overspill.kv.errors import OverspillError
 from overspill.named import NoRegistry, look_up
 from overspill.registry import add_model, open_registry
 from overspill.settings import GivenBy, resolve
@@ -55,6 +56,19 @@ def test_flags_win_over_the_registry_and_the_registry_over_the_environment(regis
     (note,) = named.notes(values)
     assert "small is a model of the registry" in note and "--max-model-len 2048 --dtype float32" in note
     assert "--ram" not in note and note.endswith("-- --seed 7")
+
+
+def test_a_repository_of_the_registry_is_never_taken_for_a_folder(
+    home: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_registry(environ=home) as registry:
+        add_model(registry, "far", {"source": "some/model"})
+    assert look_up("far", home).source == "some/model"
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "model").symlink_to(llama)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OverspillError, match="a folder of that name is in .*; run this somewhere else"):
+        look_up("far", home)
 
 
 def test_the_registry_wins_over_a_repository_and_a_folder_over_the_registry(

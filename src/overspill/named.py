@@ -73,6 +73,13 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> Named:
         return plain
     from overspill.registry import serve_settings
 
+    if not os.path.isabs(model.settings.source) and os.path.lexists(model.settings.source):
+        # Whoever may name a repository must not thereby reach into folders.
+        raise OverspillError(
+            f"{name} is the repository {model.settings.source}, and a folder of that name is in {os.getcwd()}, which "
+            "vLLM would take instead; run this somewhere else, or give the model the folder's whole path with: "
+            f"overspill models edit {name} --source"
+        )
     settings, vllm_args = serve_settings(model.settings)
     return Named(
         name=name, source=model.settings.source, is_registered=True, settings=settings, vllm_args=tuple(vllm_args)

@@ -4,8 +4,10 @@ A list of what is allowed, not of what is not: vLLM gets new flags with every ve
 the whole, and reads modules, templates, plugins and configuration files named by many of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 
+from overspill.kv.options import Options
 from overspill.manager.errors import ManagerError
 from overspill.serve.flags import read_flags
 
@@ -27,7 +29,6 @@ ALLOWED = frozenset(
         "--limit-mm-per-prompt",
         "--long-prefill-token-threshold",
         "--max-logprobs",
-        "--max-num-partial-prefills",
         "--pipeline-parallel-size",
         "--prefix-caching-hash-algo",
         "--quantization",
@@ -47,6 +48,20 @@ ALLOWED = frozenset(
 
 class FlagNotAllowed(ManagerError):
     """A flag of vLLM's that may not be set over the web."""
+
+
+# Of connectors: Overspill's own, and two switches of vLLM's. Others name modules to import and servers to connect to.
+HARMLESS_OPTIONS = frozenset(field.name for field in fields(Options)) | {"lazy_offload", "offload_prompt_only"}
+
+
+def require_harmless(options: Iterable[str]) -> None:
+    for name in options:
+        if name not in HARMLESS_OPTIONS:
+            raise FlagNotAllowed(
+                f"the option {name[:80]!r} of a connector may not be set over the web, since such options can run code "
+                f"and open connections. Run the comparison with: overspill ab. Allowed are "
+                f"{', '.join(sorted(HARMLESS_OPTIONS))}"
+            )
 
 
 def require_allowed(words: Sequence[str]) -> None:

@@ -272,7 +272,9 @@ class Engine:
 
     async def _launch(self) -> None:
         self._launches += 1
-        order = Order(name=self.name, port=free_port(), log_file=self._own_log())
+        order = Order(
+            name=self.name, port=free_port(), log_file=self._own_log(), folder=self.world.folder / "empty"
+        )
         logs.begin(order.log_file)
         self._is_launching = True
         try:

@@ -25,6 +25,8 @@ class Order:
     name: str
     port: int
     log_file: Path
+    folder: Path
+    """Where it is started. It must be empty: vLLM, and we, take a name for a folder of that name if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +60,12 @@ class OwnProcesses:
         ]  # fmt: skip
         environment = {name: value for name, value in self.environment.items() if name not in _LEFT_OUT}
         try:
-            order.log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (order.log_file.parent, order.folder):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with order.log_file.open("ab") as log:
                 child = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                    env=environment, cwd="/",
+                    env=environment, cwd=order.folder,
                 )  # fmt: skip
         except OSError as error:
             raise StartFailed(f"{order.name} could not be started: {error}") from error

@@ -5,9 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from overspill.bench.session import DEFAULT_WORKLOAD
+from overspill.bench.workload import WORKLOADS
 from overspill.experiment.configurations import read_configuration
+from overspill.experiment.definition import TIERS
 from overspill.manager.errors import ManagerError
-from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed
+from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed, require_harmless
+from overspill.tune.goals import Goal
 
 _MAX_TEXT = 500
 
@@ -25,15 +29,21 @@ class Field:
     label: str
     help: str
     kind: str = "text"
-    """text, number or yes."""
+    """text, number, yes or one: of its choices."""
+    default: str = ""
+    """What the command takes where nothing is given."""
+    choices: Sequence[str] = ()
+    """All that there are, or what a text may begin with."""
 
 
+_WORKLOAD = "what is sent; other parameters after a colon: multi-turn:conversations=8,turns=4"
+_RESUME = Field("resume", "Resume", "the name of an experiment that was ended early; leave out the rest")
 # Every field is a flag of the command; free text that the command would read as vLLM's own flags is not among them.
 FIELDS: Mapping[JobKind, Sequence[Field]] = {
     JobKind.BENCH: (
-        Field("workload", "Workload", "multi-turn, shared-prefix, long-context, overhead or offline; then :key=value"),
-        Field("seed", "Seed", "what prompts are drawn from", "number"),
-        Field("expect", "Expect", "offload or spill: it fails if that tier served nothing"),
+        Field("workload", "Workload", _WORKLOAD, default=DEFAULT_WORKLOAD, choices=tuple(WORKLOADS)),
+        Field("seed", "Seed", "what prompts are drawn from", "number", "0"),
+        Field("expect", "Expect", "a tier: it fails if that served nothing", "one", "nothing", TIERS),
         Field("label", "Label", "a name for this configuration"),
         Field("experiment", "Experiment", "a name that compared results have in common"),
     ),
@@ -41,26 +51,28 @@ FIELDS: Mapping[JobKind, Sequence[Field]] = {
         Field("a", "A", "none, native:8GiB, simple-lazy:8GiB, or a flag such as --ram 8GiB"),
         Field("b", "B", "what it is compared with"),
         Field("c", "C", "a third configuration"),
-        Field("workload", "Workload", "as for a bench"),
-        Field("repeats", "Repeats", "how often each is measured", "number"),
-        Field("seed", "Seed", "what requests are drawn from", "number"),
+        Field("workload", "Workload", _WORKLOAD, default=DEFAULT_WORKLOAD, choices=tuple(WORKLOADS)),
+        Field("repeats", "Repeats", "how often each is measured", "number", "3"),
+        Field("seed", "Seed", "what requests are drawn from", "number", "0"),
         Field("keep", "Keep engines", "start each once, and empty caches between repeats", "yes"),
+        _RESUME,
     ),
     JobKind.VERIFY: (
         Field("quick", "Quick", "every scenario once", "yes"),
         Field("soak", "Soak", "again and again, with other lengths and orders", "yes"),
-        Field("minutes", "Minutes", "with soak: how long", "number"),
-        Field("seed", "Seed", "what prompts and orders are drawn from", "number"),
+        Field("minutes", "Minutes", "with soak: how long", "number", "30"),
+        Field("seed", "Seed", "what prompts and orders are drawn from", "number", "0"),
     ),
     JobKind.TUNE: (
-        Field("goal", "Goal", "throughput, ttft or context"),
-        Field("budget", "Budget", "how long it may take: 90s, 10m, 2h"),
-        Field("workload", "Workload", "as for a bench; without it, the goal's own"),
-        Field("repeats", "Repeats", "how often the best ones are measured", "number"),
+        Field("goal", "Goal", "what is to be best", "one", str(Goal.THROUGHPUT), tuple(Goal)),
+        Field("budget", "Budget", "how long it may take: 90s, 10m, 2h", default="30m"),
+        Field("workload", "Workload", _WORKLOAD, default="the goal's own", choices=tuple(WORKLOADS)),
+        Field("repeats", "Repeats", "how often the best ones are measured", "number", "3"),
         Field("candidates", "Candidates", "try at most so many", "number"),
         Field("max_model_len", "Context", "to keep to, in tokens: 32k"),
         Field("allow_fp8", "Allow fp8", "try KV in fp8 too, which rounds it", "yes"),
         Field("dry_run", "Leave settings alone", "measure only", "yes"),
+        _RESUME,
     ),
 }  # fmt: skip
 _CONFIGURATIONS = ("a", "b", "c")
@@ -105,6 +117,8 @@ def _flag(field: Field, value: str) -> list[str]:
         return [flag] if value.lower() in ("1", "true", "yes", "on") else []
     if field.kind == "number" and not (value.isascii() and value.isdigit()):
         raise ManagerError(f"{field.label}: {value!r:.40} is not a number; write for example 3")
+    if field.kind == "one" and value not in field.choices:
+        raise ManagerError(f"{field.label}: {value!r:.40} is none of {', '.join(field.choices)}; use one of these")
     if field.name in _CONFIGURATIONS:
         _require_safe(field, value)
     # With `=`, a value that begins with a dash is no flag of its own.
@@ -113,7 +127,10 @@ def _flag(field: Field, value: str) -> list[str]:
 
 def _require_safe(field: Field, value: str) -> None:
     """Read as the command will read it: quotes and labels hide nothing then."""
+    configuration = read_configuration(field.name, value)
     try:
-        require_allowed(read_configuration(field.name, value).vllm_args)
+        require_allowed(configuration.vllm_args)
+        if configuration.peer is not None:
+            require_harmless(configuration.peer.options)
     except FlagNotAllowed as error:
         raise FlagNotAllowed(f"{field.label}: {error}") from error

@@ -74,17 +74,20 @@ class Access:
         self._used_keys: dict[str, datetime] = {}
         self._seen_sessions: dict[str, datetime] = {}
 
-    async def identify(self, authorization: str | None, session_id: str | None) -> Identity | None:
+    async def identify(
+        self, authorization: str | None, session_id: str | None, *, is_use: bool = True
+    ) -> Identity | None:
         """By an Authorization header, else by a session's cookie; None for nobody.
 
-        Whoever sends a key is that key or nobody: a wrong one is not overlooked because of a cookie.
+        Whoever sends a key is that key or nobody: a wrong one is not overlooked because of a cookie. Without `is_use`
+        it does not count as a sign of life: a page that is only open does not keep its session for ever.
         """
         if authorization is not None:
             kind, _, key = authorization.strip().partition(" ")
-            identity = await self._by_key(key.strip()) if kind.lower() == "bearer" else None
+            identity = await self._by_key(key.strip(), is_use=is_use) if kind.lower() == "bearer" else None
             # OpenAI's clients cannot be told to send none, so where nothing is protected any will do.
             return identity or await self._local()
-        if session_id is not None and (identity := await self._by_session(session_id)) is not None:
+        if session_id is not None and (identity := await self._by_session(session_id, is_use=is_use)) is not None:
             return identity
         return await self._local()
 
@@ -125,17 +128,18 @@ class Access:
         """Not by what was known at the start: whoever removes the last key must not open the door to others."""
         return LOCAL if self._is_loopback and not await self.is_protected() else None
 
-    async def _by_key(self, key: str) -> Identity | None:
+    async def _by_key(self, key: str, *, is_use: bool = True) -> Identity | None:
         prefix = key_prefix(key)
         if prefix is None:
             return None
         known = (await self._fresh()).keys.get(prefix)
         if known is None or not same(known.digest, digest(key)):
             return None
-        self._used_keys[prefix] = now()
+        if is_use:
+            self._used_keys[prefix] = now()
         return Identity(who=known.who, scope=known.scope)
 
-    async def _by_session(self, session_id: str) -> Identity | None:
+    async def _by_session(self, session_id: str, *, is_use: bool = True) -> Identity | None:
         hashed = digest(session_id)
         login = (await self._fresh()).sessions.get(hashed)
         at = now()
@@ -144,7 +148,8 @@ class Access:
         seen_at = max(login.seen_at, self._seen_sessions.get(hashed, login.seen_at))
         if at - login.created_at > LONGEST or at - seen_at > IDLE:
             return None
-        self._seen_sessions[hashed] = at
+        if is_use:
+            self._seen_sessions[hashed] = at
         return Identity(who=f"session {hashed[:8]} by {login.who}", scope=KeyScope.ALL, session=hashed)
 
     async def _who_may_log_in(self, secret: str) -> str | None:

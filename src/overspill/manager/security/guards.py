@@ -4,13 +4,14 @@ from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from overspill.manager.security.access import Access, Identity
+from overspill.manager.security.access import LOCAL, Access, Identity
 from overspill.manager.security.answers import refuse
 from overspill.manager.security.bodies import MAX_BODY_BYTES, PAUSE_S, BodyGuard
 from overspill.manager.security.cookies import read_cookie
 from overspill.manager.security.csrf import CsrfGuard
 from overspill.manager.security.headers import SecurityHeaders
 from overspill.manager.security.hosts import HostGuard, allowed_names
+from overspill.manager.security.revocation import Revocable
 from overspill.registry.errors import RegistryUnavailable
 from overspill.registry.keys import KeyScope
 
@@ -43,12 +44,22 @@ class AccessGuard:
                 await refuse(scope, send, 403, f"{identity.who} is for {GATEWAY} only; use a key for everything")
                 return
         scope.setdefault("state", {})["identity"] = identity
+        if scope["type"] == "http" and identity is not None and identity is not LOCAL:
+            answer = Revocable(receive, send, lambda: self._is_still(identity, scope))
+            receive, send = answer.receive, answer.send
         await self._app(scope, receive, send)
 
-    async def _identify(self, scope: Scope) -> Identity | None:
+    async def _is_still(self, identity: Identity, scope: Scope) -> bool:
+        try:
+            return await self._identify(scope, is_use=False) == identity
+        except RegistryUnavailable:
+            return False
+
+    async def _identify(self, scope: Scope, *, is_use: bool = True) -> Identity | None:
         headers = dict(scope["headers"])
         authorization, cookie = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"cookie"))
-        return await self._access.identify(authorization or None, read_cookie(cookie, is_tls=self._is_tls))
+        session_id = read_cookie(cookie, is_tls=self._is_tls)
+        return await self._access.identify(authorization or None, session_id, is_use=is_use)
 
     async def _ask_to_log_in(self, scope: Scope, send: Send) -> None:
         accepted = dict(scope["headers"]).get(b"accept", b"")
