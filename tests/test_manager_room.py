@@ -93,6 +93,17 @@ def test_what_can_never_fit_is_refused_once_nothing_moves(place: Place, monkeypa
     asyncio.run(run())
 
 
+def test_what_is_free_is_told_of_what_is_needed_only(place: Place) -> None:
+    place.add("huge", ram=8 * GiB)
+
+    async def run() -> None:
+        async with managing(place, memory=Memory(gpu_bytes=1 << 60, ram_bytes=2 * GiB)) as engines:
+            with pytest.raises(NoRoom, match=r"^huge needs 8 GiB of RAM; 2 GiB of RAM is free, "):
+                await engines.ensure_ready("huge")
+
+    asyncio.run(run())
+
+
 def test_a_model_that_cannot_be_planned_keeps_nobody_waiting(place: Place) -> None:
     def broken(model: Model, evictable: Memory) -> Need:
         if model.name == "bad":

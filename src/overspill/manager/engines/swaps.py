@@ -198,7 +198,7 @@ class Swaps:
         return time.monotonic() - last < self.timing.settle_s
 
     def _no_room(self, name: str, need: Need, free: Memory, victims: tuple[str, ...] = ()) -> NoRoom:
-        told = f"{name} needs {need.least}; {free} is free"
+        told = f"{name} needs {need.least}; {free.where_asked(need.least)} is free"
         if victims:
             return NoRoom(f"{told}. Stop {' and '.join(victims)} first, or switch to {name}")
         held = [one.name for one in self.engines.values() if one.held and one.state in _HOLDING]
