@@ -155,13 +155,27 @@ def test_weights_in_ram_become_arguments_of_the_offloader_that_does_it(tmp_path:
 
 
 def test_arguments_of_the_users_own_win_and_a_contradiction_is_told(llama: Path) -> None:
-    with pytest.warns(overspill.PlanContradicted, match=r"--gpu-memory-utilization.* replaces the plan's") as told:
-        arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", gpu_memory_utilization=0.5)
-    assert arguments["gpu_memory_utilization"] == 0.5
+    with pytest.warns(overspill.PlanContradicted, match=r"replaces the plan's --gpu-memory-utilization") as told:
+        arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", kv_cache_memory_bytes=2**30)
+    assert arguments["kv_cache_memory_bytes"] == 2**30 and "gpu_memory_utilization" not in arguments
     assert told[0].filename == __file__
     with pytest.warns(overspill.PlanContradicted, match="tensor-parallel-size"):
         arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", tensor_parallel_size=2)
     assert arguments["tensor_parallel_size"] == 2
+
+
+def test_what_vllm_and_the_plan_both_have_is_planned_with(llama: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", overspill.PlanContradicted)
+        arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", gpu_memory_utilization=0.5)
+    assert arguments["gpu_memory_utilization"] == 0.5
+    with pytest.warns(overspill.PlanContradicted, match="weights go to RAM as asked"):
+        by_vllm = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", offload_ram=0, cpu_offload_gb=0.0001)
+    with pytest.warns(overspill.PlanContradicted, match="weights go to RAM as asked"):
+        by_setting = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", offload_ram=0, weights_ram=107374)
+    assert by_vllm == by_setting and vllm.EngineArgs(**by_vllm).offload_backend in ("uva", "prefetch")
+    made = overspill.plan(str(llama), gpu="24GiB", ram="64GiB", weights_ram="1KiB", at_once=3)
+    assert made.chosen is not None and made.chosen.weights.ram_bytes and made.wishes.at_once == 3
 
 
 def test_a_connector_of_the_users_own_takes_the_place_of_the_plans(llama: Path) -> None:

@@ -146,6 +146,8 @@ MISTAKES: dict[str, tuple[list[str], str, int]] = {
     "an unknown model to remove": (["rm", "olt"], "did you mean old?", 2),
     "not a size": (["add", "new", "--ram", "lots"], "--ram: 'lots' is not a size; write for example", 2),
     "a negative size": (["edit", "old", "--gpu-memory", "-5"], "--gpu-memory", 2),
+    "no share of the GPU": (["add", "new", "--gpu-memory-utilization", "85"], "above 0 and at most 1", 2),
+    "none at once": (["edit", "old", "--at-once", "0"], "--at-once: '0' is not a number from 1 on", 2),
     "weights that are no size": (["add", "new", "--weights-ram", "half"], "--weights-ram: 'half' is not a size", 2),
     "no tokens": (["add", "new", "--max-model-len", "0"], "--max-model-len: '0' is not a number of tokens", 2),
     "an unknown dtype": (["add", "new", "--dtype", "int8"], "--dtype: 'int8' is none of auto", 2),

@@ -8,6 +8,7 @@ import pytest
 
 from overspill.figures import Origin
 from overspill.hardware import parse_gpu, parse_ram
+from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
@@ -222,7 +223,7 @@ def test_a_refusal_says_need_have_and_what_would_work() -> None:
     made = plan(LLAMA_8B, "24GiB", "8GiB", 131072, kv_cache_dtype="auto")
     said = refusal(made)
     assert "\n" not in said and made.recommended is None
-    for part in ("131072 tokens", "33 GiB of GPU memory", "24 GiB of GPU memory and 8 GiB of RAM", "--ram 15GiB",
+    for part in ("131072 tokens", "35.3 GiB of GPU memory", "24 GiB of GPU memory and 8 GiB of RAM", "--ram 15GiB",
                  f"--max-model-len {made.longest_context}", "--gpu a100-40gb"):  # fmt: skip
         assert part in said
 
@@ -276,6 +277,174 @@ def test_smaller_batches_leave_more_for_kv() -> None:
     assert resident(max_num_batched_tokens=2048) > resident(max_num_batched_tokens=8192)
     assert resident(enforce_eager=True, max_num_batched_tokens=2048) > resident(max_num_batched_tokens=2048)
     assert resident(max_num_seqs=16) > resident(max_num_seqs=256)
+
+
+# Weights in RAM, as asked.
+
+
+def test_weights_in_ram_are_what_was_asked_for_in_whole_layers() -> None:
+    """What was asked for went to vLLM beside a plan that had given the same RAM to KV."""
+    layer = model(LLAMA_8B).weights.layer_bytes[0]
+    for asked in (1, 4 * GIB, 8 * GIB):
+        made = plan(LLAMA_8B, "24GiB", "32GiB", 131072, weights_ram_bytes=asked)
+        assert made.recommended is not None
+        for way in made.ways:
+            assert asked <= way.weights.ram_bytes < asked + 2 * layer and way.weights.ram_bytes % layer == 0
+            taken = way.weights.pinned_bytes + way.kv.spilled_bytes + way.offload_bytes + 3 * GIB
+            assert taken <= 32 * GIB
+            on_gpu = made.facts.weights.total_bytes - way.weights.saved_bytes
+            assert on_gpu + way.kv.device_bytes + way.overheads.total.value <= made.usable_gpu_bytes.value
+    more, less = (
+        plan(LLAMA_8B, "24GiB", "128GiB", 131072, weights_ram_bytes=asked).recommended for asked in (4 * GIB, 0)
+    )
+    assert more is not None and less is not None and less.weights.ram_bytes == 0
+    assert more.kv.resident_bytes > less.kv.resident_bytes + 3 * GIB, "what they leave is for KV"
+
+
+def test_no_weights_in_ram_where_none_are_asked_for() -> None:
+    free = plan(LLAMA_8B, "12GiB", "64GiB", 16384)
+    assert free.recommended is not None and free.recommended.weights.ram_bytes
+    made = plan(LLAMA_8B, "12GiB", "64GiB", 16384, weights_ram_bytes=0)
+    assert made.recommended is None and made.longest_context == 0
+    assert made.fitting_weights_ram is not None
+    said = re.search(r"It would fit with --weights-ram (\d+)MiB", refusal(made))
+    assert said is not None
+    found = plan(LLAMA_8B, "12GiB", "64GiB", 16384, weights_ram_bytes=int(said[1]) * 2**20).recommended
+    assert found is not None and found.weights.ram_bytes == made.fitting_weights_ram
+
+
+def test_more_weights_than_ram_is_refused_with_the_amount_that_fits() -> None:
+    """Pinned, 12 GiB take 14."""
+    made = plan(LLAMA_8B, "24GiB", "16GiB", 65536, weights_ram_bytes=12 * GIB, kv_cache_dtype="auto")
+    said = refusal(made)
+    assert made.recommended is None and made.least_ram_bytes is not None and made.least_ram_bytes > 16 * GIB
+    assert "with 12 GiB of weights there, as asked; there is 24 GiB of GPU memory and 16 GiB of RAM" in said
+    assert f"--ram {-(-made.least_ram_bytes // GIB)}GiB" in said and "It would fit with --weights-ram" in said
+    enough = plan(LLAMA_8B, "24GiB", f"{made.least_ram_bytes}B", 65536, weights_ram_bytes=12 * GIB)
+    assert enough.recommended is not None
+
+
+def test_more_weights_than_the_layers_have_is_refused() -> None:
+    with pytest.raises(OverspillError, match=r"--weights-ram is 14 GiB, and the layers of model have 13 GiB"):
+        plan(LLAMA_8B, "24GiB", "64GiB", 4096, weights_ram_bytes=14 * GIB)
+
+
+def test_the_groups_of_layers_that_were_asked_for_are_planned() -> None:
+    made = plan(LLAMA_8B, "24GiB", "64GiB", 65536, offload_groups=(4, 1))
+    way = made.recommended
+    assert way is not None and (way.weights.group_size, way.weights.num_in_group) == (4, 1)
+    arguments = vllm_args(made, way)
+    assert arguments[arguments.index("--offload-group-size") + 1] == "4"
+    with pytest.raises(OverspillError, match="--offload-group-size 40 moves nothing to RAM"):
+        plan(LLAMA_8B, "24GiB", "64GiB", 65536, offload_groups=(40, 1))
+
+
+# The share of the GPU.
+
+
+def test_the_share_that_was_asked_for_is_what_is_planned_with() -> None:
+    """A plan was made with 0.92, and vLLM started with 0.85 did not have the room."""
+    usual, less = (
+        plan(LLAMA_8B, "24GiB", "64GiB", 8192),
+        plan(LLAMA_8B, "24GiB", "64GiB", 8192, gpu_memory_utilization=0.85),
+    )
+    assert usual.gpu_memory_utilization == 0.92 and less.gpu_memory_utilization == 0.85
+    assert less.usable_gpu_bytes.value == int(24 * GIB * 0.85)
+    assert less.recommended is not None and usual.recommended is not None
+    assert usual.recommended.kv.resident_bytes - less.recommended.kv.resident_bytes > 1.6 * GIB
+    arguments = vllm_args(less, less.recommended)
+    assert arguments[arguments.index("--gpu-memory-utilization") + 1] == "0.8500"
+    limit, context = less.budget.limit_bytes, less.budget.context_bytes
+    assert limit.value < 24 * GIB and "by --gpu-memory-utilization" in limit.note
+    assert less.usable_gpu_bytes.value + context.value <= limit.value, "CUDA's context comes on top"
+
+
+def test_a_share_that_is_not_free_is_lowered_with_a_warning() -> None:
+    made = plan(LLAMA_8B, "24GiB", "64GiB", 8192, gpu_memory_utilization=1.0)
+    assert made.gpu_memory_utilization is not None and made.gpu_memory_utilization < 0.97
+    assert f"planned with {made.gpu_memory_utilization:g}" in made.warnings[0]
+    assert not plan(LLAMA_8B, "24GiB", "64GiB", 8192, gpu_memory_utilization=0.9).warnings
+
+
+def test_a_share_and_a_size_of_the_gpu_are_refused_together() -> None:
+    with pytest.raises(
+        OverspillError, match=r"--gpu-memory 8 GiB and --gpu-memory-utilization 0.5 both say.*leave one"
+    ):
+        plan(LLAMA_8B, "24GiB", "64GiB", 4096, gpu_memory_bytes=8 * GIB, gpu_memory_utilization=0.5)
+
+
+# What RAM makes of a GPU.
+
+
+def test_the_longest_context_without_ram_is_told_beside_the_one_with_it() -> None:
+    made = plan(LLAMA_8B, "24GiB", "128GiB", 131072)
+    told = plan_as_json(made)
+    alone = told["longest_on_gpu_tokens"]
+    assert 20_000 < alone < 60_000 and told["longest_context"] == 131072
+    assert f"Longest context: {alone:,} tokens on the GPU alone, 131,072 tokens with this RAM." in plan_as_text(made)
+    without = plan(LLAMA_8B, "24GiB", "3GiB", 8192, weights_ram_bytes=0, offload_ram_bytes=0, kv_cache_dtype="auto")
+    assert without.longest_context == alone, "with RAM for nothing but the engine's process"
+    asked = plan(LLAMA_8B, "24GiB", "128GiB", 131072, weights_ram_bytes=8 * GIB)
+    assert asked.longest_on_gpu == alone, "whatever is asked of RAM"
+    assert "none on the GPU alone" in plan_as_text(plan(LLAMA_8B, "12GiB", "64GiB", 16384))
+
+
+def test_tokens_that_are_kept_warm_are_those_that_the_pool_holds() -> None:
+    made = plan(LLAMA_8B, "24GiB", "128GiB", 131072, offload_ram_bytes=10 * GIB)
+    assert plan_as_json(made)["warm_tokens"] == 10 * GIB // 131072 == 81920
+    assert "kept warm in RAM: 81,920 tokens" in plan_as_text(made)
+    nothing = plan(LLAMA_8B, "8GiB", "4GiB", 131072)
+    assert nothing.chosen is None and plan_as_json(nothing)["warm_tokens"] == 0
+
+
+def test_a_plan_for_several_gpus_says_that_it_is_for_one() -> None:
+    made = plan(LLAMA_8B, "24GiB", "64GiB", 8192, tensor_parallel_size=2)
+    assert "the plan is for one GPU" in made.warnings[0] and "--tensor-parallel-size 2" in made.warnings[0]
+    assert plan_as_json(made)["warnings"] == list(made.warnings)
+    assert f"warning: {made.warnings[0]}" in plan_as_text(made)
+
+
+# Several at once.
+
+
+def test_requests_that_are_to_run_at_once_all_have_room() -> None:
+    for gpu, at_once in (("24GiB", 1), ("24GiB", 2), ("24GiB", 4), ("48GiB", 3)):
+        made = plan(LLAMA_8B, gpu, "128GiB", 65536, at_once=at_once)
+        assert made.recommended is not None and plan_as_json(made)["at_once"] == at_once
+        for way in made.ways:
+            assert way.requests_at_once(65536) >= at_once
+    one, four = (plan(LLAMA_8B, "24GiB", "128GiB", 65536, at_once=n) for n in (1, 4))
+    assert one.recommended is not None and four.recommended is not None
+    kv = 65536 * 131072
+    more = four.recommended.kv.resident_bytes + four.recommended.kv.spilled_bytes
+    assert more >= 4 * kv and four.need_gpu_bytes - one.need_gpu_bytes >= 3 * kv
+    assert four.longest_on_gpu < one.longest_on_gpu / 3
+    assert four.least_ram_bytes is not None and one.least_ram_bytes is not None
+    assert four.least_ram_bytes > one.least_ram_bytes + 3 * kv * 0.9
+
+
+def test_ways_are_ranked_by_how_fast_all_requests_are_together() -> None:
+    made = plan(LLAMA_8B, "24GiB", "128GiB", 32768, at_once=8)
+    way = made.recommended
+    assert way is not None and way.kv.spilled_bytes
+    assert [one.request_s for one in made.ways] == sorted(one.request_s for one in made.ways)
+    assert way.at_once_tokens_per_s.origin is Origin.ASSUMED
+    # Eight times as fast as one alone it would be, if the link had nothing to bring.
+    assert way.at_once_tokens_per_s.value < 8 * way.decode_tokens_per_s.value
+    streamed = 8 * way.geometry.request_bytes(32768) - way.kv.resident_bytes
+    link = made.gpu.link.h2d_bytes_per_second.value
+    assert way.at_once_tokens_per_s.value < 8 * link / streamed
+    assert "decode of 8 requests together" in plan_as_text(made)
+    fits = plan(LLAMA_8B, "48GiB", "128GiB", 8192, at_once=8).recommended
+    assert fits is not None and not fits.kv.spilled_bytes
+    assert fits.at_once_tokens_per_s.value > 5 * fits.decode_tokens_per_s.value
+
+
+def test_no_fewer_requests_may_run_than_are_to_run_at_once() -> None:
+    made = plan(LLAMA_8B, "h200", "128GiB", 1024, at_once=100)
+    assert made.max_num_seqs == 100 and made.recommended is not None
+    arguments = vllm_args(made, made.recommended)
+    assert arguments[arguments.index("--max-num-seqs") + 1] == "100"
 
 
 def test_requests_that_fit_at_once() -> None:

@@ -71,14 +71,16 @@ def test_a_model_comes_back_as_it_was_added(registry: Registry) -> None:
     added = add_model(
         registry, "team/qwen-3.8b_chat",
         {
-            "source": "Qwen/Qwen3-8B", "max_model_len": "128k", "gpu_memory": "20GiB", "ram": "64GiB",
-            "offload_ram": "8 GiB", "weights_ram": "4GiB", "dtype": "bfloat16", "kv_cache_dtype": "fp8",
+            "source": "Qwen/Qwen3-8B", "max_model_len": "128k", "gpu_memory": "20GiB", "gpu_memory_utilization": "0.85",
+            "at_once": "4", "ram": "64GiB", "offload_ram": "8 GiB", "weights_ram": "4GiB", "dtype": "bfloat16",
+            "kv_cache_dtype": "fp8",
             "max_num_seqs": "16", "max_num_batched_tokens": "2k", "enforce_eager": True,
             "vllm_args": ["--served-model-name", "qwen", "--seed", 7], "ttl": "10m", "notes": "für zwei\nZeilen",
         },
     )  # fmt: skip
     assert added.settings == ModelSettings(
-        source="Qwen/Qwen3-8B", max_model_len=131072, gpu_memory=20 * GiB, ram=64 * GiB, offload_ram=8 * GiB,
+        source="Qwen/Qwen3-8B", max_model_len=131072, gpu_memory=20 * GiB, gpu_memory_utilization=0.85, at_once=4,
+        ram=64 * GiB, offload_ram=8 * GiB,
         weights_ram=4 * GiB, dtype="bfloat16", kv_cache_dtype="fp8", max_num_seqs=16, max_num_batched_tokens=2048,
         enforce_eager=True, vllm_args=("--served-model-name", "qwen", "--seed", "7"), ttl=600,
         notes="für zwei\nZeilen",
@@ -192,6 +194,10 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
     "flags that are no list": ({"vllm_args": {"a": 1}}, r"--vllm-args: vLLM's flags are a list of words"),
     "an open quotation": ({"vllm_args": "--x 'y"}, r"--vllm-args.*close the quotation"),
     "a flag with a setting": ({"vllm_args": ["--max_model_len=5"]}, r"use --max-model-len \(max_model_len\)"),
+    "a share of the GPU": ({"gpu_memory_utilization": 1.2}, r"--gpu-memory-utilization: 1.2 is not a share"),
+    "no share of the GPU": ({"gpu_memory_utilization": "nan"}, r"--gpu-memory-utilization"),
+    "none at once": ({"at_once": 0}, r"--at-once: 0 is not a number from 1 on"),
+    "a share as a flag": ({"vllm_args": "--gpu-memory-utilization 0.9"}, r"use --gpu-memory-utilization"),
     "weights in RAM as a flag": ({"vllm_args": "--cpu-offload-gb 4"}, r"use --weights-ram"),
     "a secret": ({"vllm_args": ["--api-key", "x"]}, r"would put a secret into the registry; set VLLM_API_KEY"),
     "a folder without a model": ({"source": "/nonexistent/model"}, r"--source: .* no folder of a model"),
@@ -252,7 +258,7 @@ def test_every_setting_is_a_column_a_field_and_says_whether_it_takes_a_restart()
         from dataclasses import replace
 
         after = replace(before, **{name: other.get(name, 7)})
-        assert needs_restart(before, after) == ([] if name in ("ttl", "notes") else [name])
+        assert needs_restart(before, after) == ([] if name in ("ttl", "keep", "preload", "notes") else [name])
     assert needs_restart(before, before) == []
 
 
@@ -278,8 +284,12 @@ def test_a_running_model_is_removed_by_force(registry: Registry) -> None:
 
 
 def test_settings_for_serve() -> None:
-    settings = ModelSettings(source="gpt2", ram=8 * GiB, enforce_eager=False, weights_ram=GiB // 2, vllm_args=("--x",))
-    assert serve_settings(settings) == ({"ram": 8 * GiB, "enforce_eager": False}, ["--cpu-offload-gb", "0.5", "--x"])
+    """Weights in RAM were a flag of vLLM's, of which the plan knew nothing."""
+    settings = ModelSettings(
+        source="gpt2", ram=8 * GiB, enforce_eager=False, weights_ram=GiB // 2, at_once=2, vllm_args=("--x",)
+    )
+    values = {"ram": 8 * GiB, "weights_ram": GiB // 2, "at_once": 2, "enforce_eager": False}
+    assert serve_settings(settings) == (values, ["--x"])
 
 
 # Runs.

@@ -368,6 +368,8 @@ def test_flags_of_vllms_own_win_and_are_told(model: Path) -> None:
     assert "warning: --max_num_batched_tokens 512 replaces the plan's --max-num-batched-tokens 2048" in answer.stderr
     assert "warning: --max-model-len 1000 replaces the plan's --max-model-len 4096" in answer.stderr
     assert answer.stdout.count("--max-model-len") == 1 and "4096" not in answer.stdout
+    assert "warning: --gpu-memory-utilization does nothing on a CPU" in answer.stderr
+    assert "--gpu-memory-utilization" not in answer.stdout
 
 
 MISTAKES: dict[str, tuple[int, list[str], str]] = {
@@ -399,8 +401,14 @@ MISTAKES: dict[str, tuple[int, list[str], str]] = {
                                 "--offload-group-size"),
     "two offloaders": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run", "--cpu-offload-gb", "4",
                            "--offload_group_size", "2"], "one offloader"),
-    "RAM for pinned weights": (1, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run",
-                                   "--cpu-offload-gb", "40"], "at most --cpu-offload-gb 32"),
+    "more weights than there are": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run",
+                                        "--cpu-offload-gb", "40"], "--weights-ram is 40 GiB, and the layers of"),
+    "weights twice": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run", "--weights-ram", "1KiB",
+                          "--cpu-offload-gb", "1"], "say the same thing twice"),
+    "a share of the GPU and a size": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run",
+                                          "--gpu-memory", "8GiB", "--gpu-memory-utilization", "0.5"], "leave one"),
+    "not a share": (2, ["serve", "{model}", "{tiny}", "--gpu-memory-utilization", "92"], "above 0 and at most 1"),
+    "none at once": (2, ["serve", "{model}", "{tiny}", "--at-once", "0"], "not a number from 1 on"),
     "not a number of GiB": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run",
                                 "--cpu-offload-gb", "all"], "not a number"),
     "it does not fit": (1, ["serve", "{model}", "--device", "cpu", "--gpu-memory", "1MiB", "--ram", "4GiB"],

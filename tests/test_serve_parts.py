@@ -1,6 +1,7 @@
 """What `overspill serve` decides, and what it does with engines that misbehave: small programs stand in for vLLM."""
 
 import dataclasses
+import json
 import os
 import platform
 import signal
@@ -17,15 +18,17 @@ import pytest
 
 from overspill.figures import assumed, measured
 from overspill.kv.errors import OverspillError
+from overspill.planning.attempts import PROCESS_RAM_BYTES
 from overspill.planning.installed import Vllm
 from overspill.planning.machine import plan_for
 from overspill.planning.overheads import Overheads
-from overspill.planning.planner import Plan
+from overspill.planning.planner import Plan, Wishes, make_plan
 from overspill.planning.ways import Way
 from overspill.processes import below, identity, in_session
 from overspill.registry import RunEnd, add_model, list_runs, open_registry, running_runs, start_run
 from overspill.serve import plugins
 from overspill.serve.address import Address, require_free
+from overspill.serve.adopted import adopt
 from overspill.serve.command import combine, server_command
 from overspill.serve.differences import differences
 from overspill.serve.errors import CannotServe
@@ -38,6 +41,7 @@ from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, re
 from overspill.serve.server import run_server
 from overspill.serve.status import Status, memory_of, read_statuses, write_status
 from overspill.serve.traps import check
+from overspill.settings import resolve, with_registered
 
 MIB = 2**20
 CPU_BUILD = Vllm("0.32.0", is_cpu=True)
@@ -116,42 +120,129 @@ def on_gpu(llama: Path) -> Plan:
     return plan_for(str(llama), {"gpu": "24GiB", "ram": 64 * 2**30})
 
 
-def test_offloaded_weights_that_would_fit_are_warned_of(on_gpu: Plan) -> None:
-    checked = check(combine(PLANNED, ["--cpu-offload-gb", "4", "--host", "127.0.0.1"]), on_gpu, {}, on_cpu=False)
-    assert len(checked.warnings) == 1 and "19 times" in checked.warnings[0]
+def test_offloaded_weights_that_would_fit_are_warned_of(llama: Path) -> None:
+    values = resolve({"gpu": "24GiB", "ram": "64GiB"}, {})
+    moved = plan_for(str(llama), adopt(values, ["--cpu-offload-gb", "0.0001"]).settings)
+    assert chosen(moved).weights.ram_bytes and len(moved.warnings) == 1 and "19 times" in moved.warnings[0]
+    left = plan_for(str(llama), adopt(values, ["--cpu-offload-gb", "0"]).settings)
+    assert not chosen(left).weights.ram_bytes and not left.warnings
 
 
 def test_prefetching_layers_that_vllm_does_not_make_is_refused(on_gpu: Plan) -> None:
-    olmo = dataclasses.replace(on_gpu, facts=dataclasses.replace(on_gpu.facts, architecture="Olmo2ForCausalLM"))
-    given = combine(PLANNED, ["--offload-group-size", "4", "--host", "127.0.0.1"])
-    check(given, on_gpu, {}, on_cpu=False)
+    ram, wishes = on_gpu.ram_bytes, Wishes(offload_groups=(1, 1))
+    assert chosen(make_plan(on_gpu.facts, on_gpu.gpu, ram, wishes)).weights.group_size == 1
+    olmo = dataclasses.replace(on_gpu.facts, architecture="Olmo2ForCausalLM")
     with pytest.raises(OverspillError, match=r"Olmo2ForCausalLM through Transformers.*--cpu-offload-gb"):
-        check(given, olmo, {}, on_cpu=False)
-    check(combine(PLANNED, ["--cpu-offload-gb", "4", "--host", "127.0.0.1"]), olmo, {}, on_cpu=False)
+        make_plan(olmo, on_gpu.gpu, ram, wishes)
+    assert chosen(make_plan(olmo, on_gpu.gpu, ram, Wishes(weights_ram_bytes=1))).weights.is_uva
+
+
+# vLLM's own flags that are settings here.
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "value", "left"),
+    [
+        (["--cpu-offload-gb", "8"], "weights_ram", 8 * 2**30, []),
+        (["--offload-backend=uva", "--cpu_offload_gb=0.5", "--seed", "1"], "weights_ram", 2**29, ["--seed", "1"]),
+        (["--cpu-offload-gb", "0"], "weights_ram", 0, []),
+        (["--offload-group-size", "0"], "weights_ram", 0, []),
+        (["--offload-backend", "prefetch", "--offload-group-size", "4"], "offload_groups", (4, 1), []),
+        (["--offload-group-size", "4", "--offload-num-in-group", "3"], "offload_groups", (4, 3), []),
+        (["--gpu_memory_utilization=0.85"], "gpu_memory_utilization", 0.85, []),
+        (["--gpu-memory-util", "0.5"], "gpu_memory_utilization", 0.5, []),
+        (["-tp", "2"], "tensor_parallel_size", 2, ["-tp", "2"]),
+        # Of two offloaders at once nothing is taken: traps refuses them.
+        (["--cpu-offload-gb", "4", "--offload-group-size", "2"], "weights_ram", None,
+         ["--cpu-offload-gb", "4", "--offload-group-size", "2"]),
+        (["--offload-backend", "uva"], "weights_ram", None, ["--offload-backend", "uva"]),
+    ],
+)  # fmt: skip
+def test_a_flag_of_vllms_that_a_setting_says_becomes_the_setting(
+    typed: list[str], name: str, value: object, left: list[str]
+) -> None:
+    for adopted in (adopt(resolve({}, {}), typed), adopt(resolve({}, {}), registered=typed)):
+        assert adopted.settings[name] == value and list(adopted.vllm_args) == left
+
+
+def test_a_typed_flag_wins_over_the_registry_and_gives_way_to_none_of_its_own_kind() -> None:
+    registered = with_registered(resolve({}, {}), "m", {"weights_ram": 2**30})
+    assert adopt(registered, ["--cpu-offload-gb", "2"]).values["weights_ram"].value == 2**31
+    assert adopt(registered, ["--offload-group-size", "4"]).settings["weights_ram"] is None
+    typed = resolve({"weights_ram": "1GiB"}, {})
+    groups = ["--offload-group-size", "4"]
+    assert adopt(typed, registered=groups).offload_groups is None, "the flag of the command wins"
+    assert adopt(resolve({}, {}), ["--cpu-offload-gb", "1"], registered=groups).offload_groups is None
+    with pytest.raises(OverspillError, match="--weights-ram and vLLM's --cpu-offload-gb 2 say the same thing twice"):
+        adopt(typed, ["--cpu-offload-gb", "2"])
+    for wrong in (["--cpu-offload-gb", "all"], ["--cpu-offload-gb", "-1"], ["--gpu_memory_utilization", "1.5"],
+                  ["--offload-group-size", "two"], ["-tp", "x"], ["--cpu-offload-gb", "inf"]):  # fmt: skip
+        with pytest.raises(OverspillError, match=wrong[0]):
+            adopt(resolve({}, {}), wrong)
+
+
+def test_weights_that_are_typed_are_a_part_of_the_plan_and_of_its_command(tmp_path: Path) -> None:
+    """They were added to a plan that had already given the RAM away."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = resolve({"gpu": "24GiB", "ram": "32GiB", "max_model_len": "128k"}, {})
+    adopted = adopt(values, ["--cpu-offload-gb", "8", "--seed", "1"])
+    plan = plan_for(str(tmp_path), adopted.settings)
+    prepared = prepare(str(tmp_path), plan, adopted.settings, adopted.vllm_args, vllm=Vllm("0.32.0", is_cpu=False))
+    way = chosen(plan)
+    assert 8 * 2**30 <= way.weights.ram_bytes < 9 * 2**30
+    assert way.weights.pinned_bytes + way.kv.spilled_bytes + way.offload_bytes + PROCESS_RAM_BYTES <= 32 * 2**30
+    offload = [word for word in prepared.command if word.startswith(("--offload-group-size", "--cpu-offload-gb"))]
+    assert len(offload) == 1 and prepared.command[-2:] == ("--seed", "1")
+    assert prepared.combined.follows_plan and not prepared.warnings
+
+
+GONE = ("--swap-space", "--preemption-mode", "--disable-log-requests")
+
+
+@pytest.mark.parametrize("flag", GONE)
+def test_a_flag_that_vllm_no_longer_has_is_refused_with_what_to_use(flag: str) -> None:
+    """A dry run passed --swap-space on without a word, and vLLM refused it when it was started."""
+    for written in (flag, "--" + flag.removeprefix("--").replace("-", "_")):
+        with pytest.raises(OverspillError, match=f"{flag} cannot be used .* no longer; .*--"):
+            check(combine(PLANNED, [written, "4"]), {}, on_cpu=False)
+
+
+def test_the_flags_that_are_gone_are_gone() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    known = {name for action in parser._actions for name in action.option_strings}
+    assert {"--cpu-offload-gb", "--no-enable-log-requests"} <= known and known.isdisjoint(GONE)
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_expandable_segments_are_taken_out_and_the_rest_stays(on_gpu: Plan, variable: str) -> None:
+def test_expandable_segments_are_taken_out_and_the_rest_stays(variable: str) -> None:
     local = combine(PLANNED, ["--host", "127.0.0.1"])
     given = {variable: "max_split_size_mb:512,expandable_segments:True"}
-    checked = check(local, on_gpu, given, on_cpu=False)
+    checked = check(local, given, on_cpu=False)
     assert checked.environment == {variable: "max_split_size_mb:512"} and variable in checked.warnings[0]
-    assert check(local, on_gpu, {variable: "expandable_segments:True"}, on_cpu=False).environment == {variable: None}
-    assert not check(local, on_gpu, {variable: "expandable_segments:False"}, on_cpu=False).environment
+    assert check(local, {variable: "expandable_segments:True"}, on_cpu=False).environment == {variable: None}
+    assert not check(local, {variable: "expandable_segments:False"}, on_cpu=False).environment
     without = combine(["--max-model-len", "1"], ["--host", "127.0.0.1"])
-    assert not check(without, on_gpu, given, on_cpu=False).environment
+    assert not check(without, given, on_cpu=False).environment
 
 
-def test_our_plugins_are_added_to_those_vllm_is_told_to_load(on_gpu: Plan) -> None:
+def test_our_plugins_are_added_to_those_vllm_is_told_to_load() -> None:
     local = combine(PLANNED, ["--host", "localhost"])
-    checked = check(local, on_gpu, {"VLLM_PLUGINS": "mine,overspill"}, on_cpu=False)
+    checked = check(local, {"VLLM_PLUGINS": "mine,overspill"}, on_cpu=False)
     added = "mine,overspill,overspill_report,overspill_weights"
     assert checked.environment == {"VLLM_PLUGINS": added} and len(checked.warnings) == 1
 
 
 @pytest.mark.parametrize(("flags", "is_told"), [([], True), (["--api-key", "k"], False)])
-def test_a_server_open_to_all_without_a_key_is_warned_of(on_gpu: Plan, flags: list[str], is_told: bool) -> None:
-    checked = check(combine(PLANNED, ["--host", "0.0.0.0", *flags]), on_gpu, {}, on_cpu=False)
+def test_a_server_open_to_all_without_a_key_is_warned_of(flags: list[str], is_told: bool) -> None:
+    checked = check(combine(PLANNED, ["--host", "0.0.0.0", *flags]), {}, on_cpu=False)
     assert bool(checked.warnings) == is_told
 
 
@@ -301,6 +392,95 @@ def test_a_gpu_workers_report_holds_what_vllms_profiling_found() -> None:
 )  # fmt: skip
 def test_the_reason_is_found_in_the_log(lines: list[str], why: str) -> None:
     assert why in reason(lines) and bool(why) == bool(reason(lines))
+
+
+FROM_CORE = "(EngineCore pid=31) ERROR 11-15 09:17:54 [core.py:1120] "
+# As vLLM 0.32 (v1/core/kv_cache_utils.py, v1/worker/utils.py) and PyTorch's allocator write them.
+SEE = "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
+TOO_LONG = (
+    "ValueError: To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is needed, "
+    "which is larger than the available KV cache memory (4.88 GiB). {}Try increasing `gpu_memory_utilization` (which "
+    f"also controls CPU memory on the CPU backend) or decreasing `max_model_len` when initializing the engine. {SEE}"
+)
+NO_BLOCKS = (
+    "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing "
+    f"the engine (this flag also controls CPU memory reservation on the CPU backend, despite its name). {SEE}"
+)
+NEGATIVE = "(EngineCore pid=31) INFO 11-15 09:17:53 [gpu_worker.py:760] Available KV cache memory: -3.44 GiB"
+SECONDHAND = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([TOO_LONG.format("Based on the available memory, the estimated maximum model length is 39968. ")],
+         ["131072 tokens need 16.0 GiB", "4.88 GiB is free", "--max-model-len 39968", "--ram"]),
+        ([TOO_LONG.format("")], ["131072 tokens need 16.0 GiB", "4.88 GiB is free", "--gpu-memory"]),
+        ([NEGATIVE, FROM_CORE + NO_BLOCKS], ["need 3.44 GiB more", "--gpu-memory", "--cpu-offload-gb"]),
+        ([FROM_CORE + NO_BLOCKS], ["nothing is left for the KV cache", "--max-num-batched-tokens"]),
+        (["ValueError: Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token. "
+          "Try increasing `gpu_memory_utilization`."], ["nothing is left for the KV cache"]),
+        (["ValueError: Free memory on device cuda:0 (9.87/23.52 GiB) on startup is less than desired GPU memory "
+          "utilization (0.92, 21.64 GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
+          "processes."], ["take 21.64 GiB of the GPU's 23.52", "9.87 GiB is free", "--gpu-memory 9.87GiB"]),
+        (["ValueError: Available memory on node 0 (3.1/15.42 GiB) on startup is less than desired CPU memory "
+          "utilization (0.9, 13.88 GiB). On the CPU backend, the `--gpu-memory-utilization` flag"],
+         ["take 13.88 GiB of 15.42 GiB of RAM", "3.1 GiB is available", "--gpu-memory"]),
+        (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of "
+          "14.57 GiB of which 1.58 GiB is free. Process 2493055 has 12.02 GiB memory in use. Including non-PyTorch "
+          "memory, this process has 966.00 MiB memory in use."],
+         ["the GPU's memory ran out", "1.95 GiB more", "1.58 GiB of 14.57 GiB was free", "--gpu-memory"]),
+        (["RuntimeError: CUDA out of memory occurred when warming up sampler with 256 dummy requests. Please try "
+          "lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine."],
+         ["256 requests at once", "--max-num-seqs"]),
+        (["AssertionError: Error in memory profiling. Initial free memory 12.5 GiB, current free memory 20.25 GiB. "
+          "This happens when other processes sharing the same container release GPU memory while vLLM is profiling"],
+         ["12.5 GiB", "20.25 GiB", "start again"]),
+        ([SECONDHAND.format({"EngineCore_DP0": -9})], ["was killed", "dmesg", "--ram"]),
+        ([FROM_CORE.replace("core.py", "multiproc_executor.py") + "Worker proc VllmWorker-1 died unexpectedly (exit "
+          "code: -9), shutting down executor."], ["was killed", "--ram"]),
+    ],
+)  # fmt: skip
+def test_numbers_in_vllms_messages_become_need_have_and_what_would_work(lines: list[str], told: list[str]) -> None:
+    why = reason([*lines, SECONDHAND.format({"EngineCore_DP0": 1})])
+    assert all(part in why for part in told) and "Error" not in why and "\n" not in why
+
+
+def test_the_messages_are_vllms_own() -> None:
+    """Every fixed piece that the patterns look for stands in the vLLM that is installed."""
+    from importlib.util import find_spec
+
+    spec = find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0])
+    said = {
+        "v1/core/kv_cache_utils.py": [
+            "No available memory for the cache blocks. ", "To serve at least one request with the model's max seq len ",
+            "the estimated maximum model length is {estimated_max_len}. ", "Cannot auto-fit max_model_len: ",
+            "({max_model_len}), ({format_gib(needed_memory)} GiB KV ", "memory ({format_gib(available_memory)} GiB). ",
+        ],
+        "v1/worker/utils.py": [
+            "Free memory on device ", "({format_gib(init_snapshot.free_memory)}/",
+            "is less than desired GPU memory utilization ",
+        ],
+        "v1/worker/cpu_worker.py": ["Available memory on node ", "is less than desired CPU memory utilization "],
+        "v1/worker/gpu_worker.py": [
+            "Available KV cache memory: %s GiB", "Error in memory profiling. ",
+            "Initial free memory {format_gib(init_free_memory)} GiB, ",
+        ],
+        "v1/worker/gpu_model_runner.py": ["CUDA out of memory occurred when warming up sampler with "],
+        "v1/engine/utils.py": ["Engine core initialization failed. ", "Failed core proc(s): {finished}"],
+        "v1/executor/multiproc_executor.py": ["Worker proc %s died unexpectedly (exit code: %s), "],
+    }  # fmt: skip
+    for file, pieces in said.items():
+        source = (root / file).read_text()
+        assert [piece for piece in pieces if piece not in source] == [], file
+
+
+def test_a_kv_cache_of_some_size_is_no_reason() -> None:
+    assert reason([NEGATIVE.replace("-3.44", "3.44"), "ValueError: this model is strange"]) == (
+        "ValueError: this model is strange"
+    )
 
 
 def test_tracebacks_are_left_out_of_what_is_shown() -> None:

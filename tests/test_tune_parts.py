@@ -1,6 +1,8 @@
 """Tuning's decisions: what is tried, what is measured next, what is out, what is kept."""
 
 import json
+import math
+import random
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -25,13 +27,13 @@ from overspill.tune.errors import TuneError
 from overspill.tune.goals import Goal, choose_workload, does_return, one_prompt, parse_goal
 from overspill.tune.keeping import keep, settings_to_keep
 from overspill.tune.lengths import longest_working, next_length, trials_left
-from overspill.tune.report import scores_of, tried_lengths
-from overspill.tune.search import MARGINS, Scores, choose, standing
+from overspill.tune.report import Report, scores_of, tried_lengths
+from overspill.tune.search import MARGINS, NEAR, Scores, choose, standing
 from overspill.tune.subject import Subject, current_candidate, find_subject
 from tests.test_plan import LLAMA_8B, OLMO_7B, model, plan_of
 
 DOCS = Path(__file__).parents[1] / "docs"
-NAMES = {"offload_ram": "offload_ram_bytes"}
+NAMES = {"offload_ram": "offload_ram_bytes", "weights_ram": "weights_ram_bytes"}
 
 
 def replanning(config: dict[str, Any], gpu: str, ram: str, length: int) -> Replan:
@@ -39,7 +41,7 @@ def replanning(config: dict[str, Any], gpu: str, ram: str, length: int) -> Repla
     made: dict[str, Plan] = {}
 
     def replan(settings: Mapping[str, Any]) -> Plan:
-        known = {name: value for name, value in settings.items() if name not in ("max_model_len", "weights_ram")}
+        known = {name: value for name, value in settings.items() if name != "max_model_len"}
         wishes = {NAMES.get(name, name): value for name, value in known.items()}
         key = json.dumps(wishes, sort_keys=True)
         if key not in made:
@@ -94,15 +96,18 @@ def test_fp8_is_tried_only_if_it_is_allowed_and_is_the_last_choice_of_equal_ones
     assert max(found.values(), key=lambda each: each.rank) is found[label]
 
 
-def test_other_ways_than_the_recommended_one_are_said_with_vllms_flags() -> None:
+def test_other_ways_than_the_recommended_one_are_said_with_the_weights_in_ram() -> None:
     """Left to the plan, `overspill serve` would start the recommended way again."""
     found = candidates_of(SPILLS)
     plan = SPILLS({})
     assert plan.recommended is not None and plan.recommended.name == "KV spilled to RAM"
     other = found["weights in RAM"]
-    assert "prefetch" in other.vllm_args and "spill_bytes" not in connector(other)
+    way = SPILLS(other.settings).chosen
+    assert not other.vllm_args and way is not None and way.name == "weights in RAM" and not way.kv.spilled_bytes
     both = found["weights in RAM and KV spilled to RAM"]
-    assert connector(both)["spill_bytes"] < plan.recommended.kv.spilled_bytes and both.things_in_ram == 3
+    way = SPILLS(both.settings).chosen
+    assert not both.vllm_args and way is not None and way.weights.ram_bytes == both.settings["weights_ram"]
+    assert 0 < way.kv.spilled_bytes < plan.recommended.kv.spilled_bytes and both.things_in_ram == 3
 
 
 def test_where_kv_spills_other_shares_of_time_are_tried() -> None:
@@ -117,10 +122,38 @@ def test_amounts_of_weights_in_ram_around_the_planned_one_are_tried() -> None:
     assert plan.recommended is not None and plan.recommended.weights.is_uva
     planned = plan.recommended.weights.ram_bytes
     amounts = [each.settings["weights_ram"] for label, each in found.items() if label.endswith("of weights in RAM")]
-    assert min(amounts) < planned < max(amounts) <= 1.6 * planned
+    assert min(amounts) < planned
+    for share in (1.25, 1.5, 2, 4):
+        assert any(abs(amount - share * planned) <= planned / 4 for amount in amounts), share
     for each in found.values():
         if each.settings.get("weights_ram"):
-            assert f"--cpu-offload-gb {each.settings['weights_ram'] / GiB:g}" in each.text({})
+            assert f"--weights-ram {each.settings['weights_ram']}" in each.text({})
+
+
+def test_more_weights_in_ram_leave_more_of_the_gpu_for_kv_and_fit_in_ram() -> None:
+    """They were moved and nothing else was: what they left of the GPU lay idle."""
+    small = replanning(OLMO_7B, "16GiB", "6GiB", 4096)
+    most = []
+    for replan in (WEIGHTS, small):
+        ways = [
+            replan(each.settings).chosen
+            for label, each in candidates_of(replan).items()
+            if label.endswith("of weights in RAM")
+        ]
+        assert ways
+        by_amount = sorted((way.weights.ram_bytes, way.kv.resident_bytes) for way in ways if way is not None)
+        assert [resident for _, resident in by_amount] == sorted(resident for _, resident in by_amount)
+        for way in ways:
+            assert way is not None
+            pinned = way.weights.pinned_bytes + way.kv.spilled_bytes + way.offload_bytes
+            assert pinned + 3 * GiB <= replan({}).ram_bytes.value
+        most.append(by_amount[-1][0])
+    assert most[1] < most[0], "with less RAM"
+
+
+def test_weights_in_ram_that_are_given_are_not_varied() -> None:
+    found = candidates_of(WEIGHTS, fixed=frozenset(["weights_ram"]))
+    assert not [label for label in found if label.endswith("of weights in RAM")]
 
 
 def test_what_is_given_is_not_varied() -> None:
@@ -214,10 +247,73 @@ def test_without_one_the_simplest_is_taken() -> None:
     assert choose(planned, scores, Better.HIGHER) == planned[1], "of equally simple ones the plan's own"
 
 
-def test_one_measurement_must_differ_by_more_than_chance() -> None:
-    nearly, beyond = MARGINS[0] - 0.05, MARGINS[0] + 0.05
-    assert choose(some(0, 1), scored(a=[1], b=[nearly]), Better.HIGHER) == some(0, 1)[0]
-    assert choose(some(0, 1), scored(a=[1], b=[beyond]), Better.HIGHER) == some(0, 1)[1]
+def test_of_one_measurement_the_best_is_taken_or_a_simpler_one_that_is_near() -> None:
+    """What may not be dropped yet, up to 30 % worse, was taken for equal: the simpler of them was called best."""
+    simple, fast = some(0, 1)
+    for gain in (NEAR + 0.01, MARGINS[0] - 0.05, MARGINS[0] + 0.05):
+        assert choose([simple, fast], scored(a=[1], b=[gain]), Better.HIGHER) == fast
+        assert choose([simple, fast], scored(a=[gain], b=[1]), Better.LOWER) == fast
+    assert choose([simple, fast], scored(a=[1], b=[NEAR - 0.01]), Better.HIGHER) == simple
+    alive = standing([simple, fast], scored(a=[1], b=[MARGINS[0] - 0.05]), 3, Better.HIGHER).alive
+    assert alive == (simple, fast), "not dropped, so that it is measured again"
+
+
+def test_doubt_does_not_make_a_slower_one_the_best() -> None:
+    """The intervals include 1, and the means are 8 % apart."""
+    scores = scored(a=[100, 112, 95], b=[112, 109, 111])
+    assert choose(some(0, 1), scores, Better.HIGHER) == some(0, 1)[1]
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(1.08, 0.0, 0.05), (1.0, 0.8, 1.0)])
+def test_a_simpler_one_is_seldom_taken_for_a_faster_one(gain: float, least: float, most: float) -> None:
+    """Three repeats that vary by 3 %: of candidates 8 % apart the slower one was kept in 43 of 100 tunings."""
+    draw = random.Random(0)
+    simple, planned = some(0, 1)
+    kept = 0
+    for _ in range(1000):
+        runs = {label: [middle * math.exp(draw.gauss(0, 0.03)) for _ in range(3)]
+                for label, middle in (("a", 100), ("b", 100 * gain))}  # fmt: skip
+        scores = scored(**runs)
+        alive = standing([simple, planned], scores, 3, Better.HIGHER).alive
+        kept += choose(alive, scores, Better.HIGHER) == simple
+    assert least <= kept / 1000 <= most
+
+
+def tuning(*candidates: Candidate, repeats: int = 3, **values: list[float]) -> Report:
+    """The report on these throughputs."""
+    asked = Definition(model="m", name="m", goal=Goal.THROUGHPUT, workload="offline", repeats=repeats,
+                       candidates=candidates)  # fmt: skip
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    results = [
+        Result(
+            id=1, saved_at=now, started_at=now, benchmark="offline", model="m", argv=(), label=label, repeat=repeat,
+            metrics={"output_throughput": value}, config={},
+        )
+        for label, found in values.items()
+        for repeat, value in enumerate(found, start=1)
+    ]  # fmt: skip
+    scores = scores_of(asked, results)
+    alive = standing(candidates, scores, repeats, Better.HIGHER).alive
+    return Report(experiment="t", definition=asked, results=tuple(results), winner=choose(alive, scores, Better.HIGHER))
+
+
+def test_a_best_that_was_measured_once_is_called_so() -> None:
+    text = tuning(*some(0, 1), repeats=1, a=[100], b=[128]).as_text()
+    assert "Best: b\n" in text and "best, measured once" in text and "28 % worse than the best" in text
+    assert "One run of each was compared" in text
+    again = tuning(*some(0, 1), a=[100, 101, 100], b=[121, 120, 121]).as_text()
+    assert "best\n" in f"{again}\n" and "once" not in again and "One run" not in again
+
+
+def test_a_round_that_was_broken_off_leaves_one_run_to_compare() -> None:
+    text = tuning(*some(1, 0, 1), a=[128, 128.5], b=[100], c=[120]).as_text()
+    assert "Best: a\n" in text and "best, measured once" in text
+
+
+def test_a_simpler_best_says_what_it_gives_up() -> None:
+    text = tuning(*some(0, 1, 1), repeats=1, a=[100], b=[102], c=[101]).as_text()
+    assert "Best: a, the simplest of those within 3 %: b, c" in text
+    assert "2 % better, and not as simple" in text and "0.99 % worse than the best, and not as simple" in text
 
 
 def test_of_a_broken_round_only_repeats_that_all_have_are_compared() -> None:
@@ -356,7 +452,7 @@ def test_weights_in_ram_are_a_setting_and_taken_back_if_the_best_has_none(regist
     found = find_subject(registry, "org/m", None)
     assert found.tuned == {"weights_ram": 4 * GiB} and not found.vllm_args and not found.tuned_args
     current = current_candidate(found, WEIGHTS, {}, 4096)
-    assert current is not None and "--cpu-offload-gb 4" in current.text({}) and current.things_in_ram >= 1
+    assert current is not None and f"--weights-ram {4 * GiB}" in current.text({}) and current.things_in_ram >= 1
     keep(registry, found, Candidate(label="plan", settings={"max_model_len": 4096}), {})
     assert get_model(registry, "org/m").settings.weights_ram is None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from overspill.kv.errors import OverspillError
 from overspill.named import Named, look_up
-from overspill.settings import SETTINGS, SettingsError, config_path, plain, resolve
+from overspill.settings import SETTINGS, SettingsError, Value, config_path, resolve
 
 if TYPE_CHECKING:
     from overspill.planning.planner import Plan
@@ -58,7 +58,11 @@ def plan(
         "max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, "gpu": gpu, "link": link,
         "kv_cache_dtype": kv_cache_dtype, **settings,
     }  # fmt: skip
-    return _planned(_look_up(model), given)
+    from overspill.planning.machine import plan_for
+    from overspill.serve.adopted import adopt
+
+    named = _look_up(model)
+    return plan_for(named.source, adopt(_resolved(named, given), registered=named.vllm_args).settings)
 
 
 def engine_args(
@@ -87,19 +91,24 @@ def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple["Plan", dic
     """A plan by the settings that are given, and vLLM's arguments for what it chose, with the user's own over them."""
     from overspill.kv import plugin
     from overspill.planning.arguments import vllm_args
+    from overspill.planning.machine import plan_for
+    from overspill.serve.adopted import adopt
     from overspill.serve.command import combine
     from overspill.weights import transformers_layers
 
     own = {name: value for name, value in given.items() if name not in _SETTINGS}
     _refuse_unknown(own)
     named = _look_up(model)
-    made = _planned(named, {name: value for name, value in given.items() if name in _SETTINGS})
+    values = _resolved(named, {name: value for name, value in given.items() if name in _SETTINGS})
+    adopted = adopt(values, _as_flags(own), registered=_engine_flags(named.vllm_args))
+    own = {name: value for name, value in own.items() if name not in _adopted(own, adopted.vllm_args)}
+    made = plan_for(named.source, adopted.settings)
     if made.chosen is None:
         raise DoesNotFit(made)
     # Where Overspill is only on the path, vLLM finds no plugin of it.
     plugin.register()
     transformers_layers.register()
-    combined = combine(vllm_args(made, made.chosen), [*_engine_flags(named.vllm_args), *_as_flags(own)])
+    combined = combine(vllm_args(made, made.chosen), adopted.vllm_args)
     for told in (*made.warnings, *combined.contradictions, *combined.changes):
         # Past this function and the one that was called, to the user's own line.
         warnings.warn(told, PlanContradicted, stacklevel=3)
@@ -115,10 +124,15 @@ def _look_up(model: str) -> Named:
     return named
 
 
-def _planned(named: Named, given: Mapping[str, Any]) -> "Plan":
-    from overspill.planning.machine import plan_for
+def _resolved(named: Named, given: Mapping[str, Any]) -> dict[str, Value]:
+    return named.applied(resolve(_parsed(given), file=config_path()))
 
-    return plan_for(named.source, plain(named.applied(resolve(_parsed(given), file=config_path()))))
+
+def _adopted(own: Mapping[str, Any], left: Sequence[str]) -> set[str]:
+    """Of vLLM's own arguments, those that became settings of the plan."""
+    from overspill.serve.flags import read_flags
+
+    return {_name(flag.name) for flag in read_flags(_as_flags(own))} - {_name(flag.name) for flag in read_flags(left)}
 
 
 def contradicting_variables(arguments: Mapping[str, Any]) -> list[str]:

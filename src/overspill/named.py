@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from overspill.registry import Model, Registry
 
 
-_SIZES = ("gpu_memory", "ram", "offload_ram")
+_SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
 
 
 class NoRegistry(OverspillError):

@@ -15,7 +15,7 @@ from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import parse_size
-from overspill.planning.wishes import MAX_NUM_SEQS
+from overspill.planning.wishes import AT_ONCE, MAX_NUM_SEQS
 
 
 class SettingsError(OverspillError):
@@ -53,6 +53,17 @@ def _count(text: object) -> int:
     if isinstance(text, bool) or not str(text).isdigit() or int(str(text)) == 0:
         raise OverspillError(f"{text!r} is not a number from 1 on; write for example 64")
     return int(str(text))
+
+
+def _share(text: object) -> float:
+    """Of the GPU's memory, to four digits, as vLLM is told it."""
+    try:
+        share = round(float(str(text)), 4)
+    except ValueError:
+        share = 0.0
+    if isinstance(text, bool) or not 0 < share <= 1:
+        raise OverspillError(f"{text!r} is not a share of the GPU's memory: above 0 and at most 1; for example 0.85")
+    return share
 
 
 def _one_of(*choices: str) -> Callable[[object], str]:
@@ -114,14 +125,23 @@ SETTINGS = (
         "gpu_memory", _size, None,
         "GPU memory to keep to on a bigger card, weights and CUDA's context included; on a CPU, the RAM in its place.",
     ),
+    Setting(
+        "gpu_memory_utilization", _share, None,
+        "Share of the GPU's memory for vLLM, from 0 to 1, without CUDA's context; without it, vLLM's own 0.92.",
+    ),
     Setting("ram", _size, None, "RAM that may be used; without it, what is available less a reserve."),
     Setting("offload_ram", _size, None, "Of this, RAM for idle KV; without it, what is left. 0 keeps none."),
+    Setting(
+        "weights_ram", _size, None,
+        "Of this, weights to keep in RAM (`4GiB`), in whole layers; without it, the plan chooses. 0 keeps none there.",
+    ),
     Setting("link", _text, None, "Speed of the link to the GPU, instead of a measured one: `25GB/s`."),
     Setting(
         "dtype", _one_of("auto", "bfloat16", "float16", "float32", "half", "float"), "auto",
         "What numbers the model computes in; `auto` as its config says.",
     ),
     Setting("kv_cache_dtype", _text, None, "What numbers KV is kept in: `auto` as the model's, `fp8` half of that."),
+    Setting("at_once", _count, AT_ONCE, "Requests of the full length whose KV is to fit at once."),
     Setting("max_num_seqs", _count, MAX_NUM_SEQS, "Requests that may run at once."),
     Setting(
         "max_num_batched_tokens", _length, None,

@@ -28,15 +28,27 @@ _SETTINGS = (
     flag("source", typer.Option(help="The model: a folder, or a repository of Hugging Face's cache or hub.")),
     flag("max_model_len", typer.Option(help=HELP["max_model_len"])),
     flag("gpu_memory", typer.Option(help=HELP["gpu_memory"])),
+    flag("gpu_memory_utilization", typer.Option(help=HELP["gpu_memory_utilization"])),
     flag("ram", typer.Option(help=HELP["ram"])),
     flag("offload_ram", typer.Option(help=HELP["offload_ram"])),
-    flag("weights_ram", typer.Option(help="Weights to keep in RAM (`4GiB`), whatever the plan says; 0 for none.")),
+    flag("weights_ram", typer.Option(help=HELP["weights_ram"])),
     flag("dtype", typer.Option(help=HELP["dtype"])),
     flag("kv_cache_dtype", typer.Option(help=HELP["kv_cache_dtype"])),
+    flag("at_once", typer.Option(help=HELP["at_once"])),
     flag("max_num_seqs", typer.Option(help=HELP["max_num_seqs"])),
     flag("max_num_batched_tokens", typer.Option(help=HELP["max_num_batched_tokens"])),
     flag("enforce_eager", typer.Option("--enforce-eager/--no-enforce-eager", help=HELP["enforce_eager"]), bool | None),
     flag("ttl", typer.Option(help="Stop the model when it has not been used for so long: `10m`.")),
+    flag(
+        "keep",
+        typer.Option("--keep/--no-keep", help="Once it runs, keep it: not stopped for another model, nor by its TTL."),
+        bool | None,
+    ),
+    flag(
+        "preload",
+        typer.Option("--preload/--no-preload", help="Start it with the manager, if there is room."),
+        bool | None,
+    ),
     flag("notes", typer.Option(help="Anything worth knowing about it.")),
 )
 _SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
@@ -67,11 +79,13 @@ def list_all(as_json: AsJson = False) -> None:
     if not found:
         print("no models yet; add one with: overspill models add")
         return
-    rows = [("name", "source", "context", "RAM", "TTL", "")]
+    columns = {"source": "source", "max_model_len": "context", "ram": "RAM", "ttl": "TTL"}
+    if any(each.settings.weights_ram is not None for each in found):
+        columns["weights_ram"] = "weights in RAM"
+    rows = [("name", *columns.values(), "")]
     for each in found:
         shown = _shown(each)
-        state = "running" if each.name in running else ""
-        rows.append((each.name, shown["source"], shown["max_model_len"], shown["ram"], shown["ttl"], state))
+        rows.append((each.name, *(shown[column] for column in columns), "running" if each.name in running else ""))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

@@ -7,7 +7,7 @@ import typer
 
 from overspill.cli.flags import PLANNING, Model, with_settings
 from overspill.cli.naming import find_named
-from overspill.settings import Value, origins, plain
+from overspill.settings import Value, origins
 
 
 @with_settings(PLANNING)
@@ -21,9 +21,11 @@ def plan(
     from overspill.planning.machine import plan_for
     from overspill.planning.report import plan_as_json
     from overspill.planning.text import plan_as_text
+    from overspill.serve.adopted import adopt
 
     named, values = find_named(model, values)
-    made = plan_for(named.source, plain(values), cards=cards)
-    print(json.dumps({**plan_as_json(made), **origins(values)}, indent=2) if as_json else plan_as_text(made))
+    adopted = adopt(values, registered=named.vllm_args)
+    made = plan_for(named.source, adopted.settings, cards=cards)
+    print(json.dumps({**plan_as_json(made), **origins(adopted.values)}, indent=2) if as_json else plan_as_text(made))
     if made.chosen is None:
         raise typer.Exit(1)

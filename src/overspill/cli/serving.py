@@ -10,7 +10,7 @@ import typer
 from overspill.cli.flags import SERVING, Model, with_settings
 from overspill.cli.naming import find_named
 from overspill.kv.errors import OverspillError
-from overspill.settings import Value, plain
+from overspill.settings import Value
 
 # vLLM's own flags are not known here; they follow the model, and are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -30,6 +30,7 @@ def serve(
     from overspill.planning.installed import installed_vllm
     from overspill.planning.machine import plan_for
     from overspill.planning.text import plan_as_text
+    from overspill.serve.adopted import adopt
     from overspill.serve.errors import CannotServe
     from overspill.serve.log import open_log
     from overspill.serve.prepared import prepare, require_this_machine
@@ -40,12 +41,13 @@ def serve(
     if as_json and not dry_run:
         raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
     named, values = find_named(model, values)
-    settings = plain(values)
+    adopted = adopt(values, context.args, registered=named.vllm_args)
+    settings = adopted.settings
     try:
         plan = plan_for(named.source, settings)
         _tell(plan_as_text(plan))
         prepared = prepare(
-            named.source, plan, settings, [*named.vllm_args, *context.args], vllm=installed_vllm(),
+            named.source, plan, settings, adopted.vllm_args, vllm=installed_vllm(),
             name=named.name if named.is_registered else None,
         )  # fmt: skip
         for warning in prepared.warnings:

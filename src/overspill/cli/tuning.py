@@ -13,8 +13,8 @@ _GIVEN = (
     *(
         flag(name, typer.Option(help=HELP[name]))
         for name in (
-            "max_model_len", "gpu_memory", "ram", "offload_ram", "dtype", "kv_cache_dtype", "max_num_seqs",
-            "max_num_batched_tokens",
+            "max_model_len", "gpu_memory", "gpu_memory_utilization", "ram", "offload_ram", "weights_ram", "dtype",
+            "kv_cache_dtype", "at_once", "max_num_seqs", "max_num_batched_tokens",
         )
     ),
     flag("enforce_eager", typer.Option("--enforce-eager/--no-enforce-eager", help=HELP["enforce_eager"]), bool | None),

@@ -1,18 +1,17 @@
 """All ways worth trying to divide a device's memory between weights and KV, and which of them hold a context."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overspill.kv.sizes import GiB
 from overspill.model.kv import KVGeometry, kv_geometry
 from overspill.model.settings import CacheSettings
-from overspill.model.transformers_backend import RUN_BY_TRANSFORMERS
 from overspill.planning.budget import Budget
 from overspill.planning.memory import KvSplit, split_kv
 from overspill.planning.overheads import Overheads
-from overspill.planning.parameters import pinned_share
 from overspill.planning.setup import Setup, can_spill
-from overspill.planning.weights import NONE, WeightOffload, groupings, uva_offloads
+from overspill.planning.weight_choice import weight_offloads
+from overspill.planning.weights import NONE, WeightOffload
 
 # What an engine process takes of RAM beside pools: libraries, the tokenizer, buffers.
 PROCESS_RAM_BYTES = 3 * GiB
@@ -44,11 +43,17 @@ class Fit:
 
 
 def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
+    offloads = weight_offloads(setup, budget)
+    for one in attempts_without_ram(setup, budget):
+        spills = can_spill(setup.facts, one.geometry)
+        for weights in offloads:
+            available_bytes = one.available_bytes + weights.saved_bytes
+            yield replace(one, weights=weights, available_bytes=available_bytes, spills=spills)
+
+
+def attempts_without_ram(setup: Setup, budget: Budget) -> Iterator[Attempt]:
+    """Everything on the device, whatever is wished for of weights."""
     facts, platform = setup.facts, setup.platform
-    layers = facts.weights.layer_bytes
-    offloads = [NONE]
-    if platform.offloads_weights:
-        offloads += _weight_offloads(setup, budget, layers)
     for dtype, is_exact in setup.kv_cache_dtypes:
         for chunk in setup.chunks:
             geometry = kv_geometry(
@@ -62,27 +67,16 @@ def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
                 ),
             )
             overheads = setup.overheads(chunk, dtype)
-            room = budget.usable_bytes.value - facts.weights.total_bytes - overheads.total.value
-            for weights in offloads:
-                yield Attempt(
-                    kv_cache_dtype=dtype,
-                    is_exact=is_exact,
-                    max_num_batched_tokens=chunk,
-                    geometry=geometry,
-                    overheads=overheads,
-                    weights=weights,
-                    available_bytes=room + weights.saved_bytes,
-                    spills=can_spill(facts, geometry),
-                )
-
-
-def _weight_offloads(setup: Setup, budget: Budget, layers: tuple[int, ...]) -> list[WeightOffload]:
-    facts = setup.facts
-    pinning = pinned_share(facts)
-    if facts.architecture not in RUN_BY_TRANSFORMERS:
-        return [*groupings(layers, pinning), *uva_offloads(layers, pinning)]
-    # overspill.weights moves their layers when all of them have been made on the GPU.
-    return uva_offloads(layers, pinning) if facts.weights.total_bytes < budget.usable_bytes.value else []
+            yield Attempt(
+                kv_cache_dtype=dtype,
+                is_exact=is_exact,
+                max_num_batched_tokens=chunk,
+                geometry=geometry,
+                overheads=overheads,
+                weights=NONE,
+                available_bytes=budget.usable_bytes.value - facts.weights.total_bytes - overheads.total.value,
+                spills=False,
+            )
 
 
 def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int, *, surely: bool = False) -> Iterator[Fit]:
@@ -92,7 +86,7 @@ def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int, *, surely: 
             continue
         kv = split_kv(
             attempt.geometry, max_model_len, attempt.available_bytes, spill=attempt.spills,
-            granularity=setup.platform.granularity, max_num_seqs=setup.wishes.max_num_seqs,
+            granularity=setup.platform.granularity, max_num_seqs=setup.wishes.num_seqs, at_once=setup.wishes.at_once,
             doubt_bytes=attempt.overheads.doubt_bytes if surely else 0,
         )  # fmt: skip
         if kv is not None:
@@ -100,13 +94,14 @@ def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int, *, surely: 
             yield Fit(attempt=attempt, kv=kv, ram_bytes=pinned + PROCESS_RAM_BYTES)
 
 
-def longest_context(setup: Setup, tried: Iterable[Attempt]) -> int:
+def longest_context(setup: Setup, tried: Iterable[Attempt], *, within_ram: bool = True) -> int:
     """That fits exactly by any of the attempts, with the RAM there is; 0 if none does."""
     exact = [attempt for attempt in tried if attempt.is_exact and attempt.available_bytes > 0]
     low, high = 0, max(setup.max_model_len, setup.facts.max_position_embeddings)
     while low < high:
         middle = (low + high + 1) // 2
-        is_enough = any(fit.ram_bytes <= setup.ram_bytes.value for fit in fits(setup, exact, middle))
+        found = fits(setup, exact, middle)
+        is_enough = any(not within_ram or fit.ram_bytes <= setup.ram_bytes.value for fit in found)
         low, high = (middle, high) if is_enough else (low, middle - 1)
     return low
 

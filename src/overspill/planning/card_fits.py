@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from overspill.hardware.cards import CARDS, Card
 from overspill.hardware.stated import parse_gpu
-from overspill.planning.attempts import attempts, fits
+from overspill.planning.attempts import attempts, attempts_without_ram, fits
 from overspill.planning.platform import CUDA
 from overspill.planning.setup import Setup, nothing_measured
 
@@ -31,7 +31,11 @@ def _card_fit(setup: Setup, card: Card) -> CardFit:
     # A budget is for the card at hand; what was measured there, too.
     wishes = replace(setup.wishes, gpu_memory_bytes=None)
     other = replace(setup, gpu=parse_gpu(card.key), wishes=wishes, platform=CUDA, profiles=nothing_measured)
-    exact = (attempt for attempt in attempts(other, other.budget()) if attempt.is_exact)
-    found = list(fits(other, exact, other.max_model_len))
-    alone = any(not fit.attempt.weights.ram_bytes and not fit.kv.spilled_bytes for fit in found)
-    return CardFit(card=card, alone=alone, with_ram=any(fit.ram_bytes <= other.ram_bytes.value for fit in found))
+    budget = other.budget()
+    whole = [attempt for attempt in attempts_without_ram(other, budget) if attempt.is_exact]
+    divided = (attempt for attempt in attempts(other, budget) if attempt.is_exact)
+    return CardFit(
+        card=card,
+        alone=any(fits(other, whole, other.max_model_len)),
+        with_ram=any(fit.ram_bytes <= other.ram_bytes.value for fit in fits(other, divided, other.max_model_len)),
+    )

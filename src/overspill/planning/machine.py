@@ -17,8 +17,9 @@ from overspill.planning.planner import Plan, make_plan
 from overspill.planning.platform import CPU, CUDA, LATENT_BLOCK_SIZE_WITH_AMX, Platform
 from overspill.planning.profiles import Profile, Remembered, fingerprint
 from overspill.planning.setup import Profiles
-from overspill.planning.wishes import MAX_NUM_SEQS, Wishes
+from overspill.planning.wishes import AT_ONCE, MAX_NUM_SEQS, Wishes
 
+_BF16_CAPABILITY = (8, 0)
 # Left to the rest of the machine where the RAM to use is not given.
 _RESERVE_BYTES = 4 * GiB
 # Of the RAM that is available, what plays the GPU's memory on a machine without one.
@@ -37,24 +38,47 @@ class Device:
 
 
 def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False, found: Hardware | None = None) -> Plan:
-    """`settings` are the values of `overspill.settings`, by name; `found` is the machine, if not as it is now."""
-    dtype = settings.get("dtype") or "auto"
+    """`settings` are the values of `overspill.settings`, by name, and what vLLM's own flags say beside them
+    (`overspill.serve.adopted`); `found` is the machine, if not as it is now."""
+    dtype, chunk = settings.get("dtype") or "auto", settings.get("max_num_batched_tokens")
     facts = read_model(model, dtype=dtype)
     wishes = Wishes(
         max_model_len=settings.get("max_model_len"),
         dtype=dtype,
         kv_cache_dtype=settings.get("kv_cache_dtype"),
         gpu_memory_bytes=settings.get("gpu_memory"),
-        max_num_batched_tokens=settings.get("max_num_batched_tokens"),
-        max_num_seqs=settings.get("max_num_seqs") or MAX_NUM_SEQS,
+        gpu_memory_utilization=settings.get("gpu_memory_utilization"),
+        max_num_batched_tokens=chunk,
+        at_once=settings.get("at_once") or AT_ONCE,
+        max_num_seqs=settings.get("max_num_seqs") or min(MAX_NUM_SEQS, chunk or MAX_NUM_SEQS),
         enforce_eager=bool(settings.get("enforce_eager")),
         offload_ram_bytes=settings.get("offload_ram"),
+        weights_ram_bytes=settings.get("weights_ram"),
+        offload_groups=settings.get("offload_groups"),
+        tensor_parallel_size=settings.get("tensor_parallel_size") or 1,
         force=bool(settings.get("force")),
         cards=cards,
     )
     device = find_device(settings, found)
+    require_possible(wishes, device.gpu)
     profiles = _measured_profiles(facts, device.gpu, wishes)
     return make_plan(facts, device.gpu, device.ram_bytes, wishes, platform=device.platform, profiles=profiles)
+
+
+def require_possible(wishes: Wishes, gpu: Gpu) -> None:
+    """What vLLM would refuse later, after minutes of loading."""
+    chunk, num_seqs = wishes.max_num_batched_tokens, wishes.num_seqs
+    if chunk is not None and chunk < num_seqs:
+        raise OverspillError(
+            f"--max-num-batched-tokens {chunk} is less than the {num_seqs} requests of a step, each of which has one "
+            f"token at least; give {num_seqs} or more, or --max-num-seqs {chunk}"
+        )
+    capability = gpu.compute_capability
+    if wishes.dtype == "bfloat16" and capability is not None and capability < _BF16_CAPABILITY:
+        raise OverspillError(
+            f"--dtype bfloat16 needs a GPU of compute capability 8.0 or more, and {gpu.name} has "
+            f"{capability[0]}.{capability[1]}; use --dtype float16"
+        )
 
 
 def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> Device:
@@ -131,7 +155,7 @@ def _measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes) -> Profiles:
             known[case] = remembered.recall(
                 fingerprint(
                     facts, gpu, vllm_version=vllm.version, max_num_batched_tokens=max_num_batched_tokens,
-                    max_num_seqs=wishes.max_num_seqs, enforce_eager=wishes.enforce_eager,
+                    max_num_seqs=wishes.num_seqs, enforce_eager=wishes.enforce_eager,
                     kv_cache_dtype=kv_cache_dtype,
                 )
             )  # fmt: skip

@@ -29,14 +29,15 @@ def split_kv(
     spill: bool,
     granularity: int,
     max_num_seqs: int,
+    at_once: int = 1,
     doubt_bytes: int = 0,
 ) -> KvSplit | None:
-    """KV for one request of `max_model_len` in so much device memory, with the least in RAM; None if there is no way.
+    """KV for requests of `max_model_len` in so much device memory, with the least in RAM; None if there is no way.
 
-    Should there be less device memory, by up to `doubt_bytes`, the request still fits: RAM makes up for it.
+    Should there be less device memory, by up to `doubt_bytes`, they still fit: RAM makes up for it.
     """
     block_bytes = geometry.bytes_per_block
-    need = geometry.blocks_per_request(max_model_len) + 1  # and vLLM's null block
+    need = at_once * geometry.blocks_per_request(max_model_len) + 1  # and vLLM's null block
     if need * block_bytes <= available_bytes - doubt_bytes:
         return KvSplit(resident_bytes=available_bytes // block_bytes * block_bytes, window_bytes=0, spilled_bytes=0)
     tables = table_bytes(geometry, max_model_len, max_num_seqs)

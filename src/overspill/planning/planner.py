@@ -1,13 +1,21 @@
 """All ways to serve a context on a machine, and which one to take."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from overspill.figures import Known
 from overspill.hardware.gpu import Gpu
 from overspill.model.facts import ModelFacts
-from overspill.planning.attempts import Attempt, Fit, attempts, fits, least_ram_bytes, longest_context
-from overspill.planning.budget import Budget
+from overspill.planning.attempts import (
+    Attempt,
+    Fit,
+    attempts,
+    attempts_without_ram,
+    fits,
+    least_ram_bytes,
+    longest_context,
+)
+from overspill.planning.budget import Budget, card_bytes
 from overspill.planning.card_fits import CardFit, card_fits
 from overspill.planning.platform import CUDA, Platform
 from overspill.planning.setup import Profiles, Setup, nothing_measured
@@ -36,6 +44,10 @@ class Plan:
     """The nearest way where none fits and one was asked for with --force."""
     longest_context: int
     """That fits by any of the exact ways."""
+    longest_on_gpu: int
+    """The same without any RAM: what this GPU is good for alone."""
+    fitting_weights_ram: int | None
+    """Where the weights that were asked to be in RAM do not let it fit: the amount nearest to it that would."""
     least_ram_bytes: int | None
     """With which an exact way fits, the engine's process included; None if no RAM is enough."""
     need_gpu_bytes: int
@@ -53,7 +65,12 @@ class Plan:
 
     @property
     def max_num_seqs(self) -> int:
-        return self.wishes.max_num_seqs
+        return self.wishes.num_seqs
+
+    @property
+    def is_weights_asked(self) -> bool:
+        """Whether the user said how much of the weights goes to RAM."""
+        return self.wishes.weights_ram_bytes is not None or self.wishes.offload_groups is not None
 
     @property
     def recommended(self) -> Way | None:
@@ -79,7 +96,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        found = []
+        found = [*_asked_warnings(self)]
         limit = self.facts.max_position_embeddings
         if self.max_model_len > limit:
             found.append(
@@ -105,6 +122,7 @@ def make_plan(
     """`facts` were read with the dtype wished for."""
     setup = Setup(facts=facts, gpu=gpu, ram_bytes=ram_bytes, wishes=wishes, platform=platform, profiles=profiles)
     budget = setup.budget()
+    whole = list(attempts_without_ram(setup, budget))
     tried = list(attempts(setup, budget))
     found = list(fits(setup, tried, setup.max_model_len))
     surely = list(fits(setup, tried, setup.max_model_len, surely=True))
@@ -123,8 +141,10 @@ def make_plan(
         ways=ways,
         forced=None if ways or not wishes.force else _nearest(setup, tried, found),
         longest_context=longest_context(setup, tried),
+        longest_on_gpu=longest_context(setup, whole, within_ram=False),
+        fitting_weights_ram=None if has_exact else _fitting_weights_ram(setup, budget),
         least_ram_bytes=least_ram_bytes(setup, tried),
-        need_gpu_bytes=_need_gpu_bytes(setup, budget, tried),
+        need_gpu_bytes=_need_gpu_bytes(setup, budget, whole),
         cards=card_fits(setup) if wishes.cards or not has_exact else (),
     )
 
@@ -176,15 +196,56 @@ def _nearest(setup: Setup, tried: list[Attempt], found: list[Fit]) -> Way | None
     return make_way(setup, min(exact, key=lambda fit: fit.ram_bytes)) if exact else None
 
 
-def _need_gpu_bytes(setup: Setup, budget: Budget, tried: list[Attempt]) -> int:
-    """Weights, overheads and one request's KV, all on the device."""
-    uncounted = budget.context_bytes.value
-    whole = (one for one in tried if one.is_exact and not one.weights.ram_bytes)
-    return min(
+def _fitting_weights_ram(setup: Setup, budget: Budget) -> int | None:
+    asked = setup.wishes.weights_ram_bytes
+    if asked is None:
+        return None
+    free = replace(setup, wishes=replace(setup.wishes, weights_ram_bytes=None))
+    found = fits(free, attempts(free, budget), free.max_model_len)
+    amounts = {
+        fit.attempt.weights.ram_bytes
+        for fit in found
+        if fit.attempt.is_exact and fit.ram_bytes <= setup.ram_bytes.value
+    }
+    return min(amounts, key=lambda amount: abs(amount - asked), default=None)
+
+
+def _asked_warnings(plan: Plan) -> Iterator[str]:
+    """Of what was asked for and is not done, or should not be."""
+    wishes, chosen = plan.wishes, plan.chosen
+    if (gpus := wishes.tensor_parallel_size) > 1:
+        yield (
+            f"the plan is for one GPU, and --tensor-parallel-size {gpus} divides the model among {gpus}: its sizes and "
+            "speeds do not hold for that"
+        )
+    share, planned = wishes.gpu_memory_utilization, plan.gpu_memory_utilization
+    if share is not None and planned is None:
+        yield (
+            "--gpu-memory-utilization does nothing on a CPU, and is left out: --gpu-memory sets the RAM in place of a "
+            "GPU's memory"
+        )
+    elif share is not None and planned is not None and planned < share:
+        yield (
+            f"--gpu-memory-utilization {share:g} is more than is free beside CUDA's context; planned with {planned:g}"
+        )
+    is_asked = chosen is not None and chosen.weights.ram_bytes and plan.is_weights_asked
+    if is_asked and plan.longest_on_gpu >= plan.max_model_len:
+        yield (
+            "weights go to RAM as asked, although all of them fit on the GPU beside this context: every step then "
+            "reads them over the link, which has cost up to 19 times the speed"
+        )
+
+
+def _need_gpu_bytes(setup: Setup, budget: Budget, whole: Iterable[Attempt]) -> int:
+    """Of a card that has weights, overheads and the requests' KV, all of it."""
+    counted = min(
         setup.facts.weights.total_bytes
         + one.overheads.total.value
-        + one.geometry.request_bytes(setup.max_model_len)
+        + setup.wishes.at_once * one.geometry.request_bytes(setup.max_model_len)
         + one.geometry.bytes_per_block
-        + uncounted
         for one in whole
+        if one.is_exact
     )
+    if budget.gpu_memory_utilization is None:
+        return counted + budget.context_bytes.value
+    return card_bytes(counted, budget.context_bytes.value, setup.wishes.gpu_memory_utilization)

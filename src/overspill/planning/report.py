@@ -19,7 +19,10 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "device": plan.platform.name,
         "gpu": plan.gpu.name,
         "max_model_len": plan.max_model_len,
+        "at_once": plan.wishes.at_once,
         "longest_context": plan.longest_context,
+        "longest_on_gpu_tokens": plan.longest_on_gpu,
+        "warm_tokens": chosen.warm_tokens if chosen is not None else 0,
         "least_ram_bytes": plan.least_ram_bytes,
         "need_gpu_bytes": plan.need_gpu_bytes,
         "fits": plan.recommended is not None,
@@ -51,9 +54,11 @@ def _way_as_json(plan: Plan, way: Way) -> dict[str, Any]:
         "window_bytes": way.kv.window_bytes,
         "spilled_kv_bytes": way.kv.spilled_bytes,
         "offload_bytes": way.offload_bytes,
+        "warm_tokens": way.warm_tokens,
         "overheads": as_json(way.overheads),
         "decode_tokens_per_s": way.decode_tokens_per_s.value,
         "ttft_s": way.ttft_s.value,
+        "at_once_tokens_per_s": way.at_once_tokens_per_s.value,
         "speed_origin": str(way.decode_tokens_per_s.origin),
         "concurrency": {
             str(length): way.requests_at_once(length) for length in concurrency_lengths(plan.max_model_len)

@@ -57,6 +57,7 @@ class Setup:
             return (self.wishes.max_num_batched_tokens,)
         is_large = self.platform.profiles_memory and self.gpu.total_bytes.value >= _LARGE_BYTES
         is_large = is_large and (self.wishes.gpu_memory_bytes or _LARGE_BYTES) >= _LARGE_BYTES
+        is_large = is_large and (self.wishes.gpu_memory_utilization or 1) * self.gpu.total_bytes.value >= _LARGE_BYTES
         return (_LARGE_CHUNK,) if is_large else self.platform.chunks
 
     def overheads(self, chunk: int, kv_cache_dtype: str) -> Overheads:
@@ -67,7 +68,7 @@ class Setup:
         return assumed_overheads(
             self.facts,
             max_num_batched_tokens=chunk,
-            max_num_seqs=self.wishes.max_num_seqs,
+            max_num_seqs=self.wishes.num_seqs,
             enforce_eager=self.wishes.enforce_eager,
         )
 
@@ -79,7 +80,7 @@ class Setup:
         context = max(contexts, key=lambda figure: figure.value)
         if not self.platform.profiles_memory:
             return whole_budget(self.gpu, context)
-        return gpu_budget(self.gpu, self.wishes.gpu_memory_bytes, context)
+        return gpu_budget(self.gpu, self.wishes.gpu_memory_bytes, context, self.wishes.gpu_memory_utilization)
 
 
 def can_spill(facts: ModelFacts, geometry: KVGeometry) -> bool:

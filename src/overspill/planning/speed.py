@@ -83,7 +83,9 @@ def prefill_s(machine: Machine, load: Load, num_tokens: int, chunk_tokens: int) 
         link_s = (spilled + load.prefetched_weight_bytes) / machine.link_bytes_per_s
         uva_bytes = max(load.uva_prompt_weight_bytes, chunk * load.uva_bytes_per_prompt_token)
         uva_s = uva_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
-        seconds += _STEP_S + uva_s + max(_matrix_s(machine, load, chunk) + attention_s, link_s)
+        # Short chunks wait for the weights, which each of them reads once.
+        weights_s = load.weight_bytes / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
+        seconds += _STEP_S + uva_s + max(max(_matrix_s(machine, load, chunk), weights_s) + attention_s, link_s)
         done += chunk
     return seconds
 

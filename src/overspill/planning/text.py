@@ -58,10 +58,11 @@ def _ways(plan: Plan, chosen: Way) -> list[str]:
     lines = [f"{'':2}{'way':56}{'decode':>12}{'first token':>14}{'in RAM':>11}"]
     for way in plan.ways or (chosen,):
         mark = "*" if way is chosen else " "
-        speed, wait = way.decode_tokens_per_s.value, way.ttft_s.value
+        speed, wait = way.at_once_tokens_per_s.value, way.ttft_s.value
         lines.append(f"{mark} {way.name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(way.ram_bytes):>11}")
     what = "recommended" if plan.recommended is chosen else "forced"
-    lines.append(f"* {what}. Speeds are {chosen.decode_tokens_per_s.origin}, at the full context, for one request.")
+    whose = "for one request" if chosen.at_once == 1 else f"decode of {chosen.at_once} requests together"
+    lines.append(f"* {what}. Speeds are {chosen.decode_tokens_per_s.origin}, at the full context, {whose}.")
     return lines
 
 
@@ -75,11 +76,20 @@ def _concurrency(plan: Plan, way: Way) -> list[str]:
         tokens = min(SHORT_TOKENS, plan.max_model_len)
         speed = way.short_tokens_per_s.value
         lines.append(f"{way.short_requests} at once of {tokens:,} tokens: {speed:,.0f} t/s together.")
-    if plan.longest_context > plan.max_model_len:
-        lines.append(f"Longest context that fits: {plan.longest_context:,} tokens.")
+    lines.append(longest_as_text(plan))
+    if way.warm_tokens:
+        lines.append(f"KV of idle conversations that is kept warm in RAM: {way.warm_tokens:,} tokens.")
     if way.ram_bytes and plan.least_ram_bytes is not None:
         lines.append(f"Least RAM for this context: {format_size(plan.least_ram_bytes)}, the engine's process included.")
     return lines
+
+
+def longest_as_text(plan: Plan) -> str:
+    """What RAM makes of this GPU."""
+    each = "" if plan.wishes.at_once == 1 else f", {plan.wishes.at_once} at once"
+    alone = f"{plan.longest_on_gpu:,} tokens" if plan.longest_on_gpu else "none"
+    gpu = "memory" if plan.platform.is_cpu else "GPU"
+    return f"Longest context{each}: {alone} on the {gpu} alone, {plan.longest_context:,} tokens with this RAM."
 
 
 def _cards(cards: tuple[CardFit, ...]) -> list[str]:

@@ -37,6 +37,12 @@ class Way:
     decode_tokens_per_s: Known[float]
     """Of one request of the full context."""
     ttft_s: Known[float]
+    at_once: int
+    """Requests of the full context that run together."""
+    at_once_tokens_per_s: Known[float]
+    """Of all of them together."""
+    at_once_prefill_s: float
+    """For one prompt of theirs, the GPU's KV divided among them."""
     short_requests: int
     """Of `SHORT_TOKENS` tokens, that run at once without spilling."""
     short_tokens_per_s: Known[float]
@@ -65,8 +71,14 @@ class Way:
 
     @property
     def request_s(self) -> float:
-        """A long prompt and its answer."""
-        return self.ttft_s.value + _ANSWER_TOKENS / self.decode_tokens_per_s.value
+        """Long prompts, one after the other, and their answers together: of as many requests as run at once."""
+        return self.at_once * self.at_once_prefill_s + _ANSWER_TOKENS * self.at_once / self.at_once_tokens_per_s.value
+
+    @property
+    def warm_tokens(self) -> int:
+        """Of idle conversations, that the pool for them keeps; windows and states take some of it beside."""
+        per_token = self.geometry.kv_bytes_per_token
+        return self.offload_bytes // per_token if per_token else 0
 
     def requests_at_once(self, num_tokens: int) -> int:
         """Of so many tokens each, in resident and spilled KV; one block is vLLM's null block."""
@@ -79,16 +91,21 @@ def make_way(setup: Setup, fit: Fit) -> Way:
     geometry, chunk = attempt.geometry, attempt.max_num_batched_tokens
     machine, sources = _machine(setup.gpu)
     length = setup.max_model_len
-    request = geometry.request_bytes(length)
-    # Resident blocks are taken first, and one of them is vLLM's null block.
-    streamed = max(0, request - (kv.resident_bytes - geometry.bytes_per_block)) if kv.spilled_bytes else 0
     is_eager = setup.wishes.enforce_eager and not setup.platform.is_cpu
-    long = replace(
-        _weights_load(facts, attempt.weights, 1), kv_bytes=request, spilled_kv_bytes=streamed, is_eager=is_eager
-    )
+    at_once = setup.wishes.at_once
+
+    def long_load(num_requests: int) -> Load:
+        request = num_requests * geometry.request_bytes(length)
+        # Resident blocks are taken first, and one of them is vLLM's null block.
+        streamed = max(0, request - (kv.resident_bytes - geometry.bytes_per_block)) if kv.spilled_bytes else 0
+        load = _weights_load(facts, attempt.weights, num_requests)
+        return replace(load, kv_bytes=request, spilled_kv_bytes=streamed, is_eager=is_eager)
+
+    long, together = long_load(1), long_load(at_once)
+    share = replace(long, spilled_kv_bytes=together.spilled_kv_bytes // at_once)
     resident_blocks = kv.resident_bytes // geometry.bytes_per_block - 1
     short_tokens = min(SHORT_TOKENS, length)
-    num_short = min(setup.wishes.max_num_seqs, resident_blocks // geometry.blocks_per_request(short_tokens))
+    num_short = min(setup.wishes.num_seqs, resident_blocks // geometry.blocks_per_request(short_tokens))
     short = replace(
         _weights_load(facts, attempt.weights, max(1, num_short)),
         kv_bytes=num_short * geometry.request_bytes(short_tokens),
@@ -104,6 +121,9 @@ def make_way(setup: Setup, fit: Fit) -> Way:
         overheads=attempt.overheads,
         decode_tokens_per_s=derived(1 / decode_step_s(machine, long), *sources),
         ttft_s=derived(prefill_s(machine, long, length, chunk), *sources),
+        at_once=at_once,
+        at_once_tokens_per_s=derived(at_once / decode_step_s(machine, together), *sources),
+        at_once_prefill_s=prefill_s(machine, share, length, chunk),
         short_requests=num_short,
         short_tokens_per_s=derived(num_short / decode_step_s(machine, short), *sources),
         is_exact=attempt.is_exact,

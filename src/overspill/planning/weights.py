@@ -54,7 +54,7 @@ def groupings(layer_bytes: tuple[int, ...], pinning: float = 1.0) -> tuple[Weigh
     found: dict[int, WeightOffload] = {}
     for group_size in range(1, len(layer_bytes) + 1):
         for num_in_group in range(1, group_size + 1):
-            one = _grouping(group_size, num_in_group, layer_bytes, pinning)
+            one = grouping(group_size, num_in_group, layer_bytes, pinning)
             found.setdefault(one.ram_bytes, one)
     return tuple(found[amount] for amount in sorted(found) if amount)
 
@@ -71,7 +71,7 @@ def uva_offloads(layer_bytes: tuple[int, ...], pinning: float = 1.0) -> list[Wei
     ]
 
 
-def _grouping(group_size: int, num_in_group: int, layer_bytes: tuple[int, ...], pinning: float) -> WeightOffload:
+def grouping(group_size: int, num_in_group: int, layer_bytes: tuple[int, ...], pinning: float) -> WeightOffload:
     """vLLM's rule (model_executor/offloader/prefetch.py, wrap_modules)."""
     moved = [i for i in range(len(layer_bytes)) if i % group_size >= group_size - num_in_group]
     return WeightOffload(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import GiB
 from overspill.model.settings import KV_CACHE_DTYPE_BYTES
 from overspill.registry.names import nearest
 from overspill.serve.flags import read_flags
@@ -34,16 +33,20 @@ class ModelSettings:
     source: str
     max_model_len: int | None = None
     gpu_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     ram: int | None = None
     offload_ram: int | None = None
     weights_ram: int | None = None
     dtype: str | None = None
     kv_cache_dtype: str | None = None
+    at_once: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enforce_eager: bool | None = None
     vllm_args: tuple[str, ...] = ()
     ttl: int | None = None
+    keep: bool | None = None
+    preload: bool | None = None
     notes: str | None = None
 
 
@@ -58,6 +61,10 @@ class ModelSetting:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_yes_or_no(self) -> bool:
+        return self.parse is _COMMON["enforce_eager"].parse
 
 
 def _source(text: object) -> str:
@@ -127,25 +134,35 @@ MODEL_SETTINGS = (
     ModelSetting("source", _source, "The model: a folder, or a repository of Hugging Face's cache or hub."),
     _common("max_model_len"),
     _common("gpu_memory"),
+    _common("gpu_memory_utilization"),
     _common("ram"),
     _common("offload_ram"),
-    ModelSetting(
-        "weights_ram", _COMMON["ram"].parse, "Weights to keep in RAM (`4GiB`), whatever the plan says; 0 for none."
-    ),
+    _common("weights_ram"),
     _common("dtype"),
     ModelSetting("kv_cache_dtype", _kv_cache_dtype, _COMMON["kv_cache_dtype"].help),
+    _common("at_once"),
     _common("max_num_seqs"),
     _common("max_num_batched_tokens"),
     _common("enforce_eager"),
     ModelSetting("vllm_args", _vllm_args, "vLLM's own flags, after `--`."),
     ModelSetting("ttl", _ttl, "Stop the model when it has not been used for so long: `10m`.", takes_restart=False),
+    ModelSetting(
+        "keep",
+        _COMMON["enforce_eager"].parse,
+        "Once it runs, keep it: not stopped for another model, nor by its TTL.",
+        takes_restart=False,
+    ),
+    ModelSetting(
+        "preload", _COMMON["enforce_eager"].parse, "Start it with the manager, if there is room.", takes_restart=False
+    ),
     ModelSetting("notes", _notes, "Anything worth knowing about it.", takes_restart=False),
 )
 _BY_NAME = {setting.name: setting for setting in MODEL_SETTINGS}
 # vLLM's flags that would contradict a setting.
 _OWN_FLAGS = {
     **{_BY_NAME[name].flag: name for name in (
-        "max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"
+        "max_model_len", "gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
+        "enforce_eager",
     )},
     "--no-enforce-eager": "enforce_eager",
     "--cpu-offload-gb": "weights_ram",
@@ -207,5 +224,4 @@ def needs_restart(before: ModelSettings, after: ModelSettings) -> list[str]:
 def serve_settings(settings: ModelSettings) -> tuple[dict[str, Any], list[str]]:
     """For `overspill serve`: values for the settings of `overspill.settings` that are set, and vLLM's own flags."""
     values = {name: value for name in _COMMON if (value := getattr(settings, name, None)) is not None}
-    weights = [] if settings.weights_ram is None else ["--cpu-offload-gb", f"{settings.weights_ram / GiB:g}"]
-    return values, [*weights, *settings.vllm_args]
+    return values, list(settings.vllm_args)

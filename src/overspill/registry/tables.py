@@ -4,7 +4,7 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ForeignKey, Integer, String, Text
+from sqlalchemy import Double, ForeignKey, Integer, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from overspill.registry.model_settings import ModelSettings
@@ -19,16 +19,20 @@ class ModelRow(Base):
     source: Mapped[str] = mapped_column(Text)
     max_model_len: Mapped[int | None]
     gpu_memory: Mapped[int | None]
+    gpu_memory_utilization: Mapped[float | None] = mapped_column(Double)
     ram: Mapped[int | None]
     offload_ram: Mapped[int | None]
     weights_ram: Mapped[int | None]
     dtype: Mapped[str | None] = mapped_column(Text)
     kv_cache_dtype: Mapped[str | None] = mapped_column(Text)
+    at_once: Mapped[int | None]
     max_num_seqs: Mapped[int | None]
     max_num_batched_tokens: Mapped[int | None]
     enforce_eager: Mapped[bool | None]
     vllm_args: Mapped[list[str]]
     ttl: Mapped[int | None]
+    keep: Mapped[bool | None]
+    preload: Mapped[bool | None]
     notes: Mapped[str | None] = mapped_column(Text)
     version: Mapped[int] = mapped_column()
     created_at: Mapped[datetime]

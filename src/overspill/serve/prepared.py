@@ -96,7 +96,7 @@ def prepare(
     port = combined.value("--port") or ""
     if not port.isdigit() or not 1 <= int(port) <= 65535:
         raise OverspillError(f"--port {port!r} is not a port; ports are 1 to 65535")
-    checked = check(combined, plan, environment, on_cpu=plan.platform.is_cpu)
+    checked = check(combined, environment, on_cpu=plan.platform.is_cpu)
     return Prepared(
         model=model,
         asked_for=name,

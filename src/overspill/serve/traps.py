@@ -5,13 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import GiB, format_size
-from overspill.model.transformers_backend import RUN_BY_TRANSFORMERS
 from overspill.planning.arguments import CONTRADICTING_VARIABLES
-from overspill.planning.planner import Plan
 from overspill.serve.address import is_loopback
 from overspill.serve.command import Combined
-from overspill.serve.errors import CannotServe
 from overspill.serve.flags import find, matches
 from overspill.serve.plugins import PLUGINS
 
@@ -23,6 +19,10 @@ _NOT_HERE = {
     "--grpc": "serve asks over HTTP whether the server is ready; start vLLM yourself with the command that --dry-run "
     "prints",
     "--headless": "there would be no server to ask; start vLLM yourself with the command that --dry-run prints",
+    # Gone from vLLM 0.32, which would say so only when it is started.
+    "--swap-space": "vLLM has it no longer; --ram gives RAM, and --offload-ram sets how much of it is for idle KV",
+    "--preemption-mode": "vLLM has it no longer; a preempted request is loaded from RAM if --offload-ram keeps it",
+    "--disable-log-requests": "vLLM has it no longer; it is --no-enable-log-requests, which is the default",
 }
 
 
@@ -34,11 +34,11 @@ class Checked:
     environment: dict[str, str | None] = field(default_factory=dict)
 
 
-def check(combined: Combined, plan: Plan, environment: Mapping[str, str], *, on_cpu: bool) -> Checked:
+def check(combined: Combined, environment: Mapping[str, str], *, on_cpu: bool) -> Checked:
     """Refuses by raising; the rest is corrected, or told."""
     _refuse_flags(combined)
     checked = Checked()
-    _check_weight_offload(combined, plan, checked, on_cpu=on_cpu)
+    _check_weight_offload(combined)
     _check_allocator(combined, environment, checked)
     _check_plugins(environment, checked)
     _check_kv_space(combined, environment, checked, on_cpu=on_cpu)
@@ -52,23 +52,18 @@ def _refuse_flags(combined: Combined) -> None:
             raise OverspillError(f"{flag.name} cannot be used with overspill serve: {why}")
 
 
-def _check_weight_offload(combined: Combined, plan: Plan, checked: Checked, *, on_cpu: bool) -> None:
-    """Of the user's own flags, and of what they make of the plan's."""
-    uva = find(combined.flags, "--cpu-offload-gb")
-    uva_bytes = _gib(uva.value) if uva is not None else 0
+def _check_weight_offload(combined: Combined) -> None:
+    """Of flags that became no part of the plan (overspill.serve.adopted): those that contradict each other."""
+    has_uva = float(combined.value("--cpu-offload-gb") or 0) > 0
     backend = combined.value("--offload-backend") or "auto"
     groups = combined.value("--offload-group-size") or "0"
     prefetches = groups.strip() not in ("", "0")
-    if uva_bytes and on_cpu:
-        raise OverspillError(
-            "--cpu-offload-gb does nothing on vLLM's CPU platform, where all weights are in RAM; remove it"
-        )
-    if uva_bytes and (prefetches or backend == "prefetch"):
+    if has_uva and (prefetches or backend == "prefetch"):
         raise OverspillError(
             "--cpu-offload-gb does nothing with the prefetch backend: vLLM uses one offloader. Remove "
             "--cpu-offload-gb, or use it without --offload-backend and --offload-group-size"
         )
-    if backend == "uva" and not uva_bytes:
+    if backend == "uva" and not has_uva:
         also = "; --offload-group-size does nothing with it" if prefetches else ""
         raise OverspillError(
             f"--offload-backend uva moves nothing to RAM without --cpu-offload-gb{also}. Give --cpu-offload-gb, or use "
@@ -79,34 +74,6 @@ def _check_weight_offload(combined: Combined, plan: Plan, checked: Checked, *, o
             "--offload-backend prefetch moves nothing to RAM without --offload-group-size; give it, for example "
             "--offload-group-size 4, or leave weights to the plan"
         )
-    if prefetches and plan.facts.architecture in RUN_BY_TRANSFORMERS:
-        raise OverspillError(
-            f"vLLM runs {plan.facts.architecture} through Transformers, whose layers its prefetching offloader does "
-            "not see: nothing would move to RAM. Use --cpu-offload-gb, which Overspill makes work for them, or leave "
-            "weights to the plan"
-        )
-    if not uva_bytes or uva not in combined.given:
-        return
-    # PyTorch rounds every tensor that it pins up to a power of two (vllm#56410).
-    if 2 * uva_bytes > plan.ram_bytes.value:
-        raise CannotServe(
-            f"--cpu-offload-gb {uva_bytes / GiB:g} can take up to {format_size(2 * uva_bytes)} of RAM, since "
-            f"each pinned tensor is rounded up to a power of two; {format_size(plan.ram_bytes.value)} may be used. Use "
-            f"at most --cpu-offload-gb {plan.ram_bytes.value // 2 // GiB}, or remove it: the plan's own offload takes "
-            "no more than it says"
-        )
-    if plan.recommended is not None and not plan.recommended.weights.ram_bytes:
-        checked.warnings.append(
-            "--cpu-offload-gb is given although all weights fit on the GPU: every step then reads them over the link, "
-            "which has cost up to 19 times the speed; remove it"
-        )
-
-
-def _gib(text: str) -> int:
-    try:
-        return int(float(text) * GiB)
-    except ValueError:
-        raise OverspillError(f"--cpu-offload-gb {text!r} is not a number of GiB; write for example 8") from None
 
 
 def _check_allocator(combined: Combined, environment: Mapping[str, str], checked: Checked) -> None:

@@ -28,8 +28,9 @@ TUNABLE_FLAGS = (
     "--offload-prefetch-step",
 )  # fmt: skip
 _LEAST_CHUNK, _MOST_CHUNK = 512, 16384
-# Of the planned amount of weights in RAM; and the nearest amount below it, which the plan holds for too little.
-_MORE_WEIGHTS = (1.25, 1.5)
+# Of the planned amount of weights in RAM: slower steps, and more KV on the GPU. And the nearest amount below it, which
+# the plan holds for too little.
+_MORE_WEIGHTS = (1.25, 1.5, 2, 4)
 _FLAGS = {setting.name: setting for setting in SETTINGS}
 
 
@@ -67,12 +68,10 @@ class Candidate:
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Of `overspill serve`; weights in RAM are vLLM's own there."""
+    """Of `overspill serve`."""
     words = []
     for name, value in settings.items():
-        if name == "weights_ram":
-            words += ["--cpu-offload-gb", f"{value / GiB:g}"]
-        elif isinstance(value, bool):
+        if isinstance(value, bool):
             words.append(f"{_FLAGS[name].flag}={str(value).lower()}")
         else:
             words += [_FLAGS[name].flag, str(value)]
@@ -98,7 +97,8 @@ def find_candidates(
     maker = _Maker(plan, replan, own)
     found = [maker.make("plan", own, is_planned=True), current]
     found += maker.ways(allow_fp8=allow_fp8)
-    found += maker.weights(fixed)
+    if "weights_ram" not in fixed:
+        found += maker.weights()
     if returns and "kv_transfer_config" not in fixed:
         found += maker.pools(fixed)
         found += maker.stores()
@@ -136,14 +136,14 @@ class _Maker:
         chosen = self._replan(settings).chosen
         if chosen is None:
             return None
+        if way.weights != chosen.weights:
+            settings["weights_ram"] = way.weights.ram_bytes
+            if (chosen := self._replan(settings).chosen) is None:
+                return None
         words: list[str] = []
         if way.weights != chosen.weights:
-            if way.weights.is_uva:
-                settings["weights_ram"] = int(way.weights.cpu_offload_gb * GiB)
-            elif way.weights.ram_bytes:
-                words += _offload_words(self._plan, way)
-            else:
-                words += ["--offload-group-size", "0"]  # takes the plan's offload away
+            del settings["weights_ram"]  # the plan would take the other offloader
+            words += _offload_words(self._plan, way)
         transfer = kv_transfer_config(way)
         if options or transfer != kv_transfer_config(chosen):
             if transfer is None:
@@ -160,20 +160,20 @@ class _Maker:
             if way is not self._own and (way.is_exact or allow_fp8):
                 yield self.make(way.name, way)
 
-    def weights(self, fixed: frozenset[str]) -> Iterator[Candidate | None]:
-        own, planned = self._own, self._own.weights
-        if not planned.ram_bytes:
+    def weights(self) -> Iterator[Candidate | None]:
+        """As the plan divides the rest then: what weights leave of the GPU is for KV, and what they leave of RAM for
+        idle KV."""
+        own = self._own
+        if not own.weights.ram_bytes:
             return
-        for weights in nearby_weights(self._plan, planned):
-            more = weights.pinned_bytes - planned.pinned_bytes
-            pool = own.offload_bytes
-            if pool and "offload_ram" not in fixed:
-                pool = max(0, pool - max(0, more)) // GiB * GiB
-            if weights.pinned_bytes + own.kv.spilled_bytes + pool + PROCESS_RAM_BYTES > self._plan.ram_bytes.value:
-                continue
-            also = {"offload_ram": pool} if pool != own.offload_bytes else {}
-            label = f"{format_size(weights.ram_bytes)} of weights in RAM"
-            yield self._changed(label, also, weights=weights, offload_bytes=pool)
+        for weights in nearby_weights(self._plan, own.weights):
+            settings = {
+                "max_model_len": self._plan.max_model_len, "max_num_batched_tokens": own.max_num_batched_tokens,
+                "weights_ram": weights.ram_bytes,
+            }  # fmt: skip
+            way = self._replan(settings).recommended
+            if way is not None and way.is_exact == own.is_exact:
+                yield self.make(f"{format_size(way.weights.ram_bytes)} of weights in RAM", way)
 
     def pools(self, fixed: frozenset[str]) -> Iterator[Candidate | None]:
         if "offload_ram" in fixed:
@@ -221,7 +221,7 @@ def nearby_weights(plan: Plan, planned: WeightOffload) -> list[WeightOffload]:
     more = [
         min(larger, key=lambda each: abs(each.ram_bytes - share * planned.ram_bytes))
         for share in _MORE_WEIGHTS
-        if larger
+        if larger and share * planned.ram_bytes <= larger[-1].ram_bytes
     ]
     return [*less, *dict.fromkeys(more)]
 

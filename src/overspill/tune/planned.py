@@ -8,7 +8,8 @@ from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.setup import Setup, nothing_measured
-from overspill.settings import config_path, plain, resolve
+from overspill.serve.adopted import adopt
+from overspill.settings import config_path, resolve
 from overspill.tune.candidates import TUNABLE, Replan, find_candidates
 from overspill.tune.definition import Definition
 from overspill.tune.errors import CannotTune
@@ -56,9 +57,8 @@ def define(
 
 def _replan(subject: Subject, given: Mapping[str, Any], hardware: Hardware) -> Replan:
     def replan(settings: Mapping[str, Any]) -> Plan:
-        asked = {name: value for name, value in {**given, **settings}.items() if name != "weights_ram"}
-        values = plain(subject.named.applied(resolve(asked, file=config_path())))
-        return plan_for(subject.source, values, found=hardware)
+        values = subject.named.applied(resolve({**given, **settings}, file=config_path()))
+        return plan_for(subject.source, adopt(values, registered=subject.vllm_args).settings, found=hardware)
 
     return replan
 

@@ -78,7 +78,7 @@ def current_candidate(subject: Subject, replan: Replan, given: Mapping[str, Any]
     settings.setdefault("max_num_batched_tokens", way.max_num_batched_tokens)
     if given.get("max_num_batched_tokens") is not None:
         settings.pop("max_num_batched_tokens")
-    offloads = "--offload-group-size" in subject.tuned_args or settings.get("weights_ram")
+    offloads = "--offload-group-size" in subject.tuned_args
     things = bool(way.weights.ram_bytes or offloads) + bool(way.kv.spilled_bytes) + bool(way.offload_bytes)
     return Candidate(
         label="as it is", settings=settings, vllm_args=subject.tuned_args, things_in_ram=things,
@@ -98,11 +98,8 @@ def _subject(model: Model, opens: tuple[str, ...]) -> Subject:
     flags = read_flags(words)
     opened = (*TUNABLE, *opens)
     tuned = {name: settings[name] for name in opened if name in settings}
-    if model.settings.weights_ram is not None:
-        tuned["weights_ram"] = model.settings.weights_ram
     kept = [word for flag in flags if not _is_tunable(flag) for word in flag.words]
-    # Weights in RAM are a setting of their own.
-    moved = [word for flag in flags if _is_tunable(flag) and flag.name != "--cpu-offload-gb" for word in flag.words]
+    moved = [word for flag in flags if _is_tunable(flag) for word in flag.words]
     return Subject(
         name=model.name, source=model.settings.source, version=model.version,
         settings={name: value for name, value in settings.items() if name not in opened},

@@ -1,0 +1,112 @@
+"""vLLM's own flags that say what a setting says: they become the setting, so that the plan is made with them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import GiB
+from overspill.serve.flags import Flag, find, matches, read_flags
+from overspill.settings import GivenBy, SettingsError, Value, plain
+
+_UTILIZATION, _UVA, _BACKEND = "--gpu-memory-utilization", "--cpu-offload-gb", "--offload-backend"
+_GROUPS, _IN_GROUP, _PARALLEL = "--offload-group-size", "--offload-num-in-group", "--tensor-parallel-size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    values: Mapping[str, Value]
+    vllm_args: tuple[str, ...] = ()
+    """Those of vLLM's own flags that are no settings here."""
+    offload_groups: tuple[int, int] | None = None
+    """What the prefetching offloader's flags say: layers in a group, and how many of them lie in RAM."""
+    tensor_parallel_size: int = 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For `plan_for`."""
+        beside = {"offload_groups": self.offload_groups, "tensor_parallel_size": self.tensor_parallel_size}
+        return {**plain(self.values), **beside}
+
+    @property
+    def serve_args(self) -> tuple[str, ...]:
+        """What follows the model in a command of `overspill serve`, beside its settings' flags."""
+        if self.offload_groups is None:
+            return self.vllm_args
+        group_size, num_in_group = map(str, self.offload_groups)
+        return (*self.vllm_args, _GROUPS, group_size, _IN_GROUP, num_in_group)
+
+
+def adopt(values: Mapping[str, Value], typed: Sequence[str] = (), *, registered: Sequence[str] = ()) -> Adopted:
+    """`registered` are a model's own flags in the registry: like its settings, they give way to what is typed."""
+    adopted = _adopt(Adopted(values=values), read_flags(registered), GivenBy.REGISTRY)
+    return _adopt(adopted, read_flags(typed), GivenBy.FLAG)
+
+
+def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
+    taken: list[Flag] = []
+    values, groups = dict(before.values), before.offload_groups
+    if (flag := _last(flags, _UTILIZATION)) is not None:
+        _set(values, "gpu_memory_utilization", flag.value, flag, origin)
+        taken += [one for one in flags if matches(one.name, _UTILIZATION)]
+    uva, backend, grouped = (find(flags, name) for name in (_UVA, _BACKEND, _GROUPS))
+    num_bytes, group_size = _bytes(uva), _number(grouped, 0)
+    which = backend.value if backend is not None else "auto"
+    # Flags of both offloaders, or of one without its size, are left to overspill.serve.traps, which refuses them.
+    if uva is not None and not group_size and which in (("auto", "uva") if num_bytes else ("auto",)):
+        if _set(values, "weights_ram", num_bytes, uva, origin):
+            groups = None
+        taken += [one for one in flags if one.name in (_UVA, _BACKEND, _GROUPS, _IN_GROUP)]
+    elif grouped is not None and not num_bytes and which in (("auto", "prefetch") if group_size else ("auto",)):
+        if _set(values, "weights_ram", None if group_size else 0, grouped, origin):
+            groups = (group_size, _number(find(flags, _IN_GROUP), 1)) if group_size else None
+        taken += [one for one in flags if one.name in (_UVA, _BACKEND, _GROUPS, _IN_GROUP)]
+    left = [word for flag in flags if flag not in taken for word in flag.words]
+    return replace(
+        before,
+        values=values,
+        vllm_args=(*before.vllm_args, *left),
+        offload_groups=groups,
+        tensor_parallel_size=_number(find(flags, _PARALLEL), before.tensor_parallel_size),
+    )
+
+
+def _set(values: dict[str, Value], name: str, given: Any, flag: Flag, origin: GivenBy) -> bool:
+    """Whether it counts."""
+    before = values[name]
+    if before.origin is GivenBy.FLAG:
+        if origin is GivenBy.REGISTRY:
+            return False
+        raise OverspillError(
+            f"{before.setting.flag} and vLLM's {flag} say the same thing twice; leave one of the two out"
+        )
+    try:
+        value = None if given is None else before.setting.parse(given)
+    except OverspillError as error:
+        raise SettingsError(f"{flag.words[0]}: {error}") from error
+    values[name] = Value(before.setting, value, origin, flag.words[0])
+    return True
+
+
+def _last(flags: Iterable[Flag], name: str) -> Flag | None:
+    """Also by the start of its name, which vLLM's parser completes."""
+    return next((flag for flag in reversed(list(flags)) if matches(flag.name, name)), None)
+
+
+def _bytes(flag: Flag | None) -> int:
+    try:
+        gib = 0.0 if flag is None else float(flag.value)
+    except ValueError:
+        gib = math.nan
+    if not 0 <= gib < math.inf:
+        raise OverspillError(f"{flag} is not a number of GiB; write for example {_UVA} 8")
+    return int(gib * GiB)
+
+
+def _number(flag: Flag | None, default: int) -> int:
+    if flag is None:
+        return default
+    if not flag.value.strip().isdigit():
+        raise OverspillError(f"{flag} is not a number; write for example {flag.name} 2")
+    return int(flag.value)
