@@ -289,13 +289,13 @@ def measure_gateway(arguments: argparse.Namespace, folder: Path) -> Json:
     return result
 
 
-async def serve(folder: Path, port: int, token_ms: float) -> None:
+def serve(folder: Path, port: int, token_ms: float) -> None:
     """A manager as it is, except that its engines are stand-ins."""
     from overspill.manager.engines.fleet import Options
     from overspill.manager.engines.launch import OwnProcesses
     from overspill.manager.engines.memory import Memory
     from overspill.manager.engines.needs import Need
-    from overspill.manager.server import run
+    from overspill.manager.server import run_until_stopped
     from overspill.manager.setup import Setup
     from overspill.registry import add_model, open_registry
 
@@ -307,7 +307,7 @@ async def serve(folder: Path, port: int, token_ms: float) -> None:
     )  # fmt: skip
     with open_registry(f"sqlite:///{folder}/registry.db") as registry:
         add_model(registry, NAME, {"source": "stand-in/stand-in"})
-        await run(Setup(folder=folder / "manager", port=port), registry, say, options)
+        run_until_stopped(Setup(folder=folder / "manager", port=port), registry, say, options)
 
 
 async def stand_in(port: int, token_seconds: float) -> None:
@@ -373,7 +373,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.serve:
-        asyncio.run(serve(Path(arguments.serve[0]), int(arguments.serve[1]), arguments.token_ms))
+        serve(Path(arguments.serve[0]), int(arguments.serve[1]), arguments.token_ms)
         return
     if arguments.stand_in:
         words = arguments.stand_in  # as for `overspill serve`

@@ -38,8 +38,16 @@ def subject(entry: Json) -> str:
 def where(result: Json) -> str:
     links = [life["link"]["h2d_bytes_per_second"] / GB for life in result["lives"] if life.get("link")]
     machine, versions = result["hardware"]["gpu"] or result["hardware"]["cpu"], result["versions"]
-    link = f", link {min(links):.1f} to {max(links):.1f} GB/s" if links else ""
-    return f"{machine}, vLLM {versions['vllm']}{link}, commit {versions.get('commit') or 'not recorded'}\n"
+    shown = dict.fromkeys(f"{speed:.1f}" for speed in (min(links), max(links))) if links else {}
+    link = f", link {' to '.join(shown)} GB/s" if shown else ""
+    return f"{machine}, vLLM {versions['vllm']}{link}, {commits(result)}\n"
+
+
+def commits(result: Json) -> str:
+    """Of all runs that a file was put together from."""
+    runs = [result, *result.get("resumed", [])]
+    found = list(dict.fromkeys(run["versions"].get("commit") or "not recorded" for run in runs))
+    return f"commit{'s' if len(found) > 1 else ''} {' and '.join(found)}"
 
 
 def lengths_table(rows: Sequence[Json]) -> str:

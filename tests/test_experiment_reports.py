@@ -63,6 +63,24 @@ def test_stored_repeats_are_compared_in_the_order_of_the_configurations() -> Non
     assert ratio is not None and ratio.basis is Basis.PAIRS
 
 
+def test_the_first_start_of_an_experiment_is_the_earliest_with_a_load_time() -> None:
+    """Not the first in the table: an interrupted start, and a run that kept its engine, have none."""
+    results = four_results()
+    times = {1: (5, 30.0), 2: (2, 90.0), 3: (4, 31.0), 4: (3, 29.0)}
+    for one in results:
+        minute, load_s = times[one.id]
+        one.metrics["load_s"] = load_s  # type: ignore[index]
+        object.__setattr__(one, "started_at", datetime(2026, 1, 1, 12, minute, tzinfo=UTC))
+    broken = result(9, "native", 1, 1.0, is_complete=False, metrics={"problem": "interrupted"},
+                    started_at=datetime(2026, 1, 1, 12, 1, tzinfo=UTC))  # fmt: skip
+    found = compare_results([broken, *results])
+    assert [repeat.is_first_start for repeat in found.columns[0].repeats] == [True, False]
+    assert not any(repeat.is_first_start for repeat in found.columns[1].repeats)
+    load = next(row for row in found.rows if row.measure.key == "load_s")
+    assert load.values == (31.0, 29.0), "only the second repeats are a pair"
+    assert "of none, reads its weights from disk" in Report.of_results(results).as_text()
+
+
 def test_a_finished_attempt_stands_for_one_that_was_not() -> None:
     attempts = four_results()
     broken = result(9, "none", 2, 1.0, is_complete=False, metrics={"problem": "interrupted"})

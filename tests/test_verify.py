@@ -53,6 +53,7 @@ def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None
     assert tuple(scenarios) == (*OFFLOAD, *SPILL)
     for name, one in scenarios.items():
         assert one["ram_tokens"] > 0 and one["ram_bytes"] > 0 and one["tokens"] > 0, name
+        assert one["awaited"] == one["requests"] > 0, name
         assert not one["mismatches"] and not one["failure"] and not one["skipped"] and not one["left_behind"], name
     assert scenarios["damaged"]["faults_injected"] == scenarios["damaged"]["faults_caught"] == 2
     assert scenarios["damaged"]["sensitive"] is True, "the model does not notice damage, so it proves nothing"

@@ -18,6 +18,8 @@ class Repeat:
     problem: str | None = None
     conditions: str = ""
     """Workload and seed: only repeats under equal ones are pairs, and only their answers should be the same."""
+    is_first_start: bool = False
+    """Whether it began with the first start of an engine in its experiment."""
     source: Any = None
     """What it was read from, for reports."""
 
@@ -44,12 +46,19 @@ class Column:
         found = {repeat.number: measure.value(repeat.metrics) for repeat in self.finished}
         return {number: value for number, value in found.items() if value is not None}
 
+    def comparable(self, measure: Measure) -> dict[int, float]:
+        """Without what would be held against a configuration only because it was the first."""
+        cold = {repeat.number for repeat in self.finished if measure.begins_cold and repeat.is_first_start}
+        return {number: value for number, value in self.values(measure).items() if number not in cold}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     measure: Measure
     values: tuple[float | None, ...]
-    """Of each configuration."""
+    """Of each configuration, over the repeats that are compared."""
+    points: tuple[tuple[float, ...], ...]
+    """What these are the centres of."""
     ratios: tuple[Ratio | None, ...]
     """Of each to the one that they are compared with, whose own is None."""
 
@@ -88,6 +97,20 @@ class Comparison:
     def others(self) -> list[int]:
         return [index for index in range(len(self.columns)) if index != self.baseline]
 
+    @property
+    def uneven(self) -> dict[str, tuple[int, ...]]:
+        """Of pairs that were not all measured equally often: which repeats each configuration has."""
+        pairs = [column for column in self.columns if column is self.first or are_pairs(self.first, column)]
+        had = {column.label: tuple(repeat.number for repeat in column.finished) for column in pairs}
+        return had if len(set(had.values())) > 1 else {}
+
+    @property
+    def cold_start(self) -> str | None:
+        """Whose load time was the first of the experiment, where load times are told."""
+        told = any(row.measure.begins_cold for row in self.rows)
+        first = (column.label for column in self.columns if any(repeat.is_first_start for repeat in column.finished))
+        return next(first, None) if told else None
+
 
 def compare(columns: Sequence[Column], *, expected_repeats: int | None = None) -> Comparison:
     """Each with the first; measures that nobody has are left out."""
@@ -95,14 +118,15 @@ def compare(columns: Sequence[Column], *, expected_repeats: int | None = None) -
     first = columns[baseline]
     rows = []
     for measure in MEASURES:
-        values = [list(column.values(measure).values()) for column in columns]
-        if not any(value for found in values for value in found):
+        points = _points(measure, first, columns)
+        if not any(value for found in points for value in found):
             continue
         ratios = [None if column is first else _ratio(measure, first, column) for column in columns]
         rows.append(
             Row(
                 measure=measure,
-                values=tuple(centre(found) if found else None for found in values),
+                values=tuple(centre(found) if found else None for found in points),
+                points=points,
                 ratios=tuple(ratios),
             )
         )
@@ -123,10 +147,22 @@ def are_pairs(first: Column, second: Column) -> bool:
     return bool(shared) and all(ours[number] == theirs[number] for number in shared)
 
 
+def _points(measure: Measure, first: Column, columns: Sequence[Column]) -> tuple[tuple[float, ...], ...]:
+    """Of repeats that are pairs, only those that all have: the ratio is over these, and others had other requests."""
+    found = [column.comparable(measure) or column.values(measure) for column in columns]
+    paired = [column is first or are_pairs(first, column) for column in columns]
+    sets = [values.keys() for values, is_paired in zip(found, paired) if values and is_paired]
+    shared = set.intersection(*map(set, sets)) if sets else set()
+    return tuple(
+        tuple(value for number, value in values.items() if not (shared and is_paired) or number in shared)
+        for values, is_paired in zip(found, paired)
+    )
+
+
 def _ratio(measure: Measure, first: Column, second: Column) -> Ratio | None:
     if not measure.is_compared:
         return None
-    ours, theirs = first.values(measure), second.values(measure)
+    ours, theirs = first.comparable(measure), second.comparable(measure)
     if not are_pairs(first, second):
         found = unpaired_ratio(list(ours.values()), list(theirs.values()))
     else:
@@ -167,7 +203,7 @@ def _same_answers(first: Column, second: Column) -> Answers:
 def verdict_words(measure: Measure, ratio: Ratio) -> str:
     """Of a ratio, in plain words: whether it is better, and how much."""
     verdict = ratio.verdict
-    if verdict in (Verdict.NO_DIFFERENCE, Verdict.NOT_SHOWN, Verdict.UNKNOWN):
+    if verdict not in (Verdict.HIGHER, Verdict.LOWER):
         return str(verdict)
     is_better = (verdict is Verdict.HIGHER) == (measure.better is Better.HIGHER)
     return "better" if is_better else "worse"

@@ -18,7 +18,10 @@ from overspill.settings import SETTINGS, Setting
 
 _SETTINGS = {setting.flag: setting for setting in SETTINGS}
 # vLLM has them too, and reads 4k as 4,000 where it is 4,096 here.
-_SHARED = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "kv_cache_dtype", "enforce_eager"}
+_SHARED = {
+    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "kv_cache_dtype", "enforce_eager",
+    "gpu_memory_utilization",
+}  # fmt: skip
 _SECRET = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
 _NOT_HERE = {
     "--model": "the model is given once, as the first argument",

@@ -16,8 +16,11 @@ CONFIDENCE = 0.95
 # Between two starts of the same engine lie differences that no number of repeats takes out: clocks, memory placement,
 # the order of the configurations. Less than one percent is not told apart from them, and not worth acting on.
 FLOOR = 0.01
-# An interval that reaches this far says that too little is known, not that there is nothing.
-_VAGUE = 1.5
+# "No difference" is a claim like any other: the whole interval must lie within this factor of 1. One that includes 1
+# and reaches further only failed to show a difference.
+SAME = 1.05
+# Of fewer requests a bootstrap's interval is far too narrow: of 2 equal engines it tells one apart in every second run.
+FEWEST_REQUESTS = 20
 _RESAMPLES = 2000
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom.
 _T = (
@@ -36,11 +39,14 @@ class Basis(StrEnum):
 
 
 class Verdict(StrEnum):
-    NO_DIFFERENCE = "no difference"
+    NO_DIFFERENCE = "no difference above 5 %"
+    """The interval leaves room for none that matters."""
     NOT_SHOWN = "no difference shown"
     """The interval includes 1, and much else."""
     HIGHER = "higher"
     LOWER = "lower"
+    ONE_RUN = "one run"
+    """The interval is over requests: what differs between two runs of the same engine is not in it."""
     UNKNOWN = "one repeat: no interval"
 
 
@@ -55,11 +61,11 @@ class Ratio:
     def verdict(self) -> Verdict:
         if self.low is None or self.high is None:
             return Verdict.UNKNOWN
-        if abs(self.value - 1) < FLOOR and self.high < _VAGUE and self.low > 1 / _VAGUE:
-            return Verdict.NO_DIFFERENCE
-        if self.low <= 1 <= self.high:
-            is_vague = self.high > _VAGUE or self.low < 1 / _VAGUE
-            return Verdict.NOT_SHOWN if is_vague else Verdict.NO_DIFFERENCE
+        if self.basis is Basis.REQUESTS:
+            return Verdict.ONE_RUN
+        if self.low <= 1 <= self.high or abs(self.value - 1) < FLOOR:
+            is_known = self.low >= 1 / SAME and self.high <= SAME
+            return Verdict.NO_DIFFERENCE if is_known else Verdict.NOT_SHOWN
         return Verdict.HIGHER if self.value > 1 else Verdict.LOWER
 
 
@@ -94,9 +100,11 @@ def unpaired_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio | N
 def resampled_ratio(first: Sequence[float], second: Sequence[float], *, is_paired: bool, seed: int = 0) -> Ratio | None:
     """Of two means over requests, by resampling them; in pairs where both sent the same requests.
 
-    The requests of one run share its luck, so this is no statement about the next run.
+    The requests of one run share its luck, so this is no statement about the next run. None of too few of them.
     """
-    if min(len(first), len(second)) < 2 or not _are_positive([statistics.fmean(first), statistics.fmean(second)]):
+    if min(len(first), len(second)) < FEWEST_REQUESTS or not _are_positive(
+        [statistics.fmean(first), statistics.fmean(second)]
+    ):
         return None
     if is_paired and len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} requests are no pairs")

@@ -9,6 +9,7 @@ from typing import Any
 from overspill.experiment.configurations import Configuration
 from overspill.experiment.errors import ExperimentError
 from overspill.experiment.peers import require_usable
+from overspill.kv.sizes import GiB
 from overspill.named import Named
 from overspill.planning.installed import Vllm, installed_vllm
 from overspill.planning.machine import plan_for
@@ -16,11 +17,12 @@ from overspill.planning.planner import Plan
 from overspill.planning.report import plan_as_json
 from overspill.registry import Result, without_secrets
 from overspill.serve.address import Address
+from overspill.serve.adopted import adopt
 from overspill.serve.command import server_command
 from overspill.serve.errors import CannotServe
 from overspill.serve.flags import Flag, find, read_flags
 from overspill.serve.prepared import Prepared, prepare, require_this_machine
-from overspill.settings import SETTINGS, config_path, plain, resolve
+from overspill.settings import SETTINGS, config_path, resolve
 
 _HOST = "127.0.0.1"
 _ANY_PORT = 1
@@ -114,15 +116,17 @@ def make_launcher(configuration: Configuration, model: Named) -> Launcher:
         require_usable(configuration.peer, on_cpu=vllm.is_cpu)
     plan, settings = None, {}
     if configuration.is_planned:
-        settings = plain(model.applied(resolve(configuration.settings, file=config_path())))
+        values = model.applied(resolve(configuration.settings, file=config_path()))
+        registered = _not_replaced(model.vllm_args, configuration.vllm_args)
+        adopted = adopt(values, configuration.vllm_args, registered=registered)
+        settings, words = adopted.settings, adopted.vllm_args
         plan = plan_for(model.source, settings)
-        words = _without_replaced(model.vllm_args, configuration.vllm_args)
     else:
         peer = configuration.peer
         given = (*configuration.vllm_args, *(peer.words if peer is not None else ()))
-        words = _without_replaced((*_as_flags(model.settings), *model.vllm_args), given)
+        words = (*_not_replaced((*_as_flags(model.settings), *model.vllm_args), given), *given)
     launcher = Launcher(
-        configuration=configuration, model=model, vllm=vllm, plan=plan, settings=settings, vllm_args=tuple(words)
+        configuration=configuration, model=model, vllm=vllm, plan=plan, settings=settings, vllm_args=words
     )
     prepared = launcher._prepared(_ANY_PORT)
     if prepared is not None:
@@ -157,19 +161,21 @@ def _without_port(command: Sequence[str]) -> list[str]:
     return words[:place] + words[place + 2 :]
 
 
-def _without_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:
+def _not_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:
     """Flags given once: the later ones win."""
     names = {flag.name for flag in read_flags(given)}
-    kept = [word for flag in read_flags(before) if flag.name not in names for word in flag.words]
-    return [*kept, *given]
+    return [word for flag in read_flags(before) if flag.name not in names for word in flag.words]
 
 
 def _as_flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings of a model of the registry that vLLM has too."""
     words: list[str] = []
-    for name in ("max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens"):
+    shared = ("max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens")
+    for name in (*shared, "gpu_memory_utilization"):
         if (value := settings.get(name)) is not None:
             words += [_FLAGS[name], str(value)]
+    if (weights := settings.get("weights_ram")) is not None:
+        words += ["--cpu-offload-gb", f"{weights / GiB:g}"]
     return [*words, "--enforce-eager"] if settings.get("enforce_eager") else words
 
 

@@ -22,6 +22,9 @@ class Measure:
     better: Better = Better.NEITHER
     requests: str | None = None
     """Key of the list with a value for each request, of which this is the mean."""
+    begins_cold: bool = False
+    """Whether the first start of an experiment takes longer, whichever configuration it is: its weights are read from
+    disk, and what is compiled is kept for the others."""
 
     def value(self, metrics: Mapping[str, Any]) -> float | None:
         found = metrics.get(self.key)
@@ -53,7 +56,7 @@ def _rate(key: str, name: str, unit: str) -> Measure:
 
 
 MEASURES = (
-    Measure(key="load_s", name="load time", unit="s", better=Better.LOWER),
+    Measure(key="load_s", name="load time", unit="s", better=Better.LOWER, begins_cold=True),
     Measure(key="duration", name="duration", unit="s"),
     _rate("request_throughput", "request throughput", "req/s"),
     _rate("output_throughput", "output throughput", "tok/s"),

@@ -72,9 +72,8 @@ def _charts(comparison: Comparison) -> str:
 def _bars(row: Row, comparison: Comparison) -> str:
     measure = row.measure
     bars = []
-    for index, (column, value) in enumerate(zip(comparison.columns, row.values)):
+    for index, (column, value, points) in enumerate(zip(comparison.columns, row.values, row.points)):
         if value is not None:
-            points = tuple(column.values(measure).values())
             bars.append(
                 Bar(
                     series=index, label=column.label, value=value, shown=measure.shown(value),

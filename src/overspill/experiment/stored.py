@@ -64,7 +64,8 @@ def compare_results(results: Sequence[Result]) -> Comparison:
             with suppress(OverspillError):  # written for a version that knew other peers
                 order = [configuration.label for configuration in definition.read()]
                 groups = dict(sorted(groups.items(), key=lambda group: _place(order, group[0][1])))
-    columns = [_column(key, group, is_alone=len(definitions) < 2) for key, group in groups.items()]
+    cold = _first_starts(results)
+    columns = [_column(key, group, cold, is_alone=len(definitions) < 2) for key, group in groups.items()]
     if not columns:
         raise ExperimentError("there is nothing to compare; name results or an experiment")
     return compare(columns, expected_repeats=expected)
@@ -74,17 +75,26 @@ def _place(order: Sequence[str], label: str) -> int:
     return order.index(label) if label in order else len(order)
 
 
-def _column(key: tuple[str, str], results: Sequence[Result], *, is_alone: bool) -> Column:
+def _first_starts(results: Sequence[Result]) -> frozenset[int]:
+    """Of each experiment, the result that began with its first start of an engine."""
+    started = [one for one in results if one.experiment and one.metrics.get("load_s") is not None]
+    first: dict[str | None, Result] = {}
+    for one in sorted(started, key=lambda each: (each.started_at, each.id)):
+        first.setdefault(one.experiment, one)
+    return frozenset(one.id for one in first.values())
+
+
+def _column(key: tuple[str, str], results: Sequence[Result], cold: frozenset[int], *, is_alone: bool) -> Column:
     experiment, label = key
     last = results[-1]
     shown = label if is_alone or not experiment else f"{experiment} {label}"
     if not experiment:
         shown = f"#{last.id} {last.label or last.benchmark}"
     text = last.config.get("configuration", {}).get("text") if isinstance(last.config, dict) else None
-    return Column(label=shown, text=text or " ".join(last.argv), repeats=tuple(_repeats(results)))
+    return Column(label=shown, text=text or " ".join(last.argv), repeats=tuple(_repeats(results, cold)))
 
 
-def _repeats(results: Sequence[Result]) -> list[Repeat]:
+def _repeats(results: Sequence[Result], cold: frozenset[int]) -> list[Repeat]:
     """Of several attempts at a repeat the one that was finished, else the last."""
     chosen: dict[int, Result] = {}
     # Those of `overspill bench` have no number, and one that was resumed is part of the one that resumes it.
@@ -101,6 +111,7 @@ def _repeats(results: Sequence[Result]) -> list[Repeat]:
             is_complete=one.is_complete,
             problem=one.metrics.get("problem"),
             conditions=_conditions(one),
+            is_first_start=one.id in cold,
             source=one,
         )
         for number, one in sorted(chosen.items())

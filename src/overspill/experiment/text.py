@@ -29,11 +29,12 @@ def notes(comparison: Comparison) -> list[str]:
     if bases - {Basis.NONE}:
         over = "; ".join(basis for basis in (Basis.PAIRS, Basis.GROUPS, Basis.REQUESTS) if basis in bases)
         lines.append(f"In brackets: 95 % confidence intervals, {over}.")
-    if Basis.NONE in bases:
+    if bases & {Basis.NONE, Basis.REQUESTS}:
         lines.append("One repeat of each tells nothing about how they vary; --repeats 3 and more does.")
     verdicts = {ratio.verdict for row in comparison.rows for ratio in row.ratios if ratio is not None}
     if Verdict.NOT_SHOWN in verdicts:
         lines.append("Where no difference is shown there may be one; more --repeats would tell.")
+    lines += [_repeats_as_text(comparison), _cold_start_as_text(comparison)]
     for column in comparison.columns:
         if column.problem is not None:
             lines.append(f"{column.label} is not complete: {column.problem.splitlines()[0]}")
@@ -49,6 +50,25 @@ def answers_as_text(answers: Answers, first: str) -> str:
     return (
         f"{differ} of {answers.compared} answers of {answers.label} are not those of {first}: computed in other "
         "batches, a token can differ by rounding. overspill verify tells whether it is more."
+    )
+
+
+def _repeats_as_text(comparison: Comparison) -> str:
+    if not comparison.uneven:
+        return ""
+    told = "; ".join(f"{label} has {', '.join(map(str, each))}" for label, each in comparison.uneven.items())
+    return (
+        f"Not all repeats are there: {told}. Values are over those that all have, and a ratio over those that its two "
+        "have."
+    )
+
+
+def _cold_start_as_text(comparison: Comparison) -> str:
+    if (label := comparison.cold_start) is None:
+        return ""
+    return (
+        f"The first start of all, of {label}, reads its weights from disk and may compile what others then find: its "
+        "load time is not compared."
     )
 
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.experiment.intervals import centre
+from overspill.experiment.intervals import Ratio, centre
 from overspill.experiment.measures import BY_KEY, Better, Measure
 from overspill.experiment.text import aligned
 from overspill.registry import Result
 from overspill.tune.candidates import Candidate
 from overspill.tune.definition import Definition
 from overspill.tune.goals import Goal, measure_of
-from overspill.tune.search import Scores, equals, standing
+from overspill.tune.search import NEAR, Scores, is_near, losses_of, nearest, shared_repeats, standing
 from overspill.tune.trials import INTERRUPTED
 
 _SHOWN = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "load_s", "peak_gpu_bytes", "peak_ram_bytes")
@@ -46,6 +46,8 @@ class Report:
         if self.winner is not None:
             lines.append(f"Best: {self.winner.label}{self._why()}")
             lines.append(f"  {self.winner.text(self.definition.given)}")
+            if self._is_measured_once:
+                lines.append("One run of each was compared, which does not tell how runs vary.")
         elif not self.is_interrupted:
             lines.append("No candidate could be measured to the end.")
         if self.is_interrupted or self.is_out_of_time:
@@ -94,7 +96,7 @@ class Report:
 
     def _outcome(self, candidate: Candidate) -> str:
         if self.winner is not None and candidate.label == self.winner.label:
-            return "best"
+            return "best, measured once" if self._is_measured_once else "best"
         scores = scores_of(self.definition, self.results)
         if (why := scores.failed.get(candidate.label)) is not None:
             return why
@@ -105,16 +107,32 @@ class Report:
         stand = standing(self.definition.candidates, scores, self.definition.repeats, self._better)
         if (why := stand.dropped.get(candidate.label)) is not None:
             return why
-        same = equals(stand.alive, scores, self._better)
-        return "no difference shown" if candidate in same else "worse"
+        losses = losses_of(stand.alive, scores, self._better)
+        if candidate.label not in losses or self.winner is None:
+            return "not finished"
+        if (loss := losses[candidate.label]) is None:  # the best, and the winner is simpler
+            given_up = losses[self.winner.label]
+            return f"{_percent(given_up)} better, and not as simple"
+        return f"{_percent(loss)} worse than the best{', and not as simple' if is_near(loss) else ''}"
 
     def _why(self) -> str:
         if self.definition.goal is Goal.CONTEXT or self.winner is None:
             return ""
         scores = scores_of(self.definition, self.results)
-        stand = standing(self.definition.candidates, scores, self.definition.repeats, self._better)
-        others = [each.label for each in equals(stand.alive, scores, self._better) if each.label != self.winner.label]
-        return f"; no difference to {', '.join(others)} is shown, and it is the simplest" if others else ""
+        near = nearest(self._alive(scores), scores, self._better)
+        others = [each.label for each in near if each.label != self.winner.label]
+        return f", the simplest of those within {100 * (NEAR - 1):.0f} %: {', '.join(others)}" if others else ""
+
+    @property
+    def _is_measured_once(self) -> bool:
+        """Whether the choice rests on one run of each."""
+        if self.definition.goal is Goal.CONTEXT:
+            return False
+        scores = scores_of(self.definition, self.results)
+        return len(shared_repeats(self._alive(scores), scores)) == 1
+
+    def _alive(self, scores: Scores) -> Sequence[Candidate]:
+        return standing(self.definition.candidates, scores, self.definition.repeats, self._better).alive
 
     @property
     def _better(self) -> Better:
@@ -127,6 +145,10 @@ class Report:
         found = [measure.value(one.metrics) for one in self._finished(candidate)]
         values = [value for value in found if value is not None]
         return centre(values) if values else None
+
+
+def _percent(loss: Ratio | None) -> str:
+    return f"{100 * (loss.value - 1):.2g} %" if loss is not None else "0 %"
 
 
 def scores_of(definition: Definition, results: Sequence[Result]) -> Scores:

@@ -1,7 +1,7 @@
 """Which candidate is measured next, which are out, and which is the best: decisions without effects.
 
 Each is measured once, cheaply; those that are clearly worse, and the worse half, are left out; the rest are measured
-again with other requests. Of those that do not differ measurably in the end, the simplest is taken.
+again with other requests. In the end the best is taken, or the simplest of those that come close to it.
 """
 
 import math
@@ -15,6 +15,8 @@ from overspill.tune.candidates import Candidate
 
 # So much worse after one and after two measurements is out. One alone says nothing of how they vary.
 MARGINS = (1.3, 1.1)
+# What a simpler candidate may cost: so much less is given up for fewer things in RAM, and no more on mere doubt.
+NEAR = 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +60,42 @@ def standing(candidates: Sequence[Candidate], scores: Scores, repeats: int, bett
 
 
 def choose(candidates: Sequence[Candidate], scores: Scores, better: Better) -> Candidate | None:
-    """The simplest of those that are not measurably worse than the best; None if nothing was measured."""
-    equal = equals(candidates, scores, better)
-    return min(equal, key=lambda each: each.rank) if equal else None
+    """The simplest of those that come near the best; None if nothing was measured."""
+    near = nearest(candidates, scores, better)
+    return min(near, key=lambda each: each.rank) if near else None
 
 
-def equals(candidates: Sequence[Candidate], scores: Scores, better: Better) -> list[Candidate]:
+def nearest(candidates: Sequence[Candidate], scores: Scores, better: Better) -> list[Candidate]:
+    """The best that was measured, and those that are near it."""
+    losses = losses_of(candidates, scores, better)
+    return [each for each in candidates if each.label in losses and is_near(losses[each.label])]
+
+
+def losses_of(candidates: Sequence[Candidate], scores: Scores, better: Better) -> dict[str, Ratio | None]:
+    """By label, how much worse than the best of them: above 1 for the worse, None for the best itself."""
     measured = [each for each in candidates if scores.values.get(each.label) and each.label not in scores.failed]
-    if not measured:
-        return []
-    # Of one that was broken off, only repeats that all have are compared: others had other requests.
-    shared = set.intersection(*(set(scores.values[each.label]) for each in measured))
-    values = {each.label: {one: scores.values[each.label][one] for one in shared} for each in measured}
+    shared = shared_repeats(measured, scores)
     if not shared:
-        return []
+        return {}
+    values = {each.label: {one: scores.values[each.label][one] for one in shared} for each in measured}
     best = _best(measured, values, better)
-    return [each for each in measured if each is best or not is_worse(_loss(values, best, each, better))]
+    return {each.label: None if each is best else _loss(values, best, each, better) for each in measured}
+
+
+def shared_repeats(candidates: Sequence[Candidate], scores: Scores) -> set[int]:
+    """Of a round that was broken off, only repeats that all have are compared: others had other requests."""
+    found = [set(scores.values[each.label]) for each in candidates if scores.values.get(each.label)]
+    return set.intersection(*found) if found else set()
+
+
+def is_near(loss: Ratio | None) -> bool:
+    """Whether it may be taken for the best. An interval that includes 1 is no excuse for a mean that is far off: with
+    few repeats nearly every interval does."""
+    return loss is None or (loss.value <= NEAR and (loss.low is None or loss.low <= 1))
 
 
 def is_worse(loss: Ratio | None) -> bool:
-    """Of a ratio that is above 1 for the worse: whether it is more than chance."""
+    """Whether it is so much worse that it need not be measured again: one measurement must say so clearly."""
     if loss is None:
         return False
     if loss.low is None:

@@ -11,6 +11,11 @@ from overspill.verify.answers import Answer
 _ROUNDING = {"bfloat16": 0.25, "float16": 0.03, "float32": 1e-3}
 # A prompt computed in other pieces on the same engine tells how much rounding does there; twice that is still it.
 _MARGIN = 2.0
+# An engine further apart from itself than so many steps of rounding would excuse KV gone wrong too.
+_MOST_NOISE = 4.0
+# Answers that may part at a tie: what follows a tie is not compared, so each of them proves less. Without
+# batch-invariant kernels vLLM parts from itself too; where it was seen to, as many may as leave half of the tokens.
+_TIES, _TIES_OF_ITS_OWN = 0.25, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +28,22 @@ class Tolerance:
     """Of the log-probabilities of two tokens that may change places; nothing but rounding in float32."""
     same_pieces: bool
     """Whether answers that were computed in the same pieces must be the same bit by bit."""
+    tied_share: float = _TIES
+    """Of a scenario's answers: so many may part at a tie."""
 
 
-def tolerance(dtype: str, noise: float, *, is_deterministic: bool) -> Tolerance:
-    """`noise` is what was seen between vLLM and itself."""
+def tolerance(dtype: str, noise: float, *, is_deterministic: bool, parts_from_itself: bool = False) -> Tolerance:
+    """`noise` is what was seen between vLLM and itself, and whether its own tokens parted."""
     rounding = max(_ROUNDING[dtype], _MARGIN * noise)
-    return Tolerance(logprob=rounding, tie=_ROUNDING[dtype] if dtype == "float32" else rounding,
-                     same_pieces=is_deterministic)  # fmt: skip
+    return Tolerance(
+        logprob=rounding, tie=_ROUNDING[dtype] if dtype == "float32" else rounding, same_pieces=is_deterministic,
+        tied_share=_TIES_OF_ITS_OWN if parts_from_itself else _TIES,
+    )  # fmt: skip
+
+
+def most_noise(dtype: str) -> float:
+    """Beyond it vLLM differs from itself too much for any comparison to prove something."""
+    return _MOST_NOISE * _ROUNDING[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +147,8 @@ def _at_end(mine: Answer, theirs: Answer, position: int) -> Mismatch:
 
 
 def noise(first: Iterable[Answer], again: Iterable[Answer]) -> float:
-    """The furthest that one engine's answers are apart when it computes the same prompts in other pieces."""
+    """The furthest that one engine's answers are apart when it computes the same prompts in other pieces; without end
+    where it answered with a token that was not among the likeliest before."""
     known = {answer.name: answer for answer in first}
     worst = 0.0
     for answer in again:
@@ -141,7 +156,14 @@ def noise(first: Iterable[Answer], again: Iterable[Answer]) -> float:
         for position, (token, other) in enumerate(zip(answer.tokens, before.tokens)):
             here, there = answer.logprobs[position], before.logprobs[position]
             if token != other:
-                worst = max(worst, _gap(here, there, token, other) or 0.0)
+                gap = _gap(here, there, token, other)
+                worst = math.inf if gap is None else max(worst, gap)
                 break
             worst = max([worst, *(abs(here[key] - there[key]) for key in here.keys() & there.keys())])
     return worst
+
+
+def parted(first: Iterable[Answer], again: Iterable[Answer]) -> int:
+    """How many of one engine's answers had other tokens when it computed the same prompts in other pieces."""
+    known = {answer.name: answer.tokens for answer in first}
+    return sum(answer.tokens != known[answer.name] for answer in again)

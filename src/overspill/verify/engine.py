@@ -40,7 +40,7 @@ class Engine:
             kv_transfer_config=_transfer(life), **load, **_arguments(life.flags),
         )  # fmt: skip
         self._held: list[Any] = []
-        self._count = 0
+        self._count = self._aborted = 0
         self._names: dict[str, str] = {}
         self.answers: list[Answer] = []
         self.faults: dict[str, int] = {}
@@ -123,7 +123,13 @@ class Engine:
         self.run(alone=len(asks) == 1)
 
     def abort(self, request: str) -> None:
+        self._aborted += 1
         self._vllm.abort_request([request])
+
+    @property
+    def awaited(self) -> int:
+        """Requests that must have an answer: all that were not aborted."""
+        return self._count - self._aborted
 
     def drain(self) -> None:
         """Let copies end after the last request is gone, as a server's loop does."""

@@ -30,6 +30,8 @@ class Played:
     """What a scenario came to."""
 
     answers: tuple[Answer, ...]
+    awaited: int
+    """Answers that there should be."""
     figures: Mapping[str, int]
     left_behind: str
 
@@ -114,7 +116,7 @@ def _play(job: PlayJob, pipe: Connection) -> Played:
     PLAYS[job.play](engine, job.script, lambda text: pipe.send(Event(text)))
     left_behind = engine.left_behind()
     figures: dict[str, Any] = {**engine.figures(), **engine.faults}
-    return Played(tuple(engine.answers), figures, left_behind)
+    return Played(tuple(engine.answers), engine.awaited, figures, left_behind)
 
 
 def _told(error: BaseException) -> str:

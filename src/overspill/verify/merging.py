@@ -22,6 +22,7 @@ def _added(one: Outcome, other: Outcome) -> Outcome:
     return replace(
         other,
         seconds=one.seconds + other.seconds,
+        awaited=one.awaited + other.awaited,
         compared=_compared(one.compared, other.compared),
         figures=_figures(one.figures, other.figures),
         # A model that could tell once can tell.

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from overspill.verify.comparison import Compared
 from overspill.verify.scenarios import Scenario, Tier
 
+WEAK = 3
+"""Exit code: nothing differs, but damage did not change this model's answers either."""
 # Overspill's own counts of trouble: 0 where nobody made any.
 _TROUBLE = {
     "corrupt_blocks": "block(s) in RAM no longer held what was stored",
@@ -19,6 +21,10 @@ class Outcome:
     scenario: Scenario
     seconds: float = 0.0
     compared: Compared = field(default_factory=Compared)
+    awaited: int = 0
+    """Answers that there should be."""
+    tied_share: float = 0.0
+    """Of the answers: so many may part at a tie."""
     figures: Mapping[str, int] = field(default_factory=dict)
     """Counted by Overspill, vLLM, and where faults were made."""
     skipped: str = ""
@@ -53,12 +59,29 @@ class Outcome:
             return f"left behind: {self.left_behind}"
         if self.compared.mismatches:
             return f"{len(self.compared.mismatches)} of {self.compared.requests} answers differ"
+        if self.compared.requests != self.awaited:
+            return f"{self.awaited} answers were asked for, and {self.compared.requests} came"
         for name, meaning in self.scenario.required.items():
             if not self.figure(name):
                 return f"{meaning}, so equal answers prove nothing"
+        if not self.compared.tokens or len(self.compared.ties) > self.tied_share * self.compared.requests:
+            return _too_little(self)
         if self.sensitive is False and self.must_be_sensitive:
             return "damage that nothing caught did not change the answer, so equal answers prove nothing"
         return _trouble(self)
+
+
+def _too_little(outcome: Outcome) -> str:
+    """What follows a tie is not compared: where most answers end so, wrong ones would too."""
+    ties, requests = len(outcome.compared.ties), outcome.compared.requests
+    if not ties:
+        return "no token was compared, so nothing is proven"
+    return (
+        f"{ties} of {requests} answers part at a tie of two tokens, more than the {int(outcome.tied_share * requests)} "
+        f"that rounding may decide, and {outcome.compared.tokens:,} tokens were compared: too few to prove anything. "
+        "Where vLLM's kernels are not batch-invariant (compute capability below 9.0), 16 bits round that much; "
+        "--dtype float32 rounds less, if the model fits so"
+    )
 
 
 def _trouble(outcome: Outcome) -> str:
@@ -77,6 +100,12 @@ def is_sensitive(outcomes: Sequence[Outcome]) -> bool | None:
     return next((outcome.sensitive for outcome in outcomes if outcome.sensitive is not None), None)
 
 
+def is_proven(outcomes: Sequence[Outcome]) -> bool:
+    """Whether something was tried, and all of it verified something."""
+    tried = [outcome for outcome in outcomes if not outcome.skipped]
+    return bool(tried) and not any(outcome.failure for outcome in tried)
+
+
 def verdict(outcomes: Sequence[Outcome]) -> str:
     """The last sentence."""
     tried = [outcome for outcome in outcomes if not outcome.skipped]
@@ -90,9 +119,11 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     from_ram = sum(outcome.ram_tokens for outcome in tried)
     ties = sum(len(outcome.compared.ties) for outcome in tried)
     tiers = _tiers(tried)
-    text = f"Verified: {tokens:,} tokens with {tiers} are those without, while {from_ram:,} came from RAM"
+    cannot_tell = is_sensitive(tried) is False
+    text = "WEAKLY VERIFIED" if cannot_tell else "Verified"
+    text += f": {tokens:,} tokens with {tiers} are those without, while {from_ram:,} came from RAM"
     text += f"; {ties} answer(s) part at a tie of two tokens, as rounding may decide" if ties else ""
-    if is_sensitive(tried) is False:
+    if cannot_tell:
         text += (
             ". The proof is weaker than it looks: damage that nothing caught did not change this model's answer, so "
             "it might not show other errors either"
@@ -107,4 +138,8 @@ def _tiers(tried: Sequence[Outcome]) -> str:
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    return int(verdict(outcomes).startswith("NOT VERIFIED"))
+    """0 for a proof, 1 for none. One of a model that cannot tell is told apart: a script that only looks at the code
+    must not take it for a proof."""
+    if not is_proven(outcomes):
+        return 1
+    return WEAK if is_sensitive(outcomes) is False else 0

@@ -74,6 +74,8 @@ def _notes(result: Result, plan: Plan, stage: Stage) -> list[str]:
     same, total = sum(one.identical_logprobs for one in compared), sum(one.logprobs for one in compared)
     how = "batch-invariant, " if result.batch_invariant else ""
     how += "random weights, " if result.random_weights else ""
+    # A server would have them, unless it is told not to.
+    how += "without CUDA graphs, " if plan.wishes.enforce_eager and not plan.platform.is_cpu else ""
     apart = sum(len(one.mismatches) for one in compared)
     rest = (
         f"the rest was computed in other pieces and is within {result.tolerance.logprob:.3g}"
@@ -127,7 +129,7 @@ def report_as_json(
     result: Result, plan: Plan, stage: Stage, command: Sequence[str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
-        "verified": not exit_code(result.outcomes),
+        "verified": exit_code(result.outcomes) == 0,
         "verdict": verdict(result.outcomes),
         "seed": result.seed,
         "rounds": result.rounds,
@@ -174,6 +176,7 @@ def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 1),
         "skipped": outcome.skipped,
         "failure": outcome.failure,
+        "awaited": outcome.awaited,
         "requests": outcome.compared.requests,
         "tokens": outcome.compared.tokens,
         "logprobs": outcome.compared.logprobs,
