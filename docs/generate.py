@@ -1,4 +1,4 @@
-"""Reference tables made from the code: options, metrics, and the README's list of files.
+"""Tables made from the code: options, metrics, recipes, and the README's list of files.
 
 python docs/generate.py            writes the tables
 python docs/generate.py --check    fails if a page is stale
@@ -15,6 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
 MARKED = re.compile(
     r"(?P<head><!-- generated:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /generated -->)",
     re.DOTALL,
@@ -28,6 +29,15 @@ def options() -> str:
     return _table(("option", "default", "meaning"), rows)
 
 
+def elsewhere() -> str:
+    from overspill.kv.options import ELSEWHERE
+
+    same: dict[str, list[str]] = {}
+    for name, instead in ELSEWHERE.items():
+        same.setdefault(instead, []).append(f"`{name}`")
+    return _table(("there", "here"), [(", ".join(names), _sentence(instead)) for instead, names in same.items()])
+
+
 def counters() -> str:
     from overspill.kv.metrics import COUNTERS
 
@@ -38,6 +48,29 @@ def gauges() -> str:
     from overspill.kv.metrics import GAUGES
 
     return _table(("series", "is"), _series(GAUGES, ""))
+
+
+def contexts() -> str:
+    from docs import recipes
+
+    tables = recipes.contexts().items()
+    return "\n".join(f"### {machine.text} of RAM\n\n{_table(head, rows)}" for machine, (head, *rows) in tables)
+
+
+def _recipe(name: str) -> Callable[[], str]:
+    def table() -> str:
+        from docs import recipes
+
+        head, *rows = getattr(recipes, name)()
+        return _table(head, rows)
+
+    return table
+
+
+def formula() -> str:
+    from docs import recipes
+
+    return f"```text\n{recipes.formula()}```\n"
 
 
 # Files that do not say themselves what they are.
@@ -85,8 +118,20 @@ def _purpose(path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].rstrip(".")
 
 
-TABLES: dict[str, Callable[[], str]] = {"options": options, "counters": counters, "gauges": gauges, "files": files}
-PAGES = (HERE / "options.md", HERE / "metrics.md", ROOT / "README.md")
+TABLES: dict[str, Callable[[], str]] = {
+    "options": options,
+    "elsewhere": elsewhere,
+    "counters": counters,
+    "gauges": gauges,
+    "contexts": contexts,
+    "lengths": _recipe("lengths"),
+    "too-large": _recipe("too_large"),
+    "smaller": _recipe("smaller"),
+    "idle": _recipe("idle"),
+    "formula": formula,
+    "files": files,
+}
+PAGES = (HERE / "options.md", HERE / "metrics.md", HERE / "recipes.md", ROOT / "README.md")
 
 
 def refresh(page: str) -> str:
@@ -98,6 +143,12 @@ def _default(name: str, default: str) -> str:
     from overspill.kv.sizes import format_size
 
     return f'`"{format_size(int(default)).replace(" ", "")}"`' if name == "reserve_bytes" else f"`{default}`"
+
+
+def _sentence(text: str) -> str:
+    """With names of options and flags as code."""
+    text = re.sub(r'"[a-z_]+": "\w+"|"\w+"|--[a-z-]+|\b[a-z]+(?:_[a-z]+)+\b', lambda match: f"`{match[0]}`", text)
+    return text[0].upper() + text[1:] + "."
 
 
 def _series(table: Mapping[str, str], suffix: str) -> list[tuple[str, ...]]:

@@ -98,6 +98,49 @@ def test_the_messages_were_found() -> None:
     assert len(messages()) > 20
 
 
+def section(name: str, title: str) -> str:
+    return page(name).split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def said_by_vllm() -> str:
+    """Every message in vLLM's modules that start an engine, with … for each value."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0])
+    found = []
+    for file in ("core/kv_cache_utils", "worker/utils", "worker/cpu_worker", "worker/gpu_worker",
+                 "worker/gpu_model_runner", "engine/utils", "executor/multiproc_executor"):  # fmt: skip
+        for node in ast.walk(ast.parse((root / "v1" / f"{file}.py").read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[sdf]", "…", node.value))
+    return "\n".join(found)
+
+
+def test_what_vllm_is_quoted_with_it_says() -> None:
+    """In the version that is installed. PyTorch's and argparse's own words are not in its code."""
+    quoted = re.findall(
+        r"`([^`]+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", section("troubleshooting.md", "vLLM says"), re.M))
+    )
+    others = ("CUDA out of memory. Tried to allocate …", "error: unrecognized arguments: --swap-space …")
+    assert set(others) <= set(quoted) and len(quoted) > 10
+    vllm = said_by_vllm()
+    for message in quoted:
+        plain = message.replace("-…", "…").replace("{…}", "…").replace("-9", "…")
+        assert message in others or plain in vllm, message
+
+
+def test_every_command_that_vllms_messages_are_answered_with_plans() -> None:
+    from overspill.settings import SETTINGS
+
+    known = {setting.flag for setting in SETTINGS}
+    answers = re.findall(r"`overspill (?:plan|serve) MODEL([^`]*)`", section("troubleshooting.md", "vLLM says"))
+    assert len(answers) > 6
+    for answer in answers:
+        assert set(re.findall(r"--[a-z-]+", answer)) <= known
+
+
 # Generated parts.
 
 
@@ -110,6 +153,51 @@ def test_generated_reference_is_fresh() -> None:
         text = path.read_text()
         assert generate.MARKED.search(text), f"{path.name} has no generated part"
         assert generate.refresh(text) == text, f"{path.name} is stale; run: python docs/generate.py"
+
+
+PUBLISHED_GB = {  # of the files on the hub, rounded
+    "LLAMA_8B": 16.06, "LLAMA_8B_4": 5.73, "QWEN_4B": 8.04, "QWEN_8B": 16.38, "OLMO_7B": 14.6, "GEMMA_4B": 8.6,
+    "GEMMA_12B": 24.37, "GPT_OSS": 13.76, "MISTRAL": 47.14, "CODER": 61.06, "CODER_8": 31.2, "LLAMA_70B": 141.1,
+    "LLAMA_70B_4": 39.77,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED_GB)
+def test_recipes_are_of_models_as_they_are_published(name: str) -> None:
+    from docs import recipes
+
+    weights = recipes.facts_of(getattr(recipes, name)).weights
+    assert weights.checkpoint_bytes == pytest.approx(PUBLISHED_GB[name] * 1e9, rel=0.005)
+
+
+def test_recipes_name_the_longest_context() -> None:
+    """On the GPU alone: with one block more, the plan takes RAM. With RAM: with one more, there is none."""
+    from docs import recipes
+
+    for model in (recipes.LLAMA_8B, recipes.CODER_4):
+        alone = recipes.longest_alone(model, recipes.MEDIUM)
+        for length, way in ((alone, "everything on the GPU"), (alone + 16, "KV spilled to RAM")):
+            recommended = recipes.plan_of(model, recipes.MEDIUM, length).recommended
+            assert recommended is not None and recommended.name == way
+    longest = recipes.longest_with_ram(recipes.QWEN_4B, recipes.SMALL)
+    assert recipes.plan_of(recipes.QWEN_4B, recipes.SMALL, longest).recommended is not None
+    assert recipes.plan_of(recipes.QWEN_4B, recipes.SMALL, longest + 64).recommended is None
+
+
+def test_recipes_call_their_speeds_assumed_and_are_right_about_it() -> None:
+    from docs import recipes
+    from overspill.figures import Origin
+
+    assert "every one of them is *assumed*" in page("recipes.md")
+    for machine, models in recipes.MACHINES.items():
+        for model in models:
+            way = recipes.plan_of(model, machine, 8192).recommended
+            assert way is not None and way.decode_tokens_per_s.origin is way.ttft_s.origin is Origin.ASSUMED
+
+
+def test_a_pool_once_given_in_blocks_is_reckoned_as_the_connector_counts_it() -> None:
+    assert "50,000 blocks x 16 tokens x 98,304 bytes = 78,643,200,000 bytes = 78.6 GB" in page("recipes.md")
+    assert Options.parse({"host_bytes": "78.6432GB"}).host_bytes == 50_000 * 16 * 2 * 48 * 4 * 128 * 2
 
 
 def test_tables_of_measurements_are_fresh() -> None:

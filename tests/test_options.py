@@ -1,12 +1,14 @@
 """What a user may write in kv_connector_extra_config, and what he is told otherwise."""
 
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from overspill.kv.errors import OverspillError
-from overspill.kv.options import Options, describe_options
+from overspill.kv.options import ELSEWHERE, Options, describe_options
 
 
 def test_host_bytes_alone_gives_the_defaults() -> None:
@@ -33,6 +35,55 @@ def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
         Options.parse({"host_byte": "1GiB"})
     with pytest.raises(OverspillError, match="did you mean 'eviction'"):
         Options.parse({"host_bytes": "1GiB", "evict": "lru"})
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"num_cpu_blocks": 50000, "block_size": 16}, r"host_bytes.*blocks x tokens.*x KV bytes.*spill_bytes"),
+        ({"cpu_bytes_to_use": 80 * 2**30}, "called host_bytes, with the same number"),
+        ({"cpu_bytes_to_use_per_rank": 2**30}, "host_bytes.*--tensor-parallel-size"),
+        ({"lazy_offload": True}, 'use "store": "lazy" for true'),
+        ({"eviction_policy": "arc"}, "called eviction"),
+        ({"block_size": 16}, "--block-size"),
+        ({"disk_path": "/kv"}, "RAM and nowhere else"),
+        ({"max_local_cpu_size": 5}, '"host_bytes": "10GiB"'),
+        ({"lmcache.max_local_cpu_size": 5}, '"host_bytes": "10GiB"'),
+        ({"lmcache.mp.port": 5555}, "LMCache's; remove it"),
+    ],
+)
+def test_what_other_connectors_call_it_is_answered_with_what_it_is_called_here(
+    given: dict[str, Any], instead: str
+) -> None:
+    """By their spelling num_cpu_blocks and cpu_bytes_to_use both came out as spill_bytes."""
+    with pytest.raises(OverspillError, match=instead) as refused:
+        Options.parse({"host_bytes": "1GiB"} | given)
+    said = str(refused.value)
+    assert repr(next(iter(given))) in said and "did you mean" not in said and "\n" not in said
+
+
+def test_what_other_connectors_call_it_is_no_option_here_and_names_only_what_is() -> None:
+    known = {f.name for f in fields(Options)}
+    assert known.isdisjoint(ELSEWHERE)
+    for instead in ELSEWHERE.values():
+        assert set(re.findall(r"\b[a-z]+_bytes\b", instead)) <= known
+
+
+def test_vllms_own_connectors_have_no_option_that_gets_no_answer() -> None:
+    """What they read of kv_connector_extra_config, found in the vLLM that is installed."""
+    from importlib.util import find_spec
+
+    spec = find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0])
+    connectors = root / "distributed/kv_transfer/kv_connector/v1"
+    files = [connectors / "simple_cpu_offload_connector.py", *(connectors / "offloading").glob("*.py")]
+    files += [*(root / "v1/kv_offload").glob("*.py"), *(root / "v1/kv_offload/cpu").glob("*.py")]
+    files += [root / "v1/kv_offload/tiering/spec.py"]
+    asked = r"extra_config(?:\.get\(|\[)\s*\"(\w+)\""
+    named = {name for file in files for name in re.findall(asked, file.read_text())}
+    assert {"cpu_bytes_to_use", "lazy_offload", "eviction_policy"} <= named
+    assert named <= ELSEWHERE.keys()
 
 
 def test_a_missing_size_is_asked_for() -> None:

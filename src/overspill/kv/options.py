@@ -125,11 +125,7 @@ class Options:
         values: dict[str, Any] = {}
         for key, value in extra.items():
             if key not in known:
-                nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-                raise OverspillError(
-                    f"kv_connector_extra_config has no option {key!r}; did you mean {nearest[0]!r}? "
-                    f"Options: {', '.join(known)}"
-                )
+                raise OverspillError(f"kv_connector_extra_config has no option {key!r}{_unknown(key)}")
             try:
                 values[key] = known[key].metadata["parse"](value)
             except OverspillError as error:
@@ -147,6 +143,61 @@ class Options:
 
     def host_bytes_per_rank(self, world_size: int) -> int:
         return self.host_bytes // world_size
+
+
+_RAM_ONLY = "KV goes to RAM and nowhere else; remove it"
+_OWN_PARTS = "it names a part of vLLM's own offloader; remove it"
+# What the connectors that people come from call things: vLLM's OffloadingConnector and SimpleCPUOffloadConnector (0.32
+# and earlier), and LMCache, with or without its `lmcache.` in front. The nearest spelling would mislead: that of
+# num_cpu_blocks is spill_bytes.
+ELSEWHERE: dict[str, str] = {
+    "num_cpu_blocks": "use host_bytes, the RAM itself: blocks x tokens in a block x KV bytes of a token. If they were "
+    "to make one context longer than the GPU holds, use spill_bytes",
+    "cpu_bytes_to_use": "it is called host_bytes, with the same number: bytes in total for the server",
+    "cpu_bytes_to_use_per_rank": "use host_bytes, which is for all ranks: multiply by --tensor-parallel-size",
+    "lazy_offload": 'use "store": "lazy" for true, and "store": "eager", the default, for false',
+    "eviction_policy": 'it is called eviction: "lru" or "arc"',
+    "store_threshold": 'nearest is "store": "lazy", which stores what a second request uses and what comes near '
+    "eviction",
+    "max_tracker_size": "it belongs to store_threshold; remove it",
+    "offload_prompt_only": "prompt and output are stored alike; remove it",
+    "block_size": "blocks are stored as they are on the GPU, whose size --block-size sets; remove it",
+    "blocks_per_chunk": "blocks are stored as they are on the GPU, one by one; remove it",
+    "self_describing_kv_events": "events are switched on with --kv-events-config; remove it",
+    "canonical_layout": _OWN_PARTS,
+    "spec_name": _OWN_PARTS,
+    "spec_module_path": _OWN_PARTS,
+    "cache_policy_module_path": _OWN_PARTS,
+    "backpressure": "where the link is busy stores wait, and in the end are dropped, by themselves; remove it",
+    "secondary_tiers": _RAM_ONLY,
+    "kv_offload_backend": _RAM_ONLY,
+    "disk_path": _RAM_ONLY,
+    "disk_capacity_bytes": _RAM_ONLY,
+    "disk_buffer_slots": _RAM_ONLY,
+    "use_page_cache": _RAM_ONLY,
+    "local_cpu": "host_bytes switches offload on, and 0 switches it off",
+    "max_local_cpu_size": 'use host_bytes, which is for all ranks: 5 for each of two is "host_bytes": "10GiB"',
+    "reserve_local_cpu_size": 'it is called reserve_bytes: 8 is "8GiB"',
+    "cache_policy": 'it is called eviction: "lru" or "arc"',
+    "chunk_size": "blocks are stored as they are on the GPU, whose size --block-size sets; remove it",
+    "save_decode_cache": "prompt and output are stored alike; remove it",
+    "save_unfull_chunk": "only full blocks are stored; remove it",
+    "discard_partial_chunks": "only full blocks are stored; remove it",
+    "local_disk": _RAM_ONLY,
+    "max_local_disk_size": _RAM_ONLY,
+    "remote_url": _RAM_ONLY,
+}
+
+
+def _unknown(key: str) -> str:
+    """What to write instead: by what others call it, or by the nearest spelling."""
+    known = [f.name for f in fields(Options)]
+    if (instead := ELSEWHERE.get(key.removeprefix("lmcache."))) is not None:
+        return f": {instead}"
+    if key.startswith("lmcache."):
+        return ", it is LMCache's; remove it"
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"; did you mean {nearest[0]!r}? Options: {', '.join(known)}"
 
 
 def describe_options() -> list[tuple[str, str, str]]:
