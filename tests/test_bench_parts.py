@@ -300,19 +300,19 @@ overspill_pool_bytes{engine="0"} 64.0
 
 
 def test_counters_are_those_of_all_engines_and_their_growth_counts() -> None:
-    before = parse_counters(BEFORE)
+    before = parse_counters(BEFORE, "m")
     assert before is not None and before["tokens_from_gpu_cache"] == 101 and "pool_bytes" not in before
-    after = parse_counters(BEFORE.replace(" 7.0", " 57.0").replace(" 0.5", " 1.25"))
+    after = parse_counters(BEFORE.replace(" 7.0", " 57.0").replace(" 0.5", " 1.25"), "m")
     grown = difference(before, after)
     assert grown["tokens_from_ram"] == 50 and grown["prompt_tokens"] == 0 and grown["load_seconds"] == 0.75
     assert grown["spill_in_bytes"] is None, "a server without spill does not count it"
 
 
 def test_counters_that_are_not_told_or_began_anew_are_unknown() -> None:
-    before = parse_counters(BEFORE)
-    assert parse_counters("<html>") is None
+    before = parse_counters(BEFORE, "m")
+    assert parse_counters("<html>", "m") is None
     assert set(difference(before, None).values()) == set(difference(None, before).values()) == {None}
-    assert difference(before, parse_counters(BEFORE.replace(" 7.0", " 3.0")))["tokens_from_ram"] is None
+    assert difference(before, parse_counters(BEFORE.replace(" 7.0", " 3.0"), "m"))["tokens_from_ram"] is None
     assert total({"a": 1, "b": None, "c": 1}, {"a": 2, "b": 3}) == {"a": 3, "b": None, "c": None}
 
 

@@ -16,7 +16,12 @@ _VLLM = {
 }
 TIERS = tuple(_VLLM.values())
 SPILL = ("spilled_steps", "spill_in_bytes", "spill_out_bytes")
-_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)(?:\s+\d+)?$", re.MULTILINE)
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?$", re.MULTILINE)
+_LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+# The manager's page has those of all its engines, told apart by this label; vLLM's own has none of that name.
+_MODEL = "model"
+_OF_THE_MANAGER = "overspill_manager_"
 
 
 def read_counters(target: Target) -> Counters | None:
@@ -25,19 +30,26 @@ def read_counters(target: Target) -> Counters | None:
         answer = ask(target, "/metrics")
     except CannotBench:
         return None
-    return parse_counters(answer.text) if answer.status_code == 200 else None
+    return parse_counters(answer.text, target.model) if answer.status_code == 200 else None
 
 
-def parse_counters(text: str) -> Counters | None:
-    """vLLM's and Overspill's, by the names they have in results; of all engines together."""
+def parse_counters(text: str, model: str) -> Counters | None:
+    """vLLM's and Overspill's, by the names they have in results; of all engines of a server together, and of a
+    manager's servers of the one that serves this model."""
     found: dict[str, float] = {}
-    for series, value in _LINE.findall(text):
+    for series, labels, value in _LINE.findall(text):
         name = _VLLM.get(series)
         if name is None and series.startswith("overspill_") and series.endswith("_total"):
             name = series.removeprefix("overspill_").removesuffix("_total")
-        if name is not None:
-            found[name] = found.get(name, 0.0) + float(value)
+        if name is None or series.startswith(_OF_THE_MANAGER) or _model_of(labels) not in (None, model):
+            continue
+        found[name] = found.get(name, 0.0) + float(value)
     return found or None
+
+
+def _model_of(labels: str) -> str | None:
+    value = dict(_LABEL.findall(labels)).get(_MODEL)
+    return None if value is None else _ESCAPED.sub(lambda match: "\n" if match[1] == "n" else match[1], value)
 
 
 def difference(before: Counters | None, after: Counters | None) -> dict[str, int | float | None]:

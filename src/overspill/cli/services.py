@@ -1,27 +1,37 @@
 """`overspill service`."""
 
+import asyncio
 import getpass
+import inspect
 import json
 import os
 import pwd
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import SERVING, Model, with_settings
+from overspill.cli.database import opened_registry
+from overspill.cli.flags import SERVING, Model, with_flags, with_settings
+from overspill.cli.managing import run_manager
 from overspill.cli.naming import find_named
 from overspill.kv.errors import OverspillError
-from overspill.settings import Value, plain
+from overspill.settings import Value
 
 if TYPE_CHECKING:
+    from overspill.service.installation import Units
+    from overspill.service.manager import ManagerService
     from overspill.service.units import Service
 
 service = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="systemd units that serve models: print, install or remove them."
 )
+manager = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="The manager's own unit: print, install or remove it."
+)
+service.add_typer(manager, name="manager")
 
 VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]
 IsSystem = Annotated[bool, typer.Option("--system/--user", help="For the whole machine, or for this user.")]
@@ -30,8 +40,14 @@ RunAs = Annotated[str | None, typer.Option(help="The user of a system service, i
 Folder = Annotated[
     Path | None, typer.Option(help="Where units are, instead of systemd's own folder; systemd is then not told.")
 ]
+Now = Annotated[bool, typer.Option("--now", help="Start it, now and whenever the machine starts.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite units that Overspill did not write.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")]
 # A service is for the GPU that is here, and `--force` is about files.
 _SETTINGS = SERVING - {"gpu", "force"}
+_of_the_manager = with_flags(
+    "given", [one for name, one in inspect.signature(run_manager).parameters.items() if name != "context"]
+)
 
 
 @service.command("print", epilog="Example: overspill service print Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB")
@@ -44,20 +60,12 @@ def print_units(
     name: Name = None,
     run_as: RunAs = None,
     folder: Folder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The units that `install` would write. Nothing is written. Exits with 1 if the model does not fit."""
-    from overspill.service.installation import units_of
-    from overspill.service.units import unit_files
-
     planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
-    where = units_of(planned.mode, folder).folder
-    files = {str(where / file.path): file.text for file in unit_files(planned)}
-    if as_json:
-        told = {"unit": planned.unit, "command": planned.command, "memory_max_bytes": planned.memory_max_bytes}
-        print(json.dumps({**told, "files": files}, indent=2))
-    else:
-        print("\n".join(f"# {path}\n{text}" for path, text in files.items()), end="")
+    told = {"unit": planned.unit, "command": planned.command, "memory_max_bytes": planned.memory_max_bytes}
+    _print(planned, folder, told if as_json else None)
 
 
 @service.command(epilog="Example: overspill service install Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB --now")
@@ -70,8 +78,8 @@ def install(
     name: Name = None,
     run_as: RunAs = None,
     folder: Folder = None,
-    now: Annotated[bool, typer.Option("--now", help="Start it, now and whenever the machine starts.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite units that Overspill did not write.")] = False,
+    now: Now = False,
+    force: Force = False,
 ) -> None:
     """Plans, and writes the units. Nothing is started unless asked for. Exits with 1 if the model does not fit."""
     from overspill.service import installation
@@ -86,16 +94,7 @@ def install(
             "fails. Give another --port",
             file=sys.stderr,
         )
-    for path in installation.install(units, planned, force=force, now=now):
-        print(f"wrote {path}")
-    systemctl = "systemctl" if is_system else "systemctl --user"
-    if units.systemctl is None:
-        print(f"systemd was not told; where it runs: {systemctl} daemon-reload")
-    if not now:
-        print(f"to start it, now and whenever the machine starts: {systemctl} enable --now {shlex.quote(planned.unit)}")
-    print(f"its log: journalctl {'' if is_system else '--user '}-u {shlex.quote(planned.unit)}")
-    if not is_system:
-        print("to keep it when you log out: loginctl enable-linger")
+    _install(units, planned, force=force, now=now)
 
 
 @service.command(epilog="Example: overspill service remove Qwen/Qwen3-8B")
@@ -106,10 +105,122 @@ def remove(model: Model, is_system: IsSystem = False, name: Name = None, folder:
     from overspill.service.units import Mode
 
     units = installation.units_of(Mode.SYSTEM if is_system else Mode.USER, folder)
-    for path in installation.remove(units, name or absolute(model)):
+    _tell_removed(units, installation.remove(units, name or absolute(model)))
+
+
+@manager.command("print", epilog="Example: overspill service manager print --models-folder /models")
+@_of_the_manager
+def print_manager(
+    given: dict[str, Any],
+    is_system: IsSystem = False,
+    run_as: RunAs = None,
+    folder: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """The unit that `install` would write. Nothing is written."""
+    made = _manager(given, is_system=is_system, run_as=run_as)
+    _print(made, folder, {"unit": made.unit, "command": made.command} if as_json else None)
+
+
+@manager.command("install", epilog="Example: overspill service manager install --models-folder /models --now")
+@_of_the_manager
+def install_manager(
+    given: dict[str, Any],
+    is_system: IsSystem = False,
+    run_as: RunAs = None,
+    folder: Folder = None,
+    now: Now = False,
+    force: Force = False,
+) -> None:
+    """Writes the manager's unit. Nothing is started unless asked for."""
+    from overspill.service import installation
+
+    made = _manager(given, is_system=is_system, run_as=run_as)
+    units = installation.units_of(made.mode, folder)
+    if now and units.systemctl is None:
+        raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
+    _install(units, made, force=force, now=now)
+
+
+@manager.command("remove", epilog="Example: overspill service manager remove")
+def remove_manager(is_system: IsSystem = False, folder: Folder = None) -> None:
+    """Stops the manager, which ends its engines, and removes its unit."""
+    from overspill.service import installation
+    from overspill.service.units import Mode
+
+    units = installation.units_of(Mode.SYSTEM if is_system else Mode.USER, folder)
+    _tell_removed(units, installation.remove_manager(units))
+
+
+def _print(made: "Service | ManagerService", folder: Path | None, told: dict[str, Any] | None) -> None:
+    """As JSON, with what else is `told`, or as text."""
+    from overspill.service.installation import units_of
+
+    where = units_of(made.mode, folder).folder
+    files = {str(where / file.path): file.text for file in made.files}
+    if told is not None:
+        print(json.dumps({**told, "files": files}, indent=2))
+    else:
+        print("\n".join(f"# {path}\n{text}" for path, text in files.items()), end="")
+
+
+def _install(units: "Units", made: "Service | ManagerService", *, force: bool, now: bool) -> None:
+    from overspill.service import installation
+    from overspill.service.units import Mode
+
+    for path in installation.install(units, made, force=force, now=now):
+        print(f"wrote {path}")
+    is_system = made.mode is Mode.SYSTEM
+    systemctl = "systemctl" if is_system else "systemctl --user"
+    if units.systemctl is None:
+        print(f"systemd was not told; where it runs: {systemctl} daemon-reload")
+    if not now:
+        print(f"to start it, now and whenever the machine starts: {systemctl} enable --now {shlex.quote(made.unit)}")
+    print(f"its log: journalctl {'' if is_system else '--user '}-u {shlex.quote(made.unit)}")
+    if not is_system:
+        print("to keep it when you log out: loginctl enable-linger")
+
+
+def _tell_removed(units: "Units", paths: list[Path]) -> None:
+    from overspill.service.units import Mode
+
+    for path in paths:
         print(f"removed {path}")
     if units.systemctl is None:
-        print(f"systemd was not told; where it runs: {'systemctl' if is_system else 'systemctl --user'} daemon-reload")
+        systemctl = "systemctl" if units.mode is Mode.SYSTEM else "systemctl --user"
+        print(f"systemd was not told; where it runs: {systemctl} daemon-reload")
+
+
+def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "ManagerService":
+    """What would end the manager when it starts ends this now."""
+    from overspill.manager.setup import limit, models_folders
+    from overspill.service.manager import left_out, manager_environment, manager_service
+    from overspill.service.planned import other_users_registry
+    from overspill.service.units import Mode
+
+    user = _user(run_as, is_system=is_system)
+    for_oneself = user is None or user == getpass.getuser()
+    limit(given["ram"], given["gpu_memory"])
+    given = {**given, "models_folder": models_folders(given["models_folder"] or ())}
+    if for_oneself:
+        asyncio.run(_require_protection(given["host"]))
+    for warning in [*other_users_registry(user, getpass.getuser()), *left_out(os.environ, for_oneself=for_oneself)]:
+        print(f"warning: {warning}", file=sys.stderr)
+    return manager_service(
+        given, mode=Mode.SYSTEM if is_system else Mode.USER, run_as=user, program=sys.executable,
+        environment=manager_environment(sys.executable, os.environ, for_oneself=for_oneself),
+    )  # fmt: skip
+
+
+async def _require_protection(host: str) -> None:
+    from overspill.manager.security.access import Access
+    from overspill.manager.security.binding import require_protection
+    from overspill.serve.address import is_loopback
+
+    if is_loopback(host):
+        return
+    with opened_registry() as registry:
+        require_protection(host, is_protected=await Access(registry, is_loopback=False).is_protected())
 
 
 def _planned(
@@ -118,6 +229,7 @@ def _planned(
 ) -> "Service":  # fmt: skip
     from overspill.planning.installed import installed_vllm
     from overspill.planning.machine import plan_for
+    from overspill.serve.adopted import adopt
     from overspill.serve.errors import CannotServe
     from overspill.serve.prepared import prepare, require_this_machine
     from overspill.service.planned import kept_environment, other_users_settings, planned_service
@@ -127,16 +239,17 @@ def _planned(
     for warning in other_users_settings(user, getpass.getuser()):
         print(f"warning: {warning}", file=sys.stderr)
     named, values = find_named(model, values)
-    settings = plain(values)
+    adopted = adopt(values, vllm_args, registered=named.vllm_args)
+    settings = adopted.settings
     environment = kept_environment(sys.executable, os.environ)
-    flags = [*named.vllm_args, *vllm_args]
     registered = named.name if named.is_registered else None
     try:
         plan = plan_for(named.source, settings)
         # What would end the server when it starts ends this now.
         prepared = prepare(
-            named.source, plan, settings, flags, vllm=installed_vllm(), environment=environment, name=registered
-        )
+            named.source, plan, settings, adopted.vllm_args, vllm=installed_vllm(), environment=environment,
+            name=registered,
+        )  # fmt: skip
         require_this_machine(prepared)
     except CannotServe as error:
         print(f"error: {error}", file=sys.stderr)
@@ -148,8 +261,9 @@ def _planned(
     if any(flag.name == "--served-model-name" for flag in prepared.combined.given):
         served = []
     return planned_service(
-        named.source, values, plan, [*served, *flags], mode=Mode.SYSTEM if is_system else Mode.USER,
-        name=name or registered, run_as=user, program=sys.executable, environment=environment,
+        named.source, adopted.values, plan, [*served, *adopted.serve_args],
+        mode=Mode.SYSTEM if is_system else Mode.USER, name=name or registered, run_as=user, program=sys.executable,
+        environment=environment,
     )  # fmt: skip
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from overspill.files import replace_file
 from overspill.kv.errors import OverspillError
-from overspill.service.units import MARKER, TEMPLATE, Mode, Service, drop_in_path, port_of, unit_files, unit_name
+from overspill.service.manager import UNIT as MANAGER_UNIT
+from overspill.service.manager import ManagerService
+from overspill.service.units import MARKER, TEMPLATE, Mode, Service, drop_in_path, port_of, unit_name
 
 
 class ServiceError(OverspillError):
@@ -38,9 +40,9 @@ def units_of(mode: Mode, folder: Path | None = None, environment: Mapping[str, s
     return Units(mode, _usual_folder(mode, environment), _systemctl(mode, environment))
 
 
-def install(units: Units, service: Service, *, force: bool = False, now: bool = False) -> list[Path]:
+def install(units: Units, service: Service | ManagerService, *, force: bool = False, now: bool = False) -> list[Path]:
     """The files that were written, or were there already."""
-    files = [(units.folder / file.path, file.text) for file in unit_files(service)]
+    files = [(units.folder / file.path, file.text) for file in service.files]
     for path, _ in files:
         _refuse_others(units.folder, path, force=force)
     for path, text in files:
@@ -73,6 +75,21 @@ def remove(units: Units, name: str) -> list[Path]:
     if units.systemctl is not None:
         _run(units.systemctl, "daemon-reload")
     return removed
+
+
+def remove_manager(units: Units) -> list[Path]:
+    """What the manager started ends with it, as at every proper stop."""
+    unit = units.folder / MANAGER_UNIT
+    if not os.path.lexists(unit):
+        raise ServiceError(f"{unit} does not exist; the manager is not installed there")
+    _refuse_others(units.folder, unit, force=False)
+    if units.systemctl is not None:
+        _run(units.systemctl, "disable", "--now", MANAGER_UNIT)
+    with _explained(unit):
+        unit.unlink()
+    if units.systemctl is not None:
+        _run(units.systemctl, "daemon-reload")
+    return [unit]
 
 
 def installed(folder: Path) -> list[str]:

@@ -92,6 +92,16 @@ def other_users_settings(user: str | None, asking: str) -> list[str]:
     ]
 
 
+def other_users_registry(user: str | None, asking: str) -> list[str]:
+    """The same of the manager, which has its user's registry, and so its user's models, password and keys."""
+    if user is None or user == asking:
+        return []
+    return [
+        f"the manager runs as {user}, with the registry of {user}: the models, the password and the keys of {asking} "
+        f"are not in it. Set them as {user}"
+    ]
+
+
 def kept_environment(program: str, environment: Mapping[str, str]) -> dict[str, str]:
     """What the unit sets. Kernels are compiled with tools that are installed beside Python (ninja), and with the
     system's."""

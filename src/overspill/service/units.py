@@ -5,7 +5,7 @@ all, and the template alone serves any model (`overspill@Qwen-Qwen3\\x2d8B` is Q
 it. The drop-in holds what was planned for one: the exact command and the RAM it may take.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -15,10 +15,12 @@ from overspill.kv.errors import OverspillError
 from overspill.service.quoting import escape_instance, quote_assignment, quote_program, quote_word
 
 TEMPLATE = "overspill@.service"
-MARKER = "# Written by `overspill service install`"
+MARKER = "# Written by `overspill service "
 _USUAL_PORT = "8000"
 # systemd refuses longer ones, and most file systems longer file names: `.d` and a temporary name need some too.
 _LONGEST_UNIT_NAME = 240
+# Where nothing loaded nvidia-uvm yet, CUDA does so through a setuid program, which NoNewPrivileges stops.
+LOAD_UVM = "ExecStartPre=-+/usr/bin/nvidia-modprobe -c=0 -u"
 
 
 class Mode(StrEnum):
@@ -47,6 +49,10 @@ class Service:
     @property
     def port(self) -> str:
         return port_of(self.command)
+
+    @property
+    def files(self) -> tuple["UnitFile", ...]:
+        return unit_files(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +88,15 @@ def drop_in_path(name: str) -> PurePosixPath:
 def unit_files(service: Service) -> tuple[UnitFile, UnitFile]:
     """Template and drop-in, in the order to write them in."""
     return (
-        UnitFile(PurePosixPath(TEMPLATE), _text(_template(service))),
-        UnitFile(drop_in_path(service.name), _text(_drop_in(service))),
+        UnitFile(PurePosixPath(TEMPLATE), marked(_template(service))),
+        UnitFile(drop_in_path(service.name), marked(_drop_in(service))),
     )
 
 
-def _text(lines: Iterator[str]) -> str:
-    return "\n".join([f"{MARKER}; `overspill service remove` takes it away.", *lines]) + "\n"
+def marked(lines: Iterator[str], command: str = "") -> str:
+    """The text of a file that is known as Overspill's own, and names the command below `overspill service` for it."""
+    first = f"{MARKER}{command}install`; `overspill service {command}remove` takes it away."
+    return "\n".join([first, *lines]) + "\n"
 
 
 def _template(service: Service) -> Iterator[str]:
@@ -108,10 +116,9 @@ def _template(service: Service) -> Iterator[str]:
     yield "Type=notify"
     yield "NotifyAccess=main"
     if is_system:
-        # Where nothing loaded nvidia-uvm yet, CUDA does so through a setuid program, which NoNewPrivileges stops.
-        yield "ExecStartPre=-+/usr/bin/nvidia-modprobe -c=0 -u"
+        yield LOAD_UVM
     yield f"ExecStart={quote_program(service.command[0])} -m overspill serve %I"
-    yield from _user(service)
+    yield from run_as(service.run_as)
     yield "WorkingDirectory=~"
     yield "Environment=PYTHONUNBUFFERED=1"
     # Settings and secrets (HF_TOKEN) that do not belong in a unit, which everybody may read.
@@ -131,36 +138,55 @@ def _template(service: Service) -> Iterator[str]:
     yield "StandardError=journal"
     yield "SyslogIdentifier=overspill"
     if is_system:
-        # A user's manager may not make the namespaces these need.
-        # Not PrivateDevices, DevicePolicy or ProtectClock (which implies a list of devices): CUDA needs /dev/nvidia*.
-        # Not MemoryDenyWriteExecute: kernels are compiled. Not ProtectHome: models are in the cache of a home.
-        yield "NoNewPrivileges=yes"
         yield "PrivateTmp=yes"
-        yield "ProtectSystem=full"
-        yield "ProtectControlGroups=yes"
-        yield "ProtectKernelLogs=yes"
-        yield "ProtectKernelModules=yes"
-        yield "ProtectHostname=yes"
-        yield "RestrictSUIDSGID=yes"
-        yield "RestrictRealtime=yes"
-        yield "LockPersonality=yes"
-    yield ""
-    yield "[Install]"
-    yield f"WantedBy={'multi-user' if is_system else 'default'}.target"
+        yield from hardening()
+    yield from wanted_by(service.mode)
 
 
 def _drop_in(service: Service) -> Iterator[str]:
-    program, *arguments = service.command
     yield "[Service]"
     # Empty first: a second ExecStart= would be added to the template's.
     yield "ExecStart="
-    yield "ExecStart=" + " ".join([quote_program(program), *map(quote_word, arguments)])
+    yield exec_start(service.command)
     yield f"MemoryMax={service.memory_max_bytes}"
-    yield from _user(service)
-    for name, value in service.environment:
+    yield from run_as(service.run_as)
+    yield from environment(service.environment)
+
+
+# Lines that the manager's unit has too.
+
+
+def exec_start(command: Sequence[str]) -> str:
+    program, *arguments = command
+    return "ExecStart=" + " ".join([quote_program(program), *map(quote_word, arguments)])
+
+
+def run_as(user: str | None) -> Iterator[str]:
+    if user is not None:
+        yield f"User={user.replace('%', '%%')}"
+
+
+def environment(variables: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for name, value in variables:
         yield f"Environment={quote_assignment(name, value)}"
 
 
-def _user(service: Service) -> Iterator[str]:
-    if service.run_as is not None:
-        yield f"User={service.run_as.replace('%', '%%')}"
+def hardening() -> Iterator[str]:
+    """Of a system service; a user's manager may not make the namespaces these need."""
+    # Not PrivateDevices, DevicePolicy or ProtectClock (which implies a list of devices): CUDA needs /dev/nvidia*.
+    # Not MemoryDenyWriteExecute: kernels are compiled. Not ProtectHome: models are in the cache of a home.
+    yield "NoNewPrivileges=yes"
+    yield "ProtectSystem=full"
+    yield "ProtectControlGroups=yes"
+    yield "ProtectKernelLogs=yes"
+    yield "ProtectKernelModules=yes"
+    yield "ProtectHostname=yes"
+    yield "RestrictSUIDSGID=yes"
+    yield "RestrictRealtime=yes"
+    yield "LockPersonality=yes"
+
+
+def wanted_by(mode: Mode) -> Iterator[str]:
+    yield ""
+    yield "[Install]"
+    yield f"WantedBy={'multi-user' if mode is Mode.SYSTEM else 'default'}.target"

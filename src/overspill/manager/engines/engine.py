@@ -139,9 +139,9 @@ class Engine:
 
     @property
     def url(self) -> str | None:
-        if self.record is not None and self.record.url is not None:
-            return self.record.url
-        return self.told.url if self.told is not None else None
+        """As it says itself, since its flags may ask for TLS; before it does, where it was told to listen."""
+        told = self.told.url if self.told is not None else None
+        return told or (self.record.url if self.record is not None else None)
 
     @property
     def log_file(self) -> Path:
@@ -272,9 +272,7 @@ class Engine:
 
     async def _launch(self) -> None:
         self._launches += 1
-        order = Order(
-            name=self.name, port=free_port(), log_file=self._own_log(), folder=self.world.folder / "empty"
-        )
+        order = Order(name=self.name, port=free_port(), log_file=self._own_log(), folder=self.world.folder / "empty")
         logs.begin(order.log_file)
         self._is_launching = True
         try:
@@ -307,6 +305,8 @@ class Engine:
         process = self._process
         assert process is not None
         self._is_ending, self._was_asked_to_end = True, self.wanted is Wanted.DOWN
+        if self.wanted is Wanted.UP:
+            self.stop_reason = "it had not answered for too long"
         if self.record is not None and self.record.unit is not None:
             with contextlib.suppress(StartFailed):
                 await asyncio.to_thread(self.world.backend.stop_unit, self.record.unit)

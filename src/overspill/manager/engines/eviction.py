@@ -23,10 +23,16 @@ class Running:
     """None while it starts or stops."""
     may_go: bool = True
     """False for one that Overspill's manager did not start: whoever did may stop it."""
+    is_kept: bool = False
+    """Its model is set to be kept: no other goes before it."""
     is_leaving: bool = False
     """Stopping, or draining in order to stop: what it holds will be free."""
     is_overdue: bool = False
     """Starting for longer than anybody waits, and nobody does."""
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.may_go and not self.is_kept and not self.is_leaving
 
 
 class Verdict(StrEnum):
@@ -54,7 +60,7 @@ def choose(need: Memory, free: Memory, running: Iterable[Running], *, now: float
     if free.holds(need):
         return Choice(Verdict.FITS)
     leaving = total([one.holds for one in engines if one.is_leaving])
-    evictable = [one for one in engines if one.may_go and not one.is_leaving]
+    evictable = [one for one in engines if one.is_evictable]
     if not (free + leaving + total([one.holds for one in evictable])).holds(need):
         return Choice(Verdict.NEVER)
     if (free + leaving).holds(need):
@@ -68,6 +74,18 @@ def choose(need: Memory, free: Memory, running: Iterable[Running], *, now: float
         return Choice(Verdict.WAIT)
     best = min(enough, key=lambda group: (sum(o.in_flight > 0 for o in group), len(group), list(map(_order, group))))
     return Choice(Verdict.EVICT, tuple(one.name for one in best))
+
+
+def kept_in_the_way(need: Memory, free: Memory, running: Iterable[Running]) -> tuple[str, ...]:
+    """The fewest engines that are kept without which there would be room; none if there is some, or would be none."""
+    engines = list(running)
+    room = free + total([one.holds for one in engines if one.is_evictable or one.is_leaving])
+    if room.holds(need):
+        return ()
+    kept = sorted((one for one in engines if one.is_kept and one.may_go and not one.is_leaving), key=_order)
+    groups = _groups(kept[:_COMPARED])  # the smallest come first
+    enough = (group for group in groups if (room + total([one.holds for one in group])).holds(need))
+    return tuple(one.name for one in next(enough, ()))
 
 
 def _has_served(one: Running, now: float, least_service_s: float) -> bool:

@@ -30,7 +30,7 @@ from overspill.manager.engines.states import State
 from overspill.manager.engines.swaps import Swaps
 from overspill.manager.engines.timing import Timing
 from overspill.manager.engines.upstream import Upstream
-from overspill.manager.errors import AlreadyManaged, StillLoading, Stopped
+from overspill.manager.errors import AlreadyManaged, NotServed, StillLoading, Stopped
 from overspill.registry import Model, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
 from overspill.registry.model_settings import settings_from_json
 from overspill.registry.names import nearest
@@ -110,7 +110,7 @@ class Engines:
         await self._find_others()
         with contextlib.suppress(RegistryError):
             await asyncio.to_thread(end_lost_runs, self._registry)
-        self._tasks = [asyncio.create_task(self._swaps.run()), asyncio.create_task(self._look_around())]
+        self._tasks = [asyncio.create_task(each) for each in (self._swaps.run(), self._look_around(), self._preload())]
         return self
 
     async def __aexit__(
@@ -308,6 +308,14 @@ class Engines:
 
     def _how_it_ended(self, name: str, process: EngineProcess) -> tuple[bool, str] | None:
         return how_it_ended(self._registry, name, process.root)
+
+    async def _preload(self) -> None:
+        """One after the other, so that the next is given what is left then; nothing that runs goes for them."""
+        for name in sorted(one.name for one in self.catalogue.models() if one.settings.preload):
+            try:
+                await self.start(name)
+            except (NotServed, RegistryError) as error:
+                logger.warning("Overspill: %s was to be started with the manager: %s", name, error)
 
     async def _look_around(self) -> None:
         """For what others do: models that are added, engines that are started by hand, logs that grow."""

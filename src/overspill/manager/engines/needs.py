@@ -13,7 +13,8 @@ from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.registry import ModelSettings, serve_settings
-from overspill.settings import config_path, plain, resolve
+from overspill.serve.adopted import adopt
+from overspill.settings import config_path, resolve, with_registered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,14 @@ class Need:
 def reckon(settings: ModelSettings, evictable: Memory) -> Need:
     """Reads the model's files and looks at the machine: not for the event loop. What cannot be planned needs nothing:
     starting it says why."""
-    values, _ = serve_settings(settings)
+    registered, words = serve_settings(settings)
     try:
-        resolved = plain(resolve(values, file=config_path()))
-        plan = plan_for(settings.source, resolved, found=with_more(detect(), evictable))
+        values = with_registered(resolve({}, file=config_path()), settings.source, registered)
+        adopted = adopt(values, registered=words)
+        plan = plan_for(settings.source, adopted.settings, found=with_more(detect(), evictable))
     except OverspillError:
         return Need()
-    return need_of(plan, resolved)
+    return need_of(plan, adopted.settings)
 
 
 def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
@@ -44,7 +46,8 @@ def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
         return Need(refused=refusal(plan))
     limit = plan.budget.limit_bytes.value
     fixed = way.weights.pinned_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
-    is_limited = settings.get("gpu_memory") is not None or way.num_mechanisms > 0
+    is_given = any(settings.get(name) is not None for name in ("gpu_memory", "gpu_memory_utilization"))
+    is_limited = is_given or way.num_mechanisms > 0
     device = limit if is_limited else min(limit, plan.need_gpu_bytes)
     least_ram = fixed + (settings.get("offload_ram") or 0)
     takes_ram = fixed + way.offload_bytes

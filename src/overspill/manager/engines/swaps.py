@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from overspill.manager.engines.engine import Engine
-from overspill.manager.engines.eviction import Choice, Running, Verdict, choose
+from overspill.manager.engines.eviction import Choice, Running, Verdict, choose, kept_in_the_way
 from overspill.manager.engines.memory import Memory, total
 from overspill.manager.engines.needs import Need
 from overspill.manager.engines.queue import Queue
@@ -100,7 +100,8 @@ class Swaps:
         if need.refused and self._is_in_motion():
             return False
         if need.refused:
-            self.queue.refuse(name, NoRoom(f"{name} cannot be started: {need.refused}"))
+            kept = _kept([one.name for one in self._running() if one.is_kept])
+            self.queue.refuse(name, NoRoom(f"{name} cannot be started: {need.refused}{kept}"))
             return True
         if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED):
             return True  # meanwhile
@@ -149,7 +150,7 @@ class Swaps:
         now = time.monotonic()
         for name, engine in self.engines.items():
             model = self.find_model(name)
-            ttl = model.settings.ttl if model is not None else None
+            ttl = model.settings.ttl if model is not None and not model.settings.keep else None
             if ttl is None or engine.state is not State.READY or not engine.is_managed:
                 continue
             if not engine.in_flight and not self.queue.count(name) and now - engine.last_used >= ttl:
@@ -164,7 +165,7 @@ class Swaps:
         return measured - total([one.holds for one in holding if one.state is State.STARTING])
 
     def _evictable(self) -> Memory:
-        return total([one.holds for one in self._running() if one.may_go or one.is_leaving])
+        return total([one.holds for one in self._running() if one.is_evictable or one.is_leaving])
 
     def _running(self) -> list[Running]:
         return [
@@ -175,12 +176,17 @@ class Swaps:
                 last_used=one.last_used,
                 ready_since=one.ready_since,
                 may_go=one.is_managed and not one.held,
+                is_kept=self._is_kept(one.name),
                 is_leaving=one.is_draining or one.state is State.STOPPING,
                 is_overdue=one.starting_s > self.timing.load_s and not self.queue.count(one.name),
             )
             for one in self.engines.values()
             if one.state in _HOLDING
         ]
+
+    def _is_kept(self, name: str) -> bool:
+        model = self.find_model(name)
+        return model is not None and bool(model.settings.keep)
 
     def _is_in_motion(self) -> bool:
         """What is measured now need not be so in a moment: an engine that starts has taken a part of what it was
@@ -201,6 +207,8 @@ class Swaps:
         told = f"{name} needs {need.least}; {free.where_asked(need.least)} is free"
         if victims:
             return NoRoom(f"{told}. Stop {' and '.join(victims)} first, or switch to {name}")
+        if kept := kept_in_the_way(need.least, free, self._running()):
+            return NoRoom(told + _kept(kept))
         held = [one.name for one in self.engines.values() if one.held and one.state in _HOLDING]
         if held:
             return NoRoom(f"{told}, and {', '.join(held)} is being measured. Ask again later", retry_after_s=30.0)
@@ -208,6 +216,17 @@ class Swaps:
         if others:
             return NoRoom(f"{told}, and {', '.join(one.name for one in others)} was not started here. Stop it first")
         return NoRoom(f"{told}, and stopping other models would not be enough. Use a shorter context, or less RAM")
+
+
+def _kept(names: Sequence[str]) -> str:
+    """What to say of engines that are kept, after what is said of the room that is not there."""
+    if not names:
+        return ""
+    who, are = " and ".join(names), "is" if len(names) == 1 else "are"
+    return (
+        f". {who} {are} kept, and so not stopped for it. Stop {who} first, or take that back: overspill models edit "
+        f"{names[0]} --no-keep"
+    )
 
 
 def _failed(engine: Engine, wait: float) -> StartFailed:

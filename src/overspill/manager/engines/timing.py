@@ -28,8 +28,6 @@ class Timing:
     """A driver frees memory a moment after the process is gone."""
     load_s: float = 900.0
     """The longest that a request waits for its model."""
-    answer_s: float = 1800.0
-    """The longest that an engine may say nothing to a request."""
     stalled_client_s: float = 120.0
     """A client that takes nothing for so long has left."""
     upload_s: float = 120.0

@@ -4,13 +4,17 @@ Not httpx: its parser and its layers cost more for each token than everything el
 """
 
 import asyncio
+import ssl
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from overspill.serve.address import is_loopback
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -204,7 +208,7 @@ class Upstream:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 loop = asyncio.get_running_loop()
-                _, made = await loop.create_connection(lambda: Connection(host, port), host, port)
+                _, made = await loop.create_connection(lambda: Connection(host, port), host, port, ssl=_tls(url))
         except (OSError, TimeoutError) as error:
             raise UpstreamLost(f"it cannot be reached at {url}: {error or 'no answer'}") from error
         return made
@@ -246,4 +250,19 @@ class Upstream:
 
 def address(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
-    return parts.hostname or "", parts.port or 80
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _tls(url: str) -> ssl.SSLContext | None:
+    parts = urlsplit(url)
+    return _context(is_verified=not is_loopback(parts.hostname or "")) if parts.scheme == "https" else None
+
+
+@cache
+def _context(*, is_verified: bool) -> ssl.SSLContext:
+    """A certificate is for the names by which clients call an engine; here it is this machine's own, which is known by
+    its process."""
+    context = ssl.create_default_context()
+    if not is_verified:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

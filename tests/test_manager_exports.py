@@ -1,0 +1,248 @@
+"""The manager's /metrics: engines' own series beside its own, on a page that Prometheus reads, with rules for it."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from overspill.bench.counters import parse_counters, read_counters
+from overspill.bench.target import Target
+from overspill.kv.options import Options
+from overspill.manager.exports import PREFIX, machine_families
+from overspill.manager.exposition import merged
+from overspill.manager.pages.charts import _CHARTS, charts_of
+from overspill.manager.watching.samples import CpuSample, DiskSample, GpuSample, RamSample, Sample, chart_values
+from overspill.manager.watching.watcher import Moment
+from tests.chat_model import make_chat_model
+from tests.managed import SETTINGS, managed
+from tests.managed_here import Here, managed_here
+from tests.manager_process import Place, place_in
+from tests.test_manager_metrics import Page
+
+DOCS = Path(__file__).parents[1] / "docs"
+NAME = re.compile(r"\b((?:overspill_|vllm:)\w*[a-z])\b")
+
+
+def families(page: bytes) -> dict[str, Metric]:
+    """As Prometheus' own parser reads it; each may be there once."""
+    found = list(text_string_to_metric_families(page.decode()))
+    assert len({one.name for one in found}) == len(found), sorted(one.name for one in found)
+    series = [(sample.name, *sorted(sample.labels.items())) for one in found for sample in one.samples]
+    assert len(set(series)) == len(series), "a series is there twice"
+    return {one.name: one for one in found}
+
+
+def values(family: Metric, name: str | None = None) -> dict[str, float]:
+    return {one.labels["model"]: one.value for one in family.samples if name is None or one.name == name}
+
+
+def engine_page(tokens: int, model: str = "served") -> bytes:
+    page = Page(model).add(Counter, "vllm:prompt_tokens", tokens).add(Gauge, "vllm:num_requests_running", 1)
+    page.add(Counter, "vllm:external_prefix_cache_hits", tokens / 10).add(Counter, "overspill_load_bytes", tokens * 2)
+    return page.add(Histogram, "vllm:time_to_first_token_seconds", 0.3).text()
+
+
+# The page, as a pure function
+
+
+def test_pages_become_one_with_every_family_once_and_every_series_by_its_model() -> None:
+    found = families(merged({"b": engine_page(20), "a": engine_page(10)}))
+    assert values(found["vllm:prompt_tokens"], "vllm:prompt_tokens_total") == {"a": 10, "b": 20}
+    assert found["vllm:prompt_tokens"].documentation == "help of vllm:prompt_tokens"
+    ttft = found["vllm:time_to_first_token_seconds"]
+    assert ttft.type == "histogram" and values(ttft, "vllm:time_to_first_token_seconds_count") == {"a": 1, "b": 1}
+    assert {one.labels["model_name"] for one in ttft.samples} == {"served"}, "vLLM's own labels stay"
+    assert merged({}) == b""
+
+
+def test_a_name_of_any_kind_and_a_label_that_is_taken_already_stay_readable() -> None:
+    odd = 'a "b"\\ c\nd'
+    page = b'x{model_name="m"} 1\ny{model="theirs",other="model=\\"no\\""} 2\nz{other="model=\\"no\\""} 3\n'
+    found = families(merged({odd: page}))
+    assert found["x"].samples[0].labels == {"model": odd, "model_name": "m"}
+    assert found["y"].samples[0].labels == {"model": odd, "exported_model": "theirs", "other": 'model="no"'}
+    assert found["z"].samples[0].labels == {"model": odd, "other": 'model="no"'}
+
+
+def test_what_is_no_series_does_not_spoil_the_page() -> None:
+    page = b'<html>\nx 1\nx{broken="} 2\ny abc\n\xff\xfe\n# EOF\n# a remark\nz{a="1",} 3 1700000000000\n'
+    found = families(merged({"a": page, "b": b"", "c": b"x +Inf"}))
+    assert set(found) == {"x", "z"} and values(found["x"]) == {"a": 1, "c": float("inf")}
+
+
+def test_engines_of_two_versions_that_disagree_on_a_family_leave_it_without_a_kind() -> None:
+    found = families(merged({"a": b"# TYPE x counter\nx 1\n", "b": b"# HELP x Help.\n# TYPE x gauge\nx 2\n"}))
+    assert found["x"].type == "unknown" and values(found["x"]) == {"a": 1, "b": 2}
+
+
+# The manager's
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    yield from place_in(tmp_path, monkeypatch)
+
+
+def add(place: Place, name: str, page: bytes, **behaviour: Any) -> None:
+    file = place.folder / f"{name}.metrics"
+    file.write_bytes(page)
+    place.add(name, ram=1 << 20, behaviour={"metrics_file": str(file), **behaviour})
+
+
+def start(here: Here, *names: str) -> None:
+    with here.client() as client:
+        for name in names:
+            assert client.post(f"/api/engines/start/{name}").status_code == 200
+
+
+def test_the_managers_page_has_the_series_of_engines_that_are_ready(place: Place) -> None:
+    add(place, "a", engine_page(10))
+    add(place, "b", engine_page(20))
+    add(place, "c", engine_page(30))
+    with managed_here(place) as here:
+        start(here, "a", "b")
+        found = families(httpx.get(f"{here.url}/metrics").content)
+        assert values(found["vllm:prompt_tokens"], "vllm:prompt_tokens_total") == {"a": 10, "b": 20}
+        assert values(found["overspill_manager_engine_answered"]) == {"a": 1, "b": 1}
+        assert "overspill_manager_jobs" in found
+        # Of each model the right ones: a bench through the gateway counts nobody else's.
+        for name, tokens in (("a", 10), ("b", 20)):
+            counted = read_counters(Target(url=here.url, model=name))
+            assert counted == {"prompt_tokens": tokens, "tokens_from_ram": tokens / 10, "load_bytes": tokens * 2}
+        assert read_counters(Target(url=here.url, model="c")) is None, "it does not run"
+
+
+def test_an_engine_that_is_slow_is_told_and_holds_up_nobody(place: Place) -> None:
+    add(place, "a", engine_page(10))
+    add(place, "slow", engine_page(20), metrics_s=60)
+    add(place, "slower", engine_page(20), metrics_s=60)
+    with managed_here(place) as here:
+        start(here, "a", "slow", "slower")
+        began = time.monotonic()
+        found = families(httpx.get(f"{here.url}/metrics", timeout=30).content)
+        assert time.monotonic() - began < 3.5, "both are asked at once"
+        assert values(found["overspill_manager_engine_answered"]) == {"a": 1, "slow": 0, "slower": 0}
+        assert values(found["vllm:prompt_tokens"], "vllm:prompt_tokens_total") == {"a": 10}
+
+
+def test_the_machines_gauges_have_gpus_and_disks_and_leave_out_what_is_not_known() -> None:
+    gpu = GpuSample(
+        index=1, uuid="GPU-1", name="H200", total_bytes=9, used_bytes=4, use=0.5, temperature_c=61, power_w=512.5,
+        to_gpu_bytes_per_s=None, from_gpu_bytes_per_s=7, processes={},
+    )  # fmt: skip
+    disk = DiskSample(folder="/x", total_bytes=100, free_bytes=40, read_bytes_per_s=None, write_bytes_per_s=3)
+    ram = RamSample(total_bytes=8, available_bytes=5, bound="RAM", swap_used_bytes=0)
+    sample = Sample(at=1.0, ram=ram, cpu=CpuSample(use=0.1, num_cpus=2), gpus=(gpu,), disks={"models": disk})
+    told = {
+        (one.name.removeprefix(PREFIX), *sample.labels.values()): sample.value
+        for one in machine_families(Moment(sample=sample, values=chart_values(sample)))
+        for sample in one.samples
+    }
+    expected = {
+        ("gpu_temperature_celsius", "1"): 61, ("gpu_power_watts", "1"): 512.5, ("gpu_from_gpu_bytes_per_s", "1"): 7,
+        ("disk_free_bytes", "models"): 40, ("disk_total_bytes", "models"): 100,
+        ("disk_write_bytes_per_s", "models"): 3, ("ram_available_bytes",): 5,
+    }  # fmt: skip
+    assert expected.items() <= told.items()
+    assert ("gpu_to_gpu_bytes_per_s", "1") not in told and ("disk_read_bytes_per_s", "models") not in told
+    drawn = {chart.key: (chart.unit, chart.lines[0].label) for chart in charts_of(chart_values(sample))}
+    assert drawn["gpu-temperature"] == ("°C", "gpu 1 temperature") and drawn["gpu-power"] == ("W", "gpu 1 power")
+
+
+def test_the_page_knows_what_is_little_of_every_unit_of_a_chart() -> None:
+    """Without it, the axis of a chart has no end, and nothing is drawn."""
+    script = (DOCS.parent / "src/overspill/manager/static/manager.js").read_text()
+    (least,) = re.findall(r"const least = \{(.*?)\};", script)
+    units = {unit for _, _, unit, _ in _CHARTS} - {"share"}
+    assert units == set(re.findall(r'"([^"]*)":', least))
+
+
+def test_counters_of_the_manager_are_none_of_a_models() -> None:
+    page = 'overspill_manager_requests_total{model="a"} 5\nvllm:prompt_tokens_total{model="a b",engine="0"} 7\n'
+    assert parse_counters(page, "a b") == {"prompt_tokens": 7}
+    assert parse_counters(page, "a") is None
+
+
+# What is documented
+
+
+@pytest.fixture
+def exported(place: Place) -> set[str]:
+    """Names on the page of a manager with an engine that has all of Overspill's series."""
+    from overspill.kv.metrics import COUNTERS, GAUGES
+
+    page = Page()
+    for kind, names in ((Counter, COUNTERS), (Gauge, GAUGES)):
+        for name in names:
+            page.add(kind, f"overspill_{name}", 1)  # type: ignore[arg-type]
+    add(place, "a", page.text())
+    with managed_here(place) as here:
+        start(here, "a")
+        time.sleep(1.5)  # until the machine was looked at
+        text = httpx.get(f"{here.url}/metrics").text
+    return set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+
+
+def test_every_expression_of_the_dashboard_and_of_the_alerts_has_a_series(exported: set[str]) -> None:
+    panels = json.loads((DOCS / "grafana-dashboard.json").read_text())["panels"]
+    shown = {target["expr"]: target for panel in panels for target in panel.get("targets", [])}
+    rules = yaml.safe_load((DOCS / "prometheus-alerts.yml").read_text())["groups"][0]["rules"]
+    expressions = [*shown, *(rule["expr"] for rule in rules)]
+    assert len(shown) > 20 and len(rules) == 4
+    for expression in expressions:
+        names = set(NAME.findall(expression))
+        assert names and names <= exported, (expression, names - exported)
+        assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}")
+
+
+def test_the_alerts_say_what_they_are_about() -> None:
+    text = (DOCS / "prometheus-alerts.yml").read_text()
+    rules = {rule["alert"]: rule for rule in yaml.safe_load(text)["groups"][0]["rules"]}
+    assert all({"summary", "description"} <= set(rule["annotations"]) for rule in rules.values())
+    assert rules["OverspillRamLow"]["expr"].endswith(f"< {Options.reserve_bytes}")
+    assert "overspill_pinning_refused" in rules["OverspillPoolNotPinned"]["expr"]
+
+
+def test_the_scrape_configuration_in_the_documentation_can_be_read() -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", (DOCS / "manager.md").read_text(), re.MULTILINE | re.DOTALL)
+    told = yaml.safe_load(block)
+    assert told["scrape_configs"][0]["static_configs"][0]["targets"] == ["127.0.0.1:7999"]
+    assert all((DOCS / Path(file).name).exists() for file in told["rule_files"])
+
+
+# With a real engine
+
+
+def test_a_bench_through_the_gateway_knows_which_tier_served(tmp_path: Path) -> None:
+    with managed(tmp_path) as manager, manager.client() as client:
+        make_chat_model(manager.models / "tiny", seed=0)
+        settings = {**SETTINGS, "source": str(manager.models / "tiny")}
+        added = manager.overspill("models", "add", "tiny", *flags(settings))
+        assert added.returncode == 0, added.stderr
+        other = manager.overspill("models", "add", "other", *flags(settings))
+        assert other.returncode == 0, other.stderr
+        workload = "multi-turn:conversations=8,turns=3,first=600,input=100,output=8,think_time=0.05"
+        words = ("--workload", workload, "--json")
+        answer = manager.overspill("bench", manager.url, "--model", "tiny", *words, "--expect", "offload", timeout=300)
+        assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr
+        told = json.loads(answer.stdout)["metrics"]
+        assert told["tokens_from_ram"] > 0 and told["load_bytes"] > 0
+        found = families(client.get("/metrics").content)
+        assert values(found["overspill_hit_tokens"], "overspill_hit_tokens_total")["tiny"] > 0
+        assert {"vllm:kv_cache_usage_perc", "overspill_pool_bytes", "process_resident_memory_bytes"} <= set(found)
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    given = []
+    for name, value in settings.items():
+        given += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return given
