@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -36,8 +37,18 @@ class Behaviour:
     """A second request on a connection gets no answer: as if it came when the connection was just being closed."""
     token_s: float = 0.0
     served: str | None = None
+    certificate: str | None = None
+    """A file that holds its key too: it speaks TLS."""
+    metrics_file: str | None = None
+    """Its /metrics page, read each time it is asked for."""
+    metrics_s: float = 0.0
+    """How long it takes to tell it."""
     prefers_taken_port: int | None = None
     """Listens there instead, at the first start only: as if somebody had taken the port meanwhile."""
+
+
+# The second is between neighbours, and the last as vLLM sends it.
+ECHO_HEADERS = "connection: x-private\r\nx-private: 1\r\naccess-control-allow-origin: *\r\n"
 
 
 class Server:
@@ -72,12 +83,19 @@ class Server:
             await send(writer, 200, json.dumps({"object": "list", "data": [{"id": self.name}]}).encode())
         elif path == "/metrics":
             told = f"fake_running {self.running}\nfake_aborted {self.aborted}\nfake_answered {self.answered}\n"
-            await send(writer, 200, told.encode())
+            await asyncio.sleep(self.behaviour.metrics_s)
+            page = self.behaviour.metrics_file
+            await send(writer, 200, told.encode() if page is None else Path(page).read_bytes())
         elif path == "/v1/echo":
             told = {"headers": headers, "body": body.decode()}
-            await send(writer, 200, json.dumps(told).encode(), "connection: x-private\r\nx-private: 1\r\n")
+            await send(writer, 200, json.dumps(told).encode(), ECHO_HEADERS)
         elif path in ("/v1/completions", "/v1/chat/completions"):
-            await self.complete(reader, writer, json.loads(body))
+            try:
+                asked = json.loads(body)
+            except ValueError:  # as a number of 100 000 digits
+                await send(writer, 400, b'{"error": {"message": "no JSON", "type": "BadRequestError", "code": 400}}')
+                return
+            await self.complete(reader, writer, asked)
         else:
             await send(writer, 404, b'{"error": {"message": "no such path", "type": "NotFoundError", "code": 404}}')
 
@@ -91,7 +109,8 @@ class Server:
             words = [f"{self.name}-{i} " for i in range(asked.get("max_tokens", 4))]
             usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}
             if asked.get("stream"):
-                await self.stream(reader, writer, words, usage)
+                is_continuous = bool(asked.get("stream_options", {}).get("continuous_usage_stats"))
+                await self.stream(reader, writer, words, usage, is_continuous)
             else:
                 for i, _ in enumerate(words):
                     await self.compute(reader, writer, i, b"")
@@ -106,13 +125,17 @@ class Server:
             self.aborted += not is_answered
 
     async def stream(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: list[str], usage: dict[str, int]
-    ) -> None:
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: list[str], usage: dict[str, int],
+        is_continuous: bool,
+    ) -> None:  # fmt: skip
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         for i, word in enumerate(words):
             choice = {"index": 0, "text": word, "delta": {"content": word}, "finish_reason": None}
             event = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.name}
-            data = b"data: " + json.dumps({**event, "choices": [choice]}).encode() + b"\n\n"
+            so_far = {"prompt_tokens": 3, "total_tokens": 4 + i, "completion_tokens": 1 + i}
+            more = {"usage": so_far} if is_continuous else {}
+            told = json.dumps({**event, "choices": [choice], **more}, separators=(",", ":"))
+            data = b"data: " + told.encode() + b"\n\n"
             await self.compute(reader, writer, i, data)
             await chunk(writer, data)
         told = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.name, "choices": []}
@@ -150,8 +173,12 @@ async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
     await asyncio.sleep(behaviour.start_s)
     if behaviour.dies_at_start:
         sys.exit("error: the weights are broken")
+    tls = None
+    if behaviour.certificate is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(behaviour.certificate)
     try:
-        await asyncio.start_server(Server(name, behaviour).handle, host, port, limit=1 << 20)
+        await asyncio.start_server(Server(name, behaviour).handle, host, port, limit=1 << 20, ssl=tls)
     except OSError:
         sys.exit(f"error: port {port} is in use: another program listens there. Stop it, or give another --port")
     print(f"serves {name} on port {port}", flush=True)

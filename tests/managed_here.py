@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+import uvloop
 
 from overspill.manager.app import make_app
 from overspill.manager.application import Application, running
@@ -58,7 +59,8 @@ def managed_here(place: Place, **setup: Any) -> Iterator[Here]:
 
     def run() -> None:
         try:
-            asyncio.run(serve())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve())
         except BaseException as error:
             problems.append(error)
         finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 
 from overspill.manager.server import run
 from overspill.manager.setup import Setup
@@ -147,4 +148,5 @@ async def _main(folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), int(sys.argv[2])))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_main(Path(sys.argv[1]), int(sys.argv[2])))

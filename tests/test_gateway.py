@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ import uvloop
 from overspill.kv.sizes import GiB
 from overspill.manager import logs
 from overspill.manager.engines.fleet import Engines
+from overspill.manager.engines.launch import Launched, Order, OwnProcesses
 from overspill.manager.engines.process import EngineProcess, identify
 from overspill.manager.engines.states import State
+from overspill.manager.gateway.bodies import model_of, renamed
 from overspill.registry import add_model, edit_model
 from tests.manager_process import IMPATIENT, Place, eventually, gateway, managing, of_folder, place_in
 
@@ -96,6 +100,31 @@ def test_a_request_loads_its_model_and_gets_its_answer(place: Place) -> None:
     with_gateway(place, run)
 
 
+def test_tokens_that_an_answer_tells_again_and_again_are_counted_once(place: Place) -> None:
+    """With each token came the sum so far, and all sums were added."""
+    place.add("a", behaviour={"token_s": 0.01})
+    place.add("b", behaviour={"dies_after_tokens": 3})
+    asked: dict[str, Any] = {"stream": True, "max_tokens": 5, "stream_options": {"continuous_usage_stats": True}}
+
+    def counted(served: Served, name: str) -> tuple[int, int]:
+        traffic = served.engines.traffic(name)
+        return traffic.prompt_tokens, traffic.completion_tokens
+
+    async def run(served: Served) -> None:
+        assert (await served.post("a", **asked)).text.count('"usage":{') == 6
+        assert counted(served, "a") == (3, 5)
+        assert "engine_died" in (await served.post("b", **asked)).text
+        assert counted(served, "b") == (3, 3)
+        url, body = f"{served.url}/v1/completions", {"model": "a", "prompt": "x", **asked, "max_tokens": 9999}
+        async with served.http.stream("POST", url, json=body) as stream:
+            await anext(stream.aiter_bytes())
+        await eventually(lambda: served.engines.traffic("a").cancelled)
+        prompt, completion = counted(served, "a")
+        assert prompt == 6 and 5 < completion < 100
+
+    with_gateway(place, run)
+
+
 def test_bytes_go_through_unchanged_and_secrets_do_not(place: Place) -> None:
     place.add("a")
 
@@ -106,7 +135,7 @@ def test_bytes_go_through_unchanged_and_secrets_do_not(place: Place) -> None:
         told = answer.json()
         assert told["body"].encode() == body and told["headers"]["x-request-id"] == "7"
         assert "secret" not in answer.text and "session" not in answer.text
-        assert "x-private" not in answer.headers
+        assert "x-private" not in answer.headers and "access-control-allow-origin" not in answer.headers
         direct = await served.http.post(f"{served.engines.snapshot('a').url}/v1/completions", json=STREAMED)
         through = await served.http.post(f"{served.url}/v1/completions", json=STREAMED)
         assert direct.content == through.content and through.headers["content-type"] == "text/event-stream"
@@ -170,6 +199,11 @@ BAD_REQUESTS: dict[str, tuple[bytes, tuple[int, str]]] = {
     "a list": (b"[1]", (400, "bad_json")),
     "nested without end": (b"[" * 100_000, (400, "bad_json")),
     "nothing": (b"", (400, "bad_json")),
+    "nested without end in a field": (b'{"model": "qwen", "x": ' + b"[" * 100_000, (400, "bad_json")),
+    "more behind it": (b'{"model": "qwen"} x', (400, "bad_json")),
+    "a model that is no text": (b'{"model": "\xff"}', (400, "bad_json")),
+    "half a character for a model": (b'{"model": "\\ud800 and so on"}', (400, "bad_json")),
+    "a list for a model": (b'{"model": ["qwen"]}', (400, "model_missing")),
     "no model": (b"{}", (400, "model_missing")),
     "a number for a model": (b'{"model": 7}', (400, "model_missing")),
     "a model that is not there": (b'{"model": "qwem"}', (404, "model_not_found")),
@@ -220,6 +254,91 @@ def test_a_model_that_is_served_by_another_name_is_asked_for_by_that(place: Plac
         assert (await served.post("a", max_tokens=1)).json()["choices"][0]["text"] == "other-0 "
 
     with_gateway(place, run)
+
+
+def test_another_name_leaves_the_rest_of_a_request_as_it_was(place: Place) -> None:
+    place.add("a", behaviour={"served": "other"})
+
+    async def run(served: Served) -> None:
+        body = b'{"model": "a", "odd": [1.0, "\\u00e4",  1e5, {"model": "a"}], "n": 12345678901234567890123}'
+        told = (await served.http.post(f"{served.url}/v1/echo", content=body)).json()["body"].encode()
+        assert told == b'{"model":"other","odd":[1.0, "\\u00e4",  1e5, {"model": "a"}],"n":12345678901234567890123}'
+
+    with_gateway(place, run)
+
+
+@pytest.mark.parametrize("served_name", [None, "other"])
+def test_a_form_with_a_recording_goes_to_the_model_it_names(place: Place, served_name: str | None) -> None:
+    """As OpenAI's client sends what is to be transcribed; it was refused as no JSON."""
+    place.add("org/whisper", behaviour={"served": served_name})
+
+    async def run(served: Served) -> None:
+        form = {"language": "de", "model": "org/whisper"}
+        request = served.http.build_request(
+            "POST", f"{served.url}/v1/echo", data=form, files={"file": ("ä.wav", b"RIFF\r\n\r\n--model\r\n")}
+        )
+        sent = (await request.aread()).decode()
+        told = (await served.http.send(request)).json()
+        assert told["body"] == sent.replace("org/whisper", served_name or "org/whisper")
+        assert told["headers"]["content-type"] == request.headers["content-type"]
+        for data, code in (({"language": "de"}, "model_missing"), ({"model": "none"}, "model_not_found")):
+            answer = await served.http.post(f"{served.url}/v1/echo", data=data, files={"file": b"RIFF"})
+            assert error_of(answer)[1:] == (code, "gateway")
+        headers = {"content-type": "multipart/form-data"}
+        answer = await served.http.post(f"{served.url}/v1/echo", content=sent.encode(), headers=headers)
+        assert error_of(answer) == (400, "bad_form", "gateway")
+
+    with_gateway(place, run)
+
+
+def test_a_prompt_of_millions_of_numbers_stops_no_stream(place: Place) -> None:
+    """All of them were made into objects, and no other token passed meanwhile: 4 s for 50 MiB."""
+    numbers = ", ".join(map(str, range(2_000_000)))
+    body = f'{{"model": "a", "prompt": [{numbers}]}}'.encode()
+    kind = b"application/json"
+    began = time.process_time()
+    json.loads(body)
+    objects_s = time.process_time() - began
+    began = time.process_time()
+    assert model_of(body, kind) == "a"
+    assert renamed(body, kind, "other") == body.replace(b'{"model": "a", "prompt": ', b'{"model":"other","prompt":')
+    assert time.process_time() - began < objects_s
+
+
+class OverTls(OwnProcesses):
+    """Engines that say that they speak TLS, as `overspill serve --ssl-certfile` does."""
+
+    def launch(self, order: Order) -> Launched:
+        launched = super().launch(order)
+        assert launched.url is not None
+        return dataclasses.replace(launched, url=launched.url.replace("http:", "https:"))
+
+
+def test_an_engine_that_speaks_tls_is_asked_over_tls(place: Place) -> None:
+    """It was asked in plain text, and so was starting for ever."""
+    certificate = place.folder / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+         "-subj", "/CN=gpu.example", "-keyout", str(certificate), "-out", str(place.folder / "public.pem")],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    certificate.write_text(certificate.read_text() + (place.folder / "public.pem").read_text())
+    place.add("a", behaviour={"certificate": str(certificate), "token_s": 0.02})
+
+    async def run(served: Served) -> None:
+        assert (await served.post("a", max_tokens=2)).json()["choices"][0]["text"] == "a-0 a-1 "
+        stream = await served.client.completions.create(model="a", prompt="x", max_tokens=3, stream=True)
+        assert [chunk.choices[0].text async for chunk in stream if chunk.choices] == ["a-0 ", "a-1 ", "a-2 "]
+        (kept,) = served.engines.upstream._idle.values()
+        assert len(kept) == 1, "the second request made a connection of its own"
+        asking = asyncio.create_task(served.post("a", max_tokens=9999, stream=True))
+        await eventually(lambda: served.engines.traffic("a").in_flight)
+        await served.engines.stop("a")
+        assert "ended while it answered" in (await asking).text
+
+    usual = place.options().backend
+    assert isinstance(usual, OwnProcesses)
+    with_gateway(place, run, backend=OverTls(program=usual.program))
 
 
 def test_an_engine_that_cannot_start_is_a_503_with_its_log(place: Place) -> None:
@@ -294,15 +413,43 @@ def test_a_model_that_is_stopped_ends_its_streams_and_says_so(place: Place) -> N
     with_gateway(place, run)
 
 
-def test_an_engine_that_says_nothing_is_a_504(place: Place) -> None:
-    place.add("a", behaviour={"token_s": 30})
+def test_an_answer_may_take_hours(place: Place) -> None:
+    """vLLM sends nothing of a whole answer before its end; after half an hour of silence it was a 504."""
+    place.add("a", behaviour={"token_s": 0.3})
+
+    async def main() -> None:
+        async with serving(place) as served, httpx.AsyncClient(timeout=None) as http:
+            await served.engines.ensure_ready("a")
+            asking = asyncio.create_task(http.post(f"{served.url}/v1/completions", json={"model": "a", "prompt": "x"}))
+            await eventually(lambda: served.engines.traffic("a").in_flight)
+            await asyncio.sleep(0.2)
+            loop = asyncio.get_running_loop()
+            usual = loop.time
+            loop.time = lambda: usual() + 5 * 3600  # type: ignore[method-assign]
+            answer = await asking
+            assert answer.status_code == 200, answer.text
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_engine_that_hangs_is_ended_and_so_are_those_that_wait_for_it(place: Place, is_stream: bool) -> None:
+    place.add("a", behaviour={"token_s": 0.1})
 
     async def run(served: Served) -> None:
-        for _ in range(2):
-            assert error_of(await served.post("a")) == (504, "engine_silent", "engine")
-            assert (await served.post("a", max_tokens=0)).status_code == 200  # and a connection is kept
+        asking = asyncio.create_task(served.post("a", max_tokens=9999, stream=is_stream))
+        await eventually(lambda: served.engines.traffic("a").in_flight)
+        (pid,) = place.starts("a")
+        await asyncio.sleep(0.3)
+        os.kill(pid, signal.SIGSTOP)
+        answer = await asking
+        assert answer.status_code == (200 if is_stream else 502)
+        told = json.loads(answer.text.rpartition("data: ")[2]) if is_stream else answer.json()
+        assert told["error"]["code"] in ("engine_died", "engine_stopped"), told
+        await eventually(lambda: served.engines.snapshot("a").state is State.FAILED)
+        assert "had not answered for 0.5 s" in served.engines.snapshot("a").error
 
-    with_gateway(place, run, timing=dataclasses.replace(IMPATIENT, answer_s=0.3))
+    with_gateway(place, run, timing=dataclasses.replace(IMPATIENT, silent_s=0.5, health_s=0.3, stop_patience_s=0.3))
 
 
 def test_a_client_that_sends_slowly_or_reads_nothing_is_let_go(place: Place) -> None:
@@ -448,7 +595,6 @@ def test_a_folder_for_logs_that_cannot_be_written_is_a_clear_error(place: Place)
 @pytest.mark.soak  # the pages' tests load real engines through the gateway as well
 def test_a_real_engine_is_planned_loaded_asked_and_stopped(place: Place, llama: Path) -> None:
     """vLLM on the CPU, started by `overspill serve` from the registry's settings."""
-    from overspill.manager.engines.launch import OwnProcesses
     from overspill.manager.engines.timing import Timing
 
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}

@@ -1,6 +1,7 @@
 """What a request must be like to reach the manager at all."""
 
 import asyncio
+import json
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message
 
+from overspill.manager.gateway.errors import GatewayError
 from overspill.manager.security.access import Access
 from overspill.manager.security.bodies import BodyGuard
 from overspill.manager.security.cookies import clear_cookie, cookie_name, new_browser_id, read_cookie, set_cookie
@@ -104,6 +106,19 @@ def test_another_site_can_post_nothing_anywhere(path: str) -> None:
     assert asked(CsrfGuard(APP), "POST", "/v1/x", headers={"Origin": HERE}).status_code == 200
     allowed = CsrfGuard(APP, allowed_origins=["http://evil.example"])
     assert asked(allowed, "POST", "/v1/x", headers={"Origin": "http://evil.example"}).status_code == 200
+
+
+def test_a_refusal_on_the_gateways_paths_is_like_its_own_errors() -> None:
+    """Clients of OpenAI's API were given a number as code, and `src` in place of `source`."""
+    large, evil = {"Content-Length": "9999"}, {"Origin": "http://evil.example"}
+    refusals = [
+        (asked(CsrfGuard(APP), "POST", "/v1/completions", headers=evil), 403, "forbidden"),
+        (asked(HostGuard(APP, names=["localhost"]), "GET", "/v1/models", base="http://x.example"), 421, "wrong_host"),
+        (asked(BodyGuard(APP, max_bytes=9), "POST", "/v1/completions", headers=large), 413, "too_large"),
+    ]
+    for answer, status, code in refusals:
+        told = GatewayError(status, message_of(answer), code=code)
+        assert answer.status_code == status and answer.json() == json.loads(told.body)
 
 
 # Host

@@ -1,6 +1,5 @@
 """`overspill manager`."""
 
-import asyncio
 import getpass
 import sys
 from enum import StrEnum
@@ -37,6 +36,9 @@ def run_manager(
     models_folder: Annotated[
         list[Path] | None, typer.Option(help="A folder that models may come from; may be repeated.")
     ] = None,
+    public_url: Annotated[
+        str | None, typer.Option(help="How browsers reach it through a proxy with TLS, as https://manager.example.")
+    ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name by which it may be asked; may be repeated.")
     ] = None,
@@ -59,25 +61,22 @@ def run_manager(
     """Runs until it is stopped, and stops what it started."""
     if context.invoked_subcommand is not None:
         return
-    from overspill.manager.setup import Setup, limit, own_folder
+    from overspill.manager.security.origins import origin_of, origins
+    from overspill.manager.setup import Setup, limit, models_folders, own_folder
 
-    folders = []
-    for folder in models_folder or []:
-        if not folder.is_dir():
-            raise OverspillError(f"--models-folder {folder} is not a folder; make it, or name another")
-        folders.append(folder.resolve())
     setup = Setup(
-        folder=own_folder(), host=host, port=port, models_folders=tuple(folders), allowed_hosts=tuple(allow_host or ()),
-        allowed_origins=tuple(allow_origin or ()), any_vllm_flag=any_vllm_flag, keeps_engines=keep_engines,
-        memory=limit(ram, gpu_memory),
+        folder=own_folder(), host=host, port=port, models_folders=models_folders(models_folder or ()),
+        public_url=origin_of(public_url, "--public-url") if public_url else "",
+        allowed_hosts=tuple(allow_host or ()), allowed_origins=origins(allow_origin or ()), any_vllm_flag=any_vllm_flag,
+        keeps_engines=keep_engines, memory=limit(ram, gpu_memory),
     )  # fmt: skip
     from overspill.manager.errors import AlreadyManaged
-    from overspill.manager.server import run
+    from overspill.manager.server import run_until_stopped
     from overspill.serve.errors import CannotServe
 
     try:
         with opened_registry() as registry:
-            asyncio.run(run(setup, registry, _tell))
+            run_until_stopped(setup, registry, _tell)
     except (AlreadyManaged, CannotServe) as error:
         _tell(f"error: {error}")
         raise typer.Exit(1) from None

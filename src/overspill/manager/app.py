@@ -11,7 +11,8 @@ from overspill.manager.application import Application
 from overspill.manager.exports import metrics_page
 from overspill.manager.gateway.routes import Gateway
 from overspill.manager.pages.rendering import STATIC
-from overspill.manager.security.guards import GATEWAY, guarded
+from overspill.manager.security.answers import GATEWAY
+from overspill.manager.security.guards import guarded
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -21,7 +22,7 @@ def make_app(application: Application) -> ASGIApp:
     routed = _Routed(Gateway(application.engines), make_web(application))
     return guarded(
         routed, application.access, bound_host=setup.host, allowed_hosts=setup.allowed_hosts,
-        allowed_origins=setup.allowed_origins,
+        allowed_origins=setup.allowed_origins, public_url=setup.public_url,
     )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def make_web(application: Application | None) -> FastAPI:
 
 
 async def _metrics(request: Request) -> Response:
-    return Response(metrics_page(request.app.state.application), media_type=_PROMETHEUS)
+    return Response(await metrics_page(request.app.state.application), media_type=_PROMETHEUS)
 
 
 async def _health() -> Response:

@@ -15,7 +15,7 @@ def application_of(request: Request) -> Application:
 
 def caller_of(request: Request) -> Caller:
     identity = request.state.identity
-    return Caller(who=identity.who, address=request.client.host if request.client else "")
+    return Caller(who=identity.who, address=request.state.address)
 
 
 App = Annotated[Application, Depends(application_of)]

@@ -1,7 +1,7 @@
 """How a manager is asked to run: address, folders that models may come from, and what the web may set."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ class Setup:
     port: int = DEFAULT_PORT
     models_folders: tuple[Path, ...] = ()
     """Beside the hub's cache, where models that are named over the web may lie."""
+    public_url: str = ""
+    """How browsers reach it through a proxy that has TLS, as https://manager.example."""
     allowed_hosts: tuple[str, ...] = ()
     """Names by which it may be asked, beside its own."""
     allowed_origins: tuple[str, ...] = ()
@@ -35,11 +37,28 @@ class Setup:
     """Whether engines go on when the manager ends."""
 
 
+def public_flag(setup: Setup) -> str:
+    """The flag by which it says that it is reached from elsewhere; empty if there is none."""
+    if setup.public_url:
+        return f"--public-url {setup.public_url}"
+    return f"--allow-host {setup.allowed_hosts[0]}" if setup.allowed_hosts else ""
+
+
 def own_folder(environ: Mapping[str, str] = os.environ) -> Path:
     state = state_folder(environ)
     if state is None:
         raise ManagerError("there is no home to keep the manager's records in; set XDG_STATE_HOME to a folder")
     return state / "manager"
+
+
+def models_folders(given: Iterable[Path]) -> tuple[Path, ...]:
+    """Whole paths, without links."""
+    folders = []
+    for folder in given:
+        if not folder.is_dir():
+            raise ManagerError(f"--models-folder {folder} is not a folder; make it, or name another")
+        folders.append(folder.resolve())
+    return tuple(folders)
 
 
 def limit(ram: str | None, gpu_memory: str | None) -> Memory | None:

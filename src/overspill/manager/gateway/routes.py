@@ -17,9 +17,10 @@ from overspill.manager.engines.fleet import Counts, Engines
 from overspill.manager.engines.states import State
 from overspill.manager.engines.upstream import Connection, Head, UpstreamLost
 from overspill.manager.errors import NotServed
+from overspill.manager.gateway.bodies import model_of, renamed
 from overspill.manager.gateway.errors import GatewayError, Source, from_not_served, from_registry
 from overspill.manager.gateway.headers import passed_back, passed_on
-from overspill.manager.gateway.usage import read_usage
+from overspill.manager.gateway.usage import Usage
 from overspill.registry import RegistryError
 
 Scope = MutableMapping[str, Any]
@@ -29,8 +30,6 @@ Send = Callable[[Message], Awaitable[None]]
 
 # Larger than any prompt with pictures that is likely; vLLM itself has no limit.
 LARGEST_BODY_BYTES = 64 * MiB
-# JSON of this size takes milliseconds to read, for which other streams would wait.
-_READ_BESIDE_BYTES = MiB
 _KEPT_ANSWER_BYTES = 8 * MiB
 _LONGEST_EVENT_BYTES = MiB
 
@@ -133,12 +132,8 @@ class Gateway:
 
     async def _pass_on(self, exchange: Exchange) -> None:
         body = await self._body(exchange)
-        asked = await _read_json(body)
-        name = asked.get("model")
-        if not isinstance(name, str) or not name:
-            raise GatewayError(
-                400, 'the request names no model; give one as "model"', code="model_missing", param="model"
-            )
+        kind = next((value for name, value in exchange.scope["headers"] if name == b"content-type"), b"")
+        name = model_of(body, kind)
         await self.engines.require_known(name)
         counts = self.engines.count(name)
         counts.requests += 1
@@ -146,7 +141,7 @@ class Gateway:
         try:
             async with self._watched(exchange), self.engines.using(name) as engine:
                 if engine.served and name not in engine.served:
-                    body = json.dumps({**asked, "model": engine.served[0]}).encode()
+                    body = renamed(body, kind, engine.served[0])
                 await self._exchange(exchange, engine, body, counts)
         except asyncio.CancelledError:
             counts.cancelled += 1
@@ -160,19 +155,26 @@ class Gateway:
 
     async def _exchange(self, exchange: Exchange, engine: Engine, body: bytes, counts: Counts) -> None:
         connection, head = await self._ask(exchange, engine, body)
+        usage = Usage()
         try:
             if (head.value(b"content-type") or b"").startswith(b"text/event-stream"):
-                await self._stream(exchange, connection, engine, head, counts)
+                await self._stream(exchange, connection, engine, head, counts, usage)
             else:
-                await self._whole(exchange, connection, engine, head, counts)
+                await self._whole(exchange, connection, engine, head, counts, usage)
         except BaseException:
             connection.close()
             raise
+        finally:  # also of what breaks off: it was computed
+            counts.prompt_tokens += usage.prompt_tokens
+            counts.completion_tokens += usage.completion_tokens
         self.engines.upstream.give_back(connection)
 
     async def _ask(self, exchange: Exchange, engine: Engine, body: bytes) -> tuple[Connection, Head]:
-        """A kept connection may just have been closed by the engine; nothing was answered then, and it is asked
-        again."""
+        """Until it begins to answer. That may be hours: vLLM sends nothing of an answer that is no stream before its
+        end. A client that goes away is noticed meanwhile, and so is an engine that hangs, by its health.
+
+        A kept connection may just have been closed by the engine; nothing was answered then, and it is asked again.
+        """
         scope = exchange.scope
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
@@ -186,24 +188,18 @@ class Gateway:
             is_kept = connection.was_used
             connection.send(scope["method"], target, headers, body)
             try:
-                async with asyncio.timeout(self.engines.timing.answer_s):
-                    return connection, await connection.head()
+                return connection, await connection.head()
             except UpstreamLost as error:
                 connection.close()
                 if error.had_begun or not is_kept:
                     raise _lost(engine, error) from error
-            except TimeoutError:
-                connection.close()
-                wait = self.engines.timing.answer_s
-                told = f"the engine of {engine.name} has not answered for {wait:g} s"
-                raise GatewayError(504, told, code="engine_silent", source=Source.ENGINE) from None
             except BaseException:
                 connection.close()
                 raise
         raise AssertionError("a fresh connection answers or is lost")
 
     async def _stream(
-        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Counts
+        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Counts, usage: Usage
     ) -> None:
         """Events as they come, whole ones only: of one that breaks off nothing could be told after its beginning."""
         await exchange.begin(head.status, passed_back(head.headers))
@@ -221,8 +217,7 @@ class Gateway:
                     continue
                 else:
                     rest = b""
-                if b'"usage":{' in data:
-                    read_usage(data, counts)
+                usage.read(data)
                 await exchange.write(data, more=True)
         except UpstreamLost as error:
             counts.failed += 1
@@ -231,7 +226,7 @@ class Gateway:
         await exchange.write(rest, more=False)
 
     async def _whole(
-        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Counts
+        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Counts, usage: Usage
     ) -> None:
         """An answer that breaks off is an error, so none of it is passed on before its end, unless it is huge."""
         pieces, size = [], 0
@@ -249,13 +244,12 @@ class Gateway:
                 raise  # the client's connection is closed before the announced length
             raise _lost(engine, error) from error
         body = b"".join(pieces)
+        usage.read(body)
         if head.status >= 500:
             counts.failed += 1
         if exchange.has_begun:
             await exchange.write(body, more=False)
             return
-        if b'"usage":{' in body:
-            read_usage(body, counts)
         await exchange.answer(head.status, passed_back(head.headers, length=len(body)), body)
 
     async def _body(self, exchange: Exchange) -> bytes:
@@ -317,16 +311,6 @@ async def _answer_json(exchange: Exchange, told: dict[str, Any]) -> None:
     body = json.dumps(told).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await exchange.answer(200, headers, body)
-
-
-async def _read_json(body: bytes) -> dict[str, Any]:
-    try:
-        read = json.loads(body) if len(body) < _READ_BESIDE_BYTES else await asyncio.to_thread(json.loads, body)
-    except (ValueError, RecursionError) as error:
-        raise GatewayError(400, f"the request is not JSON: {error}", code="bad_json") from None
-    if not isinstance(read, dict):
-        raise GatewayError(400, "the request is not a JSON object", code="bad_json")
-    return read
 
 
 def _lost(engine: Engine, error: UpstreamLost) -> GatewayError:

@@ -2,76 +2,41 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from overspill.files import replace_file
 from overspill.kv.errors import OverspillError
 from overspill.manager import logs
+from overspill.manager.engines.engine import Engine
 from overspill.manager.engines.fleet import Engines
+from overspill.manager.engines.states import State
 from overspill.manager.errors import ManagerError
 from overspill.manager.jobs.commands import JobKind, command, known_kinds, needs_engine
-from overspill.processes import identity
+from overspill.manager.jobs.records import Job, JobState, Records
+from overspill.processes import identity, wait_until_none
 
 _KEPT = 100
 _PATIENCE_S = 60.0
 _MOST_WAITING = 20
-
-
-class JobState(StrEnum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    STOPPED = "stopped"
-    LOST = "lost"
-    """The manager that ran it ended, and so did it, unseen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    id: int
-    kind: str
-    model: str
-    given: Mapping[str, str] = field(default_factory=dict)
-    stops_others: bool = False
-    """Whether engines that run are stopped first, for their memory."""
-    state: JobState = JobState.WAITING
-    argv: tuple[str, ...] = ()
-    pid: int | None = None
-    process: str | None = None
-    log_file: str
-    asked_at: float
-    started_at: float | None = None
-    ended_at: float | None = None
-    exit_code: int | None = None
-    error: str = ""
-
-    @property
-    def is_over(self) -> bool:
-        return self.state not in (JobState.WAITING, JobState.RUNNING)
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "argv": list(self.argv), "state": str(self.state)}
+_LOOK_S = 0.2
+_OUTLIVED = "it outlived the manager that began it, so its exit code is not known; its log says how it ended"
 
 
 class Jobs:
     """They run one at a time: two measurements at once would measure each other."""
 
     def __init__(self, engines: Engines, folder: Path) -> None:
-        self._engines, self._folder = engines, folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._jobs = {job.id: job for job in _read(folder)}
+        self._engines, self._records = engines, Records(folder)
+        self._jobs = {job.id: job for job in self._records.read_all()}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._stopped: set[int] = set()
+        self._turn: dict[int, asyncio.Task[None]] = {}
+        """Whose turn it is: one job at most."""
         self._woken = asyncio.Event()
 
     def list(self) -> list[Job]:
@@ -82,6 +47,10 @@ class Jobs:
         if number not in self._jobs:
             raise UnknownJob(f"there is no job {number}; /api/jobs lists them")
         return self._jobs[number]
+
+    def is_stopping(self, number: int) -> bool:
+        """Whether it was asked to end, and has not yet: asked again, it is killed."""
+        return number in self._stopped
 
     def processes(self) -> dict[str, int]:
         """Of those that run, for measuring their memory."""
@@ -97,7 +66,7 @@ class Jobs:
         number = max(self._jobs, default=0) + 1
         job = Job(
             id=number, kind=str(kind), model=model, given=dict(given), stops_others=stops_others,
-            log_file=str(self._folder / f"{number}.log"), asked_at=time.time(),
+            log_file=str(self._records.log_file(number)), asked_at=time.time(),
         )  # fmt: skip
         self._keep(job)
         self._forget_old()
@@ -109,6 +78,8 @@ class Jobs:
         job = self.get(number)
         if job.state is JobState.WAITING:
             self._keep(replace(job, state=JobState.STOPPED, ended_at=time.time()))
+            if number in self._turn:  # it waits for its engine, and would keep others waiting
+                self._turn[number].cancel()
         elif job.state is JobState.RUNNING:
             # Asked a second time, it is not asked any more.
             self._signal(job, signal.SIGKILL if number in self._stopped else signal.SIGINT)
@@ -119,39 +90,59 @@ class Jobs:
         """For ever; cancelled, it ends the job that runs."""
         try:
             while True:
-                waiting = [one for one in self._jobs.values() if one.state is JobState.WAITING]
-                if not waiting:
+                due = [one for one in self._jobs.values() if not one.is_over]
+                if not due:
                     self._woken.clear()
                     await self._woken.wait()
                     continue
-                await self._run(min(waiting, key=lambda one: one.id))
+                # One that an earlier manager began goes first: it runs already.
+                job = min(due, key=lambda one: (one.state is JobState.WAITING, one.id))
+                turn = self._turn[job.id] = asyncio.create_task(self._run(job), name=f"job {job.id}")
+                try:
+                    await asyncio.wait({turn})
+                finally:
+                    turn.cancel()
+                    del self._turn[job.id]
+                if not turn.cancelled() and (error := turn.exception()) is not None:
+                    raise error
         finally:
             await asyncio.to_thread(self._end_all)
 
     async def _run(self, job: Job) -> None:
+        if job.state is JobState.RUNNING:
+            await self._outlast(job)
+            return
         try:
-            if needs_engine(JobKind(job.kind)):
-                # Held while it is measured: it is neither unloaded as idle nor evicted.
-                async with self._engines.using(job.model) as engine:
-                    served = engine.served[0] if engine.served else job.model
-                    words = command(JobKind(job.kind), job.model, job.given, url=engine.url, served=served)
-                    await self._run_process(job, words)
-                return
-            if job.stops_others:
-                running = [one.name for one in self._engines.snapshots() if one.pid is not None]
-                await asyncio.gather(*(self._engines.stop(name, reason="a job needs its memory") for name in running))
-            await self._run_process(job, command(JobKind(job.kind), job.model, job.given))
+            async with self._promised(job) as engine:
+                url, served = (None, "") if engine is None else (engine.url, next(iter(engine.served), job.model))
+                words = command(JobKind(job.kind), job.model, job.given, url=url, served=served)
+                await self._run_process(job, words)
         except OverspillError as error:
             self._keep(replace(self.get(job.id), state=JobState.FAILED, ended_at=time.time(), error=str(error)))
 
+    @contextlib.asynccontextmanager
+    async def _promised(self, job: Job) -> AsyncIterator[Engine | None]:
+        """What a job has while it runs: the engine that it measures, or the memory of all of them."""
+        if needs_engine(JobKind(job.kind)):
+            # Neither unloaded as idle nor evicted, however long others wait.
+            async with self._engines.using(job.model, hold=True) as engine:
+                yield engine
+        elif job.stops_others:
+            why = f"job {job.id}, a {job.kind} of {job.model}, has the memory of all; stop it, or ask again after it"
+            with self._engines.reserved(why):
+                over = (State.STOPPED, State.FAILED)
+                running = [one.name for one in self._engines.snapshots() if one.state not in over]
+                await asyncio.gather(*(self._engines.stop(name, reason="a job needs its memory") for name in running))
+                yield None
+        else:
+            yield None
+
     async def _run_process(self, job: Job, words: Sequence[str]) -> None:
-        if self.get(job.id).is_over:  # stopped while its engine was starting
-            return
         try:
             with open(job.log_file, "wb") as log:
                 child = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                    cwd=self._folder,
+                    cwd=self._records.folder,
                 )  # fmt: skip
         except OSError as error:
             raise ManagerError(f"the job could not be started: {error}") from error
@@ -162,64 +153,81 @@ class Jobs:
         )  # fmt: skip
         self._keep(job)
         while (code := child.poll()) is None:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(_LOOK_S)
         del self._children[job.id]
-        state = JobState.DONE if code == 0 else JobState.FAILED
+        self._note_end(job, JobState.DONE if code == 0 else JobState.FAILED, code)
+
+    async def _outlast(self, job: Job) -> None:
+        """A job that outlived the manager that began it: waited for, as nothing may be measured beside it."""
+        holding = asyncio.create_task(self._hold(job))
+        try:
+            while job.is_alive:
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            holding.cancel()
+        # Its exit code went to whoever adopted it.
+        self._note_end(job, JobState.FAILED if _said(_last_lines(Path(job.log_file))) else JobState.LOST, None)
+
+    async def _hold(self, job: Job) -> None:
+        is_gone = needs_engine(JobKind(job.kind)) and self._engines.snapshot(job.model).pid is None
+        if is_gone:  # the job will say so; another engine would not help it
+            return
+        with contextlib.suppress(OverspillError):
+            async with self._promised(job):
+                await asyncio.Event().wait()
+
+    def _note_end(self, job: Job, state: JobState, code: int | None) -> None:
         if job.id in self._stopped:
             self._stopped.discard(job.id)
             state = JobState.STOPPED
-        why = "" if state is not JobState.FAILED else _last_error(Path(job.log_file))
+        why = _last_error(Path(job.log_file)) if state is JobState.FAILED else ""
+        why = _OUTLIVED if state is JobState.LOST else why
         self._keep(replace(job, state=state, ended_at=time.time(), exit_code=code, error=why))
 
     def _end_all(self) -> None:
         """Blocks until what they started is gone."""
-        for number, child in self._children.items():
-            self._signal(self.get(number), signal.SIGINT)
-            try:
-                code = child.wait(_PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                self._signal(self.get(number), signal.SIGKILL)
-                code = child.wait()
-            stopped = replace(self.get(number), state=JobState.STOPPED, ended_at=time.time(), exit_code=code)
-            self._keep(replace(stopped, error="the manager was stopped"))
-        self._children.clear()
+        for job in self.list():
+            if job.state is JobState.RUNNING:
+                self._end(job)
+
+    def _end(self, job: Job) -> None:
+        self._signal(job, signal.SIGINT)
+        if not wait_until_none(lambda: [job.id] if job.is_alive else [], _PATIENCE_S):
+            self._signal(job, signal.SIGKILL)
+        child = self._children.pop(job.id, None)
+        code = child.wait() if child is not None else None
+        why = "the manager was stopped"
+        self._keep(replace(job, state=JobState.STOPPED, ended_at=time.time(), exit_code=code, error=why))
 
     def _signal(self, job: Job, sign: signal.Signals) -> None:
-        if job.pid is not None and identity(job.pid) == job.process:
+        if job.pid is not None and job.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(job.pid, sign) if sign is not signal.SIGKILL else os.killpg(job.pid, sign)
 
     def _keep(self, job: Job) -> None:
         self._jobs[job.id] = job
-        with contextlib.suppress(OSError):  # a full disk: it goes on, and is forgotten by the next manager
-            replace_file(self._folder / f"{job.id}.json", json.dumps(job.as_json()))
+        self._records.write(job)
 
     def _forget_old(self) -> None:
         over = [number for number in sorted(self._jobs) if self._jobs[number].is_over]
         for number in over[: max(0, len(self._jobs) - _KEPT)]:
             del self._jobs[number]
-            for suffix in ("json", "log"):
-                with contextlib.suppress(OSError):
-                    (self._folder / f"{number}.{suffix}").unlink()
+            self._records.remove(number)
 
 
 class UnknownJob(ManagerError):
     """No job of that number."""
 
 
-def _read(folder: Path) -> list[Job]:
-    found = []
-    for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            told = json.loads(path.read_text())
-            job = Job(**{**told, "state": JobState(told["state"]), "argv": tuple(told["argv"])})
-            if not job.is_over:
-                job = replace(job, state=JobState.LOST, error="the manager ended while it ran")
-            found.append(job)
-    return found
-
-
 def _last_error(log: Path) -> str:
-    lines = [line for line in logs.tail(log, 40) if line.strip()]
-    said = [line for line in lines if line.startswith("error: ")]
-    return (said or lines or [""])[-1][:500]
+    lines = _last_lines(log)
+    return (_said(lines) or lines or [""])[-1][:500]
+
+
+def _last_lines(log: Path) -> list[str]:
+    return [line for line in logs.tail(log, 40) if line.strip()]
+
+
+def _said(lines: Sequence[str]) -> list[str]:
+    """What a command gave as the reason, as all of them do."""
+    return [line for line in lines if line.startswith("error: ")]

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from overspill.manager.security.answers import refuse
+from overspill.manager.security.answers import GATEWAY, refuse
 from overspill.manager.security.cookies import read_cookie
 
 TOKEN_HEADER = "X-CSRF-Token"
@@ -31,14 +31,14 @@ def token_matches(cookie: str | None, token: str | None) -> bool:
     return bool(cookie and token) and hmac.compare_digest(csrf_token(cookie or "").encode(), (token or "").encode())
 
 
-def cross_site(headers: Mapping[str, str], scheme: str, allowed_origins: Collection[str] = ()) -> str | None:
+def cross_site(headers: Mapping[str, str], scheme: str, own_origins: Collection[str] = ()) -> str | None:
     """Where a request comes from, if that is another site; None if it is our own page, or no browser.
 
     `headers` have lower-case names. The Host has been checked before (overspill.manager.security.hosts).
     """
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if origin is not None:
-        if origin in allowed_origins or origin == f"{scheme}://{headers.get('host', '')}":
+        if origin in own_origins or origin == f"{scheme}://{headers.get('host', '')}":
             return None
         return origin
     return site if site is not None and site not in _OWN_SITES else None
@@ -61,11 +61,15 @@ class CsrfGuard:
         app: ASGIApp,
         *,
         is_tls: bool = False,
-        token_free: tuple[str, ...] = ("/v1/", "/login"),
+        token_free: tuple[str, ...] = (GATEWAY, "/login"),
         allowed_origins: Collection[str] = (),
+        public_url: str = "",
     ) -> None:
         self._app, self._is_tls = app, is_tls
         self._token_free, self._allowed = token_free, frozenset(allowed_origins)
+        # A proxy speaks TLS with the browser, and not with us.
+        self._own = frozenset({public_url} if public_url else ())
+        self._public_scheme, _, self._public_host = public_url.partition("://")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] not in _SAFE_METHODS):
@@ -77,10 +81,13 @@ class CsrfGuard:
 
     def _refusal(self, scope: Scope) -> str | None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        other = cross_site(headers, scope.get("scheme", "http").replace("ws", "http"), self._allowed)
+        allowed = self._own | self._allowed if scope["path"].startswith(GATEWAY) else self._own
+        is_public = bool(self._public_host) and headers.get("host", "").lower() == self._public_host
+        scheme = self._public_scheme if is_public else scope.get("scheme", "http").replace("ws", "http")
+        other = cross_site(headers, scheme, allowed)
         if other is not None:
             return f"a page of another site ({other[:100]!r}) sent this request; open the manager's own page"
-        # Browsers do not send this header for other sites unless a server allows it, which this one does not.
+        # Browsers do not send this header for other sites unless a server allows it; this one does for the gateway.
         if headers.get("authorization") or not is_browser(headers) or scope["path"].startswith(self._token_free):
             return None
         cookie = read_cookie(headers.get("cookie"), is_tls=self._is_tls)

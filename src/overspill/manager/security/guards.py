@@ -1,21 +1,23 @@
 """All guards around the manager's app, in the order that matters, and the one that asks who is there."""
 
 from collections.abc import Collection, Iterable
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overspill.manager.security.access import LOCAL, Access, Identity
-from overspill.manager.security.answers import refuse
+from overspill.manager.security.answers import GATEWAY, refuse
 from overspill.manager.security.bodies import MAX_BODY_BYTES, PAUSE_S, BodyGuard
+from overspill.manager.security.clients import client_address
 from overspill.manager.security.cookies import read_cookie
 from overspill.manager.security.csrf import CsrfGuard
 from overspill.manager.security.headers import SecurityHeaders
 from overspill.manager.security.hosts import HostGuard, allowed_names
+from overspill.manager.security.origins import OriginHeaders
 from overspill.manager.security.revocation import Revocable
 from overspill.registry.errors import RegistryUnavailable
 from overspill.registry.keys import KeyScope
 
-GATEWAY = "/v1/"
 # The page to log in, what it is made of, and whether the manager lives.
 PUBLIC = ("/login", "/static/", "/healthz")
 
@@ -23,8 +25,17 @@ PUBLIC = ("/login", "/static/", "/healthz")
 class AccessGuard:
     """ASGI: nobody gets in unknown. Handlers find who it is in request.state.identity, None at most on public paths."""
 
-    def __init__(self, app: ASGIApp, *, access: Access, is_tls: bool = False, public: tuple[str, ...] = PUBLIC) -> None:
-        self._app, self._access, self._is_tls, self._public = app, access, is_tls, public
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        is_tls: bool = False,
+        is_proxied: bool = False,
+        public: tuple[str, ...] = PUBLIC,
+    ) -> None:
+        self._app, self._access, self._public = app, access, public
+        self._is_tls, self._is_proxied = is_tls, is_proxied
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -43,7 +54,8 @@ class AccessGuard:
             if identity.scope is KeyScope.GATEWAY and not path.startswith(GATEWAY):
                 await refuse(scope, send, 403, f"{identity.who} is for {GATEWAY} only; use a key for everything")
                 return
-        scope.setdefault("state", {})["identity"] = identity
+        address = client_address(scope, is_proxied=self._is_proxied)
+        scope.setdefault("state", {}).update(identity=identity, address=address, is_tls=self._is_tls)
         if scope["type"] == "http" and identity is not None and identity is not LOCAL:
             answer = Revocable(receive, send, lambda: self._is_still(identity, scope))
             receive, send = answer.receive, answer.send
@@ -78,15 +90,18 @@ def guarded(
     access: Access,
     *,
     bound_host: str,
-    is_tls: bool = False,
+    public_url: str = "",
     allowed_hosts: Iterable[str] = (),
     allowed_origins: Collection[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     body_pause_s: float = PAUSE_S,
 ) -> ASGIApp:
     """Refusals get the headers too; nothing is read of a request for another host, from another site, or of nobody."""
+    is_tls = public_url.startswith("https://")
+    public_name = [urlsplit(public_url).hostname or ""] if public_url else []
     app = BodyGuard(app, max_bytes=max_body_bytes, pause_s=body_pause_s)
-    app = AccessGuard(app, access=access, is_tls=is_tls)
-    app = CsrfGuard(app, is_tls=is_tls, allowed_origins=allowed_origins)
-    app = HostGuard(app, names=allowed_names(bound_host, allowed_hosts))
+    app = AccessGuard(app, access=access, is_tls=is_tls, is_proxied=bool(public_url))
+    app = CsrfGuard(app, is_tls=is_tls, allowed_origins=allowed_origins, public_url=public_url)
+    app = OriginHeaders(app, allowed=allowed_origins)
+    app = HostGuard(app, names=allowed_names(bound_host, [*allowed_hosts, *public_name]))
     return SecurityHeaders(app, is_tls=is_tls)
