@@ -128,7 +128,7 @@ def test_an_engine_is_started_answers_through_the_gateway_and_is_stopped(client:
     assert {one["id"]: one["state"] for one in client.get("/v1/models").json()["data"]} == {
         "a": "ready", "b": "stopped",
     }  # fmt: skip
-    assert "fake_answered" not in client.get("/metrics").text
+    assert 'fake_answered{model="a"} 1\n' in client.get("/metrics").text
     assert 'overspill_manager_engine_state{model="a",state="ready"} 1.0' in client.get("/metrics").text
     assert 'overspill_manager_requests_total{model="a"} 1.0' in client.get("/metrics").text
     assert client.post("/api/engines/stop/a").json()["state"] == "stopped"

@@ -1,5 +1,6 @@
 """The manager around its engines: what pages show, made by pure functions, and the process as users run it."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -7,21 +8,28 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
+from typer.testing import CliRunner
 
+from overspill.cli import app
 from overspill.kv.sizes import GiB, MiB
-from overspill.manager import sse
+from overspill.manager import server, sse
 from overspill.manager.announced import announce, find_manager, withdraw
 from overspill.manager.engines.memory import Memory
+from overspill.manager.engines.needs import reckon
 from overspill.manager.engines.snapshots import Snapshot
 from overspill.manager.engines.states import State
 from overspill.manager.pages import words
 from overspill.manager.pages.cards import Card, changes_of, form_values
 from overspill.manager.pages.charts import charts_of
+from overspill.manager.pages.rendering import fragment
 from overspill.manager.replanning import replan
 from overspill.manager.setup import limit, own_folder
 from overspill.manager.watching.engine_metrics import Metrics
@@ -29,9 +37,13 @@ from overspill.manager.watching.memory_map import Kind
 from overspill.manager.watching.samples import CpuSample, GpuSample, ProcessSample, RamSample, Sample
 from overspill.manager.watching.tiers import engine_tiers, memory_maps
 from overspill.manager.watching.watcher import STALE_S, EngineNumbers, Moment
+from overspill.processes import identity
 from overspill.registry import ModelSettings, add_model, open_registry
 from overspill.registry.model_settings import parse_settings
 from tests.managed import Managed, free_port, managed
+from tests.managed_process import QuickPlace, managed_process
+from tests.manager_process import ROOT, of_folder
+from tests.model_configs import llama_3_1_8b
 
 
 def snapshot(**more: Any) -> Snapshot:
@@ -108,6 +120,7 @@ def test_settings_survive_a_form(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     given = {
         "source": str(tmp_path), "max_model_len": 4096, "gpu_memory": 8 * MiB, "ram": 12 * GiB, "weights_ram": 1000,
+        "gpu_memory_utilization": 0.85, "at_once": 3,
         "enforce_eager": False, "vllm_args": ["--seed", "7", "--x", "a b"], "ttl": 600, "notes": "as it is",
     }  # fmt: skip
     with open_registry(f"sqlite:///{tmp_path}/registry.db") as registry:
@@ -133,6 +146,38 @@ def test_a_longer_context_goes_to_ram_and_then_does_not_fit(llama: Path) -> None
     assert not longest.fits and f"--max-model-len {longest.plan.longest_context}" in longest.why_not
     assert longest.limit == 32768 and longest.limit / longest.step <= 512
     assert longer.as_json()["fits"] and longer.as_json()["limit"] == 32768
+
+
+def test_an_engine_needs_the_weights_that_are_set_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were a flag that the plan did not know, so that engines were admitted for which there was no RAM."""
+    (tmp_path / "config.json").write_text(json.dumps(llama_3_1_8b()))
+    monkeypatch.setenv("OVERSPILL_GPU", "24GiB")
+    asked = ModelSettings(source=str(tmp_path), ram=32 * GiB, max_model_len=32768, offload_ram=0)
+    usual, moved = (reckon(replace(asked, weights_ram=size), Memory()) for size in (None, 8 * GiB))
+    assert usual.least.ram_bytes == 3 * GiB and moved.least.ram_bytes > 11 * GiB
+    assert moved.takes.ram_bytes == moved.least.ram_bytes
+    chosen = replan(replace(asked, weights_ram=8 * GiB), {}, Memory()).plan.chosen
+    assert chosen is not None and chosen.weights.pinned_bytes + 3 * GiB == moved.least.ram_bytes
+    by_flags = replace(asked, vllm_args=("--offload-group-size", "2"))
+    assert reckon(by_flags, Memory()).least.ram_bytes > 9 * GiB, "also as flags of the prefetching offloader"
+    refused = reckon(replace(asked, ram=8 * GiB, weights_ram=8 * GiB), Memory()).refused
+    assert "with 8 GiB of weights there, as asked" in refused and "It would fit with --weights-ram" in refused
+    small = reckon(replace(asked, max_model_len=8192, gpu_memory_utilization=0.8), Memory())
+    assert small.takes.gpu_bytes == small.least.gpu_bytes < 21 * GiB
+
+
+def test_a_plan_on_the_page_says_what_ram_makes_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama_3_1_8b()))
+    monkeypatch.setenv("OVERSPILL_GPU", "24GiB")
+    settings = ModelSettings(source=str(tmp_path), ram=64 * GiB, max_model_len=131072, vllm_args=("-tp", "2"))
+    planned = replan(settings, {"at_once": 2, "max_model_len": 65536}, Memory())
+    told = planned.as_json()
+    alone, warm = told["longest_on_gpu_tokens"], told["warm_tokens"]
+    assert 0 < alone < told["longest_context"] and warm > 0
+    html = fragment("planned.html", planned=planned, plan=planned.plan)
+    assert f"Longest context, 2 at once: {alone:,} tokens on the GPU alone" in html and f"{warm:,} tokens" in html
+    assert "2 answers together" in html and "the plan is for one GPU" in html
+    assert "the plan is for one GPU" not in str(replan(settings, {"vllm_args": ()}, Memory()).as_json()["warnings"])
 
 
 def test_a_setting_that_is_taken_back_is_not_planned_with(llama: Path) -> None:
@@ -243,3 +288,59 @@ def test_one_that_was_killed_leaves_the_way_free_for_the_next(tmp_path: Path) ->
             assert second.end() == 0
         finally:
             second.clean_up()
+
+
+def test_the_command_runs_on_the_event_loop_that_the_gateway_is_tested_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    loops = []
+
+    async def run(*given: Any) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    monkeypatch.setattr(server, "run", run)
+    answer = CliRunner().invoke(app, ["manager"])
+    assert answer.exit_code == 0, answer.output
+    (loop,) = loops
+    assert isinstance(loop, uvloop.Loop)
+
+
+def test_a_terminal_that_is_closed_ends_it_and_what_it_started(tmp_path: Path) -> None:
+    """It died at once, and its engines went on without anybody to stop them."""
+    place = QuickPlace(tmp_path)
+    place.add("a")
+    port = free_port()
+    terminal, own = os.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, "-m", "tests.managed_process", str(tmp_path), str(port)], cwd=ROOT,
+        stdin=own, stdout=own, stderr=own, env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")},
+    )  # fmt: skip
+    os.close(own)
+    try:
+        with os.fdopen(os.dup(terminal)) as lines:
+            assert "the manager is at" in next(lines)
+        assert httpx.post(f"http://127.0.0.1:{port}/api/engines/start/a", timeout=60).status_code == 200
+        (engine,) = place.starts("a")
+        os.close(terminal)
+        # Not killed by the signal, and what it could not say any more is no reason to leave an engine behind.
+        assert process.wait(timeout=30) >= 0
+        assert identity(engine) is None
+    finally:
+        process.kill()
+        process.wait()
+        for pid in of_folder(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_with_nohup_it_outlives_its_terminal(tmp_path: Path) -> None:
+    place = QuickPlace(tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        started = managed_process(place)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with started as running, running.client() as client:
+        os.kill(running.pid, signal.SIGHUP)
+        time.sleep(0.3)
+        assert client.get("/api/status").json()["pid"] == running.pid

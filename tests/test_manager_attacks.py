@@ -652,7 +652,7 @@ OPTIONS = (
 
 @attack(
     "What may be started",
-    "an A/B of a connector with options that import a module or name a server",
+    "an A/B of a connector whose options import a module or name a server",
     "403; nothing runs",
 )
 def dangerous_options(target: Target) -> None:

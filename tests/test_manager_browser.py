@@ -1,9 +1,7 @@
 """The pages in Debian's chromium: the real manager, the real engine on the CPU, the embedded model, one user."""
 
-import importlib.util
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,19 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.chat_model import make_chat_model
+from tests.chromium import Watched, chromium, needs_chromium
 from tests.managed import SETTINGS, Managed, managed
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium")
-MISSING = [
-    *(["Debian's chromium (apt-get install chromium)"] if CHROMIUM is None else []),
-    *(["playwright (pip install playwright)"] if importlib.util.find_spec("playwright") is None else []),
-]
-if MISSING and os.environ.get("CI"):
-    raise RuntimeError(f"the browser's tests need {' and '.join(MISSING)}")
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
+pytestmark = needs_chromium
 START_MS = 180_000
 
 
@@ -48,51 +40,13 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(
-            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with chromium() as opened:
         yield opened
-        opened.close()
-
-
-class Watched:
-    """Pages of one manager, of which nothing may leave the machine, and nothing may go wrong unseen."""
-
-    def __init__(self, browser: "Browser", manager: Managed) -> None:
-        self.browser, self.manager = browser, manager
-        self.elsewhere: list[str] = []
-        self.problems: list[str] = []
-        self._contexts: list[BrowserContext] = []
-
-    def page(self, **options: Any) -> "Page":
-        context = self.browser.new_context(base_url=self.manager.url, **options)
-        context.set_default_timeout(30_000)
-        self._contexts.append(context)
-        page = context.new_page()
-        page.on("request", lambda request: self._asked(request.url))
-        page.on("console", lambda told: self._said(told.type, told.text))
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        return page
-
-    def close(self) -> None:
-        for context in self._contexts:
-            context.close()
-
-    def _asked(self, url: str) -> None:
-        if not url.startswith((self.manager.url, "data:", "blob:")):
-            self.elsewhere.append(url)
-
-    def _said(self, kind: str, text: str) -> None:
-        if kind in ("error", "warning"):
-            self.problems.append(f"{kind}: {text}")
 
 
 @pytest.fixture(scope="module")
 def watched(browser: "Browser", manager: Managed) -> "Iterator[Watched]":
-    one = Watched(browser, manager)
+    one = Watched(browser, manager.url)
     yield one
     one.close()
 
@@ -156,7 +110,7 @@ def test_models_are_added(page: "Page", manager: Managed) -> None:
 
 
 def test_a_model_from_elsewhere_is_refused_with_a_reason(browser: "Browser", manager: Managed) -> None:
-    alone = Watched(browser, manager)
+    alone = Watched(browser, manager.url)
     page = alone.page()
     page.goto("/models")
     page.get_by_text("Add a model").click()
@@ -193,8 +147,10 @@ def test_the_slider_replans_while_it_is_moved(page: "Page") -> None:
 
 def test_a_start_shows_its_phases(page: "Page") -> None:
     tiny = card(page, "tiny")
-    tiny.get_by_role("button", name="Start", exact=True).click()
+    tiny.get_by_role("button", name="Start", exact=True).focus()
+    page.keyboard.press("Enter")
     tiny.locator(".state.starting").wait_for()
+    assert page.evaluate("document.activeElement.closest('article')?.querySelector('h2').textContent") == "tiny"
     tiny.get_by_label("Phases of the start").get_by_text("starting vLLM").wait_for()
     tiny.locator(".state.ready").wait_for(timeout=START_MS)
     tiny.get_by_role("button", name="Stop").wait_for()
@@ -225,6 +181,7 @@ def test_a_second_turn_takes_its_tokens_from_ram(page: "Page", manager: Managed)
     ask(page, words(1, 1500))
     assert number(page, "try-ttft") > 0 and number(page, "try-prompt-tokens") == 1500
     assert number(page, "try-answer-tokens") == 8 and number(page, "try-ram") == 0
+    assert page.evaluate("document.activeElement.id") == "try-prompt"
     with manager.client() as client:  # others, whose KV takes the place of that conversation's
         for seed in (50, 51):
             body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": words(seed, 3500)}]}
@@ -276,7 +233,10 @@ def test_a_bench_runs_with_progress_and_its_results_are_compared(page: "Page") -
         page.wait_for_url("**/runs/jobs/*")
         page.locator(".state.done").wait_for(timeout=60_000)
         page.locator("[data-log]", has_text="saved as result").wait_for()
+        page.get_by_role("link", name=re.compile(r"^result \d$")).click()
+        page.get_by_role("heading", name=re.compile(r"^Result \d$")).wait_for()
     page.goto("/runs")
+    assert page.get_by_role("button", name="Compare").is_disabled()
     for result in (1, 2):
         page.get_by_label(f"Compare result {result}").check()
     page.get_by_role("button", name="Compare").click()
@@ -329,7 +289,7 @@ def test_every_field_has_a_label_and_every_page_can_be_reached_by_keyboard(watch
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.wait_for_url(watched.manager.url + "/")
+    page.wait_for_url(watched.url + "/")
     page.close()
 
 
@@ -338,7 +298,10 @@ def test_a_start_without_room_is_refused_and_a_switch_makes_room(page: "Page") -
     other = card(page, "other")
     other.get_by_role("button", name="Start", exact=True).click()
     other.get_by_role("alert").filter(has_text="tiny").wait_for()
+    asked: list[str] = []
+    page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
     other.get_by_role("button", name="Switch to it").click()
+    assert asked == ["Switch to other? What is in its way is stopped. Running now: tiny."]
     card(page, "tiny").locator(".state.stopped").wait_for(timeout=60_000)
     other.locator(".state.ready").wait_for(timeout=START_MS)
     assert other.get_by_role("alert").count() == 0
@@ -350,7 +313,7 @@ def test_a_start_without_room_is_refused_and_a_switch_makes_room(page: "Page") -
 def test_a_manager_that_was_killed_finds_its_engine_again_and_the_page_follows(
     browser: "Browser", manager: Managed
 ) -> None:
-    alone = Watched(browser, manager)  # a browser tells that nobody answers meanwhile
+    alone = Watched(browser, manager.url)  # a browser tells that nobody answers meanwhile
     page = alone.page()
     page.goto("/")
     page.get_by_text("live", exact=True).wait_for()

@@ -52,7 +52,7 @@ def test_an_engine_starts_is_ready_and_stops(place: Place) -> None:
 
 
 def test_an_engine_is_started_where_no_name_can_be_a_folders(place: Place) -> None:
-    """vLLM takes `tmp/x` for a folder if there is one where it was started, and that would be any of the disk's in /."""
+    """vLLM takes `tmp/x` for a folder if one is where it was started, and in / that would be any of the disk's."""
     place.add("tmp/a")
 
     async def run() -> None:

@@ -11,8 +11,10 @@ from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json
+from overspill.planning.text import longest_as_text
 from overspill.registry import ModelSettings, serve_settings
-from overspill.settings import config_path, plain, resolve
+from overspill.serve.adopted import adopt
+from overspill.settings import config_path, resolve, with_registered
 
 _LEAST_CONTEXT = 256
 _MOST_STEPS = 512
@@ -33,6 +35,11 @@ class Replanned:
         return "" if self.fits else refusal(self.plan)
 
     @property
+    def longest(self) -> str:
+        """What RAM makes of this GPU."""
+        return longest_as_text(self.plan)
+
+    @property
     def step(self) -> int:
         """Of a slider over all contexts."""
         step = _LEAST_CONTEXT
@@ -46,10 +53,11 @@ class Replanned:
 
 def replan(settings: ModelSettings, changes: Mapping[str, Any], own: Memory) -> Replanned:
     """`changes` are parsed values; `own` is what the model's engine holds now. Reads files and looks at the machine."""
-    values, _ = serve_settings(settings)
-    given = {**values, **{name: value for name, value in changes.items() if value is not None}}
-    for name in [name for name, value in changes.items() if value is None]:
-        given.pop(name, None)
-    resolved = plain(resolve(given, file=config_path()))
-    plan = plan_for(settings.source, resolved, found=with_more(detect(), own))
+    registered, words = serve_settings(settings)
+    given = {**registered, **changes}
+    words = given.pop("vllm_args", words)
+    told = {name: value for name, value in given.items() if value is not None}
+    values = with_registered(resolve({}, file=config_path()), settings.source, told)
+    adopted = adopt(values, registered=words)
+    plan = plan_for(settings.source, adopted.settings, found=with_more(detect(), own))
     return Replanned(plan=plan, limit=max(plan.facts.max_position_embeddings, plan.max_model_len))

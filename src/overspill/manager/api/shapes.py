@@ -19,16 +19,20 @@ class ModelChanges(Strict):
     source: str | None = Field(None, max_length=1024, examples=["Qwen/Qwen3-8B"])
     max_model_len: Length | None = None
     gpu_memory: Size | None = None
+    gpu_memory_utilization: float | str | None = Field(None, examples=[0.9])
     ram: Size | None = None
     offload_ram: Size | None = None
     weights_ram: Size | None = None
     dtype: str | None = Field(None, max_length=20, examples=["auto"])
     kv_cache_dtype: str | None = Field(None, max_length=20, examples=["fp8"])
+    at_once: int | str | None = None
     max_num_seqs: int | str | None = None
     max_num_batched_tokens: Length | None = None
     enforce_eager: bool | None = None
     vllm_args: list[str] | str | None = Field(None, examples=[["--seed", "7"]])
     ttl: int | str | None = Field(None, examples=["10m"])
+    keep: bool | None = None
+    preload: bool | None = None
     notes: str | None = Field(None, max_length=MAX_TEXT)
 
 

@@ -25,7 +25,7 @@ async def login(request: Request) -> Response:
 
 @router.post("/login")
 async def log_in(request: Request, app: App) -> Response:
-    address = request.client.host if request.client else ""
+    address = request.state.address
     wait = app.limit.try_now(address)
     if wait > 0:
         text = f"too many tries; the next one is possible in {math.ceil(wait)} s"
@@ -45,7 +45,7 @@ async def log_in(request: Request, app: App) -> Response:
     async with app.actions.audited(Caller(who=known.who if known else "nobody", address=address), "log in", ""):
         pass
     response = RedirectResponse("/", status_code=303)
-    response.headers.append("set-cookie", set_cookie(session, is_tls=False))
+    response.headers.append("set-cookie", set_cookie(session, is_tls=request.state.is_tls))
     return response
 
 
@@ -54,7 +54,7 @@ async def log_out(request: Request, app: App, who: Who) -> Response:
     async with app.actions.audited(who, "log out", ""):
         await app.access.log_out(request.state.identity)
     response = Response(headers={"hx-redirect": "/login"})
-    response.headers.append("set-cookie", clear_cookie(is_tls=False))
+    response.headers.append("set-cookie", clear_cookie(is_tls=request.state.is_tls))
     return response
 
 

@@ -21,6 +21,8 @@ class Button:
     label: str
     help: str
     is_main: bool = False
+    confirm: str = ""
+    """What is asked before it is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class Card:
     engine: Snapshot
     refusal: str = ""
     speed: Mapping[str, float] | None = None
+    others: Sequence[str] = ()
+    """Engines of other models that run: these may have to make room for it."""
 
     @property
     def name(self) -> str:
@@ -40,12 +44,33 @@ class Card:
         return element_id(self.name)
 
     @property
+    def phases(self) -> tuple[str, ...]:
+        """What there is to say beside its state."""
+        engine = self.engine
+        is_kept, is_preloaded = (self.model.settings.keep, self.model.settings.preload) if self.model else (None, None)
+        # Without a process it waits for memory; one that has just begun has told nothing yet.
+        starting = engine.phase or ("the process begins" if engine.pid is not None else "waiting for room")
+        told = (
+            (engine.state is State.STARTING, starting),
+            (engine.is_draining, "answers what it has, then stops for another model"),
+            (not engine.is_managed and engine.pid is not None, "started outside the manager"),
+            (is_kept, "kept"),
+            (is_preloaded, "starts with the manager"),
+        )
+        return tuple(text for is_so, text in told if is_so)
+
+    @property
     def buttons(self) -> tuple[Button, ...]:
         match self.engine.state:
             case State.STOPPED | State.FAILED:
                 return (
                     Button(action="start", label="Start", help="Starts it, if there is room", is_main=True),
-                    Button(action="switch", label="Switch to it", help="Starts it, and stops what is in its way"),
+                    Button(
+                        action="switch",
+                        label="Switch to it",
+                        help="Starts it, and stops what is in its way",
+                        confirm=self._what_may_stop,
+                    ),
                 )
             case State.STARTING:
                 return (Button(action="stop", label="Stop", help="Ends the start"),)
@@ -62,18 +87,42 @@ class Card:
     @property
     def facts(self) -> list[tuple[str, Any, str]]:
         """Name, value and unit: as it runs, else as it is set."""
-        plan = self.engine.plan
-        settings = self.model.settings if self.model is not None else None
-        context = plan.get("max_model_len") or (settings.max_model_len if settings else None)
-        kv = _sum(plan, "spilled_kv_bytes", "offload_bytes") if plan else None
-        weights = plan.get("weights_in_ram_bytes") if plan else (settings.weights_ram if settings else None)
-        facts = [("Context", context, "tokens"), ("RAM for KV", kv, "bytes"), ("Weights in RAM", weights, "bytes")]
+        facts = self._planned_facts if self.engine.plan else self._set_facts
         if self.speed is not None:
             facts += [
                 ("Last measured", self.speed.get("output_throughput"), "tok/s"),
                 ("TTFT then", _seconds(self.speed.get("mean_ttft_ms")), "s"),
             ]
         return facts
+
+    @property
+    def _planned_facts(self) -> list[tuple[str, Any, str]]:
+        plan = self.engine.plan
+        return [
+            ("Context", plan.get("max_model_len"), "tokens"),
+            ("RAM for KV", _sum(plan, "spilled_kv_bytes", "offload_bytes"), "bytes"),
+            ("Weights in RAM", plan.get("weights_in_ram_bytes"), "bytes"),
+        ]
+
+    @property
+    def _set_facts(self) -> list[tuple[str, Any, str]]:
+        """What is not set is up to the plan, so that there is nothing to show of it."""
+        if self.model is None:
+            return []
+        settings = self.model.settings
+        facts = [
+            ("Context", settings.max_model_len, "tokens"),
+            ("RAM, at most", settings.ram, "bytes"),
+            ("RAM for idle KV", settings.offload_ram, "bytes"),
+            ("Weights in RAM", settings.weights_ram, "bytes"),
+        ]
+        return [fact for fact in facts if fact[1] is not None]
+
+    @property
+    def _what_may_stop(self) -> str:
+        if not self.others:
+            return ""
+        return f"Switch to {self.name}? What is in its way is stopped. Running now: {', '.join(self.others)}."
 
 
 def last_speeds(registry: Registry, names: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -16,7 +16,7 @@ class Chart:
     key: str
     title: str
     unit: str
-    """bytes, bytes/s, share, s, tok/s or nothing."""
+    """bytes, bytes/s, share, s, tok/s, °C, W or nothing."""
     lines: tuple[Line, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -27,6 +27,8 @@ class Chart:
 _CHARTS = (
     ("gpu-memory", "GPU memory", "bytes", (("gpu*.used_bytes", "used"), ("gpu*.total_bytes", "in all"))),
     ("gpu-use", "GPU use", "share", (("gpu*.use", "busy"),)),
+    ("gpu-temperature", "GPU temperature", "°C", (("gpu*.temperature_c", "temperature"),)),
+    ("gpu-power", "GPU power", "W", (("gpu*.power_w", "power"),)),
     ("ram", "RAM", "bytes", (
         ("ram.used_bytes", "used"), ("ram.available_bytes", "free"), ("ram.pinned_bytes", "pinned for KV"),
         ("ram.spilled_bytes", "spilled KV"), ("engine.*.pool_used_bytes", "idle KV"),

@@ -1,7 +1,9 @@
 """Logs: the last lines, new ones as they come, and a search."""
 
 import asyncio
+import shlex
 from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -26,7 +28,9 @@ async def log(request: Request, app: App) -> Response:
         await app.engines.require_known(name)
     if name and search:
         found = await asyncio.to_thread(logs.search, app.engines.log_file(name), search, limit=_SHOWN)
-    return page(request, "logs.html", names=names, name=name, search=search, found=found)
+    return page(
+        request, "logs.html", names=names, name=name, search=search, found=found, command=_command(request, name)
+    )  # fmt: skip
 
 
 @router.get("/events/logs/{name:path}")
@@ -39,3 +43,11 @@ async def events(app: App, name: str) -> Response:
             yield sse.event("lines", "\n".join(some))
 
     return sse.stream(told(), app.closing)
+
+
+def _command(request: Request, name: str) -> str:
+    """What follows the log in a terminal, at the address by which this page was found."""
+    words = ["curl", "-N", f"{request.base_url}api/logs/{quote(name)}?follow=true"]
+    if request.state.identity.session is not None:  # a program has no login
+        words += ["-H", "Authorization: Bearer KEY"]
+    return shlex.join(words)

@@ -1,7 +1,7 @@
 """The page of models: cards that follow their engines, forms, and a context that is planned while it is moved."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
@@ -18,6 +18,7 @@ from overspill.registry import MODEL_SETTINGS, get_model
 
 router = APIRouter()
 _DOING = ("start", "stop", "restart", "switch")
+_NO_LENGTH = "that is no length; write how many tokens, for example 4096"
 
 
 @router.get("/models")
@@ -25,7 +26,8 @@ async def models(request: Request, app: App) -> Response:
     await app.engines.catalogue.refresh()
     names = [one.name for one in app.engines.snapshots()]
     app.speeds.update(await asyncio.to_thread(last_speeds, app.registry, names))
-    cards = [_card(app, name) for name in names]
+    running = _running(app)
+    cards = [_card(app, name, running) for name in names]
     return page(
         request, "models.html", cards=cards, problem=app.engines.catalogue.problem, settings=MODEL_SETTINGS,
         values=form_values(None), folders=app.setup.models_folders,
@@ -37,9 +39,14 @@ async def events(app: App) -> Response:
     """The part of each card that follows its engine; the rest is left alone while somebody writes in it."""
 
     async def told() -> AsyncIterator[str]:
+        before: list[str] = []
         async for some in app.engines.events():
-            for one in some:
-                card = _card(app, one.name)
+            running = _running(app)
+            # Every card asks about those that run before it switches.
+            changed = some if running == before else app.engines.snapshots()
+            before = running
+            for name in {one.name: None for one in [*some, *changed]}:
+                card = _card(app, name, running)
                 yield sse.event(f"state-{card.id}", fragment("card_state.html", card=card))
 
     return sse.stream(told(), app.closing)
@@ -63,12 +70,26 @@ async def edit(request: Request, app: App, who: Who, name: str) -> Response:
     form = await form_of(request)
     version = form.get("version", "")
     edited = await app.actions.edit(who, name, changes_of(form), int(version) if version.isdigit() else None)
-    answer = part(
+    return part(
         "card_settings.html", model=edited.after, settings=MODEL_SETTINGS, values=form_values(edited.after),
         edited=edited,
     )  # fmt: skip
-    if not version:  # of the slider: the form of all settings, if it is open, is of an older version now
-        answer.headers["hx-trigger"] = f"saved-{element_id(name)}"
+
+
+@router.post("/models/context/{name:path}")
+async def save_context(request: Request, app: App, who: Who, name: str) -> Response:
+    """Of the slider. Answers with what becomes of it: one that does not fit is saved too, and cannot be started."""
+    length = (await form_of(request)).get("max_model_len", "").strip()
+    if not length:  # as a setting it would be taken back
+        raise ManagerError(_NO_LENGTH)
+    edited = await app.actions.edit(who, name, {"max_model_len": length}, None)
+    try:
+        planned = await app.actions.plan(name, {})
+        answer = part("saved_context.html", edited=edited, planned=planned, plan=planned.plan)
+    except OverspillError as error:  # it is saved all the same
+        answer = part("saved_context.html", edited=edited, planned=None, problem=str(error))
+    # The form of all settings, if it is open, is of an older version now.
+    answer.headers["hx-trigger"] = f"saved-{element_id(name)}"
     return answer
 
 
@@ -87,7 +108,9 @@ async def slider(app: App, name: str) -> Response:
 @router.get("/models/plan/{name:path}")
 async def plan(request: Request, app: App, name: str) -> Response:
     """What becomes of a context while the slider is moved; what is wrong with it is a part of the page."""
-    length = request.query_params.get("max_model_len", "").strip() or None
+    length = request.query_params.get("max_model_len", "").strip()
+    if not length:
+        return part("notice.html", text=_NO_LENGTH)
     try:
         planned = await app.actions.plan(name, {"max_model_len": length})
     except OverspillError as error:
@@ -109,13 +132,19 @@ async def do(app: App, who: Who, doing: str, name: str) -> Response:
     else:
         actions.begin(name, actions.start(who, name, make_room=doing == "switch"))
     await asyncio.sleep(0.05)  # the state that it enters at once is in the answer
-    return part("card_state.html", card=_card(app, name))
+    return part("card_state.html", card=_card(app, name, _running(app)))
 
 
-def _card(app: Application, name: str) -> Card:
+def _running(app: Application) -> list[str]:
+    """Those that the manager would stop to make room; what others started it leaves alone."""
+    return [one.name for one in app.engines.snapshots() if one.pid is not None and one.is_managed]
+
+
+def _card(app: Application, name: str, running: Sequence[str]) -> Card:
     return Card(
         model=app.engines.catalogue.get(name),
         engine=app.engines.snapshot(name),
         refusal=app.actions.refusals.get(name, ""),
         speed=app.speeds.get(name),
+        others=[other for other in running if other != name],
     )

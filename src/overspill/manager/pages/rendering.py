@@ -40,7 +40,8 @@ def part(template: str, **values: Any) -> HTMLResponse:
 
 def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """With a cookie for a browser that has none, since the token is made from it."""
-    cookie = read_cookie(request.headers.get("cookie"), is_tls=False)
+    is_tls = getattr(request.state, "is_tls", False)
+    cookie = read_cookie(request.headers.get("cookie"), is_tls=is_tls)
     new = None if cookie is not None else new_browser_id()
     identity = getattr(request.state, "identity", None)
     text = fragment(
@@ -48,7 +49,7 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     )
     response = HTMLResponse(text, status_code=status)
     if new is not None:
-        response.headers.append("set-cookie", set_cookie(new, is_tls=False))
+        response.headers.append("set-cookie", set_cookie(new, is_tls=is_tls))
     return response
 
 

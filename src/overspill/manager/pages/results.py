@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
@@ -14,7 +15,9 @@ from overspill.manager.api.results import report_of
 from overspill.manager.application import Application
 from overspill.manager.asking import App, Who
 from overspill.manager.errors import ManagerError
-from overspill.manager.jobs.commands import FIELDS, JobKind, known_kinds
+from overspill.manager.jobs.commands import FIELDS, JobKind, known_kinds, needs_engine
+from overspill.manager.jobs.measured import given_to_resume, measured
+from overspill.manager.jobs.records import Job
 from overspill.manager.pages.comparing import comparison_charts, comparison_rows
 from overspill.manager.pages.rendering import form_of, page, part
 from overspill.manager.watching.samples import ProcessSample
@@ -23,22 +26,32 @@ from overspill.registry import get_result, list_results, list_runs
 router = APIRouter()
 _LISTED = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "tokens_from_ram")
 _MOST_LISTED = 100
+_STOP_ASKING = 286
+"""htmx's own status: what was asked every second is not asked again."""
 
 
 @router.get("/runs")
 async def runs(request: Request, app: App) -> Response:
-    found = await asyncio.to_thread(list_results, app.registry, limit=_MOST_LISTED)
     started = await asyncio.to_thread(list_runs, app.registry, None, 30)
-    rows = [(one, [BY_KEY[key].shown(BY_KEY[key].value(one.metrics)) for key in _LISTED]) for one in found]
     return page(
-        request, "runs.html", jobs=app.jobs.list(), results=rows, runs=started, kinds=known_kinds(), fields=FIELDS,
-        models=_models(app), heads=[BY_KEY[key].name.strip() for key in _LISTED],
+        request, "runs.html", **_listed(app), **await _results(app), runs=started, kinds=known_kinds(), fields=FIELDS,
+        models=_models(app),
     )  # fmt: skip
 
 
+@router.get("/runs/results")
+async def results(app: App) -> Response:
+    return part("results.html", **await _results(app))
+
+
 @router.get("/runs/jobs")
-async def jobs(app: App) -> Response:
-    return part("jobs.html", jobs=app.jobs.list())
+async def jobs(request: Request, app: App) -> Response:
+    """The page sends what it knows, so that it is told when a job has ended since: its results are new."""
+    listed = _listed(app)
+    answer = part("jobs.html", **listed)
+    if request.query_params.get("ended") not in (None, listed["ended"]):
+        answer.headers["hx-trigger"] = "job-ended"
+    return answer
 
 
 @router.post("/runs/jobs")
@@ -57,20 +70,53 @@ async def add(request: Request, app: App, who: Who) -> Response:
 @router.get("/runs/jobs/{number}")
 async def job(request: Request, app: App, number: int) -> Response:
     one = app.jobs.get(number)
-    lines = await asyncio.to_thread(logs.tail, Path(one.log_file), 200)
-    return page(request, "job.html", job=one, lines=lines, memory=_memory(app, number))
+    return page(request, "job.html", **await _doing(app, one), memory=_memory(app, one))
 
 
 @router.get("/runs/jobs/{number}/state")
 async def job_state(app: App, number: int) -> Response:
-    return part("job_state.html", job=app.jobs.get(number), memory=_memory(app, number))
+    one = app.jobs.get(number)
+    answer = part("job_state.html", job=one, memory=_memory(app, one))
+    if one.is_over:
+        answer.status_code = _STOP_ASKING
+        answer.headers["hx-trigger"] = "job-over"
+    return answer
+
+
+@router.get("/runs/jobs/{number}/doing")
+async def job_doing(app: App, number: int) -> Response:
+    return part("job_doing.html", **await _doing(app, app.jobs.get(number)))
 
 
 @router.post("/runs/jobs/{number}/stop")
 async def stop(app: App, who: Who, number: int) -> Response:
-    async with app.actions.audited(who, "stop job", str(number)):
-        one = await app.jobs.stop(number)
-    return part("job_state.html", job=one, memory=_memory(app, number))
+    """Once: a second click, or one in another tab, does not kill what is about to end."""
+    if not app.jobs.is_stopping(number):
+        async with app.actions.audited(who, "stop job", str(number)):
+            await app.jobs.stop(number)
+    return await job_doing(app, number)
+
+
+@router.post("/runs/jobs/{number}/kill")
+async def kill(app: App, who: Who, number: int) -> Response:
+    """Only one that was asked to stop."""
+    if app.jobs.is_stopping(number):
+        async with app.actions.audited(who, "kill job", str(number)):
+            await app.jobs.stop(number)
+    return await job_doing(app, number)
+
+
+@router.post("/runs/jobs/{number}/resume")
+async def resume(app: App, who: Who, number: int) -> Response:
+    """What is missing of it, as a new job."""
+    one = app.jobs.get(number)
+    found = await asyncio.to_thread(measured, app.registry, one)
+    if not found.can_go_on or found.experiment is None:
+        raise ManagerError(f"job {number} left nothing that could be gone on with; start a new one")
+    async with app.actions.audited(who, f"resume {one.kind}", one.model):
+        given = given_to_resume(one, found.experiment)
+        new = await app.jobs.add(JobKind(one.kind), one.model, given, stops_others=one.stops_others)
+    return HTMLResponse("", headers={"hx-redirect": f"/runs/jobs/{new.id}"})
 
 
 @router.get("/events/jobs/{number}")
@@ -107,6 +153,27 @@ def _models(app: Application) -> list[str]:
     return [one.name for one in sorted(known, key=lambda one: (one.pid is None, one.name))]
 
 
-def _memory(app: Application, number: int) -> ProcessSample | None:
-    latest = app.watching.latest
-    return latest.sample.processes.get(f"job {number}") if latest is not None else None
+def _listed(app: Application) -> dict[str, Any]:
+    known = app.jobs.list()
+    return {"jobs": known, "ended": str(max((one.ended_at or 0.0 for one in known), default=0.0))}
+
+
+async def _results(app: Application) -> dict[str, Any]:
+    found = await asyncio.to_thread(list_results, app.registry, limit=_MOST_LISTED)
+    rows = [(one, [BY_KEY[key].shown(BY_KEY[key].value(one.metrics)) for key in _LISTED]) for one in found]
+    return {"results": rows, "heads": [BY_KEY[key].name.strip() for key in _LISTED]}
+
+
+async def _doing(app: Application, one: Job) -> dict[str, Any]:
+    """What can be done with a job, and what it left."""
+    left = await asyncio.to_thread(measured, app.registry, one) if one.is_over else None
+    return {"job": one, "measured": left, "is_stopping": app.jobs.is_stopping(one.id)}
+
+
+def _memory(app: Application, one: Job) -> list[tuple[str, ProcessSample | None]]:
+    """Whose, as it is added to a name. A bench is a client, and what it measures is elsewhere."""
+    processes = app.watching.latest.sample.processes if app.watching.latest is not None else {}
+    own = processes.get(f"job {one.id}")
+    if not needs_engine(JobKind(one.kind)):
+        return [("", own)]
+    return [(" of the client", own), (" of the engine", processes.get(one.model))]

@@ -4,6 +4,8 @@ import time
 from datetime import UTC, datetime
 from hashlib import sha256
 
+from markupsafe import Markup
+
 from overspill.kv.sizes import format_size
 
 
@@ -47,11 +49,11 @@ def ago(at: float | None) -> str:
 
 
 def moment(at: float | datetime | None) -> str:
-    """In UTC, as the machine's logs have it."""
+    """In UTC; a browser writes it in its own zone, as it does beside the charts."""
     if at is None:
         return "–"
-    told = at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)
-    return f"{told.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    told = (at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)).astimezone(UTC)
+    return Markup(f'<time datetime="{told:%Y-%m-%dT%H:%M:%SZ}">{told:%Y-%m-%d %H:%M:%S} UTC</time>')
 
 
 def element_id(name: str) -> str:

@@ -1,4 +1,4 @@
-/* What pages do beside htmx: charts, logs that grow, a slider with its number, prompts, and notices. */
+/* What pages do beside htmx: streams, focus, times, charts, logs that grow, a slider with its number, prompts, and notices. */
 "use strict";
 
 const token = () => document.body.dataset.token;
@@ -21,6 +21,98 @@ document.addEventListener("htmx:beforeRequest", (event) => {
   if (event.detail.requestConfig.verb !== "get") notify("");
 });
 
+/* A browser has six connections to one host. A tab that nobody sees gives its stream back, or the seventh tab would
+   wait for ever; seen again, it asks anew, and what is told first then is everything. */
+class Stream {
+  static all = new Set();
+  #url;
+  #source = null;
+  #listeners = [];
+
+  constructor(url) {
+    this.#url = url;
+    Stream.all.add(this);
+    this.follow();
+  }
+
+  get readyState() {
+    return this.#source?.readyState ?? EventSource.CONNECTING;
+  }
+
+  follow() {
+    if (document.hidden) {
+      this.#source?.close();
+      this.#source = null;
+    } else if (this.#source === null) {
+      const source = this.#source = new EventSource(this.#url);
+      source.onopen = (event) => this.onopen?.(event);
+      source.onerror = (event) => {
+        /* The extension makes a new one then. */
+        if (source.readyState === EventSource.CLOSED) Stream.all.delete(this);
+        this.onerror?.(event);
+      };
+      this.#listeners.forEach(([type, listener]) => source.addEventListener(type, listener));
+    }
+  }
+
+  addEventListener(type, listener) {
+    this.#listeners.push([type, listener]);
+    this.#source?.addEventListener(type, listener);
+  }
+
+  removeEventListener(type, listener) {
+    this.#listeners = this.#listeners.filter((one) => one[0] !== type || one[1] !== listener);
+    this.#source?.removeEventListener(type, listener);
+  }
+
+  close() {
+    Stream.all.delete(this);
+    this.#source?.close();
+  }
+}
+htmx.createEventSource = (url) => new Stream(url);
+document.addEventListener("visibilitychange", () => {
+  Stream.all.forEach((stream) => stream.follow());
+  /* What was measured meanwhile is in the history. */
+  if (!document.hidden) { charts.names = ""; loadCharts(); }
+});
+
+/* Whoever works with keys stays where they were, though the button they pressed is gone. */
+let focused = null, around = null;
+document.addEventListener("focusin", (event) => {
+  focused = event.target;
+  around = focused.closest("[tabindex='-1']");
+});
+document.addEventListener("htmx:afterSwap", () => {
+  if (focused && !focused.isConnected && document.activeElement === document.body) around?.focus({ preventScroll: true });
+});
+
+/* Times in the zone of whoever reads them, which is named once. */
+htmx.onLoad((part) => {
+  const times = part.querySelectorAll("time[datetime]");
+  times.forEach((one) => {
+    one.title = one.title || one.textContent;
+    one.textContent = new Date(one.dateTime).toLocaleString("sv");
+  });
+  const zone = document.getElementById("zone");
+  if (times.length || document.getElementById("charts")) {
+    zone.textContent = "Times are in " + Intl.DateTimeFormat().resolvedOptions().timeZone + ".";
+    zone.hidden = false;
+  }
+});
+
+/* A form that is of no use before something is ticked. */
+function allow(form) {
+  form.querySelector("button").disabled = !form.querySelector("[name=" + form.dataset.needs + "]:checked");
+}
+htmx.onLoad((part) => part.parentElement?.querySelectorAll("form[data-needs]").forEach(allow));
+document.addEventListener("change", (event) => {
+  const form = event.target.closest("form[data-needs]");
+  if (form) allow(form);
+});
+/* A browser that goes back ticks what was ticked, after everything else. */
+window.addEventListener("pageshow", () => document.querySelectorAll("form[data-needs]").forEach(allow));
+
 /* Numbers with units, as the server writes them. */
 function shown(value, unit) {
   if (value === null || value === undefined) return "–";
@@ -32,7 +124,8 @@ function shown(value, unit) {
   }
   if (unit === "share") return Math.round(100 * value) + " %";
   if (unit === "s") return value < 1 ? Math.round(1000 * value) + " ms" : value.toFixed(1) + " s";
-  return Number(value.toPrecision(3)).toLocaleString("en") + (unit ? " " + unit : "");
+  const number = Math.abs(value) >= 100 ? Math.round(value) : Number(value.toPrecision(3));
+  return number.toLocaleString("en") + (unit ? " " + unit : "");
 }
 
 /* Charts: the history once, then a row a second. */
@@ -41,6 +134,18 @@ const charts = { list: [], names: "", lastAt: 0, rows: 900 };
 function colour(index) {
   return getComputedStyle(document.documentElement).getPropertyValue("--c" + (index % 6)).trim();
 }
+
+/* As much room as the longest label takes. */
+function labelRoom(plot, labels, index, cycle) {
+  const axis = plot.axes[index];
+  if (cycle > 1) return axis._size;  // it was found in the first
+  const longest = (labels ?? []).reduce((one, other) => (other.length > one.length ? other : one), "");
+  plot.ctx.font = axis.font[0];
+  return Math.ceil(axis.gap + axis.ticks.size + plot.ctx.measureText(longest).width / devicePixelRatio);
+}
+
+/* Below this nothing is to be told apart: without it, the axis of what stands still would say 0 at every line. */
+const least = { "": 1, "tok/s": 1, "s": 0.01, "bytes": 1024, "bytes/s": 1024, "°C": 1, "W": 1 };
 
 function makeChart(definition, history, place) {
   const section = document.createElement("section");
@@ -52,14 +157,15 @@ function makeChart(definition, history, place) {
   const style = getComputedStyle(document.documentElement);
   const axis = { stroke: style.getPropertyValue("--faint").trim(), grid: { stroke: style.getPropertyValue("--rule").trim(), width: 1 }, ticks: { show: false } };
   const clock = (at) => new Date(1000 * at).toTimeString().slice(0, 8);
-  /* Bytes are counted in powers of two, and so are the lines behind them. */
-  const steps = definition.unit.startsWith("bytes") ? { incrs: Array.from({ length: 50 }, (_, power) => 2 ** power) } : {};
+  /* Bytes are counted in powers of two, and so are the lines behind them; of requests there are whole ones only. */
+  const steps = definition.unit.startsWith("bytes") ? { incrs: Array.from({ length: 50 }, (_, power) => 2 ** power) }
+    : definition.unit === "" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] } : {};
   const top = definition.unit === "share" ? 1 : null;
   const options = {
     width: Math.max(240, section.clientWidth - 20), height: 170, cursor: { drag: { x: false, y: false } },
-    scales: { y: { range: (u, low, high) => [0, top || Math.max(high * 1.05, 1e-9)] } },
+    scales: { y: { range: (u, low, high) => [0, top || Math.max(high * 1.05, least[definition.unit])] } },
     legend: { markers: { width: 3 } },
-    axes: [{ ...axis, space: 80, values: (u, ticks) => ticks.map(clock) }, { ...axis, ...steps, size: 70, values: (u, ticks) => ticks.map((tick) => shown(tick, definition.unit)) }],
+    axes: [{ ...axis, space: 80, values: (u, ticks) => ticks.map(clock) }, { ...axis, ...steps, size: labelRoom, values: (u, ticks) => ticks.map((tick) => shown(tick, definition.unit)) }],
     series: [{ label: "at", value: (u, at) => (at === null ? "–" : clock(at)) }, ...definition.lines.map((line, index) => ({
       label: line.label, stroke: colour(index), width: 1.5, points: { show: false },
       value: (u, value) => shown(value, definition.unit),
@@ -134,11 +240,11 @@ document.addEventListener("htmx:sseOpen", (event) => {
   if (log) log.textContent = "";
 });
 
-/* The slider and its number are one. */
+/* The slider and its number are one; the number is what is planned and saved. */
 document.addEventListener("input", (event) => {
   const { number, range } = event.target.dataset;
   if (number) document.getElementById(number).value = event.target.value;
-  if (range) {
+  if (range && event.target.value) {
     /* Any length may be typed; the slider has steps. */
     const slider = document.getElementById(range);
     slider.step = 1;
@@ -163,10 +269,11 @@ function tryIt() {
     return item;
   }
 
+  const inPath = (model) => model.split("/").map(encodeURIComponent).join("/");
   const nothing = { ram_hit_tokens: 0, prefix_hits: 0 };
   async function counted(model) {
-    const answer = await fetch("/api/engine-metrics/" + model.split("/").map(encodeURIComponent).join("/"));
-    return answer.ok ? await answer.json() : null;
+    const answer = await fetch("/api/engine-metrics/" + inPath(model)).catch(() => null);
+    return answer?.ok ? await answer.json() : null;
   }
 
   function grown(before, after, name) {
@@ -174,29 +281,66 @@ function tryIt() {
   }
 
   /* What is sent, as a conversation or as one text. */
-  function request(model, isChat) {
+  function request(model, isChat, messages) {
     const asked = { model, stream: true, stream_options: { include_usage: true }, max_tokens: Number(at("try-tokens").value) || 256 };
     return isChat ? { ...asked, messages } : { ...asked, prompt: messages.map((one) => one.content).join("") };
   }
 
-  function isReady(model) {
-    return fetch("/api/engines/" + model.split("/").map(encodeURIComponent).join("/"))
-      .then((answer) => answer.json()).then((engine) => engine.state === "ready", () => false);
+  function engineOf(model) {
+    return fetch("/api/engines/" + inPath(model))
+      .then((answer) => (answer.ok ? answer.json() : null), () => null);
+  }
+
+  /* What a model does before it can answer. */
+  function startOf(engine) {
+    if (engine.state === "starting") return "starting: " + (engine.phase || (engine.pid ? "the process begins" : "waiting for room"));
+    return engine.state === "ready" ? "" : engine.state + ": waiting for its turn to start";
+  }
+
+  async function tellStart(model, item, isOver) {
+    while (!isOver()) {
+      const engine = await engineOf(model);
+      if (isOver()) return;
+      item.textContent = engine ? startOf(engine) : "";
+      if (!engine || engine.state === "ready") return;
+      await new Promise((later) => setTimeout(later, 500));
+    }
   }
 
   async function ask(model, prompt) {
-    /* An engine that starts only now has taken nothing from RAM before. */
-    const before = (await isReady(model)) ? await counted(model) : nothing;
+    const control = stopping = new AbortController();
     const isChat = at("try-kind").value === "chat";
-    messages.push({ role: "user", content: prompt });
-    turn("user", prompt);
-    const item = turn("assistant", "");
+    const told = messages;  // a new conversation may be begun meanwhile
+    told.push({ role: "user", content: prompt });
+    const asked = turn("user", prompt), item = turn("assistant", "");
+    const answer = { text: "", first: null, last: null, usage: null };
+    const isReady = (await engineOf(model))?.state === "ready";
+    /* An engine that starts only now has taken nothing from RAM before. */
+    const before = isReady ? await counted(model) : nothing;
     const began = performance.now();
-    let first = null, last = null, usage = null, text = "";
-    stopping = new AbortController();
+    if (!isReady) tellStart(model, item, () => answer.first !== null || !item.isConnected || control.signal.aborted);
+    try {
+      await hear(answer, item, isChat, request(model, isChat, told), control.signal);
+    } catch (error) {
+      /* What was answered before it was stopped is a turn; a question without an answer is none. */
+      if (error.name === "AbortError" && answer.text) {
+        told.push({ role: "assistant", content: answer.text });
+      } else {
+        told.pop();
+        asked.remove();
+        item.remove();
+        at("try-prompt").value ||= prompt;
+      }
+      throw error;
+    }
+    told.push({ role: "assistant", content: answer.text });
+    [...at("try-model").options].find((one) => one.value === model).textContent = model;  // it has started by now
+    await showNumbers(answer, model, before, began, isReady);
+  }
+
+  async function hear(answer, item, isChat, body, signal) {
     const response = await fetch(isChat ? "/v1/chat/completions" : "/v1/completions", {
-      method: "POST", signal: stopping.signal, headers: { "content-type": "application/json" },
-      body: JSON.stringify(request(model, isChat)),
+      method: "POST", signal, headers: { "content-type": "application/json" }, body: JSON.stringify(body),
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -210,18 +354,21 @@ function tryIt() {
         if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
         const told = JSON.parse(part.slice(6));
         if (told.error) throw new Error(told.error.message);
-        if (told.usage) usage = told.usage;
+        if (told.usage) answer.usage = told.usage;
         const delta = told.choices?.[0]?.delta;
         const piece = told.choices?.[0]?.text || delta?.content || delta?.reasoning_content || delta?.reasoning || "";
         if (!piece) continue;
-        last = performance.now();
-        first = first ?? last;
-        text += piece;
-        item.textContent = text;
+        answer.last = performance.now();
+        answer.first = answer.first ?? answer.last;
+        answer.text += piece;
+        item.textContent = answer.text;
       }
     }
-    messages.push({ role: "assistant", content: text });
-    at("try-ttft").textContent = first === null ? "–" : shown((first - began) / 1000, "s");
+    item.textContent = answer.text;
+  }
+
+  async function showNumbers({ first, last, usage }, model, before, began, isReady) {
+    at("try-ttft").textContent = first === null ? "–" : shown((first - began) / 1000, "s") + (isReady ? "" : ", with the start");
     const rate = usage && last > first ? (usage.completion_tokens - 1) / ((last - first) / 1000) : null;
     at("try-speed").textContent = shown(rate, "tok/s");
     at("try-prompt-tokens").textContent = shown(usage?.prompt_tokens ?? null, "tokens");
@@ -238,16 +385,18 @@ function tryIt() {
     at("try-send").disabled = isBusy;
     at("try-stop").disabled = !isBusy;
     at("try-numbers").classList.toggle("stale", isBusy);
+    /* The button that was pressed cannot be pressed now, and would take the focus with it. */
+    at("try-prompt").focus({ preventScroll: true });
   }
 
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const prompt = at("try-prompt").value;
     notify("");
+    at("try-prompt").value = "";
     busy(true);
     try {
       await ask(at("try-model").value, prompt);
-      at("try-prompt").value = "";
     } catch (error) {
       notify(error.name === "AbortError" ? "Stopped." : String(error.message || error));
     } finally {
@@ -255,9 +404,9 @@ function tryIt() {
     }
   });
   at("try-stop").addEventListener("click", () => stopping?.abort());
-  at("try-new").addEventListener("click", () => { messages = []; at("turns").replaceChildren(); });
+  at("try-new").addEventListener("click", () => { stopping?.abort(); messages = []; at("turns").replaceChildren(); });
   at("try-kind").addEventListener("change", () => at("try-new").click());
-  at("try-model").addEventListener("change", () => { messages = []; at("turns").replaceChildren(); });
+  at("try-model").addEventListener("change", () => at("try-new").click());
 }
 
 document.addEventListener("DOMContentLoaded", () => {
