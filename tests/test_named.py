@@ -15,6 +15,7 @@ from overspill.kv.errors import OverspillError
 from overspill.named import NoRegistry, look_up
 from overspill.registry import add_model, open_registry
 from overspill.settings import GivenBy, resolve
+from tests.model_configs import llama_3_1_8b
 
 SETTINGS = {"max_model_len": "2k", "ram": "6GiB", "dtype": "float32", "enforce_eager": True, "vllm_args": ["--seed", 7]}
 Overspill = Callable[..., subprocess.CompletedProcess[str]]
@@ -67,7 +68,7 @@ def test_a_repository_of_the_registry_is_never_taken_for_a_folder(
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "model").symlink_to(llama)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OverspillError, match="a folder of that name is in .*; run this somewhere else"):
+    with pytest.raises(OverspillError, match=r"a folder of that name is in .*; run this somewhere else"):
         look_up("far", home)
 
 
@@ -113,6 +114,27 @@ def test_a_plan_by_name_says_what_came_from_the_registry(registered: dict[str, s
     assert shorter["max_model_len"] == 1024 and "--enforce-eager" in shorter["vllm_args"]
     graphs = json.loads(run("plan", "small", "--device", "cpu", "--no-enforce-eager", "--json").stdout)
     assert "--enforce-eager" not in graphs["vllm_args"]
+
+
+def test_what_the_registry_has_of_a_plan_is_in_the_plan_of_its_model(home: dict[str, str], run: Overspill) -> None:
+    """Weights in RAM were left out of the plan, and a second GPU was not mentioned."""
+    folder = Path(home["XDG_STATE_HOME"]).parent / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(llama_3_1_8b()))
+    given = {"ram": "32GiB", "weights_ram": "8GiB", "gpu_memory_utilization": 0.85, "at_once": 2,
+             "max_model_len": "64k", "vllm_args": ["-tp", "2"]}  # fmt: skip
+    with open_registry(environ=home) as registry:
+        add_model(registry, "both", {"source": str(folder), **given})
+    told = json.loads(run("plan", "both", "--gpu", "24GiB", "--json").stdout)
+    assert 8 << 30 <= told["weights_in_ram_bytes"] < 9 << 30 and told["gpu_memory_utilization"] == 0.85
+    ram = told["weights_pinned_bytes"] + told["spilled_kv_bytes"] + told["offload_bytes"]
+    assert ram + (3 << 30) <= 32 << 30 and told["at_once"] == 2 and told["concurrency"]["65536"] >= 2
+    assert any("the plan is for one GPU" in warning for warning in told["warnings"])
+    assert told["settings"]["weights_ram"] == {"value": 8 << 30, "origin": "registry"}
+    text = run("plan", "both", "--gpu", "24GiB")
+    assert "warning: the plan is for one GPU" in text.stdout and "--weights-ram 8GiB" in text.stderr
+    fewer = json.loads(run("plan", "both", "--gpu", "24GiB", "--weights-ram", "0", "--json").stdout)
+    assert fewer["weights_in_ram_bytes"] == 0 and fewer["settings"]["weights_ram"]["origin"] == "flag"
 
 
 def test_a_model_by_name_is_served_by_that_name_with_its_flags(
