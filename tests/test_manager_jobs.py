@@ -85,6 +85,29 @@ def test_a_bench_stopped_while_its_engine_loads_stays_stopped_and_keeps_nobody_w
     with_jobs(place, run)
 
 
+def test_a_job_that_fails_in_a_way_nobody_thought_of_keeps_nobody_waiting(
+    place: Place, program: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.add("a")
+    real = Jobs._run_process
+
+    async def fails_once(self: Jobs, job: Job, words: list[str]) -> None:
+        if job.id == 1:
+            raise ZeroDivisionError("division by zero")
+        await real(self, job, words)
+
+    monkeypatch.setattr(Jobs, "_run_process", fails_once)
+
+    async def run(engines: Engines, jobs: Jobs) -> None:
+        for _ in range(2):
+            await jobs.add(JobKind.BENCH, "a", {})
+        await until_it_is(jobs, 2, JobState.RUNNING)
+        failed = jobs.get(1)
+        assert failed.state is JobState.FAILED and failed.error.startswith("ZeroDivisionError: division by zero")
+
+    with_jobs(place, run)
+
+
 def test_the_engine_of_a_bench_is_not_stopped_for_another_model(place: Place, program: list[str]) -> None:
     """A request for another model drained it, and stopped it in the middle of the measurement."""
     for name in ("a", "b"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from overspill.manager.errors import ManagerError
 from overspill.manager.jobs.commands import JobKind, command, known_kinds, needs_engine
 from overspill.manager.jobs.records import Job, JobState, Records
 from overspill.processes import identity, wait_until_none
+
+logger = logging.getLogger(__name__)
 
 _KEPT = 100
 _PATIENCE_S = 60.0
@@ -104,7 +107,10 @@ class Jobs:
                     turn.cancel()
                     del self._turn[job.id]
                 if not turn.cancelled() and (error := turn.exception()) is not None:
-                    raise error
+                    # Of this job: those that wait must not wait for ever.
+                    logger.error("Overspill: job %d failed", job.id, exc_info=error)
+                    why = f"{type(error).__name__}: {error}; the manager's log says where"
+                    self._keep(replace(self.get(job.id), state=JobState.FAILED, ended_at=time.time(), error=why))
         finally:
             await asyncio.to_thread(self._end_all)
 
