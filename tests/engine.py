@@ -23,8 +23,10 @@ from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.worker import OffloadWorker
+from tests.engine_cost import collect, keep_kernels, without_collections
 
 plugin.register()  # as vLLM does where Overspill is installed as a package
+keep_kernels()
 
 BLOCK = 32
 VOCAB = 512
@@ -238,14 +240,17 @@ def engine(
     try:
         yield running
     finally:
-        del running.llm, llm
+        with without_collections():
+            del running.llm, llm
         stop_engines()
 
 
 def stop_engines() -> None:
-    gc.collect()
-    ensure_kv_transfer_shutdown()
-    cleanup_dist_env_and_memory()
+    collect()
+    with without_collections():
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+    gc.freeze()
 
 
 def assert_same(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
