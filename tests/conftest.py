@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,10 @@ os.environ.update(
     XDG_STATE_HOME=tempfile.mkdtemp(prefix="overspill-tests-"),
 )
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+# However the tests are started, as by nohup or behind a shell's &: what they start can be interrupted.
+for _sign, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_sign) is signal.SIG_IGN:
+        signal.signal(_sign, _handler)
 
 
 @pytest.fixture(scope="session")
