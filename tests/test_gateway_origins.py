@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from overspill.manager.errors import ManagerError
-from overspill.manager.security.origins import origins
+from overspill.manager.security.sites import origins
 from overspill.registry.keys import KeyScope, create_key
 from tests.chromium import chromium, needs_chromium
 from tests.managed_here import managed_here

@@ -9,7 +9,7 @@ import pytest
 from overspill.manager.errors import ManagerError
 from overspill.manager.security.binding import require_protection
 from overspill.manager.security.clients import client_address
-from overspill.manager.security.origins import origin_of
+from overspill.manager.security.sites import origin_of
 from overspill.registry import open_registry
 from overspill.registry.logins import set_password
 from tests.managed import Managed, managed

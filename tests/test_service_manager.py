@@ -121,11 +121,14 @@ def test_a_manager_that_may_not_listen_is_never_ready(tmp_path: Path, notices: s
 # Files and commands.
 
 
+SITES = ("--allow-origin", "https://a.example", "--allow-origin", "https://b.example")
+
+
 def test_the_unit_is_installed_and_removed(tmp_path: Path) -> None:
     models = tmp_path / "models"
     models.mkdir()
     where = ("--folder", str(tmp_path / "units"))
-    flags = ("--models-folder", f"{models}/../models", "--ram", "3GiB", "--allow-host", "a", "--allow-host", "b")
+    flags = ("--models-folder", f"{models}/../models", "--ram", "3GiB", *SITES)
     shown = overspill("service", "manager", "print", *flags, *where)
     assert shown.returncode == 0, shown.stderr
     assert not (tmp_path / "units").exists()
@@ -138,7 +141,7 @@ def test_the_unit_is_installed_and_removed(tmp_path: Path) -> None:
     (line,) = re.findall(r"^ExecStart=(.*)$", written.read_text(), re.MULTILINE)
     assert shlex.split(line)[3:] == [
         *("manager", "--host", "127.0.0.1", "--port", "7999", "--models-folder", str(models)),
-        *("--allow-host", "a", "--allow-host", "b", "--ram", "3GiB"),
+        *(*SITES, "--ram", "3GiB"),
     ]
     answer = overspill("service", "manager", "remove", *where)
     assert answer.returncode == 0 and f"removed {written}" in answer.stdout and not written.exists()
@@ -181,6 +184,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no such folder": (["install", "--models-folder", "/nonexistent"], "--models-folder"),
     "not a size": (["install", "--ram", "lots"], "lots"),
     "open to others": (["install", "--host", "0.0.0.0"], "overspill manager password"),
+    "open through a proxy": (["install", "--public-url", "https://a.example"], "--public-url https://a.example lets"),
     "a user in user mode": (["install", "--run-as", "root"], "--system"),
     "now without systemd": (["install", "--now"], "--now"),
     "nothing to remove": (["remove"], "not installed there"),

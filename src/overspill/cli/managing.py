@@ -61,14 +61,12 @@ def run_manager(
     """Runs until it is stopped, and stops what it started."""
     if context.invoked_subcommand is not None:
         return
-    from overspill.manager.security.origins import origin_of, origins
-    from overspill.manager.setup import Setup, limit, models_folders, own_folder
+    from overspill.manager.setup import make_setup
 
-    setup = Setup(
-        folder=own_folder(), host=host, port=port, models_folders=models_folders(models_folder or ()),
-        public_url=origin_of(public_url, "--public-url") if public_url else "",
-        allowed_hosts=tuple(allow_host or ()), allowed_origins=origins(allow_origin or ()), any_vllm_flag=any_vllm_flag,
-        keeps_engines=keep_engines, memory=limit(ram, gpu_memory),
+    setup = make_setup(
+        host=host, port=port, models_folder=models_folder, public_url=public_url, allow_host=allow_host,
+        allow_origin=allow_origin, ram=ram, gpu_memory=gpu_memory, any_vllm_flag=any_vllm_flag,
+        keep_engines=keep_engines,
     )  # fmt: skip
     from overspill.manager.errors import AlreadyManaged
     from overspill.manager.server import run_until_stopped

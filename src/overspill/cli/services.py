@@ -1,6 +1,5 @@
 """`overspill service`."""
 
-import asyncio
 import getpass
 import inspect
 import json
@@ -21,6 +20,7 @@ from overspill.kv.errors import OverspillError
 from overspill.settings import Value
 
 if TYPE_CHECKING:
+    from overspill.manager.setup import Setup
     from overspill.service.installation import Units
     from overspill.service.manager import ManagerService
     from overspill.service.units import Service
@@ -193,17 +193,17 @@ def _tell_removed(units: "Units", paths: list[Path]) -> None:
 
 def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "ManagerService":
     """What would end the manager when it starts ends this now."""
-    from overspill.manager.setup import limit, models_folders
+    from overspill.manager.setup import make_setup
     from overspill.service.manager import left_out, manager_environment, manager_service
     from overspill.service.planned import other_users_registry
     from overspill.service.units import Mode
 
     user = _user(run_as, is_system=is_system)
     for_oneself = user is None or user == getpass.getuser()
-    limit(given["ram"], given["gpu_memory"])
-    given = {**given, "models_folder": models_folders(given["models_folder"] or ())}
+    setup = make_setup(**given)
+    given = {**given, "models_folder": setup.models_folders}
     if for_oneself:
-        asyncio.run(_require_protection(given["host"]))
+        _require_protection(setup)
     for warning in [*other_users_registry(user, getpass.getuser()), *left_out(os.environ, for_oneself=for_oneself)]:
         print(f"warning: {warning}", file=sys.stderr)
     return manager_service(
@@ -212,15 +212,19 @@ def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "
     )  # fmt: skip
 
 
-async def _require_protection(host: str) -> None:
-    from overspill.manager.security.access import Access
+def _require_protection(setup: "Setup") -> None:
     from overspill.manager.security.binding import require_protection
+    from overspill.manager.setup import public_flag
+    from overspill.registry.keys import list_keys
+    from overspill.registry.logins import password_hash
     from overspill.serve.address import is_loopback
 
-    if is_loopback(host):
+    public = public_flag(setup)
+    if is_loopback(setup.host) and not public:
         return
     with opened_registry() as registry:
-        require_protection(host, is_protected=await Access(registry, is_loopback=False).is_protected())
+        is_protected = bool(list_keys(registry)) or password_hash(registry) is not None
+    require_protection(setup.host, is_protected=is_protected, public=public)
 
 
 def _planned(

@@ -10,6 +10,7 @@ from overspill.kv.sizes import parse_size
 from overspill.manager.engines.memory import Memory
 from overspill.manager.errors import ManagerError
 from overspill.manager.security.binding import DEFAULT_HOST
+from overspill.manager.security.sites import origin_of, origins
 
 DEFAULT_PORT = 7999
 _NO_LIMIT = 1 << 60
@@ -35,6 +36,34 @@ class Setup:
     """What all engines together may hold; without it, what is free on the machine."""
     keeps_engines: bool = False
     """Whether engines go on when the manager ends."""
+
+
+def make_setup(
+    *,
+    host: str,
+    port: int,
+    models_folder: Iterable[Path] | None,
+    public_url: str | None,
+    allow_host: Iterable[str] | None,
+    allow_origin: Iterable[str] | None,
+    ram: str | None,
+    gpu_memory: str | None,
+    any_vllm_flag: bool,
+    keep_engines: bool,
+) -> Setup:
+    """Of what the flags of `overspill manager` were given, by their names; says what is wrong with one."""
+    return Setup(
+        folder=own_folder(),
+        host=host,
+        port=port,
+        models_folders=models_folders(models_folder or ()),
+        public_url=origin_of(public_url, "--public-url") if public_url else "",
+        allowed_hosts=tuple(allow_host or ()),
+        allowed_origins=origins(allow_origin or ()),
+        any_vllm_flag=any_vllm_flag,
+        memory=limit(ram, gpu_memory),
+        keeps_engines=keep_engines,
+    )
 
 
 def public_flag(setup: Setup) -> str:

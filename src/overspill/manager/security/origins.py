@@ -4,37 +4,15 @@ For /v1 and the sites of --allow-origin only. Nothing is said of credentials: ke
 cookie is not for others.
 """
 
-from collections.abc import Collection, Iterable
-from urllib.parse import urlsplit
+from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from overspill.manager.errors import ManagerError
 from overspill.manager.security.answers import GATEWAY
 
 _METHODS = b"GET, HEAD, POST"
 _KNOWN_FOR_S = b"600"
 _READABLE = b"retry-after, x-request-id"
-_USUAL_PORTS = {"http": 80, "https": 443}
-
-
-def origins(given: Iterable[str]) -> tuple[str, ...]:
-    """As browsers write them, or one would never be met."""
-    return tuple(origin_of(one, "--allow-origin") for one in given)
-
-
-def origin_of(given: str, flag: str) -> str:
-    try:
-        parts = urlsplit(given)
-        port = parts.port
-    except ValueError:
-        parts, port = urlsplit(""), None
-    if parts.scheme not in _USUAL_PORTS or not parts.hostname or parts.path not in ("", "/") or "@" in parts.netloc:
-        raise ManagerError(
-            f"{flag} {given} is not a site; write how it is reached and its name, as https://chat.example"
-        )
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}" + ("" if port in (None, _USUAL_PORTS[parts.scheme]) else f":{port}")
 
 
 class OriginHeaders:
