@@ -15,6 +15,8 @@ import pytest
 
 if TYPE_CHECKING:
     from overspill.registry import Registry
+    from tests.managed_here import Here
+    from tests.manager_process import Place
 
 os.environ.update(
     # Tiny models gain nothing from a second thread, and lose much when the cores are busy.
@@ -61,6 +63,25 @@ def registry(tmp_path: Path) -> "Iterator[Registry]":
 
     with open_registry(f"sqlite:///{tmp_path}/registry.db") as opened:
         yield opened
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Place]":
+    """For a manager over stand-ins for engines."""
+    from tests.manager_process import place_in
+
+    yield from place_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def here(place: "Place") -> "Iterator[Here]":
+    """A manager in a thread, with two models."""
+    from tests.managed_here import managed_here
+
+    place.add("a", behaviour={"start_s": 0.1})
+    place.add("b", ram=2 << 30, notes="x" * 300)
+    with managed_here(place) as running:
+        yield running
 
 
 @pytest.fixture

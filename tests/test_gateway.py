@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,7 @@ from overspill.manager.engines.process import EngineProcess, identify
 from overspill.manager.engines.states import State
 from overspill.manager.gateway.bodies import model_of, renamed
 from overspill.registry import add_model, edit_model
-from tests.manager_process import IMPATIENT, Place, eventually, gateway, managing, of_folder, place_in
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
+from tests.manager_process import IMPATIENT, Place, eventually, gateway, managing, of_folder
 
 
 @dataclasses.dataclass

@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,14 +16,9 @@ from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed
 from overspill.registry.keys import KeyScope, create_key
 from overspill.registry.logins import set_password
 from tests.managed_here import Here, managed_here
-from tests.manager_process import Place, place_in
+from tests.manager_process import Place
 
 PASSWORD = "four words, not together"
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,7 @@ from overspill.manager.engines.process import EngineProcess, identify
 from overspill.manager.engines.states import State
 from overspill.manager.errors import AlreadyManaged, NoRoom, QueueFull, StartFailed, StillLoading, Stopped
 from overspill.registry import UnknownModel, edit_model
-from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder, place_in
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
+from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder
 
 
 def test_an_engine_starts_is_ready_and_stops(place: Place) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from overspill.manager.watching.watcher import Moment
 from tests.chat_model import make_chat_model
 from tests.managed import SETTINGS, managed
 from tests.managed_here import Here, managed_here
-from tests.manager_process import Place, place_in
+from tests.manager_process import Place
 from tests.test_manager_metrics import Page
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -85,11 +84,6 @@ def test_engines_of_two_versions_that_disagree_on_a_family_leave_it_without_a_ki
 
 
 # The manager's
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
 
 
 def add(place: Place, name: str, page: bytes, **behaviour: Any) -> None:

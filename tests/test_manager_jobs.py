@@ -23,14 +23,9 @@ from overspill.manager.jobs.queue import Jobs
 from overspill.manager.jobs.records import Job, JobState, Records
 from overspill.processes import identity
 from tests.managed_process import ManagedProcess, QuickPlace, managed_process, until
-from tests.manager_process import IMPATIENT, Place, eventually, managing, place_in
+from tests.manager_process import IMPATIENT, Place, eventually, managing
 
 SLEEPS = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,15 +17,9 @@ from overspill.manager.pages.cards import changes_of, form_values
 from overspill.registry import Model, add_model, edit_model
 from overspill.registry.model_settings import parse_settings
 from tests.managed_here import managed_here
-from tests.manager_process import Place, eventually, managing, place_in
+from tests.manager_process import Place, eventually, managing
 from tests.test_manager_states import decide_who, engine, ram
 from tests.test_models_cli import Overspill, ok, overspill  # noqa: F401 (a fixture)
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
-
 
 # What goes, as a pure function
 

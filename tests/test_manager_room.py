@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
@@ -25,14 +24,9 @@ from overspill.manager.errors import NoRoom, StartFailed, StillLoading
 from overspill.registry import Model
 from overspill.serve.report import Phase
 from overspill.serve.status import Reached, Status, folder_of, write_status
-from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder, place_in, reckon
+from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder, reckon
 
 MACHINE = 3 * GiB
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
 
 
 def measured(place: Place, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from overspill.manager.engines.states import State
 from overspill.manager.engines.systemd import Units, backend_here
 from overspill.service.installation import install, units_of
 from overspill.service.units import Mode, Service
-from tests.manager_process import ROOT, Place, eventually, managing, of_folder, place_in
+from tests.manager_process import ROOT, Place, eventually, managing, of_folder
 
 SYSTEMCTL = f"""#!{sys.executable}
 import json, os, platform, signal, subprocess, sys, time
@@ -48,11 +47,6 @@ elif verb == "stop":
 else:
     sys.exit(f"Unknown command verb {{verb}}.")
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
 
 
 @pytest.fixture

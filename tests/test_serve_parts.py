@@ -4,11 +4,9 @@ import dataclasses
 import json
 import os
 import platform
-import signal
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,7 @@ from overspill.planning.machine import plan_for
 from overspill.planning.overheads import Overheads
 from overspill.planning.planner import Plan, Wishes, make_plan
 from overspill.planning.ways import Way
-from overspill.processes import below, identity, in_session
+from overspill.processes import identity
 from overspill.registry import RunEnd, add_model, list_runs, open_registry, running_runs, start_run
 from overspill.serve import plugins
 from overspill.serve.address import Address, require_free
@@ -36,7 +34,6 @@ from overspill.serve.flags import read_flags
 from overspill.serve.measured import profile_of
 from overspill.serve.notice import notify
 from overspill.serve.prepared import Prepared, prepare
-from overspill.serve.reasons import reason, without_tracebacks
 from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, read, write
 from overspill.serve.server import run_server
 from overspill.serve.status import Status, memory_of, read_statuses, write_status
@@ -371,196 +368,6 @@ def test_a_gpu_workers_report_holds_what_vllms_profiling_found() -> None:
     source = inspect.getsource(gpu_worker.Worker)
     assert all(f"self.{name} = " in source for name in (*profiled, "init_snapshot"))
     assert "self.model_runner.capture_model()" in source and "model_runner.model_memory_usage" in source
-
-
-# Reasons.
-
-
-@pytest.mark.parametrize(
-    ("lines", "why"),
-    [
-        (["(EngineCore pid=1) ERROR 11-15 09:17:54 [core.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried"],
-         "the GPU's memory ran out"),
-        (["usage: x", "api_server.py: error: unrecognized arguments: --no-such"], "unrecognized arguments: --no-such"),
-        (["OSError: [Errno 98] Address already in use"], "another program took the port"),
-        (["(Worker pid=2) overspill.kv.errors.OverspillError: spill_bytes is too small",
-          "RuntimeError: Engine core initialization failed. See root cause above."], "spill_bytes is too small"),
-        (["ValueError: this model is strange", "  File x", "RuntimeError: Engine core initialization failed. See root "
-          "cause above. Failed core proc(s): {}"], "ValueError: this model is strange"),
-        (["(Worker pid=2) INFO 11-15 09:17:54 [a.py:1] MemoryError is what others get"], ""),
-    ],
-)  # fmt: skip
-def test_the_reason_is_found_in_the_log(lines: list[str], why: str) -> None:
-    assert why in reason(lines) and bool(why) == bool(reason(lines))
-
-
-FROM_CORE = "(EngineCore pid=31) ERROR 11-15 09:17:54 [core.py:1120] "
-# As vLLM 0.32 (v1/core/kv_cache_utils.py, v1/worker/utils.py) and PyTorch's allocator write them.
-SEE = "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
-TOO_LONG = (
-    "ValueError: To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is needed, "
-    "which is larger than the available KV cache memory (4.88 GiB). {}Try increasing `gpu_memory_utilization` (which "
-    f"also controls CPU memory on the CPU backend) or decreasing `max_model_len` when initializing the engine. {SEE}"
-)
-NO_BLOCKS = (
-    "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing "
-    f"the engine (this flag also controls CPU memory reservation on the CPU backend, despite its name). {SEE}"
-)
-NEGATIVE = "(EngineCore pid=31) INFO 11-15 09:17:53 [gpu_worker.py:760] Available KV cache memory: -3.44 GiB"
-SECONDHAND = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        ([TOO_LONG.format("Based on the available memory, the estimated maximum model length is 39968. ")],
-         ["131072 tokens need 16.0 GiB", "4.88 GiB is free", "--max-model-len 39968", "--ram"]),
-        ([TOO_LONG.format("")], ["131072 tokens need 16.0 GiB", "4.88 GiB is free", "--gpu-memory"]),
-        ([NEGATIVE, FROM_CORE + NO_BLOCKS], ["need 3.44 GiB more", "--gpu-memory", "--cpu-offload-gb"]),
-        ([FROM_CORE + NO_BLOCKS], ["nothing is left for the KV cache", "--max-num-batched-tokens"]),
-        (["ValueError: Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token. "
-          "Try increasing `gpu_memory_utilization`."], ["nothing is left for the KV cache"]),
-        (["ValueError: Free memory on device cuda:0 (9.87/23.52 GiB) on startup is less than desired GPU memory "
-          "utilization (0.92, 21.64 GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
-          "processes."], ["take 21.64 GiB of the GPU's 23.52", "9.87 GiB is free", "--gpu-memory 9.87GiB"]),
-        (["ValueError: Available memory on node 0 (3.1/15.42 GiB) on startup is less than desired CPU memory "
-          "utilization (0.9, 13.88 GiB). On the CPU backend, the `--gpu-memory-utilization` flag"],
-         ["take 13.88 GiB of 15.42 GiB of RAM", "3.1 GiB is available", "--gpu-memory"]),
-        (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of "
-          "14.57 GiB of which 1.58 GiB is free. Process 2493055 has 12.02 GiB memory in use. Including non-PyTorch "
-          "memory, this process has 966.00 MiB memory in use."],
-         ["the GPU's memory ran out", "1.95 GiB more", "1.58 GiB of 14.57 GiB was free", "--gpu-memory"]),
-        (["RuntimeError: CUDA out of memory occurred when warming up sampler with 256 dummy requests. Please try "
-          "lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine."],
-         ["256 requests at once", "--max-num-seqs"]),
-        (["AssertionError: Error in memory profiling. Initial free memory 12.5 GiB, current free memory 20.25 GiB. "
-          "This happens when other processes sharing the same container release GPU memory while vLLM is profiling"],
-         ["12.5 GiB", "20.25 GiB", "start again"]),
-        ([SECONDHAND.format({"EngineCore_DP0": -9})], ["was killed", "dmesg", "--ram"]),
-        ([FROM_CORE.replace("core.py", "multiproc_executor.py") + "Worker proc VllmWorker-1 died unexpectedly (exit "
-          "code: -9), shutting down executor."], ["was killed", "--ram"]),
-    ],
-)  # fmt: skip
-def test_numbers_in_vllms_messages_become_need_have_and_what_would_work(lines: list[str], told: list[str]) -> None:
-    why = reason([*lines, SECONDHAND.format({"EngineCore_DP0": 1})])
-    assert all(part in why for part in told) and "Error" not in why and "\n" not in why
-
-
-def test_the_messages_are_vllms_own() -> None:
-    """Every fixed piece that the patterns look for stands in the vLLM that is installed."""
-    from importlib.util import find_spec
-
-    spec = find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0])
-    said = {
-        "v1/core/kv_cache_utils.py": [
-            "No available memory for the cache blocks. ", "To serve at least one request with the model's max seq len ",
-            "the estimated maximum model length is {estimated_max_len}. ", "Cannot auto-fit max_model_len: ",
-            "({max_model_len}), ({format_gib(needed_memory)} GiB KV ", "memory ({format_gib(available_memory)} GiB). ",
-        ],
-        "v1/worker/utils.py": [
-            "Free memory on device ", "({format_gib(init_snapshot.free_memory)}/",
-            "is less than desired GPU memory utilization ",
-        ],
-        "v1/worker/cpu_worker.py": ["Available memory on node ", "is less than desired CPU memory utilization "],
-        "v1/worker/gpu_worker.py": [
-            "Available KV cache memory: %s GiB", "Error in memory profiling. ",
-            "Initial free memory {format_gib(init_free_memory)} GiB, ",
-        ],
-        "v1/worker/gpu_model_runner.py": ["CUDA out of memory occurred when warming up sampler with "],
-        "v1/engine/utils.py": ["Engine core initialization failed. ", "Failed core proc(s): {finished}"],
-        "v1/executor/multiproc_executor.py": ["Worker proc %s died unexpectedly (exit code: %s), "],
-    }  # fmt: skip
-    for file, pieces in said.items():
-        source = (root / file).read_text()
-        assert [piece for piece in pieces if piece not in source] == [], file
-
-
-def test_a_kv_cache_of_some_size_is_no_reason() -> None:
-    assert reason([NEGATIVE.replace("-3.44", "3.44"), "ValueError: this model is strange"]) == (
-        "ValueError: this model is strange"
-    )
-
-
-def test_tracebacks_are_left_out_of_what_is_shown() -> None:
-    lines = ["INFO ok", "(APIServer pid=7) Traceback (most recent call last):", '(APIServer pid=7)   File "x", line 1',
-             "(APIServer pid=7)     call()", "(APIServer pid=7) ValueError: no", ""]  # fmt: skip
-    assert without_tracebacks(lines) == ["INFO ok", "(APIServer pid=7) ValueError: no"]
-
-
-# The guard.
-
-GUARD = [sys.executable, "-P", "-m", "overspill.serve.guard"]
-# Starts a child of its own, which leaves its session, and ends or not when asked to.
-FAMILY = """
-import os, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, '-c', 'import time; print("up", flush=True); time.sleep(99)'],
-                         start_new_session=True)
-if sys.argv[1] == 'stubborn':
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if sys.argv[1] != 'dies':
-    time.sleep(99)
-time.sleep(1)
-sys.exit(3)
-"""
-
-
-def guarded(kind: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-    guard = subprocess.Popen(
-        [*GUARD, sys.executable, "-c", FAMILY, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
-    assert guard.stdout is not None and guard.stdout.readline() == b"up\n"
-    return guard, below(guard.pid)
-
-
-def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(_lives(pid) for pid in pids):
-        time.sleep(0.05)
-    assert not [pid for pid in pids if _lives(pid)]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize("kind", ["obedient", "stubborn"])
-def test_a_closed_life_line_ends_a_family_even_a_child_in_another_session(kind: str) -> None:
-    guard, family = guarded(kind)
-    assert len(family) == 2
-    assert guard.stdin is not None and guard.stdout is not None
-    guard.stdin.close()
-    code = guard.wait(timeout=20)
-    assert code == 128 + (signal.SIGTERM if kind == "obedient" else signal.SIGKILL)
-    assert_gone(family)
-    guard.stdout.close()
-
-
-def test_the_exit_code_of_a_server_that_ends_is_its_own_and_its_orphans_go() -> None:
-    guard, family = guarded("dies")
-    assert guard.wait(timeout=20) == 3
-    assert_gone(family)
-    assert guard.stdin is not None and guard.stdout is not None
-    guard.stdin.close()
-    guard.stdout.close()
-
-
-def test_a_guard_that_is_killed_takes_the_server_with_it() -> None:
-    guard, family = guarded("obedient")
-    server = next(pid for pid in family if pid in in_session(guard.pid))
-    guard.kill()
-    guard.wait()
-    assert guard.stdin is not None and guard.stdout is not None
-    guard.stdin.close()
-    guard.stdout.close()
-    assert_gone([server])
-    for pid in set(family) - {server}:  # beyond the guard's reach: it was in no session of ours
-        os.kill(pid, signal.SIGKILL)
 
 
 # A server that a small program plays.

@@ -1,0 +1,83 @@
+"""The process between serve and vLLM: whatever ends serve ends all that was started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from overspill.processes import below, in_session
+
+GUARD = [sys.executable, "-P", "-m", "overspill.serve.guard"]
+# Starts a child of its own, which leaves its session, and ends or not when asked to.
+FAMILY = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-c', 'import time; print("up", flush=True); time.sleep(99)'],
+                         start_new_session=True)
+if sys.argv[1] == 'stubborn':
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1] != 'dies':
+    time.sleep(99)
+time.sleep(1)
+sys.exit(3)
+"""
+
+
+def guarded(kind: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    guard = subprocess.Popen(
+        [*GUARD, sys.executable, "-c", FAMILY, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    assert guard.stdout is not None and guard.stdout.readline() == b"up\n"
+    return guard, below(guard.pid)
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(_lives(pid) for pid in pids):
+        time.sleep(0.05)
+    assert not [pid for pid in pids if _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["obedient", "stubborn"])
+def test_a_closed_life_line_ends_a_family_even_a_child_in_another_session(kind: str) -> None:
+    guard, family = guarded(kind)
+    assert len(family) == 2
+    assert guard.stdin is not None and guard.stdout is not None
+    guard.stdin.close()
+    code = guard.wait(timeout=20)
+    assert code == 128 + (signal.SIGTERM if kind == "obedient" else signal.SIGKILL)
+    assert_gone(family)
+    guard.stdout.close()
+
+
+def test_the_exit_code_of_a_server_that_ends_is_its_own_and_its_orphans_go() -> None:
+    guard, family = guarded("dies")
+    assert guard.wait(timeout=20) == 3
+    assert_gone(family)
+    assert guard.stdin is not None and guard.stdout is not None
+    guard.stdin.close()
+    guard.stdout.close()
+
+
+def test_a_guard_that_is_killed_takes_the_server_with_it() -> None:
+    guard, family = guarded("obedient")
+    server = next(pid for pid in family if pid in in_session(guard.pid))
+    guard.kill()
+    guard.wait()
+    assert guard.stdin is not None and guard.stdout is not None
+    guard.stdin.close()
+    guard.stdout.close()
+    assert_gone([server])
+    for pid in set(family) - {server}:  # beyond the guard's reach: it was in no session of ours
+        os.kill(pid, signal.SIGKILL)
