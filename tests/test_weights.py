@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.models.registry import _TRANSFORMERS_SUPPORTED_MODELS
+from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 from vllm.model_executor.offloader.uva import UVAOffloader
 
 from overspill.model.transformers_backend import RUN_BY_TRANSFORMERS
+from overspill.weights import pinned_leftovers
 from overspill.weights.transformers_layers import decoder_layers, register
 from tests.engine import engine
 
@@ -63,3 +65,19 @@ def test_the_layers_are_the_list_as_long_as_the_config_says() -> None:
 
 def test_the_list_of_such_models_is_vllms() -> None:
     assert {name for name in _TRANSFORMERS_SUPPORTED_MODELS if name.endswith("ForCausalLM")} == RUN_BY_TRANSFORMERS
+
+
+def test_what_loading_left_over_is_returned_when_the_weights_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(PrefetchOffloader, "post_init", lambda self: done.append("weights are there"))
+    monkeypatch.setattr(pinned_leftovers, "return_leftovers", lambda: done.append("returned") or 0)
+    pinned_leftovers.register()
+    pinned_leftovers.register()
+    PrefetchOffloader.post_init(PrefetchOffloader.__new__(PrefetchOffloader))
+    assert done == ["weights are there", "returned"]
+
+
+def test_nothing_is_returned_where_nothing_is_pinned() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("pins memory")
+    assert pinned_leftovers.return_leftovers() == 0

@@ -89,12 +89,12 @@ def engine_args(
 
 def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple["Plan", dict[str, Any]]:
     """A plan by the settings that are given, and vLLM's arguments for what it chose, with the user's own over them."""
-    from overspill.kv import plugin
+    from overspill.kv import plugin as kv_plugin
     from overspill.planning.arguments import vllm_args
     from overspill.planning.machine import plan_for
     from overspill.serve.adopted import adopt
     from overspill.serve.command import combine
-    from overspill.weights import transformers_layers
+    from overspill.weights import plugin as weights_plugin
 
     own = {name: value for name, value in given.items() if name not in _SETTINGS}
     _refuse_unknown(own)
@@ -106,8 +106,8 @@ def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple["Plan", dic
     if made.chosen is None:
         raise DoesNotFit(made)
     # Where Overspill is only on the path, vLLM finds no plugin of it.
-    plugin.register()
-    transformers_layers.register()
+    kv_plugin.register()
+    weights_plugin.register()
     combined = combine(vllm_args(made, made.chosen), adopted.vllm_args)
     for told in (*made.warnings, *combined.contradictions, *combined.changes):
         # Past this function and the one that was called, to the user's own line.

@@ -17,7 +17,7 @@ GROUP = "vllm.general_plugins"
 PLUGINS = {
     "overspill": "overspill.kv.plugin:register",
     "overspill_report": "overspill.serve.engine_report:register",
-    "overspill_weights": "overspill.weights.transformers_layers:register",
+    "overspill_weights": "overspill.weights.plugin:register",
 }
 
 

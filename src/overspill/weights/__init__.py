@@ -1,1 +1,1 @@
-"""Weights in RAM where vLLM's own offloaders do not reach."""
+"""Weights in RAM: what vLLM's own offloaders leave undone."""
