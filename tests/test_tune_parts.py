@@ -64,7 +64,8 @@ def connector(candidate: Candidate) -> dict[str, Any]:
 
 ON_GPU = replanning(LLAMA_8B, "24GiB", "64GiB", 32768)
 SPILLS = replanning(LLAMA_8B, "24GiB", "64GiB", 131072)
-WEIGHTS = replanning(OLMO_7B, "16GiB", "64GiB", 4096)
+WEIGHTS = replanning(OLMO_7B, "15GiB", "64GiB", 4096)
+BOTH = replanning(LLAMA_8B, "20GB", "64GiB", 32768)
 
 
 # What is tried.
@@ -104,10 +105,12 @@ def test_other_ways_than_the_recommended_one_are_said_with_the_weights_in_ram() 
     other = found["weights in RAM"]
     way = SPILLS(other.settings).chosen
     assert not other.vllm_args and way is not None and way.name == "weights in RAM" and not way.kv.spilled_bytes
-    both = found["weights in RAM and KV spilled to RAM"]
-    way = SPILLS(both.settings).chosen
-    assert not both.vllm_args and way is not None and way.weights.ram_bytes == both.settings["weights_ram"]
-    assert 0 < way.kv.spilled_bytes < plan.recommended.kv.spilled_bytes and both.things_in_ram == 3
+    planned, found = BOTH({}).recommended, candidates_of(BOTH)
+    assert planned is not None and planned.name == "weights in RAM and KV spilled to RAM"
+    other = found["weights in RAM (UVA) and KV spilled to RAM"]
+    way = BOTH(other.settings).chosen
+    assert not other.vllm_args and way is not None and way.weights.is_uva and way.kv.spilled_bytes
+    assert way.weights.ram_bytes == other.settings["weights_ram"] and other.things_in_ram == 3
 
 
 def test_where_kv_spills_other_shares_of_time_are_tried() -> None:

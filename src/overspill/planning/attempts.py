@@ -90,8 +90,13 @@ def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int, *, surely: 
             doubt_bytes=attempt.overheads.doubt_bytes if surely else 0,
         )  # fmt: skip
         if kv is not None:
-            pinned = attempt.weights.pinned_bytes + kv.spilled_bytes + (setup.wishes.offload_ram_bytes or 0)
-            yield Fit(attempt=attempt, kv=kv, ram_bytes=pinned + PROCESS_RAM_BYTES)
+            kv_bytes = kv.spilled_bytes + (setup.wishes.offload_ram_bytes or 0)
+            yield Fit(attempt=attempt, kv=kv, ram_bytes=peak_ram_bytes(attempt.weights, kv_bytes))
+
+
+def peak_ram_bytes(weights: WeightOffload, kv_bytes: int) -> int:
+    """Of an engine with so much KV in RAM, which comes there after the weights."""
+    return max(weights.pinned_bytes + kv_bytes, weights.loading_bytes) + PROCESS_RAM_BYTES
 
 
 def longest_context(setup: Setup, tried: Iterable[Attempt], *, within_ram: bool = True) -> int:

@@ -28,6 +28,12 @@ class Budget:
     gpu_memory_utilization: float | None
     """None where vLLM is given the bytes of its KV cache instead."""
 
+    @property
+    def used_bytes(self) -> Known[int]:
+        """What an engine will be seen to use: all that vLLM counts, and the context. What may come on top is kept
+        free."""
+        return derived(self.usable_bytes.value + self.context_bytes.value, self.usable_bytes, self.context_bytes)
+
 
 def gpu_budget(gpu: Gpu, gpu_memory_bytes: int | None, context: Known[int], utilization: float | None = None) -> Budget:
     """vLLM takes a fraction of the whole card, and demands it free beside its own context; of a fraction that was asked

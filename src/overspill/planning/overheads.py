@@ -13,16 +13,19 @@ from overspill.planning.profiles import Profile
 
 # vLLM does not count CUDA's context: it looks at the GPU's memory when its context is there already.
 _CONTEXT_BYTES = int(0.51 * GiB)
-# cuBLAS, NCCL, kernels: weights and these took 15.30 GiB, of which 15.01 were weights.
-_NON_TORCH_BYTES = int(0.29 * GiB)
+# cuBLAS, NCCL, kernels, and what the allocator rounds weights up by: 0.28 (OLMo-2-7B) to 0.35 GiB
+# (Qwen3-Coder-30B-A3B).
+_NON_TORCH_BYTES = int(0.32 * GiB)
 # What vLLM sets aside for graphs: 0.14 GiB for 7 batch sizes, 0.21 for 19. On an H100 0.51 to 1.85 were seen, for how
 # many sizes is not told (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
 _GRAPHS_BYTES, _GRAPH_BYTES = int(0.10 * GiB), int(0.006 * GiB)
 # At the peak an MLP's two inputs to the activation and their product are alive, and so many tensors of hidden size:
-# 0.84 GiB for chunks of 8192 tokens.
-_MLP_COPIES, _HIDDEN_COPIES = 3, 3
-# Logits, probabilities and their sorted forms, of 4 and 8 bytes, while vLLM tries its sampler with every request.
-_SAMPLER_BYTES = 24
+# 0.84 GiB for chunks of 8192 tokens. Compiled in pieces, some more: 0.86 GiB for OLMo-2-7B, and 0.38 beside the
+# workspace of Qwen3-Coder-30B-A3B.
+_MLP_COPIES, _HIDDEN_COPIES, _COMPILED_HIDDEN_COPIES = 3, 3, 6
+# Logits twice, in 4 bytes, while vLLM tries its sampler with every request: 0.08 GiB for 64 requests and a vocabulary
+# of 151,936.
+_SAMPLER_BYTES = 8
 _LARGEST_GRAPH = 512
 # How far from all this another model may be.
 _LEAST_DOUBT_BYTES, _DOUBT = GiB // 4, 0.1
@@ -54,13 +57,15 @@ def assumed_overheads(
     facts: ModelFacts, *, max_num_batched_tokens: int, max_num_seqs: int, enforce_eager: bool = False
 ) -> Overheads:
     """What vLLM takes while it profiles: a batch of so many tokens, then the logits of so many requests."""
-    batch = max_num_batched_tokens * (facts.hidden_size * _HIDDEN_COPIES + _mlp_states(facts)) * 2  # bf16
+    token = 2 * max_num_batched_tokens  # of one number each, in bf16
+    copies = _HIDDEN_COPIES if enforce_eager else _COMPILED_HIDDEN_COPIES
+    batch = token * (facts.hidden_size * copies + _layer_states(facts))
     sampler = max_num_seqs * facts.vocab_size * _SAMPLER_BYTES
     num_graphs = 0 if enforce_eager else num_graph_sizes(max_num_seqs)
     # A first start compiles while it profiles, and something there is as large as the embedding: with chunks of 2048
-    # and 8192 tokens 1.00 and 1.08 GiB were taken, of which the embedding is 0.98, and for OLMo-2-7B 0.83 and 0.77.
+    # and 8192 tokens 1.00 and 1.08 GiB were taken, of which the embedding is 0.98. It is gone when experts get theirs.
     compiling = 0 if enforce_eager else facts.weights.embedding_bytes + max_num_batched_tokens * facts.hidden_size * 2
-    activations = max(batch, sampler, compiling)
+    activations = max(max(batch, sampler) + token * _workspace(facts), compiling)
     graphs = _GRAPHS_BYTES + num_graphs * _GRAPH_BYTES if num_graphs else 0
     return Overheads(
         context_bytes=assumed(_CONTEXT_BYTES, "not counted by vLLM"),
@@ -88,9 +93,18 @@ def num_graph_sizes(max_num_seqs: int) -> int:
     return small + len(range(8, min(largest + 1, 256), 8)) + len(range(256, largest + 1, 16))
 
 
-def _mlp_states(facts: ModelFacts) -> int:
-    """Numbers per token. vLLM's fused experts keep one buffer for their inputs and outputs and one for products."""
+def _layer_states(facts: ModelFacts) -> int:
+    """Numbers per token, of the MLP or of attention: its inputs, queries once more, and its output. Experts have a
+    workspace instead: 0.30 and 0.08 GiB for chunks of 8192 and 2048 tokens, with Qwen3-Coder-30B-A3B."""
+    queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    attention = 3 * queries + 2 * keys
+    return attention if facts.num_experts else max(attention, _MLP_COPIES * facts.intermediate_size)
+
+
+def _workspace(facts: ModelFacts) -> int:
+    """Numbers per token that vLLM's fused experts keep from the first batch on (fused_moe, workspace_shapes): what goes
+    into both products and what comes out of them."""
     if not facts.num_experts:
-        return _MLP_COPIES * facts.intermediate_size
-    expert = expert_size(facts)
-    return facts.num_experts_per_tok * (max(2 * expert, facts.hidden_size) + expert)
+        return 0
+    expert, hidden = expert_size(facts), facts.hidden_size
+    return facts.num_experts_per_tok * (max(expert, hidden) + max(2 * expert, hidden)) + hidden

@@ -31,6 +31,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "weights_bytes": plan.facts.weights.total_bytes,
         "weights_origin": str(plan.facts.weights.source),
         "gpu_bytes": as_json(plan.budget.limit_bytes),
+        "used_gpu_bytes": as_json(plan.budget.used_bytes),
         "context_bytes": as_json(plan.budget.context_bytes),
         "usable_gpu_bytes": as_json(plan.usable_gpu_bytes),
         "gpu_memory_utilization": plan.gpu_memory_utilization,

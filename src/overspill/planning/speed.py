@@ -15,8 +15,11 @@ _REQUEST_S = 0.00001
 # little to stream, such steps took 21 to 29 ms: each of 32 layers is launched by the CPU.
 _PIECEWISE_S = 0.0064
 _SPILLED_LAYER_S = 0.00065
-# Without graphs at all: 18 to 24 ms for 32 layers.
+# Without graphs at all the CPU launches every kernel: 16 to 24 ms for 32 layers, 47 to 85 ms for the 48 of
+# Qwen3-Coder-30B-A3B, whose experts take more kernels, and 98 to 115 ms where these stream spilled KV too.
 _EAGER_LAYER_S = 0.00065
+_EAGER_EXPERTS_S = 0.00065
+_EAGER_SPILLED_S = 0.00095
 # Weights that the GPU reads in RAM (UVA): 50 of the link's 55.3 GB/s, nothing beside it; a prompt of 512 tokens read
 # them 2.7 times, as tiles of a batch each read for themselves.
 _UVA_EFFICIENCY = 0.9
@@ -38,6 +41,10 @@ class Load:
     """Read from the GPU's memory in a decode step: of routed experts those that are chosen."""
     prefetched_weight_bytes: int = 0
     """Moved over the link in every step, chosen or not."""
+    num_prefetched_layers: int = 0
+    """Whose weights these are."""
+    num_prefetched_runs: int = 0
+    """Of such layers, one after the other."""
     uva_weight_bytes: int = 0
     """Read over the link in a decode step."""
     uva_prompt_weight_bytes: int = 0
@@ -53,6 +60,7 @@ class Load:
     attention_flops_per_token_pair: int = 0
     """4 x heads x head size x layers of full attention."""
     num_layers: int = 0
+    has_experts: bool = False
     is_eager: bool = False
     """Without CUDA graphs."""
 
@@ -63,11 +71,11 @@ def decode_step_s(machine: Machine, load: Load) -> float:
     reads_s = (load.weight_bytes + load.kv_bytes) / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
     multiply_s = _matrix_s(machine, load, load.num_requests)
     gpu_s = max(reads_s, multiply_s) + (_PIECEWISE_S if load.spilled_kv_bytes else 0)
-    layer_s = _EAGER_LAYER_S if load.is_eager else _SPILLED_LAYER_S if load.spilled_kv_bytes else 0.0
-    launch_s = load.num_layers * layer_s
+    launch_s = load.num_layers * _launched_layer_s(load)
     link_s = (load.spilled_kv_bytes + load.prefetched_weight_bytes) / machine.link_bytes_per_s
     uva_s = load.uva_weight_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
-    return max(launch_s, _STEP_S + load.num_requests * _REQUEST_S + uva_s + max(gpu_s, link_s))
+    beside_s = max(gpu_s, link_s, _prefetching_s(machine, load, gpu_s))
+    return max(launch_s, _STEP_S + load.num_requests * _REQUEST_S + uva_s + beside_s)
 
 
 def prefill_s(machine: Machine, load: Load, num_tokens: int, chunk_tokens: int) -> float:
@@ -85,9 +93,33 @@ def prefill_s(machine: Machine, load: Load, num_tokens: int, chunk_tokens: int) 
         uva_s = uva_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
         # Short chunks wait for the weights, which each of them reads once.
         weights_s = load.weight_bytes / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
-        seconds += _STEP_S + uva_s + max(max(_matrix_s(machine, load, chunk), weights_s) + attention_s, link_s)
+        gpu_s = max(_matrix_s(machine, load, chunk), weights_s) + attention_s
+        seconds += _STEP_S + uva_s + max(gpu_s, link_s, _prefetching_s(machine, load, gpu_s))
         done += chunk
     return seconds
+
+
+def _prefetching_s(machine: Machine, load: Load, gpu_s: float) -> float:
+    """A step for which the GPU computes so long, were all layers on it. Prefetched layers share one slot, so a layer's
+    weights come when the prefetched one before it is over: behind the layers between them, or in a run behind none."""
+    layers, runs = load.num_prefetched_layers, load.num_prefetched_runs
+    if not layers:
+        return gpu_s
+    copy_s = load.prefetched_weight_bytes / layers / machine.link_bytes_per_s
+    layer_s = gpu_s / load.num_layers
+    between_s = (load.num_layers - layers) * layer_s
+    return layers * layer_s + (layers - runs) * copy_s + max(runs * copy_s, between_s)
+
+
+def _launched_layer_s(load: Load) -> float:
+    """Of the CPU, for a layer of a step of one token each."""
+    if not load.is_eager:
+        return _SPILLED_LAYER_S if load.spilled_kv_bytes else 0.0
+    return (
+        _EAGER_LAYER_S
+        + (_EAGER_EXPERTS_S if load.has_experts else 0.0)
+        + (_EAGER_SPILLED_S if load.spilled_kv_bytes else 0.0)
+    )
 
 
 def _matrix_s(machine: Machine, load: Load, num_tokens: int) -> float:

@@ -8,7 +8,7 @@ from overspill.kv.sizes import GiB
 from overspill.model.caches import Attention, LatentAttention
 from overspill.model.facts import ModelFacts, active_bytes
 from overspill.model.kv import KVGeometry
-from overspill.planning.attempts import PROCESS_RAM_BYTES, Fit
+from overspill.planning.attempts import PROCESS_RAM_BYTES, Fit, peak_ram_bytes
 from overspill.planning.memory import KvSplit
 from overspill.planning.overheads import Overheads
 from overspill.planning.parameters import parameters_per_token
@@ -54,6 +54,11 @@ class Way:
     def ram_bytes(self) -> int:
         """Of weights and KV; `weights.pinned_bytes` says what the weights really take."""
         return self.weights.ram_bytes + self.kv.spilled_bytes + self.offload_bytes
+
+    @property
+    def peak_ram_bytes(self) -> int:
+        """That the engine takes at some time, all in all."""
+        return peak_ram_bytes(self.weights, self.kv.spilled_bytes + self.offload_bytes)
 
     @property
     def num_mechanisms(self) -> int:
@@ -145,6 +150,8 @@ def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) 
     return Load(
         weight_bytes=active_bytes(facts, num_requests) - uva,
         prefetched_weight_bytes=0 if weights.is_uva else weights.ram_bytes,
+        num_prefetched_layers=0 if weights.is_uva else len(weights.layers),
+        num_prefetched_runs=0 if weights.is_uva else weights.num_runs,
         uva_weight_bytes=uva,
         uva_prompt_weight_bytes=weights.ram_bytes if weights.is_uva else 0,
         uva_bytes_per_prompt_token=_active_layer_bytes(facts, weights, 1) / UVA_TOKENS_PER_READ
@@ -152,6 +159,7 @@ def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) 
         else 0,
         num_requests=num_requests,
         num_layers=facts.num_layers,
+        has_experts=bool(facts.num_experts),
         parameters_per_token=parameters_per_token(facts),
         attention_flops_per_token_pair=4 * facts.num_heads * facts.head_dim * _full_attention_layers(facts),
     )

@@ -20,7 +20,7 @@ class WeightOffload:
     ram_bytes: int
     """Their weights."""
     pinned_bytes: int
-    """RAM that they take there."""
+    """RAM that they take there, once they are loaded."""
     slot_bytes: int = 0
     """GPU memory through which they are prefetched: as much as the largest of these layers, for each step ahead."""
     group_size: int = 0
@@ -29,6 +29,17 @@ class WeightOffload:
     @property
     def is_uva(self) -> bool:
         return bool(self.layers) and not self.group_size
+
+    @property
+    def loading_bytes(self) -> int:
+        """RAM that they take while they are loaded. The prefetching offloader pins each twice; Overspill returns the
+        first copy when all are loaded (overspill.weights.pinned_leftovers), before it takes RAM for KV."""
+        return 2 * self.pinned_bytes if self.group_size else self.pinned_bytes
+
+    @property
+    def num_runs(self) -> int:
+        """Of neighbouring layers."""
+        return sum(layer - 1 not in self.layers for layer in self.layers)
 
     @property
     def saved_bytes(self) -> int:

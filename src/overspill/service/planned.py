@@ -6,7 +6,6 @@ from pathlib import Path
 
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, KiB, MiB, TiB
-from overspill.planning.attempts import PROCESS_RAM_BYTES
 from overspill.planning.planner import Plan
 from overspill.service.units import Mode, Service
 from overspill.settings import GivenBy, Value
@@ -65,7 +64,7 @@ def _ram_bytes(values: Mapping[str, Value], plan: Plan) -> int:
     given, way = values["ram"].value, plan.chosen
     if given is not None or way is None:
         return int(given if given is not None else plan.ram_bytes.value)
-    return way.weights.pinned_bytes + way.kv.spilled_bytes + way.offload_bytes + PROCESS_RAM_BYTES
+    return way.peak_ram_bytes
 
 
 def _flags(values: Mapping[str, Value], sizes: Mapping[str, int]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from overspill.figures import Known, derived
 from overspill.hardware import Hardware, detect
 from overspill.kv.errors import OverspillError
 from overspill.manager.engines.memory import NOTHING, Memory
-from overspill.planning.attempts import PROCESS_RAM_BYTES
+from overspill.planning.attempts import peak_ram_bytes
 from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
@@ -45,12 +45,11 @@ def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
     if way is None:
         return Need(refused=refusal(plan))
     limit = plan.budget.limit_bytes.value
-    fixed = way.weights.pinned_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
     is_given = any(settings.get(name) is not None for name in ("gpu_memory", "gpu_memory_utilization"))
     is_limited = is_given or way.num_mechanisms > 0
     device = limit if is_limited else min(limit, plan.need_gpu_bytes)
-    least_ram = fixed + (settings.get("offload_ram") or 0)
-    takes_ram = fixed + way.offload_bytes
+    least_ram = peak_ram_bytes(way.weights, way.kv.spilled_bytes + (settings.get("offload_ram") or 0))
+    takes_ram = way.peak_ram_bytes
     if plan.platform.is_cpu:
         # RAM plays the GPU's memory.
         return Need(least=Memory(ram_bytes=least_ram + device), takes=Memory(ram_bytes=takes_ram + limit))
