@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import command_tables
 import prediction
 import record
 import spill_tables
@@ -223,6 +224,11 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "manager-cost": ("manager-cost", manager_cost),
     "manager-cost-hardware": ("manager-cost", hardware),
     "prediction": ("prediction", prediction.table),
+    "prediction-notes": ("prediction", notes),
+    "prediction-hardware": ("prediction", hardware),
+    "ab": ("ab", command_tables.experiment),
+    "ab-where": ("ab", command_tables.experiment_where),
+    "verify": ("verify", command_tables.verification),
     **{f"spill-{name}": ("spill", partial(spill_tables.part, name)) for name in spill_tables.PARTS},
 }
 

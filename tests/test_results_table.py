@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import command_tables
 import results_table
 import spill_tables
 
@@ -44,10 +45,34 @@ def test_a_caption_names_the_commits_of_all_runs(runs: list[str | None], said: s
     assert spill_tables.commits(first | {"resumed": rest}) == said
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md", "docs/plan.md"])
 def test_every_result_that_is_shown_says_where_and_at_which_commit_it_was_measured(document: str) -> None:
     text = (ROOT / document).read_text()
     shown = set(re.findall(r"<!-- table:[\w-]+ ([^\s>]+) -->", text))
-    captions = re.findall(r"<!-- table:(?:[\w-]+-hardware|spill-where) ([^\s>]+) -->\n(.+)\n", text)
+    captions = re.findall(r"<!-- table:(?:[\w-]+-hardware|[\w-]+-where) ([^\s>]+) -->\n(.+)\n", text)
     assert shown and shown == {file for file, _ in captions}
     assert all(re.search(r"\bcommits? [0-9a-f]{7}", line) for _, line in captions), captions
+
+
+def test_an_experiment_is_shown_with_its_ratios_and_what_did_not_run() -> None:
+    result = {
+        "configurations": [{"label": "a", "problem": None}, {"label": "b", "problem": None},
+                           {"label": "c", "problem": "no room\nmore of it"}],
+        "compared_with": "a", "commit": "0123456", "command": "overspill ab", "notes": ["a note"],
+        "answers": [{"label": "b", "compared": 4, "same": 3}, {"label": "c", "compared": 0, "same": 0}],
+        "measures": [
+            {"key": "mean_ttft_ms", "name": "TTFT, mean", "unit": "ms", "values": [100.0, 50.0, None],
+             "ratios": [None, {"value": 0.5, "low": 0.4, "high": 0.6}, None]},
+            {"key": "peak_ram_bytes", "name": "RAM, peak", "unit": "bytes", "values": [2**30, 3 * 2**30, None],
+             "ratios": [None, None, None]},
+            {"key": "tokens_from_ram", "name": "  from RAM", "unit": "", "values": [None] * 3, "ratios": [None] * 3},
+            {"key": "median_ttft_ms", "name": "not shown", "unit": "ms", "values": [1.0] * 3, "ratios": [None] * 3},
+        ],
+        "results": [{"gpu": "G", "driver": "1", "versions": {"vllm": "2"}}],
+    }  # fmt: skip
+    table = command_tables.experiment(result)
+    assert "| TTFT, mean, ms | 100 | 50, ×0.5 (0.4–0.6) | – |\n| RAM, peak, GiB | 1 | 3 | – |\n" in table
+    assert "not shown" not in table and "from RAM" not in table
+    where = command_tables.experiment_where(result)
+    assert where.startswith("G, driver 1, vllm 2, commit 0123456\n")
+    assert where.endswith("- 3 of 4 answers of b are those of a\n- c did not run: no room\n- a note\n")

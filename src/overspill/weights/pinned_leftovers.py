@@ -41,7 +41,7 @@ def return_leftovers() -> int:
         return 0
     before = _pinned_bytes()
     # PyTorch 2.11 has it under another name.
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # type: ignore[attr-defined]
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
     empty()
     return before - _pinned_bytes()
 

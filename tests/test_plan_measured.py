@@ -1,0 +1,75 @@
+"""What plans say today of engines that were measured (benchmarks/results/prediction-h200.json)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overspill.hardware import parse_gpu, parse_ram
+from overspill.hardware.stated import parse_link
+from overspill.kv.sizes import parse_size
+from overspill.model.config import Config
+from overspill.model.describe import describe
+from overspill.planning.planner import Plan, make_plan
+from overspill.planning.ways import Way
+from overspill.planning.wishes import Wishes
+from tests import model_configs as models
+
+RESULT = Path(__file__).parents[1] / "benchmarks/results/prediction-h200.json"
+CASES: list[dict[str, Any]] = json.loads(RESULT.read_text())["cases"]
+CONFIGS = {
+    "llama-3.1-8b": models.llama_3_1_8b(),
+    "olmo-2-7b": models.olmo_2_7b(),
+    "qwen3-coder-30b-a3b": models.qwen3_coder_30b_a3b(),
+}
+LINK = "55.1GB/s"  # as measured there
+
+
+def name(case: dict[str, Any]) -> str:
+    return f"{case['model']}, {case['gpu_memory']}, {case['max_model_len']}"
+
+
+def planned(case: dict[str, Any]) -> tuple[Plan, Way]:
+    facts = describe(Config(CONFIGS[case["model"]], where="config.json"), None, name=case["model"])
+    wishes = Wishes(
+        max_model_len=case["max_model_len"], gpu_memory_bytes=parse_size(case["gpu_memory"]),
+        enforce_eager=case["enforce_eager"], offload_ram_bytes=0,
+    )  # fmt: skip
+    gpu = replace(parse_gpu("h200"), link=parse_link(LINK))
+    plan = make_plan(facts, gpu, parse_ram(case["ram"]), wishes)
+    assert plan.chosen is not None
+    return plan, plan.chosen
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_gpu_memory_is_what_was_measured(case: dict[str, Any]) -> None:
+    plan, _ = planned(case)
+    assert plan.budget.used_bytes.value == pytest.approx(case["measured"]["gpu_bytes"], rel=0.03)
+    assert case["measured"]["gpu_bytes"] <= parse_size(case["gpu_memory"]), "the budget was kept"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_the_way_is_the_one_that_was_measured(case: dict[str, Any]) -> None:
+    assert planned(case)[1].name == case["predicted"]["way"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_the_longest_context_is_what_was_measured(case: dict[str, Any]) -> None:
+    """With as much in RAM as there was in the run."""
+    _, way = planned(case)
+    then = case["predicted"]
+    freed = way.weights.ram_bytes - then["weights_in_ram_bytes"]
+    kv_bytes = way.kv.resident_bytes - freed + then["spilled_kv_bytes"]
+    tokens = (kv_bytes // way.geometry.bytes_per_block - 1) * way.geometry.block_size
+    assert tokens == pytest.approx(case["measured"]["capacity_tokens"], rel=0.03)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_decoding_is_as_fast_as_was_measured(case: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    if name(case) == "olmo-2-7b, 16GB, 4096" and case["enforce_eager"]:
+        # Without graphs, Transformers' modules launch slower than vLLM's own; the plan does not know by how much.
+        request.applymarker(pytest.mark.xfail(strict=True))
+    _, way = planned(case)
+    assert way.decode_tokens_per_s.value == pytest.approx(case["measured"]["decode_tokens_per_s"], rel=0.15)
