@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from overspill.manager.engines.process import EngineProcess, identify
 from overspill.manager.engines.states import State
 from overspill.manager.gateway.bodies import model_of, renamed
 from overspill.registry import add_model, edit_model
+from tests.certificates import make_certificate
 from tests.manager_process import IMPATIENT, Place, eventually, gateway, managing, of_folder
 
 
@@ -311,13 +311,7 @@ class OverTls(OwnProcesses):
 
 def test_an_engine_that_speaks_tls_is_asked_over_tls(place: Place) -> None:
     """It was asked in plain text, and so was starting for ever."""
-    certificate = place.folder / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-         "-subj", "/CN=gpu.example", "-keyout", str(certificate), "-out", str(place.folder / "public.pem")],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    certificate.write_text(certificate.read_text() + (place.folder / "public.pem").read_text())
+    certificate = make_certificate(place.folder)
     place.add("a", behaviour={"certificate": str(certificate), "token_s": 0.02})
 
     async def run(served: Served) -> None:

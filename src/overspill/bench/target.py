@@ -13,6 +13,7 @@ import httpx
 from overspill.bench.errors import BenchError, CannotBench
 from overspill.registry.names import nearest
 from overspill.serve.address import listener_on
+from overspill.tls import client_context
 
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 
@@ -112,11 +113,18 @@ def ask(target: Target, path: str) -> httpx.Response:
     """One GET. Raises `CannotBench` if nobody answers."""
     try:
         # A proxy of the environment would be measured too.
-        with httpx.Client(timeout=_TIMEOUT, headers=target.headers, trust_env=False) as client:
+        with httpx.Client(
+            timeout=_TIMEOUT, headers=target.headers, trust_env=False, verify=client_context(target.url) or True
+        ) as client:
             return client.get(target.url + path)
     except httpx.InvalidURL as error:
         raise BenchError(f"{target.url} is not an address: {error}") from error
     except httpx.ConnectError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise CannotBench(
+                f"the certificate of {target.url} is not one that this machine trusts ({error}); name the file of its "
+                "authority, or the certificate itself, in SSL_CERT_FILE"
+            ) from error
         raise CannotBench(
             f"no server answers at {target.url} ({error}); start one with overspill serve MODEL, or name its address"
         ) from error

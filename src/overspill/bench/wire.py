@@ -5,10 +5,11 @@ whole core, and what it measures is itself.
 """
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
+
+from overspill.tls import client_context
 
 _READ_BYTES = 1 << 16
 _LONGEST_HEAD = 1 << 16
@@ -28,14 +29,13 @@ class Wire:
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
-        self._is_tls = parts.scheme == "https"
         self._host = parts.hostname or ""
-        self._port = parts.port or (443 if self._is_tls else 80)
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._path = parts.path
         lines = {"Host": parts.netloc, "Content-Type": "application/json", "Accept": "text/event-stream", **headers}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[tuple[_Connection, float]] = []
-        self._tls = ssl.create_default_context() if self._is_tls else None
+        self._tls = client_context(url)
 
     async def post(self, path: str, body: bytes, on_data: OnData) -> tuple[int, bytes]:
         """Status, and the body unless it is 200; of that, `on_data` gets each piece and when it began to arrive."""

@@ -4,17 +4,15 @@ Not httpx: its parser and its layers cost more for each token than everything el
 """
 
 import asyncio
-import ssl
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from overspill.serve.address import is_loopback
+from overspill.tls import client_context
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -207,8 +205,8 @@ class Upstream:
             connection.close()
         try:
             async with asyncio.timeout(_CONNECT_S):
-                loop = asyncio.get_running_loop()
-                _, made = await loop.create_connection(lambda: Connection(host, port), host, port, ssl=_tls(url))
+                loop, tls = asyncio.get_running_loop(), client_context(url)
+                _, made = await loop.create_connection(lambda: Connection(host, port), host, port, ssl=tls)
         except (OSError, TimeoutError) as error:
             raise UpstreamLost(f"it cannot be reached at {url}: {error or 'no answer'}") from error
         return made
@@ -251,18 +249,3 @@ class Upstream:
 def address(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def _tls(url: str) -> ssl.SSLContext | None:
-    parts = urlsplit(url)
-    return _context(is_verified=not is_loopback(parts.hostname or "")) if parts.scheme == "https" else None
-
-
-@cache
-def _context(*, is_verified: bool) -> ssl.SSLContext:
-    """A certificate is for the names by which clients call an engine; here it is this machine's own, which is known by
-    its process."""
-    context = ssl.create_default_context()
-    if not is_verified:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context

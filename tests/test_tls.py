@@ -1,0 +1,65 @@
+"""Servers over TLS, with certificates of their own making."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from overspill import tls
+from overspill.bench.errors import CannotBench
+from overspill.bench.target import Target, ask
+from overspill.bench.wire import Broken, Wire
+from tests.certificates import make_certificate
+from tests.managed import free_port
+
+FAKE_SERVER = Path(__file__).parent / "fake_server.py"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    behaviours, port = tmp_path / "behaviours.json", free_port()
+    behaviours.write_text(json.dumps({"a": {"certificate": str(make_certificate(tmp_path, "127.0.0.1"))}}))
+    command = [sys.executable, "-S", str(FAKE_SERVER), str(behaviours), "a", "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline(), "it is there"
+        yield f"https://127.0.0.1:{port}"
+        process.kill()
+
+
+def complete(url: str) -> tuple[int, list[bytes]]:
+    async def run() -> tuple[int, list[bytes]]:
+        pieces: list[bytes] = []
+        wire = Wire(url, {})
+        try:
+            body = json.dumps({"model": "a", "prompt": "x", "max_tokens": 2, "stream": True}).encode()
+            status, _ = await wire.post("/v1/completions", body, lambda data, _: pieces.append(data))
+        finally:
+            wire.close()
+        return status, pieces
+
+    return asyncio.run(run())
+
+
+def test_a_server_on_this_machine_is_measured_whatever_its_certificate(server: str) -> None:
+    """It was refused, although the manager takes it."""
+    assert ask(Target(url=server, model="a"), "/v1/models").json()["data"][0]["id"] == "a"
+    status, pieces = complete(server)
+    assert status == 200 and b"a-1 " in b"".join(pieces)
+
+
+def test_a_certificate_from_elsewhere_must_be_trusted(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "is_loopback", lambda host: False)
+    with pytest.raises(CannotBench, match="in SSL_CERT_FILE"):
+        ask(Target(url=server, model="a"), "/v1/models")
+    with pytest.raises(Broken, match="CERTIFICATE_VERIFY_FAILED"):
+        complete(server)
+
+
+def test_plain_http_has_no_context() -> None:
+    assert tls.client_context("http://127.0.0.1:8000") is None
+    here, elsewhere = tls.client_context("https://localhost"), tls.client_context("https://gpu.example")
+    assert here is not None and elsewhere is not None and here is not elsewhere and elsewhere.check_hostname
