@@ -171,6 +171,16 @@ def test_experts_in_ram_are_read_where_they_lie() -> None:
     assert float(arguments[arguments.index("--cpu-offload-gb") + 1]) * GIB <= best.weights.ram_bytes
 
 
+def test_ram_for_weights_is_told_with_what_loading_takes() -> None:
+    prefetched = plan(LLAMA_8B, "16GB", "24GiB", 16384)
+    assert prefetched.chosen is not None and not prefetched.chosen.weights.is_uva
+    assert "5.63 GiB pinned, 11.3 GiB while they are loaded" in plan_as_text(prefetched)
+    # Less RAM than loading takes: the GPU reads the weights itself, which are pinned once.
+    tight = plan(LLAMA_8B, "12GB", "14GiB", 8192)
+    assert tight.chosen is not None and tight.chosen.weights.is_uva
+    assert "8.91 GiB pinned\n" in plan_as_text(tight)
+
+
 def test_reads_in_ram_are_not_named_where_prefetching_wins() -> None:
     made = plan(LLAMA_8B, "16GiB", "64GiB", 16384)
     assert any(way.weights.ram_bytes for way in made.ways)

@@ -7,6 +7,7 @@ from overspill.planning.planner import Plan
 from overspill.planning.refusal import need_and_have, remedies
 from overspill.planning.report import concurrency_lengths
 from overspill.planning.ways import SHORT_TOKENS, Way
+from overspill.planning.weights import WeightOffload
 
 _LABEL, _VALUE = 18, 10
 
@@ -42,7 +43,7 @@ def _division(plan: Plan, way: Way) -> list[str]:
         (
             "  weights",
             way.weights.ram_bytes,
-            f"read over the link in every step; take {format_size(way.weights.pinned_bytes)} pinned",
+            f"read over the link in every step; take {_pinned(way.weights)}",
         ),
         ("  KV spilled", way.kv.spilled_bytes, "of requests that do not fit on the GPU"),
         ("  KV offloaded", way.offload_bytes, "of conversations that are kept warm"),
@@ -52,6 +53,13 @@ def _division(plan: Plan, way: Way) -> list[str]:
         for label, size, note in rows
         if size or not label.startswith(" ")
     ]
+
+
+def _pinned(weights: WeightOffload) -> str:
+    taken = f"{format_size(weights.pinned_bytes)} pinned"
+    if weights.loading_bytes == weights.pinned_bytes:
+        return taken
+    return f"{taken}, {format_size(weights.loading_bytes)} while they are loaded"
 
 
 def _ways(plan: Plan, chosen: Way) -> list[str]:
