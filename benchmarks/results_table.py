@@ -175,6 +175,18 @@ def scheduler_cell(row: Json) -> str:
     return f"{number(row['connector_microseconds'])}, {number(mean)}, {number(p99)}"
 
 
+def spill_price(result: Json) -> str:
+    """Of the first model, by length: the time to the first token, and the time for each after it."""
+    rows = []
+    for one in result["summary"][0]["lengths"]:
+        cells = [f"{one['length']:,}", number(one["kv_bytes"] / 1e9)]
+        for key, scale in (("ttft", 1.0), ("tpot", 1000.0)):
+            cells += [number(scale * one[life][key]["median"]) for life in ("spill", "gpu")]
+        rows.append(cells)
+    head = ["tokens", "KV, GB", "TTFT, s: spill", "on the GPU", "each token, ms: spill", "on the GPU"]
+    return markdown(head, rows)
+
+
 def hardware(result: Json) -> str:
     """Under a table: where and with what it was measured."""
     machine, versions, settings = result["hardware"], result["versions"], result["settings"]
@@ -229,6 +241,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "ab": ("ab", command_tables.experiment),
     "ab-where": ("ab", command_tables.experiment_where),
     "verify": ("verify", command_tables.verification),
+    "spill-price": ("spill", spill_price),
     **{f"spill-{name}": ("spill", partial(spill_tables.part, name)) for name in spill_tables.PARTS},
 }
 

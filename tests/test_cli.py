@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from overspill import __version__
 from overspill.cli import app
 
 
@@ -151,3 +152,8 @@ def test_every_flag_of_plan_is_documented_and_every_documented_one_exists() -> N
     flags = set(re.findall(r"--[a-z-]+", overspill("plan", "--help").stdout)) - {"--help"}
     documented = set(re.findall(r"^\| `(--[a-z-]+)`", page, re.MULTILINE))
     assert documented == flags
+
+
+def test_the_version_is_told() -> None:
+    answer = CliRunner().invoke(app, ["--version"])
+    assert answer.exit_code == 0 and answer.stdout == f"overspill {__version__}\n"

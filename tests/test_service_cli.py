@@ -75,6 +75,13 @@ def test_settings_of_the_environment_and_the_file_are_written_down(llama: Path, 
     assert command[command.index("--port") + 1] == "9001" and command[command.index("--host") + 1] == "127.0.0.2"
 
 
+def test_a_service_of_ones_own_has_ones_own_folders(llama: Path, tmp_path: Path) -> None:
+    """Its status and its runs were written elsewhere, where `ps` and the manager did not see them."""
+    state = str(tmp_path / "state")
+    unit = overspill("service", "print", str(llama), *SMALL, XDG_STATE_HOME=state).stdout
+    assert f"XDG_STATE_HOME={state}" in unit and "XDG_CONFIG_HOME=/nonexistent" in unit
+
+
 def test_ram_that_is_given_stays_the_limit_of_the_plan(llama: Path) -> None:
     told = printed(str(llama), *SMALL, "--ram", "6GiB")
     command = told["command"]

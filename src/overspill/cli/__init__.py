@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import overspill
 from overspill.cli.benching import bench
 from overspill.cli.comparing import ab
 from overspill.cli.configuration import config
@@ -26,12 +27,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Makes a GPU behave as if it had the machine's RAM, on stock vLLM.",
 )
-app.command(epilog="Example: overspill plan Qwen/Qwen3-8B --max-model-len 128k --gpu rtx4090 --ram 64GiB")(plan)
 app.command(
-    epilog="Example: overspill serve Qwen/Qwen3-8B --max-model-len 128k --served-model-name qwen",
+    epilog="Example: overspill plan meta-llama/Llama-3.1-8B-Instruct --max-model-len 128k --gpu rtx4090 --ram 64GiB"
+)(plan)
+app.command(
+    epilog="Example: overspill serve meta-llama/Llama-3.1-8B-Instruct --max-model-len 128k --served-model-name llama",
     context_settings=PASS_ON,
 )(serve)
-app.command(epilog="Example: overspill verify Qwen/Qwen3-8B --max-model-len 128k")(verify)
+app.command(epilog="Example: overspill verify meta-llama/Llama-3.1-8B-Instruct --max-model-len 128k")(verify)
 app.command(epilog="Example: overspill bench --workload multi-turn:conversations=32 --expect offload")(bench)
 app.command(epilog='Example: overspill ab Qwen/Qwen3-8B --a none --b native:8GiB --c "--ram 8GiB"')(ab)
 app.command(epilog="Example: overspill tune Qwen/Qwen3-8B --goal throughput --max-model-len 32k --budget 20m")(tune)
@@ -45,8 +48,18 @@ app.add_typer(results, name="results")
 app.add_typer(service, name="service")
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"overspill {overspill.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """A command is always named, even while there is only one."""
 
 

@@ -54,7 +54,7 @@ _SETTINGS = (
 _SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
 
 
-@models.command(epilog="Example: overspill models add qwen --source Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB")
+@models.command(epilog="Example: overspill models add qwen --source Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB")
 @with_flags("settings", _SETTINGS)
 def add(settings: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> None:
     """Adds a model; without --source, the name is the repository. What is not set is left to the environment,

@@ -50,7 +50,7 @@ _of_the_manager = with_flags(
 )
 
 
-@service.command("print", epilog="Example: overspill service print Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB")
+@service.command("print", epilog="Example: overspill service print Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB")
 @with_settings(_SETTINGS)
 def print_units(
     values: dict[str, Value],
@@ -68,7 +68,7 @@ def print_units(
     _print(planned, folder, told if as_json else None)
 
 
-@service.command(epilog="Example: overspill service install Qwen/Qwen3-8B --max-model-len 128k --ram 64GiB --now")
+@service.command(epilog="Example: overspill service install Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB --now")
 @with_settings(_SETTINGS)
 def install(
     values: dict[str, Value],
@@ -245,7 +245,8 @@ def _planned(
     named, values = find_named(model, values)
     adopted = adopt(values, vllm_args, registered=named.vllm_args)
     settings = adopted.settings
-    environment = kept_environment(sys.executable, os.environ)
+    for_oneself = user in (None, getpass.getuser())
+    environment = kept_environment(sys.executable, os.environ, for_oneself=for_oneself)
     registered = named.name if named.is_registered else None
     try:
         plan = plan_for(named.source, settings)

@@ -12,8 +12,6 @@ from overspill.service.units import Mode, UnitFile
 from overspill.settings import SETTINGS
 
 UNIT = "overspill-manager.service"
-# Where the registry and the settings of the one who installs it are; somebody else has others.
-_OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_STATE_HOME")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +46,12 @@ def manager_service(
 
 def manager_environment(program: str, environment: Mapping[str, str], *, for_oneself: bool) -> dict[str, str]:
     """Engines are planned when they start, so that what decides their plans is kept too, and no secret."""
-    kept = kept_environment(program, environment)
+    kept = kept_environment(program, environment, for_oneself=for_oneself)
     if not for_oneself:
         return kept
     # A GPU that is only planned for is none to serve on; and nobody leaves `--force` switched on.
     settings = [one.variable for one in SETTINGS if one.name not in ("gpu", "force")]
-    kept |= {name: environment[name] for name in (*_OWN_FOLDERS, *settings) if environment.get(name)}
+    kept |= {name: environment[name] for name in settings if environment.get(name)}
     if not left_out(environment, for_oneself=True) and environment.get(DATABASE_URL):
         kept[DATABASE_URL] = environment[DATABASE_URL]
     return kept

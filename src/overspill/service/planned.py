@@ -17,6 +17,9 @@ _KEPT_VARIABLES = (
     "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
     "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME",
 )  # fmt: skip
+# Where the registry, the settings and the status of running servers are, of the one who installs it; somebody else has
+# others.
+_OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_STATE_HOME")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -101,8 +104,9 @@ def other_users_registry(user: str | None, asking: str) -> list[str]:
     ]
 
 
-def kept_environment(program: str, environment: Mapping[str, str]) -> dict[str, str]:
+def kept_environment(program: str, environment: Mapping[str, str], *, for_oneself: bool) -> dict[str, str]:
     """What the unit sets. Kernels are compiled with tools that are installed beside Python (ninja), and with the
     system's."""
-    kept = {name: environment[name] for name in _KEPT_VARIABLES if environment.get(name)}
+    names = (*_KEPT_VARIABLES, *_OWN_FOLDERS) if for_oneself else _KEPT_VARIABLES
+    kept = {name: environment[name] for name in names if environment.get(name)}
     return {"PATH": f"{Path(program).parent}:{_SYSTEM_PATH}", **kept}

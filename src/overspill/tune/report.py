@@ -4,14 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.experiment.intervals import Ratio, centre
+from overspill.experiment.intervals import centre
 from overspill.experiment.measures import BY_KEY, Better, Measure
 from overspill.experiment.text import aligned
 from overspill.registry import Result
 from overspill.tune.candidates import Candidate
 from overspill.tune.definition import Definition
 from overspill.tune.goals import Goal, measure_of
-from overspill.tune.search import NEAR, Scores, is_near, losses_of, nearest, shared_repeats, standing
+from overspill.tune.search import (
+    NEAR,
+    Scores,
+    better_percent,
+    is_near,
+    losses_of,
+    nearest,
+    shared_repeats,
+    standing,
+    worse_percent,
+)
 from overspill.tune.trials import INTERRUPTED
 
 _SHOWN = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "load_s", "peak_gpu_bytes", "peak_ram_bytes")
@@ -112,8 +122,10 @@ class Report:
             return "not finished"
         if (loss := losses[candidate.label]) is None:  # the best, and the winner is simpler
             given_up = losses[self.winner.label]
-            return f"{_percent(given_up)} better, and not as simple"
-        return f"{_percent(loss)} worse than the best{', and not as simple' if is_near(loss) else ''}"
+            gained = better_percent(given_up.value, self._better) if given_up is not None else 0.0
+            return f"{_percent(gained)} better, and not as simple"
+        lost = worse_percent(loss.value, self._better)
+        return f"{_percent(lost)} worse than the best{', and not as simple' if is_near(loss) else ''}"
 
     def _why(self) -> str:
         if self.definition.goal is Goal.CONTEXT or self.winner is None:
@@ -147,8 +159,8 @@ class Report:
         return centre(values) if values else None
 
 
-def _percent(loss: Ratio | None) -> str:
-    return f"{100 * (loss.value - 1):.2g} %" if loss is not None else "0 %"
+def _percent(value: float) -> str:
+    return f"{value:.2g} %"
 
 
 def scores_of(definition: Definition, results: Sequence[Result]) -> Scores:

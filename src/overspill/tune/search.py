@@ -116,7 +116,7 @@ def _losers(
         loss = _loss(values, best, each, better) if each is not best else None
         is_far = loss is not None and repeat <= len(MARGINS) and loss.value > MARGINS[repeat - 1]
         if loss is not None and (is_far or is_worse(loss)):
-            out[each.label] = f"{_times(loss.value)} than {best.label}"
+            out[each.label] = f"{worse_percent(loss.value, better):.0f} % worse than {best.label}"
     left = [each for each in alive if each.label not in out]
     if not is_last and len(left) > 2:
         kept = _ordered(left, values, better)[: max(2, math.ceil(len(alive) / 2))]
@@ -141,8 +141,14 @@ def _loss(values: Mapping[str, Mapping[int, float]], best: Candidate, other: Can
     return paired_ratio(theirs, ours) if better is Better.HIGHER else paired_ratio(ours, theirs)
 
 
-def _times(loss: float) -> str:
-    return f"{100 * (loss - 1):.0f} % worse"
+def worse_percent(loss: float, better: Better) -> float:
+    """Of a rate at most 100: half the rate is 50 % worse, and twice the time 100 %."""
+    return 100 * (1 - 1 / loss if better is Better.HIGHER else loss - 1)
+
+
+def better_percent(loss: float, better: Better) -> float:
+    """How much better the best is than what has this loss."""
+    return 100 * (loss - 1 if better is Better.HIGHER else 1 - 1 / loss)
 
 
 def _steps_left(missing: int, alive: int, rounds: int) -> int:
