@@ -55,6 +55,7 @@ def test_lengths_as_people_write_them(text: object, tokens: int) -> None:
         ("max_model_len", "12.5k", "not a number of tokens"),
         ("max_model_len", True, "not a number of tokens"),
         ("ram", "-1GiB", "is not a size"),
+        ("ram", "64", "64 without a unit is 64 bytes; write for example 64GiB"),
         ("ram", "24 gigs", "is not a size"),
         ("gpu_memory", "", "is not a size"),
         ("port", "0", "ports are 1 to 65535"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import parse_size
+from overspill.kv.sizes import MiB, parse_size
 from overspill.planning.wishes import AT_ONCE, MAX_NUM_SEQS
 
 
@@ -34,6 +34,9 @@ def _size(text: object) -> int:
     size = parse_size(text)
     if size < 0:
         raise OverspillError(f"a size cannot be negative, got {text!r}; write for example 24GiB")
+    # Nobody means 64 bytes.
+    if 0 < size < MiB and str(text).strip().isdigit():
+        raise OverspillError(f"{text} without a unit is {size} bytes; write for example {text}GiB")
     return size
 
 
