@@ -210,7 +210,7 @@ def test_an_argument_that_nobody_has_is_refused_before_the_model_is_read() -> No
 def test_what_does_not_fit_is_refused_with_need_have_and_what_would_work(llama: Path) -> None:
     too_much = {**SMALL, "max_model_len": "32k", "gpu_memory": "4MiB"}
     for function in (overspill.engine_args, overspill.LLM):
-        with pytest.raises(overspill.DoesNotFit, match=r"it needs .*; there is 4 MiB of GPU memory.*Longest") as raised:
+        with pytest.raises(overspill.DoesNotFit, match=r"it needs .*; there is 4 MiB of that.*Longest") as raised:
             function(str(llama), **too_much)
         assert isinstance(raised.value, overspill.OverspillError)
         assert 0 < raised.value.plan.longest_context < 32768

@@ -46,6 +46,13 @@ def test_derived_weights_are_those_of_the_published_checkpoint(config: dict[str,
     assert weights.source is Origin.DERIVED
 
 
+def test_what_is_not_quantised_takes_what_vllm_runs_it_in_where_the_config_does_not_say() -> None:
+    """gpt-oss-20b was 16.2 GiB: its attention and embeddings were taken for float32."""
+    config = {key: value for key, value in models.gpt_oss_20b().items() if key != "torch_dtype"}
+    facts = derive(config)
+    assert facts.dtype == "bfloat16" and facts.weights.total_bytes == 13_761_264_768
+
+
 def test_what_vllm_reports_after_loading_is_what_is_derived() -> None:
     # "Model loading took 13.5958 GiB", says a user's log of OLMo-2-7B: a megabyte more, for tables of rotary positions.
     assert derive(models.olmo_2_7b()).weights.total_bytes / GiB == pytest.approx(13.5958, abs=0.002)

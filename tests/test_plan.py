@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from overspill.figures import Origin
 from overspill.hardware import parse_gpu, parse_ram
+from overspill.hardware.stated import parse_link
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
 from overspill.model.config import Config
@@ -113,6 +115,38 @@ def test_a_smaller_kv_dtype_is_offered_but_not_recommended_over_an_exact_way() -
     assert any(way.kv_cache_dtype == "fp8" for way in made.ways)
     asked = plan(LLAMA_8B, "24GiB", "128GiB", 131072, kv_cache_dtype="fp8")
     assert asked.recommended is not None and asked.recommended.kv_cache_dtype == "fp8"
+
+
+def test_what_fits_with_rounded_kv_only_is_refused_and_the_refusal_says_how_it_would_fit() -> None:
+    """A plan of Llama-3.1-8B for a 24 GB card and 10 GiB of RAM recommended KV in fp8, and serve started it."""
+    made = plan(LLAMA_8B, "rtx4090", "10GiB", 131072)
+    assert made.recommended is None and made.chosen is None
+    assert made.ways and not any(way.is_exact for way in made.ways), "told all the same"
+    said, told, text = refusal(made), plan_as_json(made), plan_as_text(made)
+    for part in ("--kv-cache-dtype fp8, which rounds KV and so may change answers", "--ram 15GiB", "--gpu rtx5090",
+                 f"--max-model-len {made.longest_context}"):  # fmt: skip
+        assert part in said and part in text
+    assert not told["fits"] and not told["forced"] and "vllm_args" not in told
+    assert told["ways"] and not any(way["recommended"] or way["is_exact"] for way in told["ways"])
+    assert "does not fit by any way that changes no token" in text and "KV spilled to RAM, KV in fp8" in text
+    assert "*" not in text and not made.warnings
+    asked = plan(LLAMA_8B, "rtx4090", "10GiB", 131072, kv_cache_dtype="fp8").recommended
+    assert asked is not None and asked.kv_cache_dtype == "fp8", "as the refusal says"
+    assert "--kv-cache-dtype" not in refusal(plan(LLAMA_8B, "2GiB", "10GiB", 131072)), "where that does not help"
+
+
+def test_rounded_kv_is_forced_with_a_warning() -> None:
+    made = plan(LLAMA_8B, "rtx4090", "10GiB", 131072, force=True)
+    way = made.chosen
+    assert made.recommended is None and way is made.forced is made.lossy is made.ways[0]
+    assert way is not None and "--kv-cache-dtype" in vllm_args(made, way)
+    assert len(made.warnings) == 1 and "KV in fp8, which rounds it and so may change answers" in made.warnings[0]
+    told = plan_as_json(made)
+    assert told["forced"] and not told["fits"] and not any(one["recommended"] for one in told["ways"])
+    assert "* KV spilled to RAM, KV in fp8" in plan_as_text(made) and "* forced." in plan_as_text(made)
+    # Where an exact way fits, there is nothing to force.
+    exact = plan(LLAMA_8B, "rtx4090", "16GiB", 131072, force=True)
+    assert exact.forced is None and exact.lossy is None and exact.chosen is exact.recommended is not None
 
 
 def test_speeds_from_a_table_are_called_assumed() -> None:
@@ -249,6 +283,26 @@ def test_what_is_forced_is_the_nearest_way() -> None:
 def test_a_context_beyond_the_models_own_is_warned_of() -> None:
     made = plan(OLMO_7B, "h200", "128GiB", 8192)
     assert made.recommended is not None and "--max-model-len 4096" in made.warnings[0]
+
+
+def test_no_longer_context_is_advised_than_the_model_was_made_for() -> None:
+    """509,936 tokens would fit in RAM, and vLLM refuses them."""
+    made = plan(LLAMA_8B, "rtx4090", "64GiB", 1_048_576)
+    assert made.recommended is None and made.longest_context > 131072
+    assert "--max-model-len 131072." in refusal(made) and str(made.longest_context) not in refusal(made)
+
+
+def test_weights_that_must_be_on_the_gpu_once_are_told_as_the_reason() -> None:
+    """OLMo-2-7B and 12 GB: "use a smaller or a quantised model" was said, while larger ones of other classes fit."""
+    made = plan(OLMO_7B, "rtx3060", "256GiB", 1024)
+    said = refusal(made)
+    assert "Olmo2ForCausalLM through Transformers" in said and "smaller or a quantised model" not in said
+    needed = re.search(r"the weights \(13\.6 GiB\) must fit there once\. That needs ([\d.]+) GiB of GPU memory", said)
+    assert needed is not None
+    for size, fits in ((float(needed[1]) + 0.1, True), (float(needed[1]) - 0.1, False)):
+        assert (plan(OLMO_7B, f"{size}GiB", "256GiB", 1024).recommended is not None) == fits
+    assert plan(LLAMA_8B, "rtx3060", "256GiB", 1024).recommended is not None
+    assert "Transformers" not in refusal(plan(LLAMA_8B, "2GiB", "256GiB", 1024))
 
 
 # What a run has measured.
@@ -505,6 +559,16 @@ def test_the_json_has_bytes_as_integers() -> None:
         "131072": 1, "8192": 16,
     }  # fmt: skip
     assert told["vllm_args"][:2] == ["--max-model-len", "131072"] and told["decode_tokens_per_s"] > 0
+
+
+def test_the_link_that_speeds_come_from_is_told() -> None:
+    made = plan(LLAMA_8B, "rtx4090", "128GiB", 131072)
+    assert re.search(r"^link +26\.8 GB/s   assumed, 85% of PCIe 4\.0 x16; --link", plan_as_text(made), re.MULTILINE)
+    rate = made.gpu.link.h2d_bytes_per_second.value
+    told = plan_as_json(made)["link_bytes_per_s"]
+    assert told == {"value": rate, "origin": "assumed", "note": "85% of PCIe 4.0 x16"}
+    stated = replace(made, gpu=replace(made.gpu, link=parse_link("25GB/s")))
+    assert "25.0 GB/s   assumed, stated with --link\n" in plan_as_text(stated)
 
 
 def test_the_text_says_where_numbers_come_from() -> None:

@@ -1,5 +1,6 @@
 """Which device a plan is for, and the RAM beside it."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,9 @@ from overspill.planning import machine
 from overspill.planning.installed import Vllm, installed_vllm
 from overspill.planning.machine import find_device, plan_for
 from overspill.planning.profiles import Profile, fingerprint, remember
+from overspill.planning.refusal import refusal
+from overspill.planning.report import plan_as_json
+from overspill.planning.text import plan_as_text
 
 GIB = 2**30
 HERE = Vllm("0.32.0", is_cpu=False)
@@ -80,6 +84,28 @@ def test_a_stand_in_larger_than_ram_is_refused(has: Has) -> None:
 def test_the_vllm_here_is_found_without_loading_it() -> None:
     found = installed_vllm()
     assert found is not None and found.version.startswith("0.32")
+
+
+def test_without_a_gpu_a_refusal_does_not_speak_of_one(has: Has, llama: Path) -> None:
+    """It told of "GPU memory", of "this GPU" and of cards to buy, on a machine that was planned for without one."""
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    for gpu_memory in (4 << 20, 1 << 20):
+        made = plan_for(str(llama), {"gpu_memory": gpu_memory, "max_model_len": 32768, "ram": 8 * GIB})
+        assert made.recommended is None
+        for said in (refusal(made), plan_as_text(made)):
+            assert not re.search(r"GPU memory|this GPU|the GPU|[Cc]ard that|No card", said), said
+            assert "Planned for vLLM's CPU build" in said and "--gpu rtx4090" in said
+            assert "of RAM in place of a GPU's memory (--gpu-memory)" in said
+        assert "cards" not in plan_as_json(made)
+
+
+def test_without_a_gpu_nothing_is_said_to_be_on_one(has: Has, llama: Path) -> None:
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    for gpu_memory, way in ((40 << 20, "everything in memory"), (8 << 20, "KV spilled to RAM")):
+        made = plan_for(str(llama), {"gpu_memory": gpu_memory, "max_model_len": 8192, "ram": 8 * GIB})
+        text = plan_as_text(made)
+        assert f"* {way}" in text and "on the GPU" not in text and "Planned for vLLM's CPU build" in text
+        assert "link" not in text and "link_bytes_per_s" not in plan_as_json(made)
 
 
 def test_a_plan_takes_what_an_earlier_run_measured(

@@ -11,6 +11,11 @@ from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.speed import Load, Machine, prefill_s
+from overspill.tune.definition import Definition
+from overspill.tune.errors import CannotTune
+from overspill.tune.goals import Goal
+from overspill.tune.planned import define
+from overspill.tune.subject import Subject
 from tests import model_configs as models
 from tests.test_plan import LLAMA_8B, OLMO_7B, plan
 
@@ -59,6 +64,23 @@ def test_a_card_is_advised_with_the_ram_that_any_card_needs(llama_8b: str) -> No
     assert not made.ways and "alone: --gpu a4500 --ram 103GiB." in refusal(made), refusal(made)
     enough = planned(llama_8b, offload_ram=100 * GiB, gpu="a4500", ram=103 * GiB)
     assert enough.chosen is not None
+
+
+def test_what_fits_with_rounded_kv_only_is_tuned_if_that_is_allowed(llama_8b: str) -> None:
+    """Its candidates ask for fp8, which a server does not take by itself."""
+    subject = Subject(name="model", source=llama_8b)
+    given = {"gpu": "rtx4090", "ram": 10 * GiB, "max_model_len": 131_072}
+
+    def defined(**how: Any) -> Definition:
+        return define(subject, model="model", goal=Goal.TTFT, given=given, **how)
+
+    with pytest.raises(CannotTune, match="fit with KV in fp8 only, which may change answers; use --allow-fp8"):
+        defined()
+    found = {each.label: each for each in defined(allow_fp8=True).candidates}
+    assert next(iter(found)) == "plan" and "chunks of 4096" in found
+    for each in found.values():
+        assert each.settings["kv_cache_dtype"] == "fp8" and not each.is_exact
+        assert plan_for(llama_8b, {**given, **each.settings}).recommended is not None
 
 
 def test_short_chunks_wait_for_the_weights() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from overspill.kv.options import Options
 from overspill.planning.attempts import PROCESS_RAM_BYTES
-from overspill.service.planned import SERVER_RAM_BYTES, exact_size
+from overspill.service.planned import SERVER_RAM_BYTES
 from overspill.service.units import TEMPLATE
 
 GiB = 1 << 30
@@ -184,6 +184,6 @@ def test_every_flag_is_documented_and_every_documented_one_exists() -> None:
     ("size", "text"), [(0, "0B"), (3 * GiB, "3GiB"), (1 << 40, "1TiB"), (1536 << 20, "1536MiB"), (7, "7B")]
 )
 def test_sizes_are_written_exactly(size: int, text: str) -> None:
-    from overspill.kv.sizes import parse_size
+    from overspill.kv.sizes import exact_size, parse_size
 
     assert exact_size(size) == text and parse_size(text) == size

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from overspill.folders import state_folder
 from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import exact_size
 from overspill.settings import GivenBy, Value, with_registered
 
 if TYPE_CHECKING:
@@ -128,7 +129,6 @@ def _is_model_folder(name: str) -> bool:
 
 
 def _as_flag(value: Value) -> str:
-    from overspill.service.planned import exact_size
 
     if isinstance(value.value, bool):
         return value.setting.flag if value.value else f"--no-{value.setting.flag.removeprefix('--')}"

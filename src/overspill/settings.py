@@ -34,8 +34,8 @@ def _size(text: object) -> int:
     size = parse_size(text)
     if size < 0:
         raise OverspillError(f"a size cannot be negative, got {text!r}; write for example 24GiB")
-    # Nobody means 64 bytes.
-    if 0 < size < MiB and str(text).strip().isdigit():
+    # Nobody who writes 64 means bytes.
+    if isinstance(text, str) and text.strip().isdigit() and 0 < size < MiB:
         raise OverspillError(f"{text} without a unit is {size} bytes; write for example {text}GiB")
     return size
 

@@ -34,3 +34,11 @@ def format_size(num_bytes: int) -> str:
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.3g} {name}" if abs(num_bytes) < 1000 * unit else f"{num_bytes // unit} {name}"
     return f"{num_bytes} B"
+
+
+def exact_size(num_bytes: int) -> str:
+    """As people would write it, to the byte."""
+    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if num_bytes and num_bytes % unit == 0:
+            return f"{num_bytes // unit}{name}"
+    return f"{num_bytes}B"

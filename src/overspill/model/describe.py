@@ -34,7 +34,10 @@ def describe(
     num_layers = config.integer("num_hidden_layers")
     source = Origin.DERIVED if tensors is None else Origin.MEASURED
     if tensors is None:
-        tensors = derive_tensors(config, dtype=written, is_tied=is_tied, quantization=quantization.method)
+        # Of a quantised checkpoint sizes count as written, and nobody writes the rest of one in float32, which is what
+        # a config without a dtype would mean: it takes what vLLM runs it in.
+        rest = served if quantization.method is not None else written
+        tensors = derive_tensors(config, dtype=rest, is_tied=is_tied, quantization=quantization.method)
     weights = sort_weights(
         tensors,
         num_layers=num_layers,

@@ -1,6 +1,6 @@
 """All ways to serve a context on a machine, and which one to take."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from overspill.figures import Known
@@ -39,9 +39,9 @@ class Plan:
     ram_bytes: Known[int]
     """That may be taken."""
     ways: tuple[Way, ...]
-    """Fastest first, one of each kind."""
+    """Fastest first, one of each kind; those that round KV unasked among them."""
     forced: Way | None
-    """The nearest way where none fits and one was asked for with --force."""
+    """Where no exact way fits and one was asked for with --force: the best that rounds KV, or else the nearest."""
     longest_context: int
     """That fits by any of the exact ways."""
     longest_on_gpu: int
@@ -53,7 +53,7 @@ class Plan:
     need_gpu_bytes: int
     """Device memory with which it would fit without RAM, CUDA's context included."""
     cards: tuple[CardFit, ...]
-    """Where nothing fits exactly, or if asked for."""
+    """Where nothing fits exactly on a GPU, or if asked for."""
 
     @property
     def usable_gpu_bytes(self) -> Known[int]:
@@ -74,21 +74,13 @@ class Plan:
 
     @property
     def recommended(self) -> Way | None:
-        """Of those that change no token, or if there is none of all, the fastest at full length; among nearly as fast
-        ones, one that leaves weights on the GPU: spilled KV slows long requests only, weights in RAM every one. And
-        rather prefetched weights: with 16 requests at once these were 1.46 times as fast as those read in RAM."""
-        choice = [way for way in self.ways if way.is_exact] or list(self.ways)
-        if not choice:
-            return None
-        # That UVA reads only the experts that are chosen is reckoned, not measured: it must not slow every request
-        # where weights can stay. Where they cannot, it has little to lose: it was a quarter slower than prefetching.
-        if any(not way.weights.ram_bytes for way in choice):
-            choice = [way for way in choice if not way.weights.is_uva]
-        enough = _NEARLY * min(way.request_s for way in choice)
-        return min(
-            (way for way in choice if way.request_s <= enough),
-            key=lambda way: (way.weights.ram_bytes > 0, way.num_mechanisms, way.weights.is_uva, way.request_s),
-        )
+        """The best of those that change no token; None if there is none, whatever else would fit."""
+        return _best([way for way in self.ways if way.is_exact])
+
+    @property
+    def lossy(self) -> Way | None:
+        """Where no exact way fits: the best of those that round KV. Never started unasked."""
+        return None if any(way.is_exact for way in self.ways) else _best(self.ways)
 
     @property
     def chosen(self) -> Way | None:
@@ -104,11 +96,19 @@ class Plan:
                 f"{self.max_model_len:,} tokens are more than the {limit:,} the model was made for; vLLM refuses that "
                 f"unless its rope scaling allows it. Use --max-model-len {limit}"
             )
-        if self.ways and not any(way.is_exact for way in self.ways):
-            found.append("only with KV in fp8, which rounds it and so may change answers, does this context fit")
-        if self.recommended is None and self.forced is not None:
+        if self.forced is not None and self.lossy is None:
             found.append("it does not fit by this reckoning, and --force goes on with the nearest way")
+        if self.forced is not None and not self.forced.is_exact:
+            found.append(
+                f"no exact way fits, and --force goes on with KV in {self.forced.kv_cache_dtype}, which rounds it and "
+                "so may change answers"
+            )
         return tuple(found)
+
+    @property
+    def advised_context(self) -> int:
+        """The longest that fits and that the model was made for: vLLM refuses a longer one."""
+        return min(self.longest_context, self.facts.max_position_embeddings)
 
 
 def make_plan(
@@ -131,6 +131,7 @@ def make_plan(
     if not any(way.is_exact for way in ways):
         ways = _ways(setup, [*surely, *found])
     has_exact = any(way.is_exact for way in ways)
+    is_forced = wishes.force and not has_exact
     return Plan(
         facts=facts,
         gpu=gpu,
@@ -140,13 +141,13 @@ def make_plan(
         budget=budget,
         ram_bytes=ram_bytes,
         ways=ways,
-        forced=None if ways or not wishes.force else _nearest(setup, tried, found),
+        forced=_best(ways) or _nearest(setup, tried, found) if is_forced else None,
         longest_context=longest_context(setup, tried),
         longest_on_gpu=longest_context(setup, whole, within_ram=False),
         fitting_weights_ram=None if has_exact else _fitting_weights_ram(setup, budget),
         least_ram_bytes=least_ram_bytes(setup, tried),
         need_gpu_bytes=_need_gpu_bytes(setup, budget, whole),
-        cards=card_fits(setup) if wishes.cards or not has_exact else (),
+        cards=card_fits(setup) if wishes.cards or not (has_exact or platform.is_cpu) else (),
     )
 
 
@@ -185,6 +186,23 @@ def _sensible(ways: list[Way]) -> list[Way]:
         return not way.weights.is_uva or rival is None or way.request_s < rival
 
     return [way for way in ways if is_worth_naming(way)]
+
+
+def _best(ways: Sequence[Way]) -> Way | None:
+    """The fastest at full length; among nearly as fast ones, one that leaves weights on the GPU: spilled KV slows long
+    requests only, weights in RAM every one. And rather prefetched weights: with 16 requests at once these were 1.46
+    times as fast as those read in RAM."""
+    if not ways:
+        return None
+    # That UVA reads only the experts that are chosen was seen with one request; many choose nearly all. It must not
+    # slow every request where weights can stay. Where they cannot, it has little to lose.
+    if any(not way.weights.ram_bytes for way in ways):
+        ways = [way for way in ways if not way.weights.is_uva]
+    enough = _NEARLY * min(way.request_s for way in ways)
+    return min(
+        (way for way in ways if way.request_s <= enough),
+        key=lambda way: (way.weights.ram_bytes > 0, way.num_mechanisms, way.weights.is_uva, way.request_s),
+    )
 
 
 def _nearest(setup: Setup, tried: list[Attempt], found: list[Fit]) -> Way | None:

@@ -1,10 +1,19 @@
 """Why a context does not fit, and what would work."""
 
+from collections.abc import Iterator
+
 from overspill.kv.sizes import GiB, MiB, format_size
 from overspill.planning.attempts import PROCESS_RAM_BYTES
+from overspill.planning.budget import card_bytes
 from overspill.planning.card_fits import smallest_card
 from overspill.planning.installed import Vllm
 from overspill.planning.planner import Plan
+from overspill.planning.weight_choice import least_for_weights
+
+CPU_BUILD = (
+    "Planned for vLLM's CPU build, where --gpu-memory is RAM in place of a GPU's memory; to plan for a card, use --gpu "
+    "rtx4090 and leave --device cpu out"
+)
 
 
 def refusal(plan: Plan) -> str:
@@ -27,40 +36,89 @@ def wrong_build(plan: Plan, vllm: Vllm) -> str | None:
 
 
 def need_and_have(plan: Plan) -> tuple[str, str]:
-    on_gpu = f"{format_size(plan.need_gpu_bytes)} of GPU memory to be without RAM"
-    in_ram = plan.least_ram_bytes
-    need = on_gpu if in_ram is None else f"{on_gpu}, or {format_size(in_ram)} of RAM beside this GPU"
+    need, have, in_ram = plan.need_gpu_bytes, plan.budget.limit_bytes.value, plan.least_ram_bytes
+    if plan.platform.is_cpu:
+        needed = f"{format_size(need)} of RAM in place of a GPU's memory (--gpu-memory)"
+        beside, there = "beside that", f"{format_size(have)} of that"
+    else:
+        needed = f"{format_size(need)} of GPU memory to be without RAM"
+        beside, there = "beside this GPU", f"{format_size(have)} of GPU memory"
+    if in_ram is not None:
+        needed += f", or {format_size(in_ram)} of RAM {beside}"
     if in_ram is not None and plan.wishes.weights_ram_bytes:
-        need += f" with {format_size(plan.wishes.weights_ram_bytes)} of weights there, as asked"
-    have = f"{format_size(plan.budget.limit_bytes.value)} of GPU memory and {format_size(plan.ram_bytes.value)} of RAM"
-    return need, have
+        needed += f" with {format_size(plan.wishes.weights_ram_bytes)} of weights there, as asked"
+    return needed, f"{there} and {format_size(plan.ram_bytes.value)} of RAM" + (
+        " beside it" if plan.platform.is_cpu else ""
+    )
 
 
 def remedies(plan: Plan) -> list[str]:
-    found = []
-    own = PROCESS_RAM_BYTES + (plan.wishes.offload_ram_bytes or 0)
-    if plan.ram_bytes.value < own:
-        found.append(f"The engine's own process and --offload-ram need {format_size(own)} of RAM alone")
-    elif plan.longest_context:
-        found.append(f"Longest context that fits: --max-model-len {plan.longest_context}")
-    else:
-        found.append("No context fits beside the weights with this RAM: use a smaller or a quantised model")
+    found = [*_contexts(plan)]
     if plan.fitting_weights_ram is not None:
         found.append(f"It would fit with --weights-ram {_written(plan.fitting_weights_ram)}")
-    if plan.least_ram_bytes is None:
-        found.append("No amount of RAM is enough with this GPU")
-    elif plan.least_ram_bytes > plan.ram_bytes.value:
-        found.append(f"Least RAM that would do: --ram {-(-plan.least_ram_bytes // GiB)}GiB")
+    found += _amounts_of_ram(plan)
+    if (way := plan.lossy) is not None:
+        found.append(
+            f"It would fit with --kv-cache-dtype {way.kv_cache_dtype}, which rounds KV and so may change answers"
+        )
+    return [*found, *((CPU_BUILD,) if plan.platform.is_cpu else _cards(plan))]
+
+
+def _contexts(plan: Plan) -> Iterator[str]:
+    own = _own_ram_bytes(plan)
+    if plan.ram_bytes.value < own:
+        yield f"The engine's own process and --offload-ram need {format_size(own)} of RAM alone"
+    elif plan.longest_context > plan.advised_context:
+        yield f"Longest context that the model was made for: --max-model-len {plan.advised_context}"
+    elif plan.longest_context:
+        yield f"Longest context that fits: --max-model-len {plan.longest_context}"
+    elif plan.platform.is_cpu:
+        yield "No context fits beside the weights: give more with --gpu-memory, or use a smaller or a quantised model"
+    elif _whole_weights(plan) is None:
+        yield "No context fits beside the weights with this RAM: use a smaller or a quantised model"
+
+
+def _amounts_of_ram(plan: Plan) -> Iterator[str]:
+    least = plan.least_ram_bytes
+    if least is not None:
+        if least > plan.ram_bytes.value:
+            yield f"Least RAM that would do: --ram {-(-least // GiB)}GiB"
+    elif plan.platform.is_cpu:
+        yield "No amount of --ram is enough beside so little in place of a GPU's memory"
+    elif (why := _whole_weights(plan)) is not None:
+        yield f"No amount of RAM is enough with this GPU: {why}"
+    else:
+        yield "No amount of RAM is enough with this GPU"
+
+
+def _whole_weights(plan: Plan) -> str | None:
+    """Why weights cannot move to RAM, and what they need, where they must all be on the GPU before they do."""
+    least = least_for_weights(plan.facts)
+    if plan.platform.is_cpu or least <= plan.usable_gpu_bytes.value:
+        return None
+    needed = card_bytes(least, plan.budget.context_bytes.value, plan.wishes.gpu_memory_utilization)
+    return (
+        f"vLLM runs {plan.facts.architecture} through Transformers, which makes all layers on the GPU before any can "
+        f"move to RAM, so the weights ({format_size(plan.facts.weights.total_bytes)}) must fit there once. That needs "
+        f"{format_size(needed)} of GPU memory"
+    )
+
+
+def _cards(plan: Plan) -> Iterator[str]:
     with_ram, alone = (smallest_card(plan.cards, alone=alone) for alone in (False, True))
     if with_ram is not None and with_ram != alone:
-        found.append(f"Smallest card that would do with this RAM: --gpu {with_ram.key}")
+        yield f"Smallest card that would do with this RAM: --gpu {with_ram.key}"
     if alone is not None:
         # The process, and KV that is kept for later, need RAM beside any card.
+        own = _own_ram_bytes(plan)
         beside = f" --ram {-(-own // GiB)}GiB" if plan.ram_bytes.value < own else ""
-        found.append(f"Smallest card that would do alone: --gpu {alone.key}{beside}")
+        yield f"Smallest card that would do alone: --gpu {alone.key}{beside}"
     if with_ram is None and alone is None:
-        found.append("No card known here is large enough")
-    return found
+        yield "No card known here is large enough"
+
+
+def _own_ram_bytes(plan: Plan) -> int:
+    return PROCESS_RAM_BYTES + (plan.wishes.offload_ram_bytes or 0)
 
 
 def _written(amount: int) -> str:

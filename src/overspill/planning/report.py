@@ -36,9 +36,13 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "usable_gpu_bytes": as_json(plan.usable_gpu_bytes),
         "gpu_memory_utilization": plan.gpu_memory_utilization,
         "ram_bytes": as_json(plan.ram_bytes),
+        # Copies within RAM, on a CPU: no link, and none that a user could state.
+        **({} if plan.platform.is_cpu else {"link_bytes_per_s": as_json(plan.gpu.link.h2d_bytes_per_second)}),
         "max_num_seqs": plan.max_num_seqs,
         **(_way_as_json(plan, chosen) if chosen is not None else {}),
-        "ways": [{"name": way.name, "recommended": way is chosen, **_way_as_json(plan, way)} for way in plan.ways],
+        "ways": [
+            {"name": way.name, "recommended": way is plan.recommended, **_way_as_json(plan, way)} for way in plan.ways
+        ],
         **(_cards_as_json(plan) if plan.cards else {}),
     }
 

@@ -4,7 +4,7 @@ from overspill.figures import Known
 from overspill.kv.sizes import format_size
 from overspill.planning.card_fits import CardFit
 from overspill.planning.planner import Plan
-from overspill.planning.refusal import need_and_have, remedies
+from overspill.planning.refusal import CPU_BUILD, need_and_have, remedies
 from overspill.planning.report import concurrency_lengths
 from overspill.planning.ways import SHORT_TOKENS, Way
 from overspill.planning.weights import WeightOffload
@@ -17,9 +17,14 @@ def plan_as_text(plan: Plan) -> str:
     lines += [f"warning: {warning}" for warning in plan.warnings]
     if plan.recommended is None:
         need, have = need_and_have(plan)
-        lines += ["does not fit by any way that is known here", f"need: {need}", f"have: {have}", *remedies(plan)]
+        what = "is known here" if plan.lossy is None else "changes no token"
+        lines += [f"does not fit by any way that {what}", f"need: {need}", f"have: {have}", *remedies(plan)]
+    elif plan.platform.is_cpu:
+        lines.append(CPU_BUILD)
     if (chosen := plan.chosen) is not None:
-        lines += ["", *_division(plan, chosen), "", *_ways(plan, chosen), *_concurrency(plan, chosen)]
+        lines += ["", *_division(plan, chosen), *_link(plan), "", *_ways(plan, chosen), *_concurrency(plan, chosen)]
+    elif plan.ways:
+        lines += ["", *_link(plan), "", *_ways(plan, None)]
     if plan.wishes.cards:
         lines += ["", *_cards(plan.cards)]
     return "\n".join(lines)
@@ -45,7 +50,11 @@ def _division(plan: Plan, way: Way) -> list[str]:
             way.weights.ram_bytes,
             f"read over the link in every step; take {_pinned(way.weights)}",
         ),
-        ("  KV spilled", way.kv.spilled_bytes, "of requests that do not fit on the GPU"),
+        (
+            "  KV spilled",
+            way.kv.spilled_bytes,
+            f"of requests that do not fit {'in memory' if is_cpu else 'on the GPU'}",
+        ),
         ("  KV offloaded", way.offload_bytes, "of conversations that are kept warm"),
     ]
     return [
@@ -62,16 +71,38 @@ def _pinned(weights: WeightOffload) -> str:
     return f"{taken}, {format_size(weights.loading_bytes)} while they are loaded"
 
 
-def _ways(plan: Plan, chosen: Way) -> list[str]:
+def _link(plan: Plan) -> list[str]:
+    """What speeds of everything in RAM come from. A CPU has none: its copies are within RAM."""
+    if plan.platform.is_cpu:
+        return []
+    link = plan.gpu.link.h2d_bytes_per_second
+    rate = f"{link.value / 1e9:.1f} GB/s"
+    how = "" if "--link" in link.note else "; --link states another"
+    return [f"{'link':{_LABEL}}{rate:>{_VALUE}}   {_origin(link)}{how}"]
+
+
+def _ways(plan: Plan, chosen: Way | None) -> list[str]:
+    """None is chosen where all of them round KV, and that was not asked for."""
+    ways = plan.ways or ((chosen,) if chosen is not None else ())
     lines = [f"{'':2}{'way':56}{'decode':>12}{'first token':>14}{'in RAM':>11}"]
-    for way in plan.ways or (chosen,):
+    for way in ways:
         mark = "*" if way is chosen else " "
         speed, wait = way.at_once_tokens_per_s.value, way.ttft_s.value
-        lines.append(f"{mark} {way.name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(way.ram_bytes):>11}")
-    what = "recommended" if plan.recommended is chosen else "forced"
-    whose = "for one request" if chosen.at_once == 1 else f"decode of {chosen.at_once} requests together"
-    lines.append(f"* {what}. Speeds are {chosen.decode_tokens_per_s.origin}, at the full context, {whose}.")
+        name = way_name(plan, way)
+        lines.append(f"{mark} {name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(way.ram_bytes):>11}")
+    if chosen is None:
+        what = "None is taken unless asked for"
+    else:
+        what = "* recommended" if plan.recommended is chosen else "* forced"
+    at_once = plan.wishes.at_once
+    whose = "for one request" if at_once == 1 else f"decode of {at_once} requests together"
+    lines.append(f"{what}. Speeds are {ways[0].decode_tokens_per_s.origin}, at the full context, {whose}.")
     return lines
+
+
+def way_name(plan: Plan, way: Way) -> str:
+    """As a user sees it: without a GPU nothing is on one."""
+    return way.name.replace("on the GPU", "in memory") if plan.platform.is_cpu else way.name
 
 
 def _concurrency(plan: Plan, way: Way) -> list[str]:

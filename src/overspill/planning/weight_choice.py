@@ -2,6 +2,7 @@
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import format_size
+from overspill.model.facts import ModelFacts
 from overspill.model.transformers_backend import RUN_BY_TRANSFORMERS
 from overspill.planning.budget import Budget
 from overspill.planning.parameters import pinned_share
@@ -25,6 +26,12 @@ def weight_offloads(setup: Setup, budget: Budget) -> list[WeightOffload]:
     return _asked_amount(setup, budget, wishes.weights_ram_bytes or 0)
 
 
+def least_for_weights(facts: ModelFacts) -> int:
+    """Device memory that vLLM must have for weights, whatever moves to RAM later; 0 where layers move one by one."""
+    # overspill.weights moves layers that Transformers makes when all of them have been made on the GPU.
+    return facts.weights.total_bytes + 1 if facts.architecture in RUN_BY_TRANSFORMERS else 0
+
+
 def _every(setup: Setup, budget: Budget) -> list[WeightOffload]:
     facts = setup.facts
     layers, pinning = facts.weights.layer_bytes, pinned_share(facts)
@@ -32,8 +39,7 @@ def _every(setup: Setup, budget: Budget) -> list[WeightOffload]:
         return []
     if facts.architecture not in RUN_BY_TRANSFORMERS:
         return [*groupings(layers, pinning), *uva_offloads(layers, pinning)]
-    # overspill.weights moves their layers when all of them have been made on the GPU.
-    return uva_offloads(layers, pinning) if facts.weights.total_bytes < budget.usable_bytes.value else []
+    return uva_offloads(layers, pinning) if least_for_weights(facts) <= budget.usable_bytes.value else []
 
 
 def _asked_amount(setup: Setup, budget: Budget, asked: int) -> list[WeightOffload]:

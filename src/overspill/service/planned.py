@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from overspill.kv.options import Options
-from overspill.kv.sizes import GiB, KiB, MiB, TiB
+from overspill.kv.sizes import GiB, exact_size
 from overspill.planning.planner import Plan
 from overspill.service.units import Mode, Service
 from overspill.settings import GivenBy, Value
@@ -53,13 +53,6 @@ def memory_max_bytes(ram_bytes: int) -> int:
     """What `--ram` allows, which includes the engine's own; the reserve that Overspill insists on leaving free, counted
     inside the unit's limit; and the server."""
     return ram_bytes + Options.reserve_bytes + SERVER_RAM_BYTES
-
-
-def exact_size(num_bytes: int) -> str:
-    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if num_bytes and num_bytes % unit == 0:
-            return f"{num_bytes // unit}{name}"
-    return f"{num_bytes}B"
 
 
 def _ram_bytes(values: Mapping[str, Value], plan: Plan) -> int:

@@ -92,7 +92,7 @@ def find_candidates(
     `fixed` are settings (and `kv_transfer_config`) that are not varied. Where nothing `returns`, nothing can be told
     about RAM for idle KV, so the plan's choice of it stays. `current` is what the model has now.
     """
-    own = plan.chosen
+    own = plan.chosen or (plan.lossy if allow_fp8 else None)
     assert own is not None, "what does not fit is refused before"
     maker = _Maker(plan, replan, own)
     found = [maker.make("plan", own, is_planned=True), current]
@@ -171,8 +171,8 @@ class _Maker:
                 "max_model_len": self._plan.max_model_len, "max_num_batched_tokens": own.max_num_batched_tokens,
                 "weights_ram": weights.ram_bytes,
             }  # fmt: skip
-            way = self._replan(settings).recommended
-            if way is not None and way.is_exact == own.is_exact:
+            way = self._alike(settings)
+            if way is not None:
                 yield self.make(f"{format_size(way.weights.ram_bytes)} of weights in RAM", way)
 
     def pools(self, fixed: frozenset[str]) -> Iterator[Candidate | None]:
@@ -199,14 +199,20 @@ class _Maker:
         for chunk in (2 * planned, planned // 2):
             if _LEAST_CHUNK <= chunk <= _MOST_CHUNK and chunk >= self._plan.max_num_seqs:
                 settings = {"max_model_len": self._plan.max_model_len, "max_num_batched_tokens": chunk}
-                way = self._replan(settings).recommended
-                if way is not None and way.is_exact == self._own.is_exact:
+                way = self._alike(settings)
+                if way is not None:
                     yield self.make(f"chunks of {chunk}", way)
 
     def spill_shares(self) -> Iterator[Candidate | None]:
         if self._own.kv.spilled_bytes:
             for share in (1.0, Options.spill_share / 2):
                 yield self.make(f"spill share {share:g}", self._own, options={"spill_share": share})
+
+    def _alike(self, settings: Mapping[str, Any]) -> Way | None:
+        """What the plan would take with these settings, if it rounds KV where the one that is varied does."""
+        plan = self._replan(settings)
+        way = plan.recommended or plan.lossy
+        return way if way is not None and way.is_exact == self._own.is_exact else None
 
     def _changed(self, label: str, also: Mapping[str, Any], **changes: Any) -> Candidate | None:
         return self.make(label, replace(self._own, **changes), **also)

@@ -70,12 +70,13 @@ def _memory(plan: Plan) -> dict[str, int]:
 
 
 def _require_fit(plan: Plan, *, allow_fp8: bool) -> None:
-    if plan.chosen is None:
+    way = plan.chosen or plan.lossy
+    if way is None:
         raise CannotTune(refusal(plan))
-    if not plan.chosen.is_exact and not allow_fp8:
-        longest = f", or --max-model-len {plan.longest_context}" if plan.longest_context else ""
+    if not way.is_exact and not allow_fp8:
+        longest = f", or --max-model-len {plan.advised_context}" if plan.advised_context else ""
         raise CannotTune(
-            f"{plan.max_model_len} tokens fit with KV in {plan.chosen.kv_cache_dtype} only, which may change answers; "
+            f"{plan.max_model_len} tokens fit with KV in {way.kv_cache_dtype} only, which may change answers; "
             f"use --allow-fp8{longest}"
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from overspill.kv.sizes import exact_size
 from overspill.manager.engines.snapshots import Snapshot
 from overspill.manager.engines.states import State
 from overspill.manager.pages.words import element_id
@@ -146,7 +147,7 @@ def form_values(model: Model | None) -> dict[str, str]:
         elif value is None:
             shown[setting.name] = ""
         elif setting.name in _SIZES:
-            shown[setting.name] = _written_size(int(value))
+            shown[setting.name] = exact_size(int(value))
         else:
             shown[setting.name] = str(value).lower() if isinstance(value, bool) else str(value)
     return shown
@@ -156,13 +157,6 @@ def changes_of(form: Mapping[str, str]) -> dict[str, object]:
     """Of a form that was sent: what is empty is taken back."""
     known = {setting.name for setting in MODEL_SETTINGS}
     return {name: value.strip() or None for name, value in form.items() if name in known}
-
-
-def _written_size(num_bytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes and num_bytes % unit == 0:
-            return f"{num_bytes // unit}{name}"
-    return str(num_bytes)
 
 
 def _quoted(word: str) -> str:
