@@ -1,6 +1,7 @@
 """`overspill ab`: real servers started, measured and ended; vLLM's own, and a stand-in where engines must fail."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from overspill.experiment import Definition, run
 from overspill.experiment.errors import CannotCompare, ExperimentError
 from overspill.experiment.stored import load_experiment
 from overspill.processes import below, identity
-from overspill.registry import Registry, RegistryUnavailable, list_results, open_registry
+from overspill.registry import Registry, RegistryUnavailable, add_model, list_results, open_registry
 from overspill.tiny import make_llama
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -36,7 +37,12 @@ parser.add_argument("--model"), parser.add_argument("--host"), parser.add_argume
 parser.add_argument("--token", type=int, default=7), parser.add_argument("--slow", type=float, default=0)
 parser.add_argument("--die-after", type=int, default=10**9), parser.add_argument("--refuse", action="store_true")
 parser.add_argument("--from-ram", type=int, default=0), parser.add_argument("--kv-transfer-config")
+parser.add_argument("--crowded", action="store_true"), parser.add_argument("--max-model-len")
 given = parser.parse_args()
+if given.crowded:
+    print("ValueError: Free memory on device cuda:0 (9.87/23.52 GiB) on startup is less than desired GPU memory "
+          "utilization (0.92, 21.64 GiB). Decrease GPU memory utilization", flush=True)
+    sys.exit(3)
 if given.refuse:
     print("ValueError: no memory for so much", flush=True)
     sys.exit(3)
@@ -146,6 +152,31 @@ def test_a_configuration_that_does_not_start_is_told_and_the_others_are_measured
     assert not report.is_complete and report.exit_code == 1
     assert "broken is not complete: vLLM ended with exit code 3 while starting vLLM" in report.as_text()
     assert any("ValueError: no memory for so much" in line and "broken-1.log" in line for line in told)
+
+
+def test_advice_to_a_configuration_without_a_plan_names_flags_that_it_takes(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    """It was to give --gpu-memory, which is refused there."""
+    report = run(asked(model, "none", "full = vllm --crowded"), registry, str, logs=tmp_path / "logs")
+    told = report.as_text()
+    assert "give less with --gpu-memory-utilization 0.41" in told and "--gpu-memory 9.87GiB" not in told
+
+
+def test_settings_of_the_registry_that_a_configuration_cannot_take_are_told_once(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OVERSPILL_DATABASE_URL", f"sqlite:///{tmp_path}/registry.db")
+    settings = {"gpu_memory": 128 << 20, "ram": 5 << 30, "offload_ram": 1 << 30, "max_model_len": 4096}
+    add_model(registry, "mine", {"source": str(model), **settings})
+    told: list[str] = []
+    definition = asked(model, "none", "other = vllm --token 7", repeats=1)
+    run(dataclasses.replace(definition, model="mine"), registry, told.append, logs=tmp_path / "logs")
+    for label in ("none", "other"):
+        (line,) = [line for line in told if line.startswith(f"warning: {label}: ")]
+        assert "--gpu-memory, --ram, --offload-ram of mine in the registry are not used" in line
+        assert "--max-model-len" not in line and "--gpu-memory-utilization" in line
+    assert all("not used" in one.config["warnings"][0] for one in list_results(registry))
 
 
 def test_a_server_that_dies_leaves_the_finished_part_and_the_others(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -413,18 +414,25 @@ MISTAKES: dict[str, tuple[int, list[str], str]] = {
                                 "--cpu-offload-gb", "all"], "not a number"),
     "it does not fit": (1, ["serve", "{model}", "--device", "cpu", "--gpu-memory", "1MiB", "--ram", "4GiB"],
                         "does not fit"),
+    "longer than the model's positions": (1, ["serve", "{model}", "--device", "cpu", "--gpu-memory", "128MiB",
+                                              "--ram", "5GiB", "--dtype", "float32", "--max-model-len", "40k"],
+                                          "40,960 tokens are more than the 32,768"),
+    "no tokenizer": (1, ["serve", "{bare}", "{tiny}", "--port", "{free}"], "there is no tokenizer in "),
     "JSON of a server": (2, ["serve", "{model}", "{tiny}", "--json"], "--dry-run"),
     "a log that cannot be": (2, ["serve", "{model}", "{tiny}", "--log-file", "/proc/none/log"], "--log-file"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_sentence_with_the_right_exit_code(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_mistake_is_one_sentence_with_the_right_exit_code(
+    model: Path, llama: Path, tmp_path: Path, name: str
+) -> None:
     code, arguments, said = MISTAKES[name]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        places = {"{model}": str(model), "{empty}": str(tmp_path), "{taken}": str(taken.getsockname()[1])}
+        places = {"{model}": str(model), "{empty}": str(tmp_path), "{taken}": str(taken.getsockname()[1]),
+                  "{bare}": str(llama), "{free}": str(free_port())}  # fmt: skip
         given = [word for one in arguments for word in (TINY if one == "{tiny}" else [places.get(one, one)])]
         answer = run(*given, CUDA_VISIBLE_DEVICES="")
     assert answer.returncode == code, answer.stdout + answer.stderr
@@ -448,8 +456,35 @@ time.sleep(99)
     assert f"port {port} is in use: process {listener.pid} ({sys.executable}" in answer.stderr
 
 
+PAGE = Path(__file__).parents[1] / "docs/serve.md"
+
+
+def test_what_the_page_says_to_try_without_a_gpu_works(tmp_path: Path) -> None:
+    section = PAGE.read_text().partition("## Try it without a GPU")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    serve, curl = [
+        shlex.split(one.replace("\\\n", " ")) for one in re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    ]
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    port = free_port()
+    command = [sys.executable, "-m", *serve, "--port", str(port)]
+    home = environment(XDG_STATE_HOME=str(tmp_path / "state"))
+    with subprocess.Popen(command, cwd=tmp_path, env=home, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert f"http://127.0.0.1:{port}/v1 serves tiny" in running.stdout.readline()
+            url = curl[1].replace(":8000/", f":{port}/")
+            headers = dict([curl[curl.index("-H") + 1].split(": ")])
+            asked = urllib.request.Request(url, curl[curl.index("-d") + 1].encode(), headers)
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                assert len(set(json.load(answer)["choices"][0]["token_ids"])) > 3
+        finally:
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(timeout=60) == 0
+
+
 def test_every_flag_is_documented_and_every_documented_one_exists() -> None:
-    page = (Path(__file__).parents[1] / "docs/serve.md").read_text()
+    page = PAGE.read_text()
     table = page.partition("## Flags")[2].partition("\n## ")[0]
     told = run("serve", "--help")
     assert "Example: overspill serve" in told.stdout

@@ -22,6 +22,8 @@ _SHARED = {
     "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "kv_cache_dtype", "enforce_eager",
     "gpu_memory_utilization",
 }  # fmt: skip
+# vLLM's own flags that say much the same.
+_INSTEAD = {"--gpu-memory": "--gpu-memory-utilization", "--weights-ram": "--cpu-offload-gb"}
 _SECRET = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
 _NOT_HERE = {
     "--model": "the model is given once, as the first argument",
@@ -152,9 +154,10 @@ def _plain(place: str, kind: str, flags: Sequence[Flag]) -> list[str]:
         if setting is None:
             words += flag.words
         elif setting.name not in _SHARED:
+            also = f", or vLLM's own {_INSTEAD[flag.name]} to this one" if flag.name in _INSTEAD else ""
             raise ExperimentError(
                 f"{place}: {flag.name} is a setting of Overspill's, and {kind} is vLLM without a plan; give it to the "
-                "configurations that it is for"
+                f"configurations that it is for{also}"
             )
         elif isinstance(setting.default, bool):
             words += flag.words

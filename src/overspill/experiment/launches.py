@@ -27,6 +27,12 @@ from overspill.settings import SETTINGS, config_path, resolve
 _HOST = "127.0.0.1"
 _ANY_PORT = 1
 _FLAGS = {setting.name: setting.flag for setting in SETTINGS}
+# Settings that vLLM has too, under the same names.
+_SHARED = (
+    "max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
+)  # fmt: skip
+# These become flags of vLLM's own, or are an experiment's to say.
+_TAKEN = (*_SHARED, "weights_ram", "enforce_eager", "host", "port")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +85,7 @@ class Launcher:
     @property
     def warnings(self) -> tuple[str, ...]:
         prepared = self._prepared(_ANY_PORT)
-        return prepared.warnings if prepared is not None else ()
+        return prepared.warnings if prepared is not None else self._unused
 
     @property
     def tiers(self) -> frozenset[str]:
@@ -92,6 +98,17 @@ class Launcher:
             found |= {"spill"} if has_spill else set()
             found |= {"offload"} if options.get("host_bytes") or not has_spill else set()
         return frozenset(found)
+
+    @property
+    def _unused(self) -> tuple[str, ...]:
+        """What the registry says of the model, and vLLM without a plan cannot take."""
+        names = [
+            _FLAGS[name] for name, value in self.model.settings.items() if value is not None and name not in _TAKEN
+        ]
+        if not names:
+            return ()
+        what = f"{', '.join(names)} of {self.model.name} in the registry {'is' if len(names) == 1 else 'are'} not used"
+        return (f"{what}: this is vLLM without a plan. Its own flags can be given, such as --gpu-memory-utilization",)
 
     @property
     def _flags(self) -> list[Flag]:
@@ -170,8 +187,7 @@ def _not_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:
 def _as_flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings of a model of the registry that vLLM has too."""
     words: list[str] = []
-    shared = ("max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens")
-    for name in (*shared, "gpu_memory_utilization"):
+    for name in _SHARED:
         if (value := settings.get(name)) is not None:
             words += [_FLAGS[name], str(value)]
     if (weights := settings.get("weights_ram")) is not None:

@@ -95,7 +95,7 @@ class Server:
         """Why it ended, with the end of its log, once it has."""
         assert self._engine is not None
         lines = self._engine.log.lines()
-        why = reason(lines)
+        why = reason(lines, is_planned=self.launch.prepared is not None)
         told = f"vLLM ended with exit code {self._engine.poll()} while {self.phase}" + (f": {why}" if why else "")
         shown = [f"  {line}" for line in without_tracebacks(lines)[-_SHOWN_LINES:]]
         return "\n".join([told, f"the last lines of {self.log_file}:", *shown])

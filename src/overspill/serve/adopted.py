@@ -55,7 +55,7 @@ def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
     which = backend.value if backend is not None else "auto"
     # Flags of both offloaders, or of one without its size, are left to overspill.serve.traps, which refuses them.
     if uva is not None and not group_size and which in (("auto", "uva") if num_bytes else ("auto",)):
-        if _set(values, "weights_ram", num_bytes, uva, origin):
+        if _set(values, "weights_ram", f"{num_bytes}B", uva, origin):  # a unit, since few bytes without one are refused
             groups = None
         taken += [one for one in flags if one.name in (_UVA, _BACKEND, _GROUPS, _IN_GROUP)]
     elif grouped is not None and not num_bytes and which in (("auto", "prefetch") if group_size else ("auto",)):

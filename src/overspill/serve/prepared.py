@@ -16,6 +16,7 @@ from overspill.planning.ways import Way
 from overspill.serve.address import Address
 from overspill.serve.command import Combined, combine, server_command
 from overspill.serve.errors import CannotServe
+from overspill.serve.positions import require_positions
 from overspill.serve.traps import check
 
 
@@ -96,6 +97,7 @@ def prepare(
     port = combined.value("--port") or ""
     if not port.isdigit() or not 1 <= int(port) <= 65535:
         raise OverspillError(f"--port {port!r} is not a port; ports are 1 to 65535")
+    require_positions(plan, combined, environment)
     checked = check(combined, environment, on_cpu=plan.platform.is_cpu)
     return Prepared(
         model=model,

@@ -1,86 +1,210 @@
 """Why vLLM ended, in one sentence, from the last lines of its log; and which lines to show."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+# What to change, which is another flag where vLLM runs without a plan of Overspill's.
+_PLANNED = {
+    "gpu": "--gpu-memory",
+    "share": "--gpu-memory {have}GiB",
+    "node": "Remove --gpu-memory-utilization, and give less with --gpu-memory",
+    "kv": "let the rest spill with more --ram",
+    "ram": "give less with --ram",
+}
+_PLAIN = {
+    "gpu": "--gpu-memory-utilization",
+    "share": "--gpu-memory-utilization {part}",
+    "node": "Give less with --gpu-memory-utilization {part}",
+    "kv": "give more of the GPU with --gpu-memory-utilization",
+    "ram": "give less of it to KV (such as native:4GiB) and to weights (--cpu-offload-gb)",
+}
 # The first that matches some line says why, so what has numbers, and what names a cause, stands before what does not.
 _KNOWN = (
     (r"OverspillError: (?P<said>.+)", "{said}"),
     (r"CUDA out of memory occurred when warming up (?:sampler|pooler) with (?P<said>\d+)",
      "the GPU's memory ran out when {said} requests at once were tried; give fewer with --max-num-seqs, or less to the "
-     "engine with --gpu-memory"),
+     "engine with {gpu}"),
     (r"CUDA out of memory\. Tried to allocate (?P<need>[\d.]+ \w+)\. GPU \d+ has a total capacity of "
      r"(?P<all>[\d.]+ \w+) of which (?P<have>[\d.]+ \w+) is free",
      "the GPU's memory ran out: {need} more was needed, and {have} of {all} was free; give less to the engine with "
-     "--gpu-memory, fewer --max-num-batched-tokens, or a shorter --max-model-len"),
+     "{gpu}, fewer --max-num-batched-tokens, or a shorter --max-model-len"),
     (r"(?:CUDA )?(?:torch\.)?OutOfMemoryError|CUDA out of memory",
-     "the GPU's memory ran out; give less to the engine with --gpu-memory, or a shorter --max-model-len"),
+     "the GPU's memory ran out; give less to the engine with {gpu}, or a shorter --max-model-len"),
     (r"Cannot allocate memory|MemoryError",
-     "RAM ran out; give less with --ram, or a shorter --max-model-len"),
+     "RAM ran out; {ram}, or a shorter --max-model-len"),
     (r"[Aa]ddress already in use", "another program took the port meanwhile; give another --port"),
     (r"error: (?P<said>(?:unrecognized arguments|argument|ambiguous option|the following arguments).+)",
      "vLLM does not accept its flags: {said}"),
     (r"max seq len \((?P<len>\d+)\), \((?P<need>[\d.]+) GiB KV cache is needed, .* memory \((?P<have>-?[\d.]+) GiB\)"
      r"\. .*estimated maximum model length is (?P<longest>\d+)\.",
      "{len} tokens need {need} GiB of KV cache; {have} GiB is free. Longest context that fits: {longest}. Use "
-     "--max-model-len {longest}, or let the rest spill with more --ram"),
+     "--max-model-len {longest}, or {kv}"),
     (r"max seq len \((?P<len>\d+)\), \((?P<need>[\d.]+) GiB KV cache is needed, .* memory \((?P<have>-?[\d.]+) GiB\)",
      "{len} tokens need {need} GiB of KV cache; {have} GiB is free, which holds not one token. Give more to the engine "
-     "with --gpu-memory, put weights in RAM with --cpu-offload-gb, or take a quantised model"),
+     "with {gpu}, put weights in RAM with --cpu-offload-gb, or take a quantised model"),
     (r"Available KV cache memory: -(?P<said>[\d.]+) GiB",
      "nothing is left for the KV cache: weights and what vLLM computes with need {said} GiB more than the engine may "
-     "take of the GPU. Give more with --gpu-memory, use fewer --max-num-batched-tokens or --enforce-eager, put that "
+     "take of the GPU. Give more with {gpu}, use fewer --max-num-batched-tokens or --enforce-eager, put that "
      "much and a context's KV more of the weights in RAM with --cpu-offload-gb, or take a quantised model"),
     (r"No available memory for the cache blocks|Cannot auto-fit max_model_len",
-     "nothing is left for the KV cache beside weights and what vLLM computes with. Give more with --gpu-memory, use "
+     "nothing is left for the KV cache beside weights and what vLLM computes with. Give more with {gpu}, use "
      "fewer --max-num-batched-tokens or --enforce-eager, put weights in RAM with --cpu-offload-gb, or take a quantised "
      "model"),
     (r"Free memory on device \S+ \((?P<have>[\d.]+)/(?P<all>[\d.]+) GiB\) on startup is less than desired GPU memory "
      r"utilization \([\d.]+, (?P<need>[\d.]+) GiB\)",
      "the engine was to take {need} GiB of the GPU's {all}, and {have} GiB is free: other programs use the rest. End "
-     "them, or give less with --gpu-memory {have}GiB"),
+     "them, or give less with {share}"),
     (r"Available memory on node \S+ \((?P<have>[\d.]+)/(?P<all>[\d.]+) GiB\) on startup is less than desired CPU "
      r"memory utilization \([\d.]+, (?P<need>[\d.]+) GiB\)",
-     "the engine was to take {need} GiB of {all} GiB of RAM, and {have} GiB is available. Remove "
-     "--gpu-memory-utilization, and give less with --gpu-memory"),
+     "the engine was to take {need} GiB of {all} GiB of RAM, and {have} GiB is available. {node}"),
     (r"Error in memory profiling\. Initial free memory (?P<before>[\d.]+) GiB, current free memory (?P<now>[\d.]+) GiB",
      "another program gave GPU memory back while vLLM measured its own ({before} GiB was free before and {now} GiB "
      "after), so nothing can be told from it; start again when that program has ended or settled"),
     # Of a child that somebody killed there is no other word.
     (r"Failed core proc\(s\): \{[^}]*: -9\b|Worker proc \S+ died unexpectedly \(exit code: -9\)",
-     "the engine was killed, most often by the kernel because RAM ran out (dmesg tells); give less with --ram"),
+     "the engine was killed, most often by the kernel because RAM ran out (dmesg tells); {ram}"),
     (r"(?P<said>Model architectures? .* (?:are|is) not supported.*|no module or parameter named.*)",
      "vLLM cannot load this model: {said}"),
+    (r"User-specified max_model_len \((?P<len>\d+)\) is greater than the derived max_model_len \((?P<key>[\w.]+)="
+     r"(?P<most>\d+)",
+     "{len} tokens are more than the {most} the model was made for ({key} of its config.json). Use --max-model-len "
+     "{most}; if its positions may be stretched, give vLLM its rope scaling with --hf-overrides, or set "
+     "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"),
+    (r"Couldn't instantiate the backend tokenizer",
+     "the model's files make no tokenizer. Copy them to its folder, name a model that has the same one with "
+     "--tokenizer, install sentencepiece and tiktoken if it needs them, or add --skip-tokenizer-init, and send and get "
+     "token ids"),
     (r"SafetensorError: (?P<said>.+)", "a weight file is broken: {said}; download it again"),
     (r"No space left on device", "the disk is full"),
 )  # fmt: skip
 # `(EngineCore pid=12) ERROR 11-15 09:17:54 [core.py:1] ` in front of what was said.
-_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s?)*(?:[A-Z]+ \d\d-\d\d [\d:.]+ \[[^\]]*\]\s?)?")
+_SOURCE = re.compile(r"^(?:\([^)]*pid=\d+\)\s?)*")
+_LEVEL = re.compile(r"^(?P<level>[A-Z]+) \d\d-\d\d [\d:.]+ \[[^\]]*\]\s?")
 # What vLLM says of a KV cache that is less than nothing, it says as a mere fact; the error that follows has no number.
-_HARMLESS = re.compile(r"^(?:\([^)]*pid=\d+\)\s?)*(?:INFO|DEBUG|WARNING) (?!.*Available KV cache memory: -\d)")
+_HARMLESS = re.compile(r"^(?:INFO|DEBUG|WARNING) (?!.*Available KV cache memory: -\d)")
 _ERROR = re.compile(r"^(?P<said>(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception)\b.*)")
 # vLLM's parent process says this of any failure of its child's.
 _SECONDHAND = re.compile(r"EngineDeadError|See (?:root cause|stack trace) above|Engine core initialization failed")
+# pydantic names the class, then for each mistake the setting, unless it is of several, and indented what is wrong.
+_INVALID = re.compile(r"ValidationError: \d+ validation errors? for (?P<what>\w+)")
+_INPUT = re.compile(r" \[type=\w+, input_value=.*\]$")
+_LINK = "For further information visit "
+_FRAME = re.compile(r'\s*(?:File ".+", line \d|[~^]+$)')
+# What libraries say when a process ends, and is nobody's error.
+_ASIDE = re.compile(r"nanobind: |\S+:\d+: \w*Warning: ")
+_MOST_LINES = 12
+"""Of an error's own words: some print the whole of what they were given."""
 
 
-def reason(lines: Sequence[str]) -> str:
-    """In plain words where the cause is known; else what the last exception said; empty if there was none."""
-    said = [_PREFIX.sub("", line).strip() for line in lines if not _HARMLESS.match(line)]
+@dataclass(frozen=True, slots=True)
+class _Line:
+    source: str
+    """The process that said it, as vLLM names it."""
+    said: str
+    """With what it is indented by."""
+    is_harmless: bool
+
+    @classmethod
+    def read(cls, line: str) -> "_Line":
+        source = _SOURCE.match(line)
+        assert source is not None  # it matches nothing, too
+        rest = line[source.end() :]
+        said = _LEVEL.sub("", rest).rstrip()
+        return cls(source[0].strip(), _INPUT.sub("", said), _HARMLESS.match(rest) is not None)
+
+    @property
+    def is_indented(self) -> bool:
+        return self.said[:1].isspace()
+
+    @property
+    def is_error(self) -> bool:
+        return _ERROR.match(self.said) is not None
+
+    @property
+    def is_open(self) -> bool:
+        """An error that goes on in lines which need not be indented."""
+        return self.is_error and (self.said.endswith(":") or _INVALID.search(self.said) is not None)
+
+
+def reason(lines: Sequence[str], *, is_planned: bool = True) -> str:
+    """In plain words where the cause is known; else what the last exception said; empty if there was none.
+
+    `is_planned` tells whose flags to advise: an engine without a plan is given vLLM's alone.
+    """
+    read = [_Line.read(line) for line in lines]
     for pattern, plain in _KNOWN:
-        for line in said:
-            if match := re.search(pattern, line):
-                return plain.format(**match.groupdict()).strip()
-    for line in reversed(said):
-        if (match := _ERROR.match(line)) and not _SECONDHAND.search(line):
-            return match["said"]
+        for line in read:
+            if not line.is_harmless and (match := re.search(pattern, line.said.strip())):
+                return _explained(plain, match, _PLANNED if is_planned else _PLAIN)
+    for at in reversed(range(len(read))):
+        # Also an indented one: some print the error of another process within their own.
+        match = _ERROR.match(read[at].said.strip())
+        if match is not None and not read[at].is_harmless and not _SECONDHAND.search(match["said"]):
+            return _whole(match["said"], [read[more].said for more in _more_of(read, at)])
     return ""
 
 
 def without_tracebacks(lines: Sequence[str]) -> list[str]:
     """What was said, without where in vLLM's code."""
-    kept = []
-    for line in lines:
-        said = _PREFIX.sub("", line)
-        if said.strip() and not said[0].isspace() and not said.startswith("Traceback "):
-            kept.append(line.rstrip())
-    return kept
+    read = [_Line.read(line) for line in lines]
+    belongs = {more for at, line in enumerate(read) if line.is_error for more in _more_of(read, at)}
+    return [
+        line.rstrip()
+        for at, (line, one) in enumerate(zip(lines, read))
+        if at in belongs or (one.said and not one.is_indented and not one.said.startswith("Traceback "))
+    ]
+
+
+def _more_of(lines: Sequence[_Line], at: int) -> list[int]:
+    """Which lines belong to an error: what follows it from the same process, indented, or announced by it."""
+    error, found = lines[at], list[int]()
+    for number, line in enumerate(lines[at + 1 :], at + 1):
+        if line.source != error.source:
+            continue  # processes write in turn
+        if not line.said.strip() or line.is_harmless or line.is_error or _is_no_part(line):
+            break
+        if (not line.is_indented and not error.is_open) or len(found) == _MOST_LINES:
+            break
+        if _LINK not in line.said:
+            found.append(number)
+    return found
+
+
+def _is_no_part(line: _Line) -> bool:
+    is_traceback = line.said.startswith("Traceback ") or _FRAME.match(line.said) is not None
+    return is_traceback or _ASIDE.match(line.said) is not None
+
+
+def _explained(plain: str, match: re.Match[str], advice: Mapping[str, str]) -> str:
+    found = match.groupdict()
+    if "all" in found:
+        found["part"] = _part(found["have"], found["all"])
+    told = plain
+    for name, text in advice.items():
+        told = told.replace(f"{{{name}}}", text)
+    return told.format(**found).strip()
+
+
+def _part(have: str, everything: str) -> str:
+    """As --gpu-memory-utilization takes it; rounded down, so that what was free is enough."""
+    try:
+        return f"{max(1, int(100 * float(have) / float(everything))) / 100:.2f}"
+    except (ValueError, ZeroDivisionError):
+        return ""  # sizes with units, for which no part is advised
+
+
+def _whole(error: str, more: Sequence[str]) -> str:
+    """In one line."""
+    if not more:
+        return error
+    if (invalid := _INVALID.search(error)) is None:
+        return " ".join([error, *(line.strip() for line in more)])
+    mistakes, setting = [], ""
+    for line in more:
+        if line[:1].isspace():
+            mistakes.append(f"{setting}{line.strip().removeprefix('Value error, ').rstrip('.')}")
+            setting = ""
+        else:
+            setting = f"{line.strip()}: "
+    return f"vLLM does not accept its settings ({invalid['what']}): {'; '.join(mistakes)}" if mistakes else error

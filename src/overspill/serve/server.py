@@ -22,6 +22,7 @@ from overspill.serve.reasons import reason, without_tracebacks
 from overspill.serve.report import VARIABLE, Phase, Report, earliest, read
 from overspill.serve.status import read_statuses
 from overspill.serve.telling import Telling
+from overspill.serve.tokenizer import require_tokenizer
 
 _POLL_S = 0.2
 _SHOWN_LINES = 8
@@ -32,6 +33,7 @@ def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path |
     address = prepared.address
     there = next((one.text for one in read_statuses() if one.is_alive and one.url == address.url), "")
     require_free(address, {prepared.model, prepared.served_name}, there)
+    require_tokenizer(prepared)
     folder = Path(tempfile.mkdtemp(prefix="overspill-"))
     environment = {**prepared.full_environment(), VARIABLE: str(folder)}
     # Ours to answer: vLLM's processes are not the service's main one.
