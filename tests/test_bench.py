@@ -135,8 +135,9 @@ def test_every_workload_is_measured(target: Target, name: str) -> None:
     assert metrics["completed"] == count == told[-1].done == told[-1].total and metrics["failed"] == 0
     assert metrics["total_input_tokens"] == metrics["prompt_tokens"] == INPUT_TOKENS[name]
     assert metrics["total_output_tokens"] == count * workload.parameters["output"]
+    # A short answer may be there as a whole when a busy machine comes to read it.
     assert len(metrics["ttfts"]) == count and all(
-        0 < ttft < latency for ttft, latency in zip(metrics["ttfts"], metrics["latencies"])
+        0 < ttft <= latency for ttft, latency in zip(metrics["ttfts"], metrics["latencies"])
     )
     assert all(metrics[f"{each}_{which}_ms"] > 0 for each in ("mean", "median", "p99") for which in ("ttft", "e2el"))
     assert metrics["peak_ram_bytes"] > 100 << 20 and metrics["ram_of"] == "server" and metrics["samples"]
