@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -34,12 +33,10 @@ from overspill.serve.errors import CannotServe
 from overspill.serve.flags import read_flags
 from overspill.serve.measured import profile_of
 from overspill.serve.notice import notify
-from overspill.serve.positions import longest_context
 from overspill.serve.prepared import Prepared, prepare
 from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, read, write
 from overspill.serve.server import run_server
 from overspill.serve.status import Status, memory_of, read_statuses, write_status
-from overspill.serve.tokenizer import has_tokenizer, require_tokenizer
 from overspill.serve.traps import check
 from overspill.settings import resolve, with_registered
 
@@ -244,137 +241,6 @@ def test_our_plugins_are_added_to_those_vllm_is_told_to_load() -> None:
 def test_a_server_open_to_all_without_a_key_is_warned_of(flags: list[str], is_told: bool) -> None:
     checked = check(combine(PLANNED, ["--host", "0.0.0.0", *flags]), {}, on_cpu=False)
     assert bool(checked.warnings) == is_told
-
-
-# What vLLM would refuse only after it has started.
-
-TINY_CONFIG: dict[str, object] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 128,
-    "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 512, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-}  # fmt: skip
-PLACE = {"host": "127.0.0.1", "port": 8000}
-
-
-def folder_of(folder: Path, *names: str, **config: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**TINY_CONFIG, **config}))
-    for name in names:
-        (folder / name).write_text("")
-    return folder
-
-
-def plan_of(folder: Path, max_model_len: int, **settings: object) -> Plan:
-    wished = {"gpu": "24GiB", "ram": 64 * 2**30, "max_model_len": max_model_len}
-    return plan_for(str(folder), {**wished, **settings})
-
-
-def prepared_of(folder: Path, plan: Plan, *given: str, **environment: str) -> Prepared:
-    return prepare(str(folder), plan, PLACE, given, vllm=Vllm("0.32.0", is_cpu=False), environment=environment)
-
-
-def test_a_context_that_the_model_was_not_made_for_is_refused_before_the_start(tmp_path: Path) -> None:
-    """The plan warned of it, vLLM was started all the same, and ended."""
-    folder = folder_of(tmp_path / "m")
-    plan = plan_of(folder, 2049)
-    with pytest.raises(CannotServe, match=r"2,049 tokens are more than the 2,048 .*Use --max-model-len 2048\."):
-        prepared_of(folder, plan)
-    with pytest.raises(CannotServe, match="2,049 tokens"):
-        prepared_of(folder, plan, VLLM_ALLOW_LONG_MAX_MODEL_LEN="0")
-    assert any("2,049 tokens are more" in warning for warning in plan.warnings), "and a plan still warns"
-    assert prepared_of(folder, plan_of(folder, 2048))
-
-
-@pytest.mark.parametrize(
-    ("given", "environment", "settings"),
-    [
-        ([], {}, {"force": True}),
-        ([], {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}, {}),
-        ([], {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": " True"}, {}),
-        (["--hf-overrides", '{"max_position_embeddings": 9999}'], {}, {}),
-        (["--hf_overrides.max_position_embeddings=9999"], {}, {}),
-        (["--hf-config-path", "elsewhere"], {}, {}),
-        (["--max-model-len", "-1"], {}, {}),
-        (["--max-model-len", "1024"], {}, {}),
-    ],
-)
-def test_a_longer_context_is_left_to_whoever_has_said_that_it_can_be(
-    tmp_path: Path, given: list[str], environment: dict[str, str], settings: dict[str, object]
-) -> None:
-    folder = folder_of(tmp_path / "m")
-    assert prepared_of(folder, plan_of(folder, 4096, **settings), *given, **environment)
-
-
-LENGTHS: dict[str, tuple[dict[str, object], int]] = {
-    "plain": ({}, 2048),
-    "linear": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
-    "dynamic": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048),
-    "llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                 "original_max_position_embeddings": 256}}, 2048),
-    "new names": ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}, 8192),
-    "a length of its own": ({"model_max_length": 6000}, 6000),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_the_longest_context_is_vllms(tmp_path: Path, name: str) -> None:
-    from pydantic import ValidationError
-    from vllm.config import ModelConfig
-
-    config, longest = LENGTHS[name]
-    folder = folder_of(tmp_path / "m", **config)
-    assert longest_context(plan_of(folder, 1024).facts) == longest
-    assert ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=longest).max_model_len == longest
-    with pytest.raises(ValidationError, match="User-specified max_model_len"):
-        ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=longest + 1)
-
-
-def test_a_model_of_two_formats_is_not_refused_for_the_one_that_vllm_does_not_read(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "m", "params.json")
-    assert longest_context(plan_of(folder, 1024).facts) is None and prepared_of(folder, plan_of(folder, 4096))
-
-
-def test_a_folder_without_a_tokenizer_is_refused_before_the_start(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "m", "README.md", "generation_config.json", ".gitattributes")
-    plan = plan_of(folder, 1024)
-    with pytest.raises(CannotServe, match=f"no tokenizer in {folder}.*--tokenizer.*--skip-tokenizer-init"):
-        require_tokenizer(prepared_of(folder, plan))
-    for given in (["--skip-tokenizer-init"], ["--skip_tokenizer_init"], ["--tokenizer", "org/other"],
-                  ["--tokenizer=other"], ["--tokenizer-mode", "mistral"]):  # fmt: skip
-        require_tokenizer(prepared_of(folder, plan, *given))
-    require_tokenizer(prepared_of(folder, plan_of(folder, 1024, force=True)))
-    require_tokenizer(dataclasses.replace(prepared_of(folder, plan), model="org/model"))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
-     "spiece.model", "qwen.tiktoken", "tokenization_own.py", "vocab.txt", "what-nobody-knows"],
-)  # fmt: skip
-def test_whatever_may_be_a_tokenizer_is_left_to_vllm(tmp_path: Path, name: str) -> None:
-    assert not has_tokenizer(folder_of(tmp_path / "m"))
-    assert has_tokenizer(folder_of(tmp_path / "m", name))
-
-
-def test_a_tokenizer_that_needs_no_files_is_named_in_the_config(tmp_path: Path) -> None:
-    for config in ({"tokenizer_class": "ByT5Tokenizer"}, {"auto_map": {"AutoTokenizer": "org/x--tokens.Own"}}):
-        assert has_tokenizer(folder_of(tmp_path / "m", **config))
-
-
-def test_every_file_that_transformers_knows_for_a_tokenizer_may_be_one(tmp_path: Path) -> None:
-    """None of them is taken for something else."""
-    from importlib.util import find_spec
-
-    spec = find_spec("transformers")
-    assert spec is not None and spec.submodule_search_locations
-    names: set[str] = set()
-    for file in Path(spec.submodule_search_locations[0]).glob("models/*/tokenization*.py"):
-        for found in re.findall(r"VOCAB_FILES_NAMES\s*=\s*\{(.*?)\}", file.read_text(), re.DOTALL):
-            names |= set(re.findall(r':\s*"([^"]+)"', found))
-    assert {"tokenizer.json", "vocab.json", "spiece.model"} <= names
-    for number, name in enumerate(sorted(names)):
-        assert has_tokenizer(folder_of(tmp_path / str(number), name)), name
 
 
 # Differences.

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from overspill.serve.reasons import reason, without_tracebacks
+from overspill.serve.log_lines import without_tracebacks
+from overspill.serve.reasons import reason
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "
     from overspill.service.units import Mode
 
     user = _user(run_as, is_system=is_system)
-    for_oneself = user is None or user == getpass.getuser()
+    for_oneself = _is_oneself(user)
     setup = make_setup(**given)
     given = {**given, "models_folder": setup.models_folders}
     if for_oneself:
@@ -245,8 +245,7 @@ def _planned(
     named, values = find_named(model, values)
     adopted = adopt(values, vllm_args, registered=named.vllm_args)
     settings = adopted.settings
-    for_oneself = user in (None, getpass.getuser())
-    environment = kept_environment(sys.executable, os.environ, for_oneself=for_oneself)
+    environment = kept_environment(sys.executable, os.environ, for_oneself=_is_oneself(user))
     registered = named.name if named.is_registered else None
     try:
         plan = plan_for(named.source, settings)
@@ -282,6 +281,10 @@ def _user(run_as: str | None, *, is_system: bool) -> str | None:
         return pwd.getpwnam(user).pw_name
     except KeyError:
         raise OverspillError(f"--run-as: there is no user {user!r} here; make one, or name another") from None
+
+
+def _is_oneself(user: str | None) -> bool:
+    return user is None or user == getpass.getuser()
 
 
 def _not_running(flag: str, *, is_system: bool, folder: Path | None) -> str:

@@ -17,11 +17,11 @@ from overspill.serve.flags import Flag, read_flags
 from overspill.settings import SETTINGS, Setting
 
 _SETTINGS = {setting.flag: setting for setting in SETTINGS}
-# vLLM has them too, and reads 4k as 4,000 where it is 4,096 here.
-_SHARED = {
-    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "dtype", "kv_cache_dtype", "enforce_eager",
-    "gpu_memory_utilization",
-}  # fmt: skip
+# Settings that vLLM has too, by the same flags; it reads 4k as 4,000 where it is 4,096 here.
+SHARED = (
+    "max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
+    "enforce_eager",
+)  # fmt: skip
 # vLLM's own flags that say much the same.
 _INSTEAD = {"--gpu-memory": "--gpu-memory-utilization", "--weights-ram": "--cpu-offload-gb"}
 _SECRET = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
@@ -153,7 +153,7 @@ def _plain(place: str, kind: str, flags: Sequence[Flag]) -> list[str]:
         setting = _SETTINGS.get(flag.name)
         if setting is None:
             words += flag.words
-        elif setting.name not in _SHARED:
+        elif setting.name not in SHARED:
             also = f", or vLLM's own {_INSTEAD[flag.name]} to this one" if flag.name in _INSTEAD else ""
             raise ExperimentError(
                 f"{place}: {flag.name} is a setting of Overspill's, and {kind} is vLLM without a plan; give it to the "

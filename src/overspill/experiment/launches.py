@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.experiment.configurations import Configuration
+from overspill.experiment.configurations import SHARED, Configuration
 from overspill.experiment.errors import ExperimentError
 from overspill.experiment.peers import require_usable
 from overspill.kv.sizes import GiB
@@ -27,12 +27,8 @@ from overspill.settings import SETTINGS, config_path, resolve
 _HOST = "127.0.0.1"
 _ANY_PORT = 1
 _FLAGS = {setting.name: setting.flag for setting in SETTINGS}
-# Settings that vLLM has too, under the same names.
-_SHARED = (
-    "max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
-)  # fmt: skip
 # These become flags of vLLM's own, or are an experiment's to say.
-_TAKEN = (*_SHARED, "weights_ram", "enforce_eager", "host", "port")
+_TAKEN = (*SHARED, "weights_ram", "host", "port")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +183,8 @@ def _not_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:
 def _as_flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings of a model of the registry that vLLM has too."""
     words: list[str] = []
-    for name in _SHARED:
-        if (value := settings.get(name)) is not None:
+    for name in SHARED:
+        if (value := settings.get(name)) is not None and not isinstance(value, bool):
             words += [_FLAGS[name], str(value)]
     if (weights := settings.get("weights_ram")) is not None:
         words += ["--cpu-offload-gb", f"{weights / GiB:g}"]

@@ -18,7 +18,8 @@ from overspill.serve.differences import differences
 from overspill.serve.engine import Engine
 from overspill.serve.errors import CannotServe
 from overspill.serve.log import open_log
-from overspill.serve.reasons import reason, without_tracebacks
+from overspill.serve.log_lines import without_tracebacks
+from overspill.serve.reasons import reason
 from overspill.serve.report import VARIABLE, Phase, earliest, read
 
 _POLL_S = 0.2

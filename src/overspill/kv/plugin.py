@@ -1,6 +1,5 @@
 """vLLM's general plugin: registers the connector by name and checks its settings before the model loads."""
 
-import functools
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -9,21 +8,18 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from overspill.kv.host_memory import HostMemory
 from overspill.kv.preflight import CONNECTOR, check_engine, use_spill_classes
 from overspill.kv.ram import require_ram
+from overspill.kv.wrapping import Method, wrap_once
 
 
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "overspill.kv.connector", CONNECTOR)
-    if not hasattr(VllmConfig.__post_init__, "overspill"):
-        _check_when_configured()
+    # No hook of a connector is called before the weights are loaded, minutes into a start that cannot succeed.
+    wrap_once(VllmConfig, "__post_init__", _checked)
 
 
-def _check_when_configured() -> None:
-    """No hook of a connector is called before the weights are loaded, minutes into a start that cannot succeed."""
-    post_init = VllmConfig.__post_init__
-
-    @functools.wraps(post_init)
+def _checked(post_init: Method) -> Method:
     def checked_post_init(self: VllmConfig, *args: Any, **kwargs: Any) -> None:
         post_init(self, *args, **kwargs)
         options = check_engine(self)
@@ -35,5 +31,4 @@ def _check_when_configured() -> None:
             asking = " + ".join(name for name, num_bytes in wanted.items() if num_bytes)
             require_ram(sum(wanted.values()), options.reserve_bytes, option=asking)
 
-    checked_post_init.overspill = True  # type: ignore[attr-defined]
-    VllmConfig.__post_init__ = checked_post_init
+    return checked_post_init

@@ -57,15 +57,15 @@ def assumed_overheads(
     facts: ModelFacts, *, max_num_batched_tokens: int, max_num_seqs: int, enforce_eager: bool = False
 ) -> Overheads:
     """What vLLM takes while it profiles: a batch of so many tokens, then the logits of so many requests."""
-    token = 2 * max_num_batched_tokens  # of one number each, in bf16
+    number = 2 * max_num_batched_tokens  # bytes of one in bf16, for each token
     copies = _HIDDEN_COPIES if enforce_eager else _COMPILED_HIDDEN_COPIES
-    batch = token * (facts.hidden_size * copies + _layer_states(facts))
+    batch = number * (facts.hidden_size * copies + _layer_states(facts))
     sampler = max_num_seqs * facts.vocab_size * _SAMPLER_BYTES
     num_graphs = 0 if enforce_eager else num_graph_sizes(max_num_seqs)
     # A first start compiles while it profiles, and something there is as large as the embedding: with chunks of 2048
     # and 8192 tokens 1.00 and 1.08 GiB were taken, of which the embedding is 0.98. It is gone when experts get theirs.
-    compiling = 0 if enforce_eager else facts.weights.embedding_bytes + max_num_batched_tokens * facts.hidden_size * 2
-    activations = max(max(batch, sampler) + token * _workspace(facts), compiling)
+    compiling = 0 if enforce_eager else facts.weights.embedding_bytes + number * facts.hidden_size
+    activations = max(max(batch, sampler) + number * _workspace(facts), compiling)
     graphs = _GRAPHS_BYTES + num_graphs * _GRAPH_BYTES if num_graphs else 0
     return Overheads(
         context_bytes=assumed(_CONTEXT_BYTES, "not counted by vLLM"),

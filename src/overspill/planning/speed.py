@@ -74,7 +74,7 @@ def decode_step_s(machine: Machine, load: Load) -> float:
     launch_s = load.num_layers * _launched_layer_s(load)
     link_s = (load.spilled_kv_bytes + load.prefetched_weight_bytes) / machine.link_bytes_per_s
     uva_s = load.uva_weight_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
-    beside_s = max(gpu_s, link_s, _prefetching_s(machine, load, gpu_s))
+    beside_s = max(link_s, _prefetching_s(machine, load, gpu_s))
     return max(launch_s, _STEP_S + load.num_requests * _REQUEST_S + uva_s + beside_s)
 
 
@@ -94,7 +94,7 @@ def prefill_s(machine: Machine, load: Load, num_tokens: int, chunk_tokens: int) 
         # Short chunks wait for the weights, which each of them reads once.
         weights_s = load.weight_bytes / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
         gpu_s = max(_matrix_s(machine, load, chunk), weights_s) + attention_s
-        seconds += _STEP_S + uva_s + max(gpu_s, link_s, _prefetching_s(machine, load, gpu_s))
+        seconds += _STEP_S + uva_s + max(link_s, _prefetching_s(machine, load, gpu_s))
         done += chunk
     return seconds
 

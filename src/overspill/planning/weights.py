@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from overspill.kv.sizes import GiB
 
@@ -39,7 +39,7 @@ class WeightOffload:
     @property
     def num_runs(self) -> int:
         """Of neighbouring layers."""
-        return sum(layer - 1 not in self.layers for layer in self.layers)
+        return sum(layer != before + 1 for before, layer in pairwise((-2, *self.layers)))
 
     @property
     def saved_bytes(self) -> int:

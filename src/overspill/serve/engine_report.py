@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from overspill.kv.wrapping import Method, wrap_once
 from overspill.serve.report import VARIABLE, HostMemoryReport, Phase, Report, write
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
@@ -29,17 +30,14 @@ def register() -> None:
     # the worker, and the next that it does is this call.
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if hasattr(WorkerWrapperBase.init_device, "overspill"):
-        return
-    init_device = WorkerWrapperBase.init_device
+    def reported(init_device: Method) -> Method:
+        def init_reported_device(self: Any) -> None:
+            _never_fail(Reporter, self.worker, Path(folder))
+            init_device(self)
 
-    @functools.wraps(init_device)
-    def init_reported_device(self: Any) -> None:
-        _never_fail(Reporter, self.worker, Path(folder))
-        init_device(self)
+        return init_reported_device
 
-    init_reported_device.overspill = True  # type: ignore[attr-defined]
-    WorkerWrapperBase.init_device = init_reported_device
+    wrap_once(WorkerWrapperBase, "init_device", reported)
 
 
 class Reporter:

@@ -1,8 +1,9 @@
-"""Why vLLM ended, in one sentence, from the last lines of its log; and which lines to show."""
+"""Why vLLM ended, in one sentence, from the last lines of its log."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from overspill.serve.log_lines import ERROR, INVALID, Line, more_of
 
 # What to change, which is another flag where vLLM runs without a plan of Overspill's.
 _PLANNED = {
@@ -78,53 +79,8 @@ _KNOWN = (
     (r"SafetensorError: (?P<said>.+)", "a weight file is broken: {said}; download it again"),
     (r"No space left on device", "the disk is full"),
 )  # fmt: skip
-# `(EngineCore pid=12) ERROR 11-15 09:17:54 [core.py:1] ` in front of what was said.
-_SOURCE = re.compile(r"^(?:\([^)]*pid=\d+\)\s?)*")
-_LEVEL = re.compile(r"^(?P<level>[A-Z]+) \d\d-\d\d [\d:.]+ \[[^\]]*\]\s?")
-# What vLLM says of a KV cache that is less than nothing, it says as a mere fact; the error that follows has no number.
-_HARMLESS = re.compile(r"^(?:INFO|DEBUG|WARNING) (?!.*Available KV cache memory: -\d)")
-_ERROR = re.compile(r"^(?P<said>(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception)\b.*)")
 # vLLM's parent process says this of any failure of its child's.
 _SECONDHAND = re.compile(r"EngineDeadError|See (?:root cause|stack trace) above|Engine core initialization failed")
-# pydantic names the class, then for each mistake the setting, unless it is of several, and indented what is wrong.
-_INVALID = re.compile(r"ValidationError: \d+ validation errors? for (?P<what>\w+)")
-_INPUT = re.compile(r" \[type=\w+, input_value=.*\]$")
-_LINK = "For further information visit "
-_FRAME = re.compile(r'\s*(?:File ".+", line \d|[~^]+$)')
-# What libraries say when a process ends, and is nobody's error.
-_ASIDE = re.compile(r"nanobind: |\S+:\d+: \w*Warning: ")
-_MOST_LINES = 12
-"""Of an error's own words: some print the whole of what they were given."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    source: str
-    """The process that said it, as vLLM names it."""
-    said: str
-    """With what it is indented by."""
-    is_harmless: bool
-
-    @classmethod
-    def read(cls, line: str) -> "_Line":
-        source = _SOURCE.match(line)
-        assert source is not None  # it matches nothing, too
-        rest = line[source.end() :]
-        said = _LEVEL.sub("", rest).rstrip()
-        return cls(source[0].strip(), _INPUT.sub("", said), _HARMLESS.match(rest) is not None)
-
-    @property
-    def is_indented(self) -> bool:
-        return self.said[:1].isspace()
-
-    @property
-    def is_error(self) -> bool:
-        return _ERROR.match(self.said) is not None
-
-    @property
-    def is_open(self) -> bool:
-        """An error that goes on in lines which need not be indented."""
-        return self.is_error and (self.said.endswith(":") or _INVALID.search(self.said) is not None)
 
 
 def reason(lines: Sequence[str], *, is_planned: bool = True) -> str:
@@ -132,48 +88,17 @@ def reason(lines: Sequence[str], *, is_planned: bool = True) -> str:
 
     `is_planned` tells whose flags to advise: an engine without a plan is given vLLM's alone.
     """
-    read = [_Line.read(line) for line in lines]
+    read = [Line.read(line) for line in lines]
     for pattern, plain in _KNOWN:
         for line in read:
             if not line.is_harmless and (match := re.search(pattern, line.said.strip())):
                 return _explained(plain, match, _PLANNED if is_planned else _PLAIN)
     for at in reversed(range(len(read))):
         # Also an indented one: some print the error of another process within their own.
-        match = _ERROR.match(read[at].said.strip())
+        match = ERROR.match(read[at].said.strip())
         if match is not None and not read[at].is_harmless and not _SECONDHAND.search(match["said"]):
-            return _whole(match["said"], [read[more].said for more in _more_of(read, at)])
+            return _whole(match["said"], [read[more].said for more in more_of(read, at)])
     return ""
-
-
-def without_tracebacks(lines: Sequence[str]) -> list[str]:
-    """What was said, without where in vLLM's code."""
-    read = [_Line.read(line) for line in lines]
-    belongs = {more for at, line in enumerate(read) if line.is_error for more in _more_of(read, at)}
-    return [
-        line.rstrip()
-        for at, (line, one) in enumerate(zip(lines, read))
-        if at in belongs or (one.said and not one.is_indented and not one.said.startswith("Traceback "))
-    ]
-
-
-def _more_of(lines: Sequence[_Line], at: int) -> list[int]:
-    """Which lines belong to an error: what follows it from the same process, indented, or announced by it."""
-    error, found = lines[at], list[int]()
-    for number, line in enumerate(lines[at + 1 :], at + 1):
-        if line.source != error.source:
-            continue  # processes write in turn
-        if not line.said.strip() or line.is_harmless or line.is_error or _is_no_part(line):
-            break
-        if (not line.is_indented and not error.is_open) or len(found) == _MOST_LINES:
-            break
-        if _LINK not in line.said:
-            found.append(number)
-    return found
-
-
-def _is_no_part(line: _Line) -> bool:
-    is_traceback = line.said.startswith("Traceback ") or _FRAME.match(line.said) is not None
-    return is_traceback or _ASIDE.match(line.said) is not None
 
 
 def _explained(plain: str, match: re.Match[str], advice: Mapping[str, str]) -> str:
@@ -198,7 +123,7 @@ def _whole(error: str, more: Sequence[str]) -> str:
     """In one line."""
     if not more:
         return error
-    if (invalid := _INVALID.search(error)) is None:
+    if (invalid := INVALID.search(error)) is None:
         return " ".join([error, *(line.strip() for line in more)])
     mistakes, setting = [], ""
     for line in more:

@@ -15,10 +15,11 @@ from overspill.serve.address import require_free
 from overspill.serve.differences import Difference, confirmations, differences
 from overspill.serve.engine import Engine
 from overspill.serve.errors import CannotServe
+from overspill.serve.log_lines import without_tracebacks
 from overspill.serve.measured import remember_profile
 from overspill.serve.notice import notify
 from overspill.serve.prepared import Prepared
-from overspill.serve.reasons import reason, without_tracebacks
+from overspill.serve.reasons import reason
 from overspill.serve.report import VARIABLE, Phase, Report, earliest, read
 from overspill.serve.status import read_statuses
 from overspill.serve.telling import Telling

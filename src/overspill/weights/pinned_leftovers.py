@@ -5,13 +5,13 @@ loaded (model_loader/utils.py, device_loading_context). The first copy goes to P
 memory for whoever asks next, and nobody does: 3.9 GB of Llama-3.1-8B took 8.8 GB of RAM for as long as the engine ran.
 """
 
-import functools
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from overspill.kv.sizes import format_size
+from overspill.kv.wrapping import Method, wrap_once
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -20,19 +20,17 @@ def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 
-    if hasattr(PrefetchOffloader.post_init, "overspill"):
-        return
-    post_init = PrefetchOffloader.post_init
-
     # The last that is done to weights; RAM for KV is taken later.
-    @functools.wraps(post_init)
+    wrap_once(PrefetchOffloader, "post_init", _finished)
+
+
+def _finished(post_init: Method) -> Method:
     def finish_and_return_leftovers(self: Any) -> None:
         post_init(self)
         if returned := return_leftovers():
             logger.info("Overspill: %s that was pinned while weights were loaded is free again", format_size(returned))
 
-    finish_and_return_leftovers.overspill = True  # type: ignore[attr-defined]
-    PrefetchOffloader.post_init = finish_and_return_leftovers
+    return finish_and_return_leftovers
 
 
 def return_leftovers() -> int:

@@ -5,11 +5,12 @@ are made by Transformers instead, and `--cpu-offload-gb` does nothing for them, 
 layers over, to the offloader whose layers the GPU reads in RAM: the prefetching one hooks calls of vLLM's own layers.
 """
 
-import functools
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
+
+from overspill.kv.wrapping import Method, wrap_once
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -18,36 +19,32 @@ def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
     from vllm.model_executor.offloader.uva import UVAOffloader
 
-    if hasattr(UVAOffloader.__init__, "overspill"):
-        return
-    init = UVAOffloader.__init__
+    wrap_once(UVAOffloader, "__init__", _reaching_further)
 
-    @functools.wraps(init)
+
+def _reaching_further(init: Method) -> Method:
     def init_and_reach_further(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         # Only now: Transformers' models take seconds to import.
         _hand_over_layers()
 
-    init_and_reach_further.overspill = True  # type: ignore[attr-defined]
-    UVAOffloader.__init__ = init_and_reach_further
+    return init_and_reach_further
 
 
 def _hand_over_layers() -> None:
     from vllm.model_executor.models.transformers.base import Base
 
-    if hasattr(Base.keep_in_fp32, "overspill"):
-        return
     # The last that happens to a model's parameters before its weights are loaded.
-    keep_in_fp32 = Base.keep_in_fp32
+    wrap_once(Base, "keep_in_fp32", _offloading)
 
-    @functools.wraps(keep_in_fp32)
+
+def _offloading(keep_in_fp32: Method) -> Method:
     def keep_and_offload(self: Any, module: torch.nn.Module) -> None:
         keep_in_fp32(self, module)
         if module is self.model:
             _offload(module, self.text_config.num_hidden_layers)
 
-    keep_and_offload.overspill = True  # type: ignore[attr-defined]
-    Base.keep_in_fp32 = keep_and_offload
+    return keep_and_offload
 
 
 def _offload(model: torch.nn.Module, num_layers: int) -> None:
