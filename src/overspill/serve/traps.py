@@ -1,5 +1,6 @@
 """Flags and variables that vLLM takes in silence and that do something else than they say: refused, or corrected."""
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from overspill.serve.address import is_loopback
 from overspill.serve.command import Combined
 from overspill.serve.flags import find, matches
 from overspill.serve.plugins import PLUGINS
+from overspill.settings import SETTINGS
 
+_SETTINGS = [setting.flag for setting in SETTINGS]
 _NOT_HERE = {
     "--model": "the model is the first argument: overspill serve MODEL",
     "--config": "its flags cannot be compared with the plan's; write them after the model instead",
@@ -38,6 +41,7 @@ def check(combined: Combined, environment: Mapping[str, str], *, on_cpu: bool) -
     """Refuses by raising; the rest is corrected, or told."""
     _refuse_flags(combined)
     checked = Checked()
+    _check_spelling(combined, checked)
     _check_weight_offload(combined)
     _check_allocator(combined, environment, checked)
     _check_plugins(environment, checked)
@@ -50,6 +54,16 @@ def _refuse_flags(combined: Combined) -> None:
     for flag in combined.given:
         if (why := _NOT_HERE.get(flag.name)) is not None:
             raise OverspillError(f"{flag.name} cannot be used with overspill serve: {why}")
+
+
+def _check_spelling(combined: Combined, checked: Checked) -> None:
+    """What is no setting here is vLLM's to read, which takes seconds to say that it has no such flag."""
+    for flag in combined.given:
+        if any(matches(flag.name, name) for name in _SETTINGS):
+            continue
+        # So near is none of vLLM's own.
+        for meant in difflib.get_close_matches(flag.name, _SETTINGS, n=1, cutoff=0.9):
+            checked.warnings.append(f"{flag.name} is no setting here and goes to vLLM; did you mean {meant}?")
 
 
 def _check_weight_offload(combined: Combined) -> None:
