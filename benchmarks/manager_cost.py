@@ -20,7 +20,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from pathlib import Path
 
 import process
 import record
+from overspill.serve.address import free_port
 from record import Json, say
 
 NAME = "tiny"
@@ -346,12 +346,6 @@ async def stand_in(port: int, token_seconds: float) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     await stopped.wait()
     server.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def parse_arguments() -> argparse.Namespace:

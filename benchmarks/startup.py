@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 import model_shape
 import process
 import record
+from overspill.serve.address import free_port
 from record import GIB, Json, say
 from systems import System, system
 
@@ -126,12 +126,6 @@ def gauge(metrics: str, name: str) -> float | None:
     """Sum over ranks of a gauge in Prometheus text."""
     values = re.findall(rf"^(?:vllm:)?{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
     return sum(map(float, values)) if values else None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def measure(target: System, arguments: argparse.Namespace) -> Json:

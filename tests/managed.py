@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from overspill.serve.address import free_port
 from tests.manager_process import of_folder
 
 START_S = 60
@@ -21,12 +21,6 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 4096, "gpu_memory": "8MiB", "ram": "12GiB", "offload_ram": "64MiB", "dtype": "float32",
     "max_num_seqs": 4, "enforce_eager": True,
 }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Managed:

@@ -21,7 +21,7 @@ import uvloop
 from overspill.manager.server import run
 from overspill.manager.setup import Setup
 from overspill.registry import Registry, open_registry
-from tests.managed import free_port
+from overspill.serve.address import free_port
 from tests.manager_process import ROOT, Place, of_folder
 
 WAIT_S = 30

@@ -22,9 +22,9 @@ from overspill.bench import WORKLOADS, Target, find_target, measure, parse_workl
 from overspill.bench.client import Answer
 from overspill.bench.metrics import serving_metrics
 from overspill.registry import Result, get_result, list_results, open_registry
+from overspill.serve.address import free_port
 from tests.test_serve import (
     Serve,
-    free_port,
     model,  # noqa: F401 (a fixture)
     serving,
 )

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from overspill.serve.address import free_port
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Enough for the weights, and for the KV of some 1,000 tokens beside a window.
 SMALL = {
@@ -100,9 +102,7 @@ def test_without_a_server_the_example_says_so() -> None:
 
 
 def test_a_server_is_asked(speaking: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "overspill", "serve", str(speaking), "--max-model-len", "4k", "--port", str(port)]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(

@@ -40,7 +40,8 @@ from overspill.manager.watching.watcher import STALE_S, EngineNumbers, Moment
 from overspill.processes import identity
 from overspill.registry import ModelSettings, add_model, open_registry
 from overspill.registry.model_settings import parse_settings
-from tests.managed import Managed, free_port, managed
+from overspill.serve.address import free_port
+from tests.managed import Managed, managed
 from tests.managed_process import QuickPlace, managed_process
 from tests.manager_process import ROOT, of_folder
 from tests.model_configs import llama_3_1_8b

@@ -16,9 +16,10 @@ import httpx
 import pytest
 
 from overspill.processes import identity
+from overspill.serve.address import free_port
 from overspill.serve.report import Phase
 from overspill.serve.status import Status, folder_of, write_status
-from tests.managed import Managed, free_port, managed
+from tests.managed import Managed, managed
 
 ROOT = Path(__file__).parents[1]
 PASSWORD = "four words, not together"

@@ -19,6 +19,7 @@ from overspill.manager.engines.process import EngineProcess, identify
 from overspill.manager.engines.states import State
 from overspill.manager.errors import AlreadyManaged, NoRoom, QueueFull, StartFailed, StillLoading, Stopped
 from overspill.registry import UnknownModel, edit_model
+from overspill.serve.address import free_port
 from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder
 
 
@@ -255,9 +256,8 @@ def test_somebody_else_who_answers_on_the_port_is_not_taken_for_the_engine(
 
         server = await asyncio.start_server(impostor, "127.0.0.1", 0)
         port, is_first = server.sockets[0].getsockname()[1], iter([True])
-        real = __import__("overspill.manager.engines.launch", fromlist=["free_port"]).free_port
         monkeypatch.setattr(
-            "overspill.manager.engines.engine.free_port", lambda: port if next(is_first, False) else real()
+            "overspill.manager.engines.engine.free_port", lambda: port if next(is_first, False) else free_port()
         )
         async with managing(place) as engines, server:
             starting = asyncio.create_task(engines.start("a"))

@@ -22,6 +22,7 @@ from overspill.manager.engines.needs import Need
 from overspill.manager.engines.states import State
 from overspill.manager.errors import NoRoom, StartFailed, StillLoading
 from overspill.registry import Model
+from overspill.serve.address import free_port
 from overspill.serve.report import Phase
 from overspill.serve.status import Reached, Status, folder_of, write_status
 from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder, reckon
@@ -192,8 +193,6 @@ def started_by_hand(place: Place, port: int) -> "Iterator[subprocess.Popen[bytes
 
 
 def test_a_server_that_somebody_else_started_and_paused_is_not_killed(place: Place) -> None:
-    from overspill.manager.engines.launch import free_port
-
     place.add("a")
 
     async def run() -> None:

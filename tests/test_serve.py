@@ -20,6 +20,7 @@ import pytest
 
 from overspill.processes import below, in_session
 from overspill.registry import Run, RunEnd, add_model, list_runs, open_registry
+from overspill.serve.address import free_port
 from overspill.serve.report import Phase
 from overspill.serve.status import Status, read_statuses
 from overspill.tiny import VOCAB, make_llama
@@ -36,12 +37,6 @@ def environment(**more: str) -> dict[str, str]:
     left_out = ("OVERSPILL_", "VLLM_ENABLE_V1_MULTIPROCESSING")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return {**clean, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", "VLLM_LOGGING_LEVEL": "INFO", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Serve:

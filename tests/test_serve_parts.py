@@ -25,7 +25,7 @@ from overspill.planning.ways import Way
 from overspill.processes import identity
 from overspill.registry import RunEnd, add_model, list_runs, open_registry, running_runs, start_run
 from overspill.serve import plugins
-from overspill.serve.address import Address, require_free
+from overspill.serve.address import free_port, require_free
 from overspill.serve.adopted import adopt
 from overspill.serve.command import combine, server_command
 from overspill.serve.differences import differences
@@ -416,9 +416,7 @@ def played(spilling: Plan, llama: Path, tmp_path: Path, monkeypatch: pytest.Monk
     def make(report: Report | None, *given: str, seconds: float = 60) -> Prepared:
         if report is not None:
             write(report, tmp_path, 0)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            settings = {"host": "127.0.0.1", "port": probe.getsockname()[1]}
+        settings = {"host": "127.0.0.1", "port": free_port()}
         words = [*given, "--skip-tokenizer-init"]
         prepared = prepare(str(llama), spilling, settings, words, vllm=CPU_BUILD, environment={})
         file = "none" if report is None else str(tmp_path / "rank-0.json")
@@ -460,12 +458,6 @@ def test_an_engine_without_our_plugin_is_noticed(
     with pytest.raises(CannotServe, match="exit code 5" if force else "loaded no plugin"):
         run(played(None, seconds=3), force=force)
     assert ("/v1 serves" in capfd.readouterr().out) == force
-
-
-def test_an_address_that_all_machines_reach_is_asked_on_this_one() -> None:
-    assert Address("0.0.0.0", 80).url == "http://127.0.0.1:80" and Address("::", 80, True).url == "https://[::1]:80"
-    with pytest.raises(OverspillError, match="not a host"):
-        require_free(Address("no such host", 80), set())
 
 
 def test_systemd_is_told_at_a_path_or_an_abstract_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from overspill.serve.address import free_port
 from tests.engine import random_prompt
 
 START_SECONDS = 240
@@ -23,9 +23,7 @@ START_SECONDS = 240
 
 class Server:
     def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         transfer = {
             "kv_connector": "OverspillConnector",
             "kv_role": "kv_both",

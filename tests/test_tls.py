@@ -13,8 +13,8 @@ from overspill import tls
 from overspill.bench.errors import CannotBench
 from overspill.bench.target import Target, ask
 from overspill.bench.wire import Broken, Wire
+from overspill.serve.address import free_port
 from tests.certificates import make_certificate
-from tests.managed import free_port
 
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 

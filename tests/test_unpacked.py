@@ -1,7 +1,6 @@
 """Overspill on PYTHONPATH only, as on a machine onto which it was copied: nothing tells vLLM of its plugins."""
 
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +10,7 @@ import pytest
 
 from overspill.planning.installed import Vllm, unpacked_vllm
 from overspill.registry import list_runs, open_registry
+from overspill.serve.address import free_port
 from overspill.serve.command import server_command
 
 ROOT = Path(__file__).parents[1]
@@ -49,18 +49,12 @@ def python(environment: dict[str, str], *arguments: str) -> subprocess.Completed
     )  # fmt: skip
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.timeout(300)
 def test_a_model_is_served_with_our_plugins(environment: dict[str, str], llama: Path, tmp_path: Path) -> None:
     hidden = python(environment, "-c", "from importlib.metadata import version; version('overspill')")
     assert "PackageNotFoundError" in hidden.stderr, "Overspill is installed here, and nothing would be tested"
     flags = ["--device", "cpu", "--gpu-memory", "8MiB", "--ram", "6GiB", "--offload-ram", "64MiB", "--dtype", "float32"]
-    more = ["--max-model-len", "4k", "--max-num-seqs", "4", "--enforce-eager", "--port", free_port(), "--quiet"]
+    more = ["--max-model-len", "4k", "--max-num-seqs", "4", "--enforce-eager", "--port", str(free_port()), "--quiet"]
     answer = python(environment, "-c", SERVED, str(llama), *flags, *more, "--skip-tokenizer-init")
     assert answer.returncode == 0, answer.stderr
     assert "/v1 serves" in answer.stdout and "for spilled KV and 64 MiB for idle KV" in answer.stdout

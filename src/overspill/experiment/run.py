@@ -20,10 +20,11 @@ from overspill.experiment.progress import Tell, Telling
 from overspill.experiment.provenance import Provenance, find_provenance
 from overspill.experiment.report import Report
 from overspill.experiment.schedule import Step, is_last_of_life, remaining, steps
-from overspill.experiment.servers import Interrupted, Server, free_port
+from overspill.experiment.servers import Interrupted, Server
 from overspill.experiment.stored import load_experiment
 from overspill.named import Named, look_up
 from overspill.registry import CannotNow, Measurement, Registry, UnknownRecord, save_result
+from overspill.serve.address import free_port
 from overspill.serve.errors import CannotServe
 
 INTERRUPTED = "interrupted"

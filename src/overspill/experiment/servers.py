@@ -1,7 +1,6 @@
 """A server for a measurement: started, waited for, its caches emptied, and surely gone afterwards."""
 
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -147,9 +146,3 @@ class Server:
         while not all(report.is_prepared for report in read(self._folder)) and time.monotonic() < deadline:
             self._go_on()
         self.phase = Phase.READY
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

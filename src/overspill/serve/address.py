@@ -5,6 +5,7 @@ import http.client
 import ipaddress
 import json
 import os
+import random
 import socket
 import ssl
 from contextlib import suppress
@@ -13,6 +14,11 @@ from pathlib import Path
 
 from overspill.kv.errors import OverspillError
 from overspill.serve.errors import CannotServe
+
+# Below are those of services that many machines have; what Linux gives unless it is told otherwise.
+_FIRST_PORT, _LAST_PORT = 10000, 65535
+_LINUX_GIVES = (32768, 60999)
+_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,27 @@ def require_free(address: Address, model_names: set[str], known: str = "") -> No
             probe.bind(place)
         except OSError as error:
             raise _why(address, model_names, error, known) from error
+
+
+def free_port(proc: Path = Path("/proc")) -> int:
+    """One for a server on this machine that nobody has now. Whether it still is free when the server listens, many
+    seconds later, the server says; so it is none of those that the system gives to whoever asks for any, a vLLM engine
+    for its own processes or a client for a connection."""
+    first, last = _given_to_anybody(proc)
+    ports = [port for port in range(_FIRST_PORT, _LAST_PORT + 1) if not first <= port <= last]
+    # At random, or two programs that ask at the same time would get the same one.
+    for port in (*random.sample(ports, k=min(len(ports), _TRIES)), 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise CannotServe("no port of this machine is free")
+
+
+def _given_to_anybody(proc: Path) -> tuple[int, int]:
+    with suppress(OSError, ValueError):
+        first, last = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(first), int(last)
+    return _LINUX_GIVES
 
 
 def _why(address: Address, model_names: set[str], error: OSError, known: str) -> CannotServe:

@@ -12,10 +12,11 @@ from overspill.experiment.configurations import read_configuration
 from overspill.experiment.launches import Launch, Launcher, make_launcher
 from overspill.experiment.log_files import log_name
 from overspill.experiment.provenance import Provenance
-from overspill.experiment.servers import Interrupted, Server, free_port
+from overspill.experiment.servers import Interrupted, Server
 from overspill.kv.errors import OverspillError
 from overspill.named import Named
 from overspill.registry import Measurement, Registry, Result, save_result
+from overspill.serve.address import free_port
 from overspill.tune.candidates import Candidate
 from overspill.tune.definition import Definition
 from overspill.tune.progress import Telling

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.manager import logs
-from overspill.manager.engines.launch import Backend, Launched, Order, free_port
+from overspill.manager.engines.launch import Backend, Launched, Order
 from overspill.manager.engines.memory import NOTHING, Memory
 from overspill.manager.engines.observed import Told
 from overspill.manager.engines.process import EngineProcess, identify, listens
@@ -24,6 +24,7 @@ from overspill.manager.engines.states import Seen, State, Step, Wanted, decide
 from overspill.manager.engines.timing import Timing
 from overspill.manager.engines.upstream import Upstream, address
 from overspill.manager.errors import StartFailed
+from overspill.serve.address import free_port
 
 logger = logging.getLogger(__name__)
 

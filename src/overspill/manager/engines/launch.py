@@ -1,7 +1,6 @@
 """How an engine is started: as a process of its own that outlives the manager, or by systemd."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -76,10 +75,3 @@ class OwnProcesses:
 
     def stop_unit(self, unit: str) -> None:
         raise StartFailed(f"{unit} was started by systemd, which this manager does not use")
-
-
-def free_port() -> int:
-    """One that nobody has now; whether it still is free when the engine listens, the engine says."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
