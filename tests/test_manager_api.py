@@ -296,7 +296,7 @@ def test_with_a_password_nothing_is_told_to_nobody_and_a_login_opens_it(place: P
         assert client.post("/models/start/a", headers=origin).status_code == 403
         token = page.text.partition('data-token="')[2].partition('"')[0]
         with_token = {**origin, "x-csrf-token": token}
-        assert client.post("/models/start/a", headers=with_token).status_code == 200
+        assert client.post("/models/start/a", headers=with_token).status_code == 202
         assert client.post("/models/stop/a", headers={**with_token, "origin": "http://evil"}).status_code == 403
         assert client.post("/logout", headers=with_token).status_code == 200
         assert client.get("/api/models").status_code == 401

@@ -142,10 +142,12 @@ def test_the_page_stops_a_job_once_and_kills_it_only_when_asked_to(client: httpx
     place = f"/runs/jobs/{number}"
     job = until(client, number, "running")
     assert ">Stop</button>" in client.get(place).text
-    assert client.post(f"{place}/kill").status_code == 200  # nothing: it was not asked to stop
+    assert client.post(f"{place}/kill").status_code == 202  # nothing: it was not asked to stop
     os.kill(job["pid"], signal.SIGSTOP)  # as if it took long to end
     for _ in range(2):  # as of a double click
-        asked = client.post(f"{place}/stop").text
+        answer = client.post(f"{place}/stop")
+        assert answer.status_code == 202 and answer.headers["hx-trigger"] == "job-asked"
+        asked = client.get(f"{place}/doing").text
         assert "Asked to stop" in asked and "Kill it" in asked and 'hx-confirm="Kill job' in asked
     assert "Asked to stop" in client.get(place).text
     time.sleep(0.5)

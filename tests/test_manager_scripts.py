@@ -20,7 +20,7 @@ from tests.manager_process import Place
 from tests.pages import program, save, until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page, Request
+    from playwright.sync_api import APIResponse, Browser, Page, Request, Route
 
 HTML = {"accept": "text/html,application/xhtml+xml"}
 SLOW = "multi-turn:conversations=1,turns=50,think_time=60"
@@ -250,6 +250,26 @@ def test_a_job_is_stopped_with_an_answer_and_killed_after_a_question(watched: Wa
 
 
 @needs_chromium
+def test_an_answer_that_comes_late_does_not_say_that_a_job_ends_which_has_ended(watched: Watched) -> None:
+    page = watched.page()
+    kept: list[tuple[Route, APIResponse]] = []
+    page.route("**/runs/jobs/*/stop", lambda route: kept.append((route, route.fetch())))
+    with httpx.Client(base_url=watched.url, timeout=30) as client:
+        body = {"kind": "bench", "model": "a", "given": {"workload": SLOW}}
+        number = client.post("/api/jobs", json=body).json()["id"]
+        until(client, number, "running")
+        page.goto(f"/runs/jobs/{number}")
+        page.get_by_role("button", name="Stop").click()
+        page.locator(".state.stopped").wait_for()
+        page.get_by_role("button", name="Stop").wait_for(state="detached")
+    ((route, answer),) = kept
+    assert answer.ok
+    route.fulfill(response=answer)
+    page.wait_for_timeout(200)
+    assert page.get_by_text("Asked to stop").count() == 0 and watched.problems == []
+
+
+@needs_chromium
 def test_times_are_those_of_who_reads_them_and_numbers_are_whole(watched: Watched) -> None:
     page = watched.page(timezone_id="America/New_York", viewport={"width": 390, "height": 844})
     with httpx.Client(base_url=watched.url, timeout=30) as client:
@@ -289,3 +309,39 @@ def test_an_axis_has_room_for_its_labels_and_says_nothing_twice(watched: Watched
         [unit, value],
     )
     assert len(labels) > 1 and len(set(labels)) == len(labels) and room >= need
+
+
+@needs_chromium
+def test_a_button_works_from_the_moment_it_is_shown(watched: Watched, place: Place) -> None:
+    """htmx waited 20 ms before it listened to what it had just put on the page, and a key pressed then was lost."""
+    page = watched.page()
+    page.goto("/models")
+    page.evaluate(
+        """() => new MutationObserver((changes, observer) => {
+            const stop = document.querySelector("article.card:has(.state.ready) button[id$=-stop]");
+            if (stop) { observer.disconnect(); stop.click(); }
+        }).observe(document.querySelector("article.card"), { childList: true, subtree: true })"""
+    )
+    with page.expect_request("**/models/stop/a"):
+        card(page, "a").get_by_role("button", name="Start", exact=True).click()
+    card(page, "a").locator(".state.stopped").wait_for()
+
+
+@needs_chromium
+def test_an_answer_that_comes_late_does_not_put_an_older_state_on_the_card(watched: Watched, place: Place) -> None:
+    """It was rendered before the engine ended, and took the place of what the stream had told meanwhile."""
+    place.behave("a", ignores_sigterm=True)
+    page = watched.page()
+    page.goto("/models")
+    card(page, "a").get_by_role("button", name="Start", exact=True).click()
+    card(page, "a").locator(".state.ready").wait_for()
+    kept: list[tuple[Route, APIResponse]] = []
+    page.route("**/models/stop/a", lambda route: kept.append((route, route.fetch())))
+    card(page, "a").get_by_role("button", name="Stop").click()
+    card(page, "a").locator(".state.stopped").wait_for()
+    ((route, answer),) = kept
+    assert answer.ok
+    with page.expect_response("**/models/stop/a"):
+        route.fulfill(response=answer)
+    page.wait_for_timeout(200)
+    assert card(page, "a").locator(".state").text_content() == "stopped"

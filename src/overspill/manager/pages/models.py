@@ -120,7 +120,8 @@ async def plan(request: Request, app: App, name: str) -> Response:
 
 @router.post("/models/{doing}/{name:path}")
 async def do(app: App, who: Who, doing: str, name: str) -> Response:
-    """Answers at once with the card as it is then; events tell how it goes on."""
+    """Answers at once, and with nothing: events tell how it goes on. An answer with the card as it is then could come
+    after the event that follows it, and would stay."""
     if doing not in _DOING:
         raise ManagerError(f"{doing!r:.40} is none of {', '.join(_DOING)}")
     await app.actions.require_known(name)
@@ -131,8 +132,7 @@ async def do(app: App, who: Who, doing: str, name: str) -> Response:
         actions.begin(name, actions.restart(who, name))
     else:
         actions.begin(name, actions.start(who, name, make_room=doing == "switch"))
-    await asyncio.sleep(0.05)  # the state that it enters at once is in the answer
-    return part("card_state.html", card=_card(app, name, _running(app)))
+    return Response(status_code=202)
 
 
 def _running(app: Application) -> list[str]:

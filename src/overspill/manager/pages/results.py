@@ -94,7 +94,7 @@ async def stop(app: App, who: Who, number: int) -> Response:
     if not app.jobs.is_stopping(number):
         async with app.actions.audited(who, "stop job", str(number)):
             await app.jobs.stop(number)
-    return await job_doing(app, number)
+    return _asked()
 
 
 @router.post("/runs/jobs/{number}/kill")
@@ -103,7 +103,7 @@ async def kill(app: App, who: Who, number: int) -> Response:
     if app.jobs.is_stopping(number):
         async with app.actions.audited(who, "kill job", str(number)):
             await app.jobs.stop(number)
-    return await job_doing(app, number)
+    return _asked()
 
 
 @router.post("/runs/jobs/{number}/resume")
@@ -145,6 +145,11 @@ async def compare(request: Request, app: App) -> Response:
         request, "compare.html", report=report, ids=ids, rows=comparison_rows(report.comparison),
         charts=comparison_charts(report.comparison),
     )  # fmt: skip
+
+
+def _asked() -> Response:
+    """The page asks what the job does now. An answer that told it could come after the job's end, and would stay."""
+    return Response(status_code=202, headers={"hx-trigger": "job-asked"})
 
 
 def _models(app: Application) -> list[str]:
