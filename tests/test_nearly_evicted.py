@@ -108,3 +108,13 @@ def test_an_idle_queue_costs_next_to_nothing() -> None:
     for _ in range(160):
         queue.advance()
     assert queue.looked_at <= 160 * 100 / 16 + 200
+
+
+def test_while_nothing_is_taken_no_more_are_found_than_are_near_eviction() -> None:
+    queue = Queue(64, depth=8)
+    found = [queue.advance(limit=3) for _ in range(20)]
+    assert sum(len(some) for some in found) == 8
+    queue.stored.clear()  # they were pushed out of RAM
+    assert not any(queue.advance() for _ in range(20))
+    queue.free_filled(1)
+    assert queue.advance()

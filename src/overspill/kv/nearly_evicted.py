@@ -26,14 +26,21 @@ class EvictionFront:
         self._cursor: KVCacheBlock | None = None
         self._ahead = 0  # visited blocks between the head and the cursor, at most
         self._steps = 0
+        self._num_found = 0  # since blocks were taken
 
     def taken(self, count: int) -> None:
         """`count` blocks were allocated from the head."""
         self._ahead -= count
+        self._num_found = 0
 
     def advance(self, wanted: Callable[[KVCacheBlock], bool], limit: int) -> list[KVCacheBlock]:
-        """Visit blocks until `depth` of them are ahead; return at most `limit` wanted ones, nearest eviction first."""
+        """Visit blocks until `depth` of them are ahead; return at most `limit` wanted ones, nearest eviction first.
+
+        While none is taken, none comes nearer: `depth` of them are found then, and no more. Else an engine with nothing
+        to do would go on copying, and never sleep if copies push each other out of RAM.
+        """
         self._steps += 1
+        limit = min(limit, self._depth - self._num_found)
         cursor = self._cursor
         if cursor is None or cursor.ref_cnt > 0 or self._ahead <= 0 or self._steps >= _STEPS_BETWEEN_FULL_WALKS:
             cursor, self._ahead, self._steps = None, 0, 0
@@ -48,4 +55,5 @@ class EvictionFront:
                     cursor = block
                     self._ahead += 1
         self._cursor = cursor
+        self._num_found += len(found)
         return found

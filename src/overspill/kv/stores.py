@@ -91,7 +91,10 @@ class Stores:
     def _watch_front(self, pool: BlockPool) -> None:
         queue = pool.free_block_queue
         # With spill, GPU blocks and spilled ones leave from heads of their own.
-        self._fronts = [EvictionFront(tier, self._settings.front_depth) for tier in getattr(queue, "tiers", (queue,))]
+        tiers = getattr(queue, "tiers", (queue,))
+        # If RAM could not hold the copies of all that is near eviction, they would push each other out.
+        depth = max(1, min(self._settings.front_depth, self._host.num_slots // len(tiers)))
+        self._fronts = [EvictionFront(tier, depth) for tier in tiers]
         get_new_blocks = pool.get_new_blocks
 
         def observed_get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
