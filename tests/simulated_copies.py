@@ -38,6 +38,7 @@ class Setup:
     ranks: int = 1
     asynchronous: bool = False
     longest_flight: int = 3  # steps
+    ahead: bool = False  # whether loads that are queued count as there in time
     fault_rate: float = 0.0
     seed: int = 0
 

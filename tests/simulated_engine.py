@@ -97,6 +97,10 @@ class Engine:
         if setup.load == "auto":
             self.offload.speeds.load_bytes_per_s = 1e12
             self.offload.speeds.prefill_tokens_per_s = 1e4  # ten tokens a millisecond
+        if setup.ahead:
+            self.offload.speeds.load_bytes_per_s = self.offload.speeds.plain_step_s = 1e9
+            # Ten tokens are many, or any number is not.
+            self.offload.speeds.fastest_prefill_tokens_per_s = 1.25e-9 if setup.seed % 2 else 0
         self._hasher = get_request_block_hasher(self._hash_size, _hash_function())
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.requests: dict[str, Request] = {}
@@ -108,6 +112,7 @@ class Engine:
         self._expected: dict[tuple[bytes, int], list[int]] = {}
         self.steps = 0
         self.totals: dict[str, float] = {}
+        self.announced_ahead = {"busy": 0, "idle": 0}  # loads, before they were over
 
     @property
     def offload(self) -> OffloadScheduler:
@@ -167,7 +172,8 @@ class Engine:
         answer = self._aggregator.aggregate(answers)  # type: ignore[arg-type]
         assert answer is not None
         self._in_flight.append((output, answer))
-        if len(self._in_flight) >= (2 if self.setup.asynchronous else 1) or not output.num_scheduled_tokens:
+        full = len(self._in_flight) == (2 if self.setup.asynchronous else 1)
+        if full or not (output.num_scheduled_tokens or self.scheduler.has_requests()):
             self._take_one_back()
         self.check()
 
@@ -200,7 +206,10 @@ class Engine:
         sampled = self._forward(copier, output)
         worker.end_step(jobs)
         copier.tick()
+        under_way = {load.job.request_id for load in worker._loads if not load.transfer.done()}
         results = worker.results(jobs)
+        ahead = under_way & (results.finished_recving - results.failed_recving)
+        self.announced_ahead["busy" if output.num_scheduled_tokens else "idle"] += len(ahead)
         reported = KVConnectorOutput(
             finished_recving=results.finished_recving or None, failed_recving=results.failed_recving,
             kv_connector_stats=worker.take_stats(), kv_connector_worker_meta=_report(worker),

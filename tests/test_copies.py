@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from overspill.kv.copies import PlainCopier, Transfer
+from overspill.kv.cuda import batches, merge_runs
 from overspill.kv.host_memory import HostMemory
 from overspill.kv.layout import Region
 
@@ -109,3 +110,41 @@ def test_a_copy_that_fails_is_over_and_says_why(rig: Rig, direction: str) -> Non
     transfer = rig.copier.load(bad, good) if direction == "load" else rig.copier.store(good, bad)
     assert isinstance(wait(transfer).error, IndexError)
     assert wait(rig.copier.load(ids(0), ids(0))).error is None, "the next copy is not affected"
+
+
+# What the driver is asked for on a GPU, which needs none to be worked out.
+
+
+def merged(dst: list[int], src: list[int], size: int, pieces: list[int] | None = None) -> list[tuple[int, int, int]]:
+    columns = merge_runs(
+        np.array(dst, np.uint64), np.array(src, np.uint64), size, np.array(pieces or [0] * len(dst), np.int64)
+    )
+    return [(int(d), int(s), int(n)) for d, s, n in zip(*columns, strict=True)]
+
+
+def test_neighbours_on_both_sides_and_in_one_piece_are_one_copy() -> None:
+    assert merged([0, 10, 20], [50, 60, 70], 10) == [(0, 50, 30)]
+    assert merged([0, 10, 30], [50, 60, 70], 10) == [(0, 50, 20), (30, 70, 10)]
+    assert merged([0, 10, 20], [50, 70, 80], 10) == [(0, 50, 10), (10, 70, 20)]
+    assert merged([0, 10, 20], [50, 60, 70], 10, [0, 0, 1]) == [(0, 50, 20), (20, 70, 10)]
+    assert merged([5], [7], 10) == [(5, 7, 10)] and merged([], [], 10) == []
+
+
+def test_no_copy_is_longer_than_what_lies_between_two_looks_at_a_load() -> None:
+    size = 48 << 20  # two of them, not three
+    places = [i * size for i in range(5)]
+    assert [n // size for _, _, n in merged(places, places, size)] == [2, 2, 1]
+    larger = 200 << 20
+    assert [n // larger for _, _, n in merged([0, larger], [0, larger], larger)] == [1, 1]
+
+
+def test_batches_cover_all_copies_and_end_where_a_load_is_looked_at() -> None:
+    def lengths(*sizes: int) -> list[int]:
+        found = list(batches(np.array(sizes, np.uint64)))
+        assert [i for part in found for i in range(len(sizes))[part]] == list(range(len(sizes)))
+        return [part.stop - part.start for part in found]
+
+    assert lengths() == [] and lengths(1) == [1]
+    assert lengths(*[1] * 1100) == [512, 512, 76]
+    assert lengths(*[2 << 20] * 200) == [64, 64, 64, 8]
+    assert lengths(128 << 20, 128 << 20, 1) == [1, 1, 1]

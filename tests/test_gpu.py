@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.engine import BLOCK, assert_identical, engine, overspill, random_prompt
+from overspill.kv.jobs import Pace
+from tests.engine import BLOCK, Answer, assert_identical, engine, overspill, random_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -114,6 +116,72 @@ def test_a_load_waits_for_the_compute_before_it_and_compute_can_wait_for_the_loa
     seen = rig.buffer.clone()  # queued while the copies may still run
     finish(transfer)
     assert bool((seen == 9).all())
+
+
+def test_a_load_tells_how_much_of_it_is_on_the_way(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overspill.kv.cuda._MARK_BYTES", 8 * BLOCK_BYTES)
+    torch.cuda._sleep(200_000_000)
+    rig.copier.end_step()
+    blocks = np.arange(NUM_BLOCKS)
+    transfer = rig.copier.load(blocks, blocks)
+    assert transfer.wait_queued(30)
+    seen = [transfer.remaining_bytes()]
+    if rig.memory.pinned_bytes == rig.memory.num_bytes:
+        assert seen[0] == transfer.num_bytes, "it waits for the compute before it"
+    while not transfer.done():
+        seen.append(transfer.remaining_bytes())
+    assert seen == sorted(seen, reverse=True) and transfer.remaining_bytes() == 0
+    assert (
+        transfer._queued_bytes == transfer.num_bytes and transfer._marked_bytes >= transfer.num_bytes - 8 * BLOCK_BYTES
+    )
+
+
+def slow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies begin a tenth of a second late, and count as there in time."""
+    from overspill.kv.cuda import CudaCopier
+
+    copy = CudaCopier._copy
+
+    def late(self: CudaCopier, lane: Any, *args: Any, to_gpu: bool) -> None:
+        if to_gpu:
+            with torch.cuda.stream(lane.stream):
+                torch.cuda._sleep(200_000_000)
+        copy(self, lane, *args, to_gpu=to_gpu)
+
+    monkeypatch.setattr(CudaCopier, "_copy", late)
+    monkeypatch.setattr("overspill.kv.scheduler.pace", lambda speeds, num_tokens: Pace(1.0, 1e12))
+
+
+@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "not fenced"])
+def test_a_request_that_runs_before_its_bytes_are_there_waits_for_them(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, fenced: bool
+) -> None:
+    from overspill.kv.cuda import _CudaTransfer
+
+    fence, under_way = _CudaTransfer.fence, []
+
+    def counted(self: _CudaTransfer) -> None:
+        under_way.append(not self.done())
+        if fenced:
+            fence(self)
+
+    prompt, other = random_prompt(1, 600), random_prompt(2, 40)
+    with engine(llama, overspill()) as spilling:
+        before = spilling.ask_one(prompt)
+        spilling.forget_gpu()
+        slow_loads(monkeypatch)
+        monkeypatch.setattr(_CudaTransfer, "fence", counted)
+        running = spilling.add(other, 300)
+        for _ in range(5):
+            spilling.step()
+        name = spilling.add(prompt)
+        done: dict[str, Answer] = {}
+        while name not in done:
+            done |= spilling.step()
+        assert running not in done and any(under_way), "it was to be announced while another ran"
+        assert bool(done[name].differs_from(before)) == (not fenced)
+        spilling.llm.llm_engine.abort_request([running])
+        spilling.drain()
 
 
 @pytest.mark.parametrize("extra", [{}, {"store": "lazy"}, {"verify": "all"}, {"pin": False}], ids=str)

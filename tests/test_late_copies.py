@@ -5,13 +5,14 @@ Here its bytes are moved at that wait and not before, so whatever reads them ear
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from overspill.kv.copies import Ids, PlainCopier, Transfer
-from tests.engine import assert_same, engine, overspill, random_prompt
+from overspill.kv.jobs import Pace
+from tests.engine import Answer, Engine, assert_same, engine, overspill, random_prompt
 from tests.test_hybrids import NAMES, settings
 
 
@@ -56,7 +57,7 @@ def late_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["llama", *NAMES])
 def test_a_request_announced_early_reads_what_was_loaded(
-    models: Callable[[str], Path], late_loads: None, name: str
+    models: Callable[[str], Path], late_loads: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """vLLM copies recurrent states before it binds a step's metadata: a wait there came too late for them."""
     arguments = {"blocks": 150} if name == "llama" else settings(name)
@@ -67,10 +68,30 @@ def test_a_request_announced_early_reads_what_was_loaded(
         for prompt in prompts:
             spilling.ask_one(prompt)
         spilling.forget_gpu()
-        answers = [spilling.ask_one(p) for p in prompts]
+        assert_same([spilling.ask_one(p) for p in prompts], expected)
         assert LateTransfer.fences == 3, "the loads were not announced early"
-        assert_same(answers, expected)
         spilling.assert_nothing_is_held()
+        spilling.forget_gpu()
+        # Where the copies will be over in time, the request is scheduled before they are.
+        monkeypatch.setattr("overspill.kv.scheduler.pace", lambda speeds, num_tokens: Pace(1.0, 1e12))
+        assert_same(ask_beside_another(spilling, prompts[:2]), expected[:2])
+        assert LateTransfer.fences == 5, "the loads were not announced before they were over"
+        spilling.assert_nothing_is_held()
+
+
+def ask_beside_another(spilling: Engine, prompts: Sequence[list[int]]) -> list[Answer]:
+    other = spilling.add(random_prompt(9, 40), 60)
+    for _ in range(3):
+        spilling.step()
+    answers: dict[str, Answer] = {}
+    names = [spilling.add(p) for p in prompts]
+    while len(answers) < len(names):
+        done = spilling.step()
+        assert other not in done, "it was to run all the time"
+        answers |= done
+    spilling.llm.llm_engine.abort_request([other])
+    spilling.step()
+    return [answers[name] for name in names]
 
 
 def test_without_the_wait_the_answers_are_wrong(

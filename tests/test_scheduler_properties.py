@@ -48,6 +48,7 @@ def setups(draw: st.DrawFn) -> Setup:
         ranks=draw(st.sampled_from([1, 1, 2])),
         asynchronous=draw(st.booleans()),
         longest_flight=draw(st.sampled_from([0, 1, 5])),
+        ahead=draw(st.booleans()),
         fault_rate=draw(st.sampled_from([0.0, 0.0, 0.2])),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -108,11 +109,14 @@ class Tally:
 
     def __init__(self) -> None:
         self.operations = self.preemptions = 0
+        self.announced_ahead = {"busy": 0, "idle": 0}
         self.totals: dict[str, float] = {}
 
     def add(self, engine: Engine, operations: int) -> None:
         self.operations += operations + engine.steps
         self.preemptions += sum(request.num_preemptions for request in engine.requests.values())
+        for when, count in engine.announced_ahead.items():
+            self.announced_ahead[when] += count
         for name, value in engine.totals.items():
             self.totals[name] = self.totals.get(name, 0) + value
 
@@ -143,6 +147,7 @@ def sequences(examples: int, tally: Tally, *, search: bool = True) -> Callable[[
 
 def check_that_everything_happened(tally: Tally) -> None:
     assert tally.preemptions > 0
+    assert min(tally.announced_ahead.values()) > 0, tally.announced_ahead
     for name in ("hit_tokens", "load_bytes", "store_bytes", "evicted_blocks", "corrupt_blocks", "load_failures",
                  "loads_skipped_tokens", "stores_dropped_blocks", "store_failures"):  # fmt: skip
         assert tally.totals.get(name, 0) > 0, f"no sequence had any {name}"
@@ -188,6 +193,27 @@ def test_a_preempted_request_finds_in_ram_what_it_had_computed() -> None:
     engine.drain()
     assert engine.requests[names[1]].num_preemptions > 0
     assert engine.totals.get("hit_tokens", 0) > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_pool_smaller_than_what_is_near_eviction_copies_do_not_push_each_other_out(seed: int) -> None:
+    """They did, and were made again, so that an engine with nothing to do never slept."""
+    setup = Setup(
+        groups=((4, 0), (4, 6)), gpu_blocks=65, host_slots=12, store="lazy", batched_tokens=32, ranks=4,
+        asynchronous=True, longest_flight=8, seed=seed,
+    )  # fmt: skip
+    engine = Engine(setup)
+    for first in range(0, 2000, 100):
+        engine.add([first + token for token in range(60)], max_tokens=3)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    for _ in range(16):  # two flights, one after the other
+        engine.step()
+    assert not engine.offload.stores.is_busy()
+    queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+    leaving = [block.block_hash for block in queue if block.block_hash is not None]
+    assert all(engine.offload.host.find(key) is not None for key in leaving[:4])
+    engine.drain(limit=1)
 
 
 # The checks can fail: each of these faults is planted, and found.

@@ -2,7 +2,16 @@
 
 import pytest
 
-from overspill.kv.speeds import LOAD_OVERHEAD_S, STORE_BACKLOG_S, Speeds, load_beats_recompute, store_budget
+from overspill.kv.jobs import Pace
+from overspill.kv.speeds import (
+    LOAD_OVERHEAD_S,
+    PREFILL_TOKENS,
+    STORE_BACKLOG_S,
+    Speeds,
+    load_beats_recompute,
+    pace,
+    store_budget,
+)
 
 GB = 10**9
 
@@ -64,3 +73,37 @@ def test_stores_give_way_on_a_slow_link() -> None:
     budget = store_budget(speeds, block_bytes=block_bytes, blocks_in_flight=0, gpu_blocks=100_000)
     assert budget == int(GB * STORE_BACKLOG_S / block_bytes)
     assert store_budget(Speeds(load_bytes_per_s=1.0), block_bytes=2**20, blocks_in_flight=0, gpu_blocks=1000) == 16
+
+
+def test_a_step_takes_as_long_as_its_tokens_or_as_a_small_one() -> None:
+    speeds = Speeds(load_bytes_per_s=50e9, fastest_prefill_tokens_per_s=32_000, plain_step_s=0.007)
+    assert pace(speeds, 1) == pace(speeds, 0) == pace(speeds, PREFILL_TOKENS - 1)
+    assert (pace(speeds, 1).step_s, pace(speeds, 3200).step_s) == (0.007, 0.1)
+    assert pace(speeds, 1).load_bytes_per_s == 50e9
+
+
+def test_tokens_are_many_when_they_take_as_long_as_many_small_steps() -> None:
+    speeds = Speeds(fastest_prefill_tokens_per_s=32_000, plain_step_s=0.007)
+    assert 1000 < pace(speeds, 1).many_tokens < 2000
+
+
+def test_nothing_is_expected_of_what_was_not_measured() -> None:
+    assert pace(Speeds(), 1) == pace(Speeds(), 5000) == Pace()
+    assert pace(Speeds(plain_step_s=0.007), 5000) == Pace(step_s=0.007)
+
+
+def test_steps_that_decode_many_requests_do_not_make_a_prefill_look_long() -> None:
+    speeds = Speeds()
+    speeds.saw_prefill(8192, 0.14)
+    for _ in range(20):
+        speeds.saw_prefill(300, 0.020)
+    assert speeds.prefill_tokens_per_s == pytest.approx(15_000, rel=0.1)
+    assert pace(speeds, 8192).step_s == pytest.approx(0.14, rel=0.25)
+
+
+def test_a_speed_that_is_no_longer_reached_fades() -> None:
+    speeds = Speeds()
+    speeds.saw_prefill(1000, 0.01)
+    for _ in range(500):
+        speeds.saw_prefill(1000, 0.02)
+    assert speeds.fastest_prefill_tokens_per_s == 50_000

@@ -96,11 +96,11 @@ def test_a_copy_within_ram_that_fails_is_computed_again(llama: Path, monkeypatch
 def test_joined_copies_are_queued_when_all_are_and_none_has_failed() -> None:
     gpu, ram = Transfer(10), Transfer(20)
     both = JoinedTransfer([ram, gpu])
-    assert both.num_bytes == 30 and not both.queued and not both.done()
+    assert both.num_bytes == both.remaining_bytes() == 30 and not both.queued and not both.done()
     gpu._queued.set()
     ram.settle(OSError("the RAM is gone"))
     assert not both.queued, "it must not be announced: one of its parts will never be there"
-    assert not both.done()
+    assert not both.done() and both.remaining_bytes() == 10
     gpu.seconds = 2.0
     gpu.settle()
     assert both.done() and isinstance(both.error, OSError) and both.seconds == 2.0

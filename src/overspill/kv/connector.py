@@ -153,7 +153,13 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         if self._worker is None:
             return KVConnectorTransferResults()
-        return self._worker.results(metadata if isinstance(metadata, StepJobs) else None)
+        if not isinstance(metadata, StepJobs):
+            return self._worker.results(None)
+        # With some drafting methods vLLM asks before the step has ended. What is announced now may keep the GPU
+        # waiting, which is no part of the step.
+        assert self._timer is not None
+        self._timer.end_step(metadata)
+        return self._worker.results(metadata)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = StepReport()

@@ -38,6 +38,10 @@ class Transfer:
         """Whether the bytes are where they belong, or never will be."""
         return self._done.is_set()
 
+    def remaining_bytes(self) -> int:
+        """How many are still on the way, at most."""
+        return 0 if self.done() else self.num_bytes
+
     def fence(self) -> None:
         """Let the compute that is queued from now on wait for the copies."""
 

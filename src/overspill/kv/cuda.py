@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ _WHILE_CAPTURING = (900, 901)  # stream capture unsupported, or invalidated
 _CAPTURE_MODE_RELAXED = 2
 _CAPTURE_WAIT_S = 60.0
 _BATCH = 512
+_MARK_BYTES = 128 * MiB  # how far apart a load's progress is seen: a few milliseconds
 _BOUNCE_BYTES = 64 * MiB
 _BOUNCE_THREADS = 4
 
@@ -124,14 +125,28 @@ class PinnedRanges:
 
 
 def merge_runs(dst: Addresses, src: Addresses, size: int, pieces: Ids) -> tuple[Addresses, Addresses, Addresses]:
-    """Neighbouring copies of `size` bytes each become one, within a registered piece."""
+    """Neighbouring copies of `size` bytes each become one, within a registered piece and up to a mark."""
     if len(dst) < 2:
         return dst, src, np.full(len(dst), size, np.uint64)
     step = np.uint64(size)
     apart = (dst[1:] - dst[:-1] != step) | (src[1:] - src[:-1] != step) | (pieces[1:] != pieces[:-1])
+    most = max(1, _MARK_BYTES // size)
+    apart[most - 1 :: most] = True
     starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
     lengths = np.diff(np.append(starts, len(dst))).astype(np.uint64)
     return dst[starts], src[starts], lengths * step
+
+
+def batches(sizes: Addresses) -> Iterator[slice]:
+    """Copies to hand to the driver together. It starts a batch when it has taken all of it, so the first bytes should
+    not wait for the last; and progress is seen between batches."""
+    ends = np.cumsum(sizes)
+    begin = 0
+    while begin < len(sizes):
+        mark = (int(ends[begin - 1]) if begin else 0) + _MARK_BYTES
+        end = min(int(np.searchsorted(ends, mark)) + 1, begin + _BATCH, len(sizes))
+        yield slice(begin, end)
+        begin = end
 
 
 class CudaMark(Mark):
@@ -151,12 +166,24 @@ class _CudaTransfer(Transfer):
     def __init__(self, num_bytes: int, after: torch.cuda.Event) -> None:
         super().__init__(num_bytes)
         self.after = after
+        # Appended by the lane's thread, taken by the model's.
+        self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._queued_bytes = self._marked_bytes = self._arrived_bytes = 0
         self._first = torch.cuda.Event(enable_timing=True)
         self._last = torch.cuda.Event(enable_timing=True)
 
     def begin(self, stream: torch.cuda.Stream) -> None:
         stream.wait_event(self.after)
         self._first.record(stream)
+
+    def mark(self, stream: torch.cuda.Stream, num_bytes: int) -> None:
+        """So many bytes more are queued."""
+        self._queued_bytes += num_bytes
+        if self._queued_bytes - self._marked_bytes >= _MARK_BYTES:
+            self._marked_bytes = self._queued_bytes
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._marks.append((self._marked_bytes, event))
 
     def end(self, stream: torch.cuda.Stream) -> None:
         self._last.record(stream)
@@ -170,6 +197,13 @@ class _CudaTransfer(Transfer):
         self.seconds = self._first.elapsed_time(self._last) / 1e3
         self._done.set()
         return True
+
+    def remaining_bytes(self) -> int:
+        if self.done():
+            return 0
+        while self._marks and self._marks[0][1].query():
+            self._arrived_bytes, _ = self._marks.popleft()
+        return self.num_bytes - self._arrived_bytes
 
     def fence(self) -> None:
         if not self._done.is_set():
@@ -256,19 +290,19 @@ class CudaCopier(Copier):
 
     def _submit(self, lane: _Lane, slots: Ids, blocks: Ids, after: torch.cuda.Event, *, to_gpu: bool) -> Transfer:
         transfer = _CudaTransfer(len(slots) * self._memory.slot_bytes, after)
-        lane.submit(transfer, lambda: self._copy(lane, slots, blocks, to_gpu=to_gpu))
+        lane.submit(transfer, lambda: self._copy(lane, transfer, slots, blocks, to_gpu=to_gpu))
         return transfer
 
-    def _copy(self, lane: _Lane, slots: Ids, blocks: Ids, *, to_gpu: bool) -> None:
+    def _copy(self, lane: _Lane, transfer: _CudaTransfer, slots: Ids, blocks: Ids, *, to_gpu: bool) -> None:
         pinned = slots < self._memory.pinned_slots
         if pinned.any():
             some = slots[pinned]
             places = _Places(self._memory.address, self._memory.slot_stride, some, some // self._memory.slots_per_piece)
-            self._queue(lane, places, blocks[pinned], to_gpu=to_gpu)
+            self._queue(lane, transfer, places, blocks[pinned], to_gpu=to_gpu)
         if not pinned.all():
-            self._copy_through_bounce(lane, slots[~pinned], blocks[~pinned], to_gpu=to_gpu)
+            self._copy_through_bounce(lane, transfer, slots[~pinned], blocks[~pinned], to_gpu=to_gpu)
 
-    def _queue(self, lane: _Lane, places: "_Places", blocks: Ids, *, to_gpu: bool) -> None:
+    def _queue(self, lane: _Lane, transfer: _CudaTransfer, places: "_Places", blocks: Ids, *, to_gpu: bool) -> None:
         parts = []
         for region, slot_offset in zip(self._regions, self._slot_offsets, strict=True):
             gpu = np.uint64(self._base + region.offset) + blocks.astype(np.uint64) * np.uint64(region.block_bytes)
@@ -276,12 +310,14 @@ class CudaCopier(Copier):
             dst, src = (gpu, ram) if to_gpu else (ram, gpu)
             parts.append(merge_runs(dst, src, region.block_bytes, places.pieces))
         dst, src, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
-        # The driver starts a batch when it has taken all of it, so the first bytes should not wait for the last.
-        for start in range(0, len(dst), _BATCH):
-            part = slice(start, start + _BATCH)
+        for part in batches(sizes):
             self._batch(dst[part], src[part], sizes[part], lane.stream.cuda_stream)
+            if to_gpu:
+                transfer.mark(lane.stream, int(sizes[part].sum()))
 
-    def _copy_through_bounce(self, lane: _Lane, slots: Ids, blocks: Ids, *, to_gpu: bool) -> None:
+    def _copy_through_bounce(
+        self, lane: _Lane, transfer: _CudaTransfer, slots: Ids, blocks: Ids, *, to_gpu: bool
+    ) -> None:
         """In the lane's thread, which waits; the model's thread does not."""
         bounce = self._bounces[0 if to_gpu else 1]
         for start in range(0, len(slots), bounce.num_slots):
@@ -289,7 +325,7 @@ class CudaCopier(Copier):
             addresses = [self._memory.address + int(slot) * self._memory.slot_stride for slot in some]
             if to_gpu:
                 bounce.fill(addresses)
-            self._queue(lane, bounce.places(len(some)), targets, to_gpu=to_gpu)
+            self._queue(lane, transfer, bounce.places(len(some)), targets, to_gpu=to_gpu)
             lane.stream.synchronize()
             if not to_gpu:
                 bounce.empty(addresses)

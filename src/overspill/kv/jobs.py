@@ -18,8 +18,7 @@ class LoadJob:
     request_id: str
     slots: list[int]
     block_ids: list[int]
-    # The request may be scheduled as soon as the copies are queued: nothing else runs that would have to wait for them.
-    early: bool = False
+    num_new_tokens: int = 0  # that the request computes once they are there
     # The scheduler took a different number of tokens than was offered; the request must be recomputed.
     void: bool = False
 
@@ -33,6 +32,15 @@ class StoreJob:
     slots: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What was measured so far says this of a step; zero where nothing is known."""
+
+    step_s: float = 0.0  # its time on the GPU, at least
+    load_bytes_per_s: float = 0.0
+    many_tokens: float = 0.0  # so many take much longer to compute than a step of few
+
+
 @dataclass(slots=True)
 class StepJobs(KVConnectorMetadata):
     """One step's work for every worker."""
@@ -40,6 +48,7 @@ class StepJobs(KVConnectorMetadata):
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     num_tokens: int = 0
+    pace: Pace = field(default_factory=Pace)
     # The step reads or writes KV in RAM, layer by layer.
     spill: SpillStep | None = None
     # Blocks to copy, from and to, before anything reads or writes them.

@@ -23,6 +23,7 @@ class LoadInFlight:
     request_id: str
     gpu_blocks: list[KVCacheBlock]
     host_blocks: list[KVCacheBlock]
+    num_new_tokens: int = 0
     # The GPU expects something else than RAM can give: the request must be recomputed.
     void: bool = False
     reports: int = 0
@@ -109,7 +110,7 @@ class Loads:
             queued_bytes=self.num_blocks * self._settings.block_bytes,
         )
 
-    def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int, num_new_tokens: int) -> None:
         """The request has its GPU blocks; the load begins with the step."""
         hit = self._hits.pop(request_id, None)
         if num_external_tokens == 0:
@@ -122,6 +123,7 @@ class Loads:
             )  # fmt: skip
             self._unloadable.add(request_id)
         else:
+            load.num_new_tokens = num_new_tokens
             self._stats.count("hit_tokens", num_external_tokens)
             self._heads.add(load.host_blocks[0].block_id)
         self._host.read(load.host_blocks)
@@ -148,7 +150,7 @@ class Loads:
             load.host_blocks += [source for _, source in wanted]
         return load
 
-    def plan(self, num_tokens: int) -> list[LoadJob]:
+    def plan(self) -> list[LoadJob]:
         """The loads to begin with this step."""
         jobs = []
         for load in self._planned:
@@ -160,8 +162,7 @@ class Loads:
                     load.request_id,
                     [block.block_id - 1 for block in load.host_blocks],
                     [block.block_id for block in load.gpu_blocks],
-                    # With nothing else to run, the forward may be queued behind the copies instead of after them.
-                    early=num_tokens == 0,
+                    load.num_new_tokens,
                     void=load.void,
                 )
             )

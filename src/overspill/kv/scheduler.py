@@ -20,7 +20,7 @@ from overspill.kv.loads import Loads, LoadSettings
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.origins import Origins
-from overspill.kv.speeds import Speeds
+from overspill.kv.speeds import Speeds, pace
 from overspill.kv.stores import Stores, StoreSettings
 
 
@@ -103,8 +103,9 @@ class OffloadScheduler:
             return  # the second call for an asynchronous load
         self._live.add(request_id)
         self._keep_local_prefix(request_id, blocks, num_local)
-        self.stats.count("miss_tokens", request.num_tokens - num_local - num_external_tokens)
-        self.loads.admit(request_id, blocks, num_external_tokens)
+        num_new = request.num_tokens - num_local - num_external_tokens
+        self.stats.count("miss_tokens", num_new)
+        self.loads.admit(request_id, blocks, num_external_tokens, num_new)
 
     def _keep_local_prefix(self, request_id: str, blocks: KVCacheBlocks, num_local_tokens: int) -> None:
         """A hit on the GPU makes RAM's copy newer, or makes one: in lazy mode a prefix that is used all the time
@@ -127,7 +128,8 @@ class OffloadScheduler:
 
     def plan_step(self, scheduler_output: SchedulerOutput, jobs: StepJobs) -> None:
         """Add the step's loads and stores to its jobs."""
-        jobs.loads = self.loads.plan(jobs.num_tokens)
+        jobs.pace = pace(self.speeds, jobs.num_tokens)
+        jobs.loads = self.loads.plan()
         jobs.stores = self.stores.plan(jobs.num_tokens, scheduler_output.preempted_req_ids or ())
 
     def complete(self, failed_requests: Collection[str], report: StepReport | None) -> None:

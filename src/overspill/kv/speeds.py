@@ -1,15 +1,21 @@
-"""Measured speeds, and the two decisions that rest on them: is a load worth it, and how much to store at once."""
+"""Measured speeds, and what rests on them: is a load worth it, how much to store at once, how long a step will take."""
 
 from dataclasses import dataclass
 
-from overspill.kv.jobs import StepReport
+from overspill.kv.jobs import Pace, StepReport
 
 # A load costs an extra engine step and a round of bookkeeping besides its bytes. Assumed, on the small side.
 LOAD_OVERHEAD_S = 1e-3
 # Stores may keep the link busy for this long; what is beyond waits, so that a burst never delays a load for longer.
 STORE_BACKLOG_S = 0.25
+# Steps of fewer tokens say little about prefill; steps of more, little about decoding.
+PREFILL_TOKENS = 256
+# Tokens are many when computing them takes as long as so many small steps. One step more is then a small part of it.
+_MANY_STEPS = 8
 # Weight of a new measurement in the running mean.
 _WEIGHT = 0.3
+# What is left of the greatest measurement with each one that follows.
+_FADING = 0.99
 
 
 @dataclass(slots=True)
@@ -18,6 +24,7 @@ class Speeds:
 
     load_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    fastest_prefill_tokens_per_s: float = 0.0  # of late
     stream_bytes_per_s: float = 0.0  # of spilled KV, layer by layer
     plain_step_s: float = 0.0  # a small step that streams nothing
 
@@ -32,6 +39,9 @@ class Speeds:
 
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:
         self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens, seconds)
+        if num_tokens > 0 and seconds > 0:
+            faded = self.fastest_prefill_tokens_per_s * _FADING
+            self.fastest_prefill_tokens_per_s = max(faded, num_tokens / seconds)
 
     def saw_stream(self, num_bytes: int, seconds: float) -> None:
         self.stream_bytes_per_s = _mean(self.stream_bytes_per_s, num_bytes, seconds)
@@ -54,6 +64,16 @@ def load_beats_recompute(speeds: Speeds, *, num_tokens: int, num_bytes: int, que
         return True
     load_s = LOAD_OVERHEAD_S + (queued_bytes + num_bytes) / speeds.load_bytes_per_s
     return load_s < num_tokens / speeds.prefill_tokens_per_s
+
+
+def pace(speeds: Speeds, num_tokens: int) -> Pace:
+    """A step's time at least: by its tokens alone, and as fast as any of late. The mean would not do: a step of many
+    tokens may decode many requests, which takes much longer than as many tokens of one."""
+    step_s = speeds.plain_step_s
+    if num_tokens >= PREFILL_TOKENS and speeds.fastest_prefill_tokens_per_s:
+        step_s = num_tokens / speeds.fastest_prefill_tokens_per_s
+    many = _MANY_STEPS * speeds.plain_step_s * speeds.fastest_prefill_tokens_per_s
+    return Pace(step_s, speeds.load_bytes_per_s, many)
 
 
 def store_budget(speeds: Speeds, *, block_bytes: int, blocks_in_flight: int, gpu_blocks: int) -> int:

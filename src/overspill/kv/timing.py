@@ -5,9 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from overspill.kv.jobs import StepJobs, StepReport
+from overspill.kv.speeds import PREFILL_TOKENS
 
-# Steps of fewer tokens say little about prefill; steps of more, little about decoding.
-_PREFILL_TOKENS = 256
 # A mark costs a few microseconds, which a step of a few milliseconds should not pay every time.
 _STEPS_BETWEEN_MARKS = 8
 
@@ -42,7 +41,7 @@ class StepTimer:
 
     def begin_step(self, jobs: StepJobs) -> None:
         self._start = None
-        if jobs.num_tokens >= _PREFILL_TOKENS:
+        if jobs.num_tokens >= PREFILL_TOKENS:
             self._start = self._mark()
         elif jobs.num_tokens and jobs.spill is None:
             self._steps += 1
@@ -61,7 +60,7 @@ class StepTimer:
             seconds = start.seconds_until(end)
             if seconds is None:
                 waiting.append((num_tokens, start, end))
-            elif num_tokens >= _PREFILL_TOKENS:
+            elif num_tokens >= PREFILL_TOKENS:
                 report.prefill_speed.add(num_tokens, seconds)
             else:
                 report.plain_steps.add(1, seconds)

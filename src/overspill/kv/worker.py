@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from overspill.kv.announcements import Backlog, Turn
 from overspill.kv.checksums import Checksums, Verdict
 from overspill.kv.copies import Copier, PlainCopier, Transfer
 from overspill.kv.host_memory import HostMemory, num_host_slots, slot_stride
@@ -40,7 +41,7 @@ class _Load:
 
 
 class OffloadWorker:
-    """One per rank. No step that computes waits for a copy."""
+    """One per rank. No step that computes waits for a copy, but for what an estimate got wrong."""
 
     def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         parallel = vllm_config.parallel_config
@@ -48,12 +49,15 @@ class OffloadWorker:
         self._config = kv_cache_config
         self._world_size = parallel.world_size
         self._steps_in_flight = vllm_config.max_concurrent_batches
+        self._backlog = Backlog(self._steps_in_flight)
+        self._step_began = 0.0
         self._rank = parallel.rank
         self.memory: HostMemory | None = None
         self.checksums: Checksums | None = None
         self.buffer: torch.Tensor | None = None  # vLLM's KV cache as bytes
         self._copier: Copier | None = None
         self._loads: list[_Load] = []
+        self._looks_since_announcement = self._steps_in_flight
         self._stores: list[tuple[StoreJob, Transfer]] = []
         self._void: list[LoadJob] = []
         self._report = StepReport()
@@ -95,6 +99,7 @@ class OffloadWorker:
     def begin_step(self, jobs: StepJobs) -> None:
         """Before the forward: start loads, whose blocks it does not touch."""
         assert self._copier is not None and self.checksums is not None
+        self._step_began = time.monotonic()
         for job in jobs.loads:
             if job.void:
                 self._void.append(job)
@@ -108,6 +113,8 @@ class OffloadWorker:
         """After the forward: store what it, or an earlier one, has filled."""
         assert self._copier is not None
         self._copier.end_step()
+        if jobs.num_tokens:
+            self._backlog.add(jobs.pace.step_s, self._step_began)
         for job in jobs.stores:
             self._stores.append((job, self._copier.store(_ids(job.block_ids), _ids(job.slots))))
 
@@ -118,30 +125,49 @@ class OffloadWorker:
             self._failed_load(job, results, "was void")
             self._report.loaded[job.job_id] = 1
         self._void.clear()
-        if jobs is not None and jobs.num_tokens == 0:
-            self._wait_for_early_loads()
-        self._loads = [load for load in self._loads if not self._advance(load, results)]
+        turn = self._turn(jobs)
+        self._loads = [load for load in self._loads if not self._advance(load, turn, results)]
+        self._looks_since_announcement = 0 if results.finished_recving else self._looks_since_announcement + 1
         self._poll_stores()
         return results
 
-    def _wait_for_early_loads(self) -> None:
-        """A step without a forward holds nothing up, and spinning would take the cores from the threads at work."""
-        deadline = time.monotonic() + _IDLE_WAIT_S
-        for load in self._loads:
-            if load.job.early and not load.announced:
-                load.transfer.wait_queued(max(0.0, deadline - time.monotonic()))
-                load.verdict.wait(max(0.0, deadline - time.monotonic()))
+    def _turn(self, jobs: StepJobs | None) -> Turn:
+        if jobs is None:
+            return Turn(0, idle=False)
+        # With several steps in flight, vLLM takes an idle one or two more before it learns of an announcement.
+        idle = jobs.num_tokens == 0 and self._looks_since_announcement >= self._steps_in_flight - 1
+        if idle:
+            self._wait_for_a_load()
+        hidden_s, link = self._backlog.seconds(time.monotonic()), jobs.pace.load_bytes_per_s
+        return Turn(
+            hidden_s * link,
+            idle=idle,
+            tolerated_bytes=jobs.pace.step_s * link,
+            many_tokens=jobs.pace.many_tokens,
+        )
 
-    def _advance(self, load: _Load, results: KVConnectorTransferResults) -> bool:
+    def _wait_for_a_load(self) -> None:
+        """A step without a forward holds nothing up, and spinning would take the cores from the threads at work."""
+        load = next((load for load in self._loads if not load.announced), None)
+        if load is not None:
+            deadline = time.monotonic() + _IDLE_WAIT_S
+            load.transfer.wait_queued(_IDLE_WAIT_S)
+            load.verdict.wait(max(0.0, deadline - time.monotonic()))
+
+    def _advance(self, load: _Load, turn: Turn, results: KVConnectorTransferResults) -> bool:
         """Announce the load's request when it may run; True once the copies are over."""
         job, transfer = load.job, load.transfer
         over = transfer.done()
+        turn.look_at(transfer.remaining_bytes())
         if not load.announced:
-            if not (over or (job.early and transfer.queued)) or not load.verdict.done():
+            if not (over or transfer.queued) or not load.verdict.done():
                 return False
             corrupt, error = load.verdict.corrupt_slots(), transfer.error or load.verdict.error()
-            if not over and (corrupt or error is not None):
+            bad = bool(corrupt) or error is not None
+            if not over and bad:
                 return False  # its blocks are still being written
+            if not bad and not turn.announces(over=over, new_tokens=job.num_new_tokens):
+                return False
             self.stats.count("verified_blocks", load.verdict.num_checked)
             load.announced = True
             if corrupt:

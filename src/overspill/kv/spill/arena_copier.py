@@ -28,7 +28,8 @@ class JoinedTransfer(Transfer):
         return all(part.queued and part.error is None for part in self._parts)
 
     def wait_queued(self, timeout: float) -> bool:
-        return all(part.wait_queued(timeout) for part in self._parts)
+        deadline = time.monotonic() + timeout
+        return all(part.wait_queued(max(0.0, deadline - time.monotonic())) for part in self._parts)
 
     def done(self) -> bool:
         if not all(part.done() for part in self._parts):
@@ -36,6 +37,9 @@ class JoinedTransfer(Transfer):
         self.seconds = max(part.seconds for part in self._parts)
         self.error = next((part.error for part in self._parts if part.error is not None), None)
         return True
+
+    def remaining_bytes(self) -> int:
+        return sum(part.remaining_bytes() for part in self._parts)
 
     def fence(self) -> None:
         for part in self._parts:
