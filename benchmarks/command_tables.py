@@ -8,7 +8,7 @@ from record import GIB, Json
 # Of an experiment's measures, those a reader decides by; the file has all.
 MEASURES = (
     "load_s", "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "returning_mean_ttft_ms",
-    "mean_tpot_ms", "p99_itl_ms", "peak_gpu_bytes", "peak_ram_bytes", "tokens_from_ram",
+    "mean_tpot_ms", "p99_itl_ms", "mean_e2el_ms", "peak_gpu_bytes", "peak_ram_bytes", "tokens_from_ram",
 )  # fmt: skip
 
 
