@@ -363,6 +363,8 @@ def test_a_ctrl_c_leaves_no_process_and_no_change(model: Path, program: Path, tm
             assert command.poll() is None and time.monotonic() < deadline, err.read_text()
             started |= {pid: identity(pid) for pid in below(command.pid)}
             time.sleep(0.1)
+        # A server that is ready is there until its measurement ends, and its guard as long.
+        started |= {pid: identity(pid) for pid in below(command.pid)}
         command.send_signal(signal.SIGINT)
         assert command.wait(timeout=60) == 1, err.read_text()
     finally:
