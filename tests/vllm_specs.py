@@ -124,11 +124,22 @@ def _indices(layer_names: list[str]) -> list[int]:
     return [extract_layer_index(name) for name in layer_names]
 
 
+def be_a_cpu_with_amx() -> None:
+    """Whatever this one is. Without AMX vLLM has other blocks for latent attention, and no experts in MXFP4. To build a
+    model on the meta device takes neither."""
+    import torch
+    from vllm.platforms import CpuArchEnum, current_platform
+
+    torch.cpu._is_amx_tile_supported = lambda: True
+    type(current_platform).get_cpu_architecture = classmethod(lambda cls: CpuArchEnum.X86)
+
+
 def main() -> None:
     cases = json.load(sys.stdin)
     # What vLLM prints on the way does not belong to the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     sys.meta_path.append(WithoutTorchvision())  # behind the real one
+    be_a_cpu_with_amx()
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()  # where torchvision would be missing again
