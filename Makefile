@@ -33,7 +33,7 @@ demo: $(STAMP)
 	$(PY) -m overspill.demo $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(STAMP)
 	$(PY) -m pytest -m soak --timeout=3600 $(ARGS)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
 CHROMIUM = shutil.which("chromium")
+TIMEOUT_MS = 120_000
 MISSING = [
     *(["Debian's chromium (apt-get install chromium)"] if CHROMIUM is None else []),
     *(["playwright (pip install playwright)"] if importlib.util.find_spec("playwright") is None else []),
@@ -28,7 +29,10 @@ def chromium() -> "Iterator[Browser]":
 
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(
-            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-dev-shm-usage"]
+            executable_path=CHROMIUM,
+            headless=True,
+            timeout=TIMEOUT_MS,
+            args=["--no-sandbox", "--disable-dev-shm-usage"],
         )
         yield opened
         opened.close()
@@ -48,7 +52,7 @@ class Watched:
 
     def context(self, **options: Any) -> "BrowserContext":
         context = self.browser.new_context(base_url=self.url, **options)
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(TIMEOUT_MS)
         self._contexts.append(context)
         return context
 

@@ -36,6 +36,29 @@ for _sign, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(_sign, _handler)
 
 
+# Minutes each. Begun last, one of them would keep a single process busy when the others have nothing left.
+SLOWEST = (
+    "test_verify.py", "test_serve.py", "test_spill_models.py", "test_examples.py", "test_tune.py", "test_demo.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_ports() -> Iterator[None]:
+    """A part of what free_port chooses from for each process that tests run in: a server may listen a minute after its
+    port was chosen."""
+    from overspill.serve import address
+
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(address, "_FIRST_PORT", 10000 + 3000 * (worker % 7))
+        patched.setattr(address, "_LAST_PORT", 10000 + 3000 * (worker % 7) + 2999)
+        yield
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Makes the tiny model of a name, once."""
@@ -91,9 +114,11 @@ def nothing_is_left() -> Iterator[None]:
 
     before = set(below(os.getpid()))
     yield
-    # A database of earlier tests starts processes of its own as it pleases; Python keeps one to clean up after others.
+    # A database of earlier tests starts processes of its own as it pleases, so theirs are looked for after all; Python
+    # keeps one to clean up after others.
+    living = below(os.getpid())
     theirs = before.union(*(below(pid) for pid in before))
-    left = {pid: command_line(pid) for pid in below(os.getpid()) if pid not in theirs}
+    left = {pid: command_line(pid) for pid in living if pid not in theirs}
     assert not {pid: command for pid, command in left.items() if command and "resource_tracker" not in command}
 
 

@@ -15,7 +15,7 @@ import httpx
 from overspill.serve.address import free_port
 from tests.manager_process import of_folder
 
-START_S = 60
+START_S = 180
 # As tests/test_serve.py: weights of 2.75 MiB and 8 MiB of KV do not fit, so about half of it spills.
 SETTINGS: dict[str, Any] = {
     "max_model_len": 4096, "gpu_memory": "8MiB", "ram": "12GiB", "offload_ram": "64MiB", "dtype": "float32",
@@ -68,7 +68,7 @@ class Managed:
         while True:
             assert self.process.poll() is None and time.monotonic() < deadline, self.out.read_text()
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/healthz", trust_env=False).status_code == 200:
+                if httpx.get(f"{self.url}/healthz", trust_env=False, timeout=60).status_code == 200:
                     return
             time.sleep(0.1)
 

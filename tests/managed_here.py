@@ -68,8 +68,8 @@ def managed_here(place: Place, **setup: Any) -> Iterator[Here]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    ready.wait(30)
     try:
+        assert ready.wait(120)
         if problems:
             raise problems[0]
         yield here

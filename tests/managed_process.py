@@ -1,6 +1,6 @@
 """The whole manager over stand-ins for engines, as a process of its own: to be attacked, starved and killed.
 
-python -m tests.managed_process FOLDER PORT
+python -m tests.managed_process FOLDER PORT PATIENCE_S
 """
 
 import asyncio
@@ -24,18 +24,20 @@ from overspill.registry import Registry, open_registry
 from overspill.serve.address import free_port
 from tests.manager_process import ROOT, Place, of_folder
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 class QuickPlace(Place):
     """Whose registry waits a second for others, and not fifteen."""
 
+    patience_s = 1.0
+
     def registry(self) -> Registry:
-        return open_registry(f"sqlite:///{self.folder}/registry.db?timeout=1")
+        return open_registry(f"sqlite:///{self.folder}/registry.db?timeout={self.patience_s}")
 
 
 class ManagedProcess:
-    def __init__(self, place: Place, port: int | None = None) -> None:
+    def __init__(self, place: Place, port: int | None = None, patience_s: float = QuickPlace.patience_s) -> None:
         self.place, self.port = place, port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.out = place.folder / "manager.out"
@@ -43,8 +45,8 @@ class ManagedProcess:
         environment = {**kept, "XDG_STATE_HOME": str(place.folder / "state"), "HF_HUB_CACHE": str(place.folder / "hub")}
         with self.out.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.managed_process", str(place.folder), str(self.port)], cwd=ROOT,
-                stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
+                [sys.executable, "-m", "tests.managed_process", str(place.folder), str(self.port), str(patience_s)],
+                cwd=ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True, env=environment,
             )  # fmt: skip
 
     @property
@@ -67,7 +69,7 @@ class ManagedProcess:
         def answers() -> bool:
             assert self.process.poll() is None, self.out.read_text()
             with contextlib.suppress(httpx.TransportError):
-                return httpx.get(f"{self.url}/healthz", trust_env=False).status_code == 200
+                return httpx.get(f"{self.url}/healthz", trust_env=False, timeout=60).status_code == 200
             return False
 
         until(answers)
@@ -111,9 +113,11 @@ def until(is_so: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def managed_process(place: Place, port: int | None = None) -> "contextlib.AbstractContextManager[ManagedProcess]":
+def managed_process(
+    place: Place, port: int | None = None, *, patience_s: float = QuickPlace.patience_s
+) -> "contextlib.AbstractContextManager[ManagedProcess]":
     """Starts it at once, and waits for it when it is entered."""
-    return _managed(ManagedProcess(place, port))
+    return _managed(ManagedProcess(place, port, patience_s))
 
 
 @contextlib.contextmanager
@@ -138,10 +142,11 @@ def audit(client: httpx.Client) -> list[dict[str, Any]]:
     return told
 
 
-async def _main(folder: Path, port: int) -> None:
+async def _main(folder: Path, port: int, patience_s: float) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, lambda: print("tasks", len(asyncio.all_tasks(loop)), flush=True))
     place = QuickPlace(folder)
+    place.patience_s = patience_s
     setup = Setup(folder=folder / "manager", port=port, models_folders=(folder / "models",))
     with place.registry() as registry:
         await run(setup, registry, lambda text: print(text, flush=True), place.options())
@@ -149,4 +154,4 @@ async def _main(folder: Path, port: int) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main(Path(sys.argv[1]), int(sys.argv[2])))
+        runner.run(_main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

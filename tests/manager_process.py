@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from overspill.registry import Model, Registry, add_model, open_registry
 ROOT = Path(__file__).parents[1]
 IMPATIENT = Timing(
     look_starting_s=0.05, look_ready_s=0.2, look_models_s=0.2, stop_patience_s=1.0, back_off_s=30.0,
-    least_service_s=0.2, drain_s=10.0, settle_s=0.0, load_s=60.0, silent_s=2.0, health_s=1.0,
+    least_service_s=0.2, drain_s=10.0, settle_s=0.0, load_s=60.0, silent_s=60.0, health_s=10.0,
 )  # fmt: skip
+# An engine that does not answer has failed soon; one that is well may seem so where the machine is busy.
+QUICK_TO_END = replace(IMPATIENT, silent_s=2.0, health_s=1.0)
 
 
 class Place:
@@ -93,7 +96,7 @@ def of_folder(folder: Path) -> list[int]:
 
 
 async def eventually(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not is_so():
             await asyncio.sleep(0.02)
 

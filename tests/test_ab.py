@@ -26,7 +26,7 @@ from overspill.tiny import make_llama
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-START_S = 240
+START_S = 600
 
 # A stand-in for vLLM's server, for what an engine does badly. It says in its log what is asked of it.
 STAND_IN = """

@@ -27,7 +27,7 @@ def changed(**values: object) -> Answer:
 @pytest.fixture(scope="module")
 def finished() -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "overspill.demo"], capture_output=True, text=True, timeout=290, check=False
+        [sys.executable, "-m", "overspill.demo"], capture_output=True, text=True, timeout=880, check=False
     )
 
 

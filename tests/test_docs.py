@@ -266,7 +266,7 @@ def test_classes_named_in_commands_exist() -> None:
 @pytest.mark.parametrize("block", blocks("python"), ids=name_of)
 def test_python_examples_run(block: Block, tmp_path: Path) -> None:
     answer = subprocess.run(
-        [sys.executable, "-c", block.text], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, "-c", block.text], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr[-3000:]

@@ -35,7 +35,7 @@ def environment(**changes: str) -> dict[str, str]:
 def run(example: str, *arguments: str, **changes: str) -> str:
     answer = subprocess.run(
         [sys.executable, str(EXAMPLES / example), *arguments],
-        capture_output=True, text=True, timeout=280, check=False, env=environment(**changes),
+        capture_output=True, text=True, timeout=600, check=False, env=environment(**changes),
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-4000:]
     return answer.stdout
@@ -110,7 +110,7 @@ def test_a_server_is_asked(speaking: Path, tmp_path: Path) -> None:
         )
     try:
         address = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 600
         while not answers(f"{address}/health"):
             assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.3)

@@ -27,7 +27,7 @@ from overspill.manager.engines.states import State
 from overspill.manager.gateway.bodies import model_of, renamed
 from overspill.registry import add_model, edit_model
 from tests.certificates import make_certificate
-from tests.manager_process import IMPATIENT, Place, eventually, gateway, managing, of_folder
+from tests.manager_process import IMPATIENT, QUICK_TO_END, Place, eventually, gateway, managing, of_folder
 
 
 @dataclasses.dataclass
@@ -45,14 +45,20 @@ class Served:
         told = (await self.http.get(f"{url}/metrics", headers={"connection": "close"})).text
         return int(dict(line.split() for line in told.splitlines())[name])
 
+    async def until_it_runs(self, model: str) -> None:
+        """A request, in the engine."""
+        async with asyncio.timeout(60):
+            while not await self.metric(model, "fake_running"):
+                await asyncio.sleep(0.02)
+
 
 @contextlib.asynccontextmanager
 async def serving(place: Place, *, body_limit: int = 1 << 20, **options: Any) -> AsyncIterator[Served]:
     async with (
         managing(place, **options) as engines,
         gateway(engines, largest_body_bytes=body_limit) as url,
-        httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as http,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=60) as client,
+        httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=None)) as http,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=240) as client,
     ):
         yield Served(engines, url, http, client)
 
@@ -115,7 +121,7 @@ def test_tokens_that_an_answer_tells_again_and_again_are_counted_once(place: Pla
             await anext(stream.aiter_bytes())
         await eventually(lambda: served.engines.traffic("a").cancelled)
         prompt, completion = counted(served, "a")
-        assert prompt == 6 and 5 < completion < 100
+        assert prompt == 6 and 5 < completion < 1000
 
     with_gateway(place, run)
 
@@ -162,10 +168,10 @@ def test_a_client_that_goes_away_ends_its_request_in_the_engine(place: Place, is
     async def run(served: Served) -> None:
         asking = asyncio.create_task(served.post("a", stream=is_stream, max_tokens=2000))
         await eventually(lambda: served.engines.traffic("a").in_flight)
-        await asyncio.sleep(0.2)
+        await served.until_it_runs("a")
         asking.cancel()
         await eventually(lambda: not served.engines.traffic("a").in_flight)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await served.metric("a", "fake_aborted"):
                 await asyncio.sleep(0.05)
         assert await served.metric("a", "fake_running") == 0
@@ -355,7 +361,7 @@ def test_a_full_queue_and_a_load_that_takes_too_long_are_503s(place: Place) -> N
         assert codes == [(503, "engine_starting", "engine")] * 2 + [(503, "queue_full", "gateway")]
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
 
-    with_gateway(place, run, most_waiting=2, timing=dataclasses.replace(IMPATIENT, load_s=0.5))
+    with_gateway(place, run, most_waiting=2, timing=dataclasses.replace(IMPATIENT, load_s=3.0))
 
 
 def test_an_engine_that_dies_while_it_answers_is_a_502(place: Place) -> None:
@@ -411,7 +417,7 @@ def test_an_answer_may_take_hours(place: Place) -> None:
             await served.engines.ensure_ready("a")
             asking = asyncio.create_task(http.post(f"{served.url}/v1/completions", json={"model": "a", "prompt": "x"}))
             await eventually(lambda: served.engines.traffic("a").in_flight)
-            await asyncio.sleep(0.2)
+            await served.until_it_runs("a")
             loop = asyncio.get_running_loop()
             usual = loop.time
             loop.time = lambda: usual() + 5 * 3600  # type: ignore[method-assign]
@@ -436,9 +442,9 @@ def test_an_engine_that_hangs_is_ended_and_so_are_those_that_wait_for_it(place: 
         told = json.loads(answer.text.rpartition("data: ")[2]) if is_stream else answer.json()
         assert told["error"]["code"] in ("engine_died", "engine_stopped"), told
         await eventually(lambda: served.engines.snapshot("a").state is State.FAILED)
-        assert "had not answered for 0.5 s" in served.engines.snapshot("a").error
+        assert "had not answered for 2 s" in served.engines.snapshot("a").error
 
-    with_gateway(place, run, timing=dataclasses.replace(IMPATIENT, silent_s=0.5, health_s=0.3, stop_patience_s=0.3))
+    with_gateway(place, run, timing=dataclasses.replace(QUICK_TO_END, stop_patience_s=0.3))
 
 
 def test_a_client_that_sends_slowly_or_reads_nothing_is_let_go(place: Place) -> None:

@@ -12,7 +12,7 @@ import pytest
 from overspill.manager.errors import ManagerError
 from overspill.manager.security.sites import origins
 from overspill.registry.keys import KeyScope, create_key
-from tests.chromium import chromium, needs_chromium
+from tests.chromium import TIMEOUT_MS, chromium, needs_chromium
 from tests.managed_here import managed_here
 from tests.manager_process import Place, place_in
 
@@ -113,6 +113,7 @@ def test_a_page_of_that_site_uses_the_gateway_in_a_browser(place: Place) -> None
         chromium() as browser,
     ):
         page = browser.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
         page.goto(site)
         asked = {"url": here.url, "key": key}
         assert page.evaluate(ASK, asked) == [401, 200, "a-0 a-1 ", True]

@@ -192,7 +192,7 @@ def test_two_processes_that_write_at_once_never_show_half_a_file(
 ) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.test_hardware_link import *\n"
-        "for _ in range(300): store_link(Path(sys.argv[1]), HERE, link(*([int(sys.argv[2])] * 2)))"
+        "for _ in range(2000): store_link(Path(sys.argv[1]), HERE, link(*([int(sys.argv[2])] * 2)))"
     )
     numbers = (10**3, 10**12)  # of different lengths, so that one over the other would show
     writers = [subprocess.Popen([sys.executable, "-c", code, tmp_path, str(number)]) for number in numbers]
@@ -250,7 +250,7 @@ def test_the_child_gets_the_gpu_by_uuid_and_the_cpus_of_its_node(
         ("true", "no rates in ''"),
         ("echo '{}'", "no rates in '{}"),
         ('echo \'{"h2d": NaN, "d2h": 1}\'', "no rates in"),
-        ("exec sleep 5", "timed out after"),
+        ("exec sleep 60", "timed out after"),
     ],
 )
 def test_a_link_that_cannot_be_measured_says_why(
@@ -258,7 +258,7 @@ def test_a_link_that_cannot_be_measured_says_why(
 ) -> None:
     stand_in(tmp_path, monkeypatch, script)
     with pytest.raises(LinkNotMeasured) as failed:
-        measure_link(gpu, timeout_s=0.5)
+        measure_link(gpu, timeout_s=0.5 if "sleep" in script else 60)
     assert str(failed.value).startswith("the link of GPU 3 could not be measured: ") and why in str(failed.value)
 
 

@@ -101,16 +101,17 @@ def test_a_slot_never_lies_across_two_registered_pieces() -> None:
 
 
 def test_only_slots_that_are_registered_count_as_pinned_meanwhile() -> None:
-    goes_on, memory = threading.Event(), HostMemory(6, PAGE)
+    reached, goes_on, memory = threading.Event(), threading.Event(), HostMemory(6, PAGE)
 
     class SlowDriver(Driver):
         def register(self, address: int, length: int) -> str | None:
             if self.ranges:
-                goes_on.wait(30)
+                reached.set()
+                goes_on.wait(120)
             return super().register(address, length)
 
     memory.prepare(SlowDriver())
-    assert not memory.wait_until_prepared(0.2)
+    assert reached.wait(60) and not memory.wait_until_prepared(0.05)
     assert memory.pinned_slots == 2
     goes_on.set()
     assert memory.wait_until_prepared(30)

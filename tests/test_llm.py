@@ -263,7 +263,7 @@ if __name__ == "__main__":
     script.write_text(code)
     engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
     answer = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=250, check=False,
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, **engine, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"},
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr[-3000:]

@@ -36,7 +36,7 @@ def client(here: Here) -> Iterator[httpx.Client]:
 
 
 def until(client: httpx.Client, path: str, **wanted: object) -> Any:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         told = client.get(path).json()
         if all(told.get(name) == value for name, value in wanted.items()):
@@ -202,7 +202,7 @@ def test_the_machine_is_measured_and_its_history_kept(client: httpx.Client) -> N
     history = client.get("/api/history", params={"names": "ram.used_bytes,cpu.use"}).json()
     assert set(history["series"]) == {"ram.used_bytes", "cpu.use"} and history["time"] == sorted(history["time"])
     newer = client.get("/api/history", params={"names": "cpu.use", "after": history["time"][-2]}).json()
-    assert len(newer["time"]) < len(history["time"])
+    assert min(newer["time"]) > history["time"][-2]
     told = client.get("/api/memory").json()
     ram = told["maps"][-1]
     assert ram["title"] == "RAM" and sum(part["bytes"] for part in ram["parts"]) == ram["total_bytes"]
@@ -306,6 +306,8 @@ def test_wrong_passwords_have_to_wait(place: Place) -> None:
     with place.registry() as registry:
         set_password(registry, PASSWORD)
     with managed_here(place) as here, here.client() as client:
+        now = time.monotonic()
+        here.application.limit._clock = lambda: now  # no wait is ever over
         tried = [client.post("/login", data={"secret": f"guess {i}"}).status_code for i in range(12)]
         assert tried[0] == 403 and tried[-1] == 429
         waiting = client.post("/login", data={"secret": PASSWORD})

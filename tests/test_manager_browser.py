@@ -198,7 +198,7 @@ def test_the_dashboard_is_live_and_shows_tiers(page: "Page") -> None:
     assert page.locator(".chart").count() >= 6
     page.get_by_role("heading", name="KV of tiny").wait_for()
     tier = page.locator(".tiles div", has=page.get_by_text("tokens from RAM, in all"))
-    assert re.search(r"1,\d{3} tokens", tier.text_content() or "")
+    tier.filter(has_text=re.compile(r"1,\d{3} tokens")).wait_for()
     page.locator(".legend li", has_text="pool for idle KV of tiny 64 MiB").wait_for()
 
 
@@ -231,7 +231,7 @@ def test_a_bench_runs_with_progress_and_its_results_are_compared(page: "Page") -
         form.get_by_label("Label").fill(label)
         form.get_by_role("button", name="Start bench").click()
         page.wait_for_url("**/runs/jobs/*")
-        page.locator(".state.done").wait_for(timeout=60_000)
+        page.locator(".state.done").wait_for(timeout=START_MS)
         page.locator("[data-log]", has_text="saved as result").wait_for()
         page.get_by_role("link", name=re.compile(r"^result \d$")).click()
         page.get_by_role("heading", name=re.compile(r"^Result \d$")).wait_for()
@@ -302,7 +302,7 @@ def test_a_start_without_room_is_refused_and_a_switch_makes_room(page: "Page") -
     page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
     other.get_by_role("button", name="Switch to it").click()
     assert asked == ["Switch to other? What is in its way is stopped. Running now: tiny."]
-    card(page, "tiny").locator(".state.stopped").wait_for(timeout=60_000)
+    card(page, "tiny").locator(".state.stopped").wait_for(timeout=START_MS)
     other.locator(".state.ready").wait_for(timeout=START_MS)
     assert other.get_by_role("alert").count() == 0
     page.goto("/try?model=other")
@@ -330,7 +330,7 @@ def test_a_manager_that_was_killed_finds_its_engine_again_and_the_page_follows(
 def test_a_stop_leaves_nothing_running(page: "Page", manager: Managed) -> None:
     page.goto("/models")
     card(page, "other").get_by_role("button", name="Stop").click()
-    card(page, "other").locator(".state.stopped").wait_for(timeout=60_000)
+    card(page, "other").locator(".state.stopped").wait_for(timeout=START_MS)
     assert manager.others() == []
 
 

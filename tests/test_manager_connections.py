@@ -23,7 +23,7 @@ from overspill.manager.security.bodies import BodyGuard
 from tests.guarded_app import APP
 from tests.test_manager_connections import big
 
-BoundedProtocol.headers_s, BoundedProtocol.unread_s, BoundedProtocol.max_header_bytes = 0.5, 0.5, 4096
+BoundedProtocol.headers_s, BoundedProtocol.unread_s, BoundedProtocol.max_header_bytes = 2.0, 2.0, 4096
 app = BodyGuard(big(APP), pause_s=0.5)
 uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, fd=int(sys.argv[1]), log_level="warning")).run()
 """
@@ -126,8 +126,9 @@ def test_an_answer_that_nobody_reads_ends_the_connection(port: int) -> None:
 
 
 def test_slow_clients_keep_nobody_else_waiting(port: int) -> None:
-    slow = [connection(port) for _ in range(100)]
-    for client in slow:
+    slow = []
+    for _ in range(100):
+        slow.append(client := connection(port))
         client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\na")
     answer = httpx.post(f"http://127.0.0.1:{port}/x", content=b"abc", timeout=30)
     assert answer.json()["length"] == 3

@@ -20,7 +20,7 @@ from overspill.manager.engines.states import State
 from overspill.manager.errors import AlreadyManaged, NoRoom, QueueFull, StartFailed, StillLoading, Stopped
 from overspill.registry import UnknownModel, edit_model
 from overspill.serve.address import free_port
-from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder
+from tests.manager_process import IMPATIENT, QUICK_TO_END, ROOT, Place, eventually, managing, of_folder
 
 
 def test_an_engine_starts_is_ready_and_stops(place: Place) -> None:
@@ -273,7 +273,7 @@ def test_a_hung_engine_is_ended_and_has_failed(place: Place) -> None:
     place.add("a")
 
     async def run() -> None:
-        async with managing(place) as engines:
+        async with managing(place, timing=QUICK_TO_END) as engines:
             pid = (await engines.start("a")).pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
@@ -456,7 +456,7 @@ def test_two_managers_of_the_same_engines_are_refused(place: Place) -> None:
 
 def test_a_manager_that_was_killed_finds_its_engines_again(place: Place) -> None:
     place.add("a", behaviour={"has_child": True})
-    place.add("slow", behaviour={"start_s": 5.0})
+    place.add("slow", behaviour={"start_s": 12.0})
 
     def manager() -> "subprocess.Popen[str]":
         started = subprocess.Popen(

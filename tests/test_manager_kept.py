@@ -143,15 +143,15 @@ def test_the_api_the_form_and_the_card_know_them(place: Place) -> None:
         edited = client.patch("/api/models/a", json={"keep": True, "preload": True}).json()
         assert edited["changed"] == ["keep", "preload"] and edited["needs_restart"] == []
         assert client.get("/api/models/a").json()["keep"] is True
-        form = httpx.get(f"{here.url}/models/settings/a").text
+        form = httpx.get(f"{here.url}/models/settings/a", timeout=60).text
         for name in ("keep", "preload"):
             (select,) = [part for part in form.split("<select ")[1:] if f'name="{name}"' in part]
             assert '<option value="true" selected>yes' in select.partition("</select>")[0]
-        page = httpx.get(f"{here.url}/models").text
+        page = httpx.get(f"{here.url}/models", timeout=60).text
         assert '<span class="phase">kept</span>' in page
         assert '<span class="phase">starts with the manager</span>' in page
         assert client.patch("/api/models/a", json={"keep": None, "preload": False}).status_code == 200
-        page = httpx.get(f"{here.url}/models").text
+        page = httpx.get(f"{here.url}/models", timeout=60).text
         assert '<span class="phase">kept' not in page and '<span class="phase">starts' not in page
 
 

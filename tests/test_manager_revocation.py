@@ -65,7 +65,7 @@ async def listen(
         "type": "http", "method": "GET", "path": "/numbers", "raw_path": b"/numbers", "query_string": b"",
         "headers": headers, "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0"},
     }  # fmt: skip
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await AccessGuard(endless.app, access=access)(scope, receive, send)
         await endless.has_ended.wait()
     return status, parts

@@ -65,7 +65,7 @@ def test_memory_that_comes_back_late_is_waited_for(place: Place, monkeypatch: py
     place.add("b", ram=2 * GiB)
 
     async def run() -> None:
-        async with managing(place, memory=None, timing=dataclasses.replace(IMPATIENT, settle_s=2.0)) as engines:
+        async with managing(place, memory=None, timing=dataclasses.replace(IMPATIENT, settle_s=20.0)) as engines:
             await engines.ensure_ready("a")
             await engines.ensure_ready("b")
 
@@ -148,7 +148,7 @@ def test_an_engine_that_is_held_is_not_stopped_for_another(place: Place) -> None
     place.add("b", ram=2 * GiB)
 
     async def run() -> None:
-        async with managing(place, timing=dataclasses.replace(IMPATIENT, drain_s=0.2, load_s=5)) as engines:
+        async with managing(place, timing=dataclasses.replace(IMPATIENT, drain_s=0.2)) as engines:
             async with engines.using("a", hold=True):
                 with pytest.raises(NoRoom, match=r"a is being measured\. Ask again later") as raised:
                     await engines.ensure_ready("b")

@@ -1,5 +1,6 @@
 """Samples of this machine against what this machine does, histories for charts, and maps of memory."""
 
+import contextlib
 import json
 import math
 import mmap
@@ -8,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,9 +100,9 @@ def test_a_process_that_ended_counts_nothing_and_leaves_no_file_open(
 ) -> None:
     told(parent, "held")
     sampler.read({})
-    num_files = len(os.listdir("/proc/self/fd"))
+    assert not open_of(pids := tree(parent.pid, children_of_all()))
     sampler.read({"engine": parent.pid})
-    assert len(os.listdir("/proc/self/fd")) == num_files + 4
+    assert len(open_of(pids)) == 4
     for pid in reversed(tree(parent.pid, children_of_all())):
         os.kill(pid, 9)
         while (stat := read_stat(pid)) is not None and stat.is_alive:
@@ -109,8 +110,17 @@ def test_a_process_that_ended_counts_nothing_and_leaves_no_file_open(
     parent.wait()
     gone = sampler.read({"engine": parent.pid}).processes["engine"]
     assert (gone.num_processes, gone.ram_bytes) == (0, 0)
-    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert not open_of(pids)
     assert sampler.read({}).processes == {}
+
+
+def open_of(pids: Sequence[int]) -> list[str]:
+    """Files of these processes that this one has open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(link))
+    return [path for path in found if path.startswith(tuple(f"/proc/{pid}/" for pid in pids))]
 
 
 def test_locked_pages_are_counted(sampler: Sampler) -> None:

@@ -71,10 +71,10 @@ def test_the_eighth_tab_is_shown(watched: Watched) -> None:
     pages = []
     for _ in range(8):
         pages.append(watched.watch(context.new_page()))
-        pages[-1].goto("/logs?name=a", timeout=10_000)
+        pages[-1].goto("/logs?name=a")
         hide(pages[-1], is_hidden=True)  # as a tab is that another one is opened over
     hide(pages[0], is_hidden=False)
-    pages[0].goto("/", timeout=10_000)
+    pages[0].goto("/")
     pages[0].get_by_text("live", exact=True).wait_for()
     hide(pages[0], is_hidden=True)
     pages[0].get_by_text(re.compile("stale: the last numbers are")).wait_for()
@@ -105,8 +105,8 @@ def test_a_question_that_failed_is_taken_back_and_asked_again(watched: Watched, 
     is_done(page)
     assert page.locator("#turns li").count() == 0 and page.locator("#try-prompt").input_value() == "why"
     place.behave("a")
-    with httpx.Client(base_url=watched.url) as client:
-        client.post("/api/engines/start/a", timeout=30)
+    with httpx.Client(base_url=watched.url, timeout=60) as client:
+        client.post("/api/engines/start/a")
     page.get_by_role("button", name="Send").click()
     page.locator("#turns li.assistant", has_text="a-0").wait_for()
     is_done(page)
@@ -135,13 +135,13 @@ def test_what_was_answered_before_a_stop_is_a_turn(watched: Watched, place: Plac
 
 @needs_chromium
 def test_a_model_that_starts_first_says_so_and_its_ttft_does_too(watched: Watched, place: Place) -> None:
-    place.behave("a", start_s=2.0)
+    place.behave("a", start_s=5.0)
     page = watched.page()
     page.goto("/try?model=a")
     send(page, "one")
     page.locator("#turns li.assistant", has_text="starting: the process begins").wait_for()
     is_done(page)
-    assert re.fullmatch(r"[2-9]\.\d s, with the start", page.locator("#try-ttft").text_content() or "")
+    assert re.fullmatch(r"([5-9]|\d\d+)\.\d s, with the start", page.locator("#try-ttft").text_content() or "")
     assert "starting" not in (page.locator("#turns li.assistant").text_content() or "")
     assert page.get_by_label("Model").locator("option[value=a]").text_content() == "a"
     send(page, "two")
@@ -152,7 +152,7 @@ def test_a_model_that_starts_first_says_so_and_its_ttft_does_too(watched: Watche
 
 @needs_chromium
 def test_the_focus_stays_on_the_card_whose_button_was_pressed(watched: Watched, place: Place) -> None:
-    place.behave("a", start_s=1.0)
+    place.behave("a", start_s=3.0)
     page = watched.page()
     page.goto("/models")
     start = card(page, "a").get_by_role("button", name="Start", exact=True)

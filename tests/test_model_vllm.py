@@ -60,7 +60,7 @@ def answers(models: Models) -> dict[tuple[str, str], dict[str, Any]]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=280,
+        timeout=600,
         cwd=Path(__file__).parents[1],
     )
     return dict(zip(asked, json.loads(done.stdout), strict=True))

@@ -168,21 +168,24 @@ def test_a_kill_while_a_registry_is_made_leaves_one_that_opens(url: str) -> None
 def test_a_writer_waits_for_another_one(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/registry.db"
     with open_registry(url) as registry, open_registry(url) as other:
-        entered = threading.Event()
+        entered, asks = threading.Event(), threading.Event()
+        let_go: list[float] = []
 
         def hold() -> None:
             with other.writing() as session:
                 session.execute(text("UPDATE models SET ram = 1"))
                 entered.set()
+                asks.wait()
                 time.sleep(0.5)
+                let_go.append(time.monotonic())
 
         thread = threading.Thread(target=hold)
         thread.start()
         entered.wait()
         assert list_models(registry) == [], "readers do not wait"
-        began = time.monotonic()
+        asks.set()
         add_model(registry, "qwen", {"source": "gpt2"})
-        assert time.monotonic() - began > 0.2
+        assert let_go and time.monotonic() >= let_go[0]
         thread.join()
 
 

@@ -395,14 +395,16 @@ import http.server, os, shutil, sys, time
 report, port, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 if report != 'none':
     shutil.copy(report, os.path.join(os.environ['_OVERSPILL_START_REPORT'], 'rank-0.json'))
+end = None
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        global end
+        end = end or time.monotonic() + seconds
         self.send_response(200); self.send_header('Content-Length', '0'); self.end_headers()
     def log_message(self, *_): pass
 server = http.server.HTTPServer(('127.0.0.1', port), Handler)
 server.timeout = 0.1
-end = time.monotonic() + seconds
-while time.monotonic() < end:
+while end is None or time.monotonic() < end:
     server.handle_request()
 print('ValueError: enough')
 sys.exit(5)
@@ -463,7 +465,7 @@ def test_an_engine_without_our_plugin_is_noticed(
 def test_systemd_is_told_at_a_path_or_an_abstract_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, given in (
         (str(tmp_path / "notify"), str(tmp_path / "notify")),
-        ("\0overspill-parts", "@overspill-parts"),
+        (f"\0overspill-{os.getpid()}", f"@overspill-{os.getpid()}"),
     ):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
             systemd.bind(name)

@@ -175,7 +175,7 @@ def test_the_best_is_kept_for_a_model_that_is_added_and_all_trials_can_be_compar
 def test_clearly_worse_ones_are_measured_once_and_the_rest_again(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
-    stand_in.setenv("STAND_IN", json.dumps({POOL: 0.05, LAZILY: 0.5}))
+    stand_in.setenv("STAND_IN", json.dumps({POOL: 0.2, LAZILY: 1.0}))
     report = go(registry, asked(registry, model, repeats=2, most=3, given={**TIGHT, "offload_ram": "64MiB"}))
     runs = [(label, repeat) for label, repeat, _ in stored(registry)]
     assert runs.count((LAZY, 1)) == 1 and (LAZY, 2) not in runs and ("plan", 2) in runs
@@ -269,12 +269,12 @@ def test_the_longest_context_that_starts_is_found(
 
 
 def test_a_context_that_is_too_slow_is_not_taken(model: Path, registry: Registry, stand_in: pytest.MonkeyPatch) -> None:
-    stand_in.setenv("STAND_IN", json.dumps({"--max-model-len 1024": 0.1}))
-    made = asked(registry, model, goal="context", most=None, repeats=None, given=SHORT, least_tokens_per_s=20.0)
+    stand_in.setenv("STAND_IN", json.dumps({"--max-model-len 1024": 0.5}))
+    made = asked(registry, model, goal="context", most=None, repeats=None, given=SHORT, least_tokens_per_s=5.0)
     report = go(registry, made)
     assert all(complete for _, _, complete in stored(registry)), "it answers, and not fast enough"
     assert report.winner is not None and report.winner.settings["max_model_len"] == 896
-    assert "too slow: " in report.as_text() and "and 20 are wanted" in report.as_text()
+    assert "too slow: " in report.as_text() and "and 5 are wanted" in report.as_text()
 
 
 def test_what_does_not_fit_is_refused_before_anything_starts(model: Path, registry: Registry) -> None:

@@ -40,7 +40,6 @@ def verify(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.timeout(900)
 def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None:
     """With 8 MiB as GPU memory a context of 4,096 tokens spills by the plan itself, and does not fit the reference."""
     answer = verify(str(llama), *SETTINGS, "--gpu-memory", "8MiB", "--max-model-len", "4k", "--seed", "3", "--json")
@@ -67,7 +66,6 @@ def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_a_model_with_sliding_windows_is_verified_and_the_table_says_what_was_tried(
     models: Callable[[str], Path],
 ) -> None:
@@ -140,7 +138,6 @@ BUGS = {
 MORE_BUGS = ("spilled KV that is not written back", "a tier that is not used")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] if name in MORE_BUGS else []) for name in BUGS]
 )
@@ -163,7 +160,6 @@ def planted(bug: str) -> str:
     return "import sys\nif 'forkserver' in ' '.join(sys.orig_argv):\n" + textwrap.indent(textwrap.dedent(bug), "    ")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_end_before_the_end_leaves_no_engine_behind(llama: Path, how: signal.Signals) -> None:
     mark = f"{time.time_ns()}"
@@ -202,7 +198,6 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.timeout(300)
 def test_a_soak_goes_on_with_other_seeds_until_its_time_is_up(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     given = {"device": "cpu", "dtype": "float32", "ram": "6GiB", "enforce_eager": True}
@@ -278,7 +273,6 @@ INSENSITIVE = """
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_sensitive", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_shape_is_verified_with_random_weights_that_can_tell_and_not_with_others(
     shape: Path, tmp_path: Path, is_sensitive: bool
