@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import command_tables
+import keep_report
 import results_table
 import spill_tables
 
@@ -76,3 +77,19 @@ def test_an_experiment_is_shown_with_its_ratios_and_what_did_not_run() -> None:
     where = command_tables.experiment_where(result)
     assert where.startswith("G, driver 1, vllm 2, commit 0123456\n")
     assert where.endswith("- 3 of 4 answers of b are those of a\n- c did not run: no room\n- a note\n")
+
+
+def test_a_report_is_kept_with_its_commit_and_without_folders_of_the_machine() -> None:
+    one = {
+        "argv": ["/usr/bin/python3", "serve", "/home/me/work/models/a"], "started_at": "2026-01-02", "gpu": "G",
+        "config": {"log_file": "/home/me/state/a.log", "seed": 1},
+    }  # fmt: skip
+    report = {"command": "overspill ab /home/me/work/models/a", "results": [one, one | {"started_at": "2026-01-01"}]}
+    kept = keep_report.kept(report, commit="0123456", notes=["a note"], folders=["/home/me/work"])
+    assert list(kept)[:4] == ["benchmark", "started", "commit", "notes"]
+    assert kept["started"] == "2026-01-01" and kept["commit"] == "0123456" and kept["notes"] == ["a note"]
+    assert kept["command"] == "overspill ab models/a"
+    first = kept["results"][0]
+    assert first["argv"] == ["python3", "serve", "models/a"] and first["config"] == {"seed": 1}
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        keep_report.kept({"results": []}, commit="0123456", notes=[], folders=[])
