@@ -217,6 +217,26 @@ def test_hits_that_are_slower_to_load_than_to_recompute_are_skipped(llama: Path)
         assert spilling.metric("load_bytes") == 0
 
 
+def test_what_is_skipped_counts_once_however_long_its_request_waits_for_room(llama: Path) -> None:
+    prompt = random_prompt(1, 600)
+    with engine(llama, overspill(load="auto"), blocks=30) as spilling:
+        before = spilling.ask_one(prompt)
+        spilling.forget_gpu()
+        running = spilling.add(random_prompt(2, 500), 40)
+        for _ in range(3):
+            spilling.step()
+        spilling.scheduler.speeds.load_bytes_per_s = 1e3
+        spilling.scheduler.speeds.prefill_tokens_per_s = 1e6
+        waiting = spilling.add(prompt)
+        for _ in range(5):
+            assert waiting not in spilling.step()
+        assert spilling.metric("loads_skipped_tokens") == 0
+        done = spilling.run()
+        assert running in done
+        assert_same([done[waiting]], [before])
+        assert spilling.metric("loads_skipped_tokens") == 576
+
+
 def test_one_unlucky_measurement_does_not_end_all_loads(llama: Path) -> None:
     prompt = random_prompt(1, 600)
     with engine(llama, overspill(load="auto")) as spilling:

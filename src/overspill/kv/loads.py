@@ -58,6 +58,7 @@ class Loads:
         # From a lookup to the admission in the same scheduling pass. Nothing is given up in RAM in between, so hits
         # need no pin.
         self._hits: dict[str, Hit] = {}
+        self._skipped: dict[str, int] = {}  # tokens that are not worth a load, until the admission too
         self._unloadable: set[str] = set()  # requests that are computed whatever RAM holds
         self._planned: list[LoadInFlight] = []
         self._heads: set[int] = set()  # first host block of every load
@@ -69,7 +70,7 @@ class Loads:
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the GPU's can come from RAM; None asks to be asked again later."""
-        self._hits.pop(request.request_id, None)
+        self._forget(request.request_id)
         # The last token is always computed, for its logits.
         max_tokens = request.num_tokens - 1
         if max_tokens <= num_local_tokens or request.request_id in self._unloadable:
@@ -82,11 +83,14 @@ class Loads:
             # Another request is loading the same blocks; when it is done they are a hit on the GPU.
             return None, False
         if not self._is_worth_it(request.request_id, hit.num_tokens, len(blocks)):
-            self._stats.count("loads_skipped_tokens", hit.num_tokens)
+            self._skipped[request.request_id] = hit.num_tokens
             self._host.use(blocks)
             return 0, False
         self._hits[request.request_id] = hit
         return hit.num_tokens, True
+
+    def _forget(self, request_id: str) -> tuple[Hit | None, int]:
+        return self._hits.pop(request_id, None), self._skipped.pop(request_id, 0)
 
     def finds_more(self, request: Request, num_local_tokens: int) -> bool:
         """Whether RAM has more of the request than so many tokens."""
@@ -114,8 +118,9 @@ class Loads:
 
     def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int, num_new_tokens: int) -> None:
         """The request has its GPU blocks; the load begins with the step."""
-        hit = self._hits.pop(request_id, None)
+        hit, num_skipped = self._forget(request_id)
         if num_external_tokens == 0:
+            self._stats.count("loads_skipped_tokens", num_skipped)
             return
         load = self._plan(request_id, blocks, num_external_tokens, hit)
         if load.void:
@@ -205,13 +210,14 @@ class Loads:
         self._gpu.free_blocks(reversed(load.gpu_blocks))
 
     def finished(self, request_id: str) -> None:
-        self._hits.pop(request_id, None)
+        self._forget(request_id)
         self._unloadable.discard(request_id)
 
     def reset(self) -> bool:
         """What was planned must be recomputed. False while a load is under way: its request would still get what
         was there before."""
         self._hits.clear()
+        self._skipped.clear()
         for load in self._planned:
             self._release(load)
         self._planned = [LoadInFlight(load.request_id, [], [], void=True) for load in self._planned]
