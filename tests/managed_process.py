@@ -1,6 +1,6 @@
 """The whole manager over stand-ins for engines, as a process of its own: to be attacked, starved and killed.
 
-python -m tests.managed_process FOLDER PORT PATIENCE_S
+python -m tests.managed_process FOLDER PORT [PATIENCE_S]
 """
 
 import asyncio
@@ -142,7 +142,7 @@ def audit(client: httpx.Client) -> list[dict[str, Any]]:
     return told
 
 
-async def _main(folder: Path, port: int, patience_s: float) -> None:
+async def _main(folder: Path, port: int, patience_s: float = QuickPlace.patience_s) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, lambda: print("tasks", len(asyncio.all_tasks(loop)), flush=True))
     place = QuickPlace(folder)
@@ -154,4 +154,4 @@ async def _main(folder: Path, port: int, patience_s: float) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+        runner.run(_main(Path(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:])))

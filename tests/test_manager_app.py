@@ -333,7 +333,7 @@ def test_a_terminal_that_is_closed_ends_it_and_what_it_started(tmp_path: Path) -
         (engine,) = place.starts("a")
         os.close(terminal)
         # Not killed by the signal, and what it could not say any more is no reason to leave an engine behind.
-        assert process.wait(timeout=30) >= 0
+        assert process.wait(timeout=120) >= 0
         assert identity(engine) is None
     finally:
         process.kill()
