@@ -32,7 +32,7 @@ def experiment_where(result: Json) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     notes = "".join(f"- {note}\n" for note in result.get("notes", ()))
     missing = "".join(
-        f"- {one['label']} did not run: {one['problem'].splitlines()[0]}\n"
+        f"- {one['label']} {'is not complete' if one['repeats'] else 'did not run'}: {one['problem'].splitlines()[0]}\n"
         for one in result["configurations"]
         if one["problem"]
     )

@@ -55,10 +55,11 @@ def test_every_result_that_is_shown_says_where_and_at_which_commit_it_was_measur
     assert all(re.search(r"\bcommits? [0-9a-f]{7}", line) for _, line in captions), captions
 
 
-def test_an_experiment_is_shown_with_its_ratios_and_what_did_not_run() -> None:
+def test_an_experiment_is_shown_with_its_ratios_and_what_did_not_run_or_not_to_its_end() -> None:
     result = {
-        "configurations": [{"label": "a", "problem": None}, {"label": "b", "problem": None},
-                           {"label": "c", "problem": "no room\nmore of it"}],
+        "configurations": [{"label": "a", "repeats": 2, "problem": None},
+                           {"label": "b", "repeats": 1, "problem": "interrupted"},
+                           {"label": "c", "repeats": 0, "problem": "no room\nmore of it"}],
         "compared_with": "a", "commit": "0123456", "command": "overspill ab", "notes": ["a note"],
         "answers": [{"label": "b", "compared": 4, "same": 3}, {"label": "c", "compared": 0, "same": 0}],
         "measures": [
@@ -76,7 +77,8 @@ def test_an_experiment_is_shown_with_its_ratios_and_what_did_not_run() -> None:
     assert "not shown" not in table and "from RAM" not in table
     where = command_tables.experiment_where(result)
     assert where.startswith("G, driver 1, vllm 2, commit 0123456\n")
-    assert where.endswith("- 3 of 4 answers of b are those of a\n- c did not run: no room\n- a note\n")
+    problems = "- b is not complete: interrupted\n- c did not run: no room\n"
+    assert where.endswith(f"- 3 of 4 answers of b are those of a\n{problems}- a note\n")
 
 
 def test_a_report_is_kept_with_its_commit_and_without_folders_of_the_machine() -> None:
