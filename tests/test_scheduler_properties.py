@@ -186,9 +186,28 @@ def test_a_request_whose_load_failed_is_recomputed_instead_of_loaded_again(fault
     assert engine.totals["load_failures"] == 1
 
 
+def test_a_request_whose_load_failed_lets_others_go_first_whose_loads_hold_blocks() -> None:
+    """vLLM left it before them. To compute its window takes more blocks than to load it did, so it waited for theirs,
+    and they for their turn."""
+    setup = Setup(groups=FULL_AND_WINDOW, gpu_blocks=35, host_slots=120, batched_tokens=64, longest_flight=1, seed=3)
+    engine = Engine(setup)
+    long, short = PREFIXES[0][:57], PREFIXES[1][:33]
+    for prompt in (long, short):
+        engine.add(prompt, max_tokens=1)
+        while engine.scheduler.has_requests():
+            engine.step()
+    engine.reset(running=False, connector=False)
+    engine.copiers[0].unreadable.add(0)
+    for prompt in (long, short):
+        engine.add(prompt, max_tokens=1)
+    engine.drain(limit=60)
+    assert engine.totals["load_failures"] == 1
+    assert engine.totals["hit_tokens"] > len(long)
+
+
 def test_a_preempted_request_finds_in_ram_what_it_had_computed() -> None:
     """Blocks that waited to be stored together were forgotten when their request was preempted."""
-    engine = Engine(Setup(gpu_blocks=19, host_slots=40, batched_tokens=64, longest_flight=0))
+    engine = Engine(Setup(gpu_blocks=19, host_slots=40, batched_tokens=64, longest_flight=1, seed=3))
     names = [engine.add(prefix[:33], max_tokens=24) for prefix in PREFIXES[:2]]
     engine.drain()
     assert engine.requests[names[1]].num_preemptions > 0

@@ -59,6 +59,7 @@ class Loads:
         self._hits: dict[str, Hit] = {}
         self._skipped: dict[str, int] = {}  # tokens that are not worth a load, until the admission too
         self._unloadable: set[str] = set()  # requests that are computed whatever RAM holds
+        self._to_requeue: set[str] = set()  # of those, requests that vLLM still takes to hold blocks
         self._planned: list[LoadInFlight] = []
         self._heads: set[int] = set()  # first host block of every load
         self.in_flight: dict[int, LoadInFlight] = {}
@@ -70,6 +71,9 @@ class Loads:
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the GPU's can come from RAM; None asks to be asked again later."""
         self._forget(request.request_id)
+        if request.request_id in self._to_requeue:
+            self._to_requeue.discard(request.request_id)
+            return None, False
         # The last token is always computed, for its logits.
         max_tokens = request.num_tokens - 1
         if max_tokens <= num_local_tokens or request.request_id in self._unloadable:
@@ -187,9 +191,15 @@ class Loads:
 
     def recompute(self, request_ids: Collection[str]) -> None:
         """Loads failed. vLLM keeps a failed load's blocks reserved for its request, and would wait for ever to load
-        again, so it is computed."""
+        again, so it is computed.
+
+        It also leaves the request before others that hold blocks, though it frees those of its own. If it does not fit
+        beside them, because a window takes more blocks to compute than to load, all would wait for ever. Asked to ask
+        again later, vLLM puts it behind them."""
         self._stats.count("load_failures", len(request_ids))
-        self._unloadable.update(set(request_ids).intersection(self._live))
+        failed = set(request_ids).intersection(self._live)
+        self._unloadable |= failed
+        self._to_requeue |= failed
 
     def drop_corrupt(self, slots: Collection[int]) -> None:
         dropped = self._host.drop(self._host.pool.blocks[slot + 1] for slot in slots)
@@ -209,6 +219,7 @@ class Loads:
     def finished(self, request_id: str) -> None:
         self._forget(request_id)
         self._unloadable.discard(request_id)
+        self._to_requeue.discard(request_id)
 
     def reset(self) -> bool:
         """What was planned must be recomputed. False while a load is under way: its request would still get what
