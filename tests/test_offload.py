@@ -237,6 +237,23 @@ def test_what_is_skipped_counts_once_however_long_its_request_waits_for_room(lla
         assert spilling.metric("loads_skipped_tokens") == 576
 
 
+def test_one_unlucky_measurement_does_not_end_all_loads(llama: Path) -> None:
+    prompt = random_prompt(1, 600)
+    with engine(llama, overspill(load="auto")) as spilling:
+        before = spilling.ask_one(prompt)
+        cached = []
+        for _ in range(6):
+            spilling.forget_gpu()
+            spilling.scheduler.speeds.prefill_tokens_per_s = 1e5
+            if not cached:
+                spilling.scheduler.speeds.load_bytes_per_s = 1e3
+            again = spilling.ask_one(prompt)
+            assert_same([again], [before])
+            cached.append(again.num_cached)
+        assert cached[:5] == [0, 0, 0, 0, 576]
+        assert spilling.scheduler.speeds.load_bytes_per_s > 1e6
+
+
 def test_prefill_and_link_speed_are_measured(llama: Path) -> None:
     prompt = random_prompt(1, 600)
     with engine(llama, overspill()) as spilling:

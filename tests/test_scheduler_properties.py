@@ -110,6 +110,7 @@ class Tally:
     def __init__(self) -> None:
         self.operations = self.preemptions = 0
         self.announced_ahead = {"busy": 0, "idle": 0}
+        self.slow_hit_tokens = 0.0
         self.totals: dict[str, float] = {}
 
     def add(self, engine: Engine, operations: int) -> None:
@@ -117,6 +118,8 @@ class Tally:
         self.preemptions += sum(request.num_preemptions for request in engine.requests.values())
         for when, count in engine.announced_ahead.items():
             self.announced_ahead[when] += count
+        if engine.link_seems_slow:
+            self.slow_hit_tokens += engine.totals.get("hit_tokens", 0)
         for name, value in engine.totals.items():
             self.totals[name] = self.totals.get(name, 0) + value
 
@@ -148,6 +151,7 @@ def sequences(examples: int, tally: Tally, *, search: bool = True) -> Callable[[
 def check_that_everything_happened(tally: Tally) -> None:
     assert tally.preemptions > 0
     assert min(tally.announced_ahead.values()) > 0, tally.announced_ahead
+    assert tally.slow_hit_tokens > 0, "nothing was loaded to look at a slow link again"
     for name in ("hit_tokens", "load_bytes", "store_bytes", "evicted_blocks", "corrupt_blocks", "load_failures",
                  "loads_skipped_tokens", "stores_dropped_blocks", "store_failures"):  # fmt: skip
         assert tally.totals.get(name, 0) > 0, f"no sequence had any {name}"

@@ -7,7 +7,9 @@ from overspill.kv.speeds import (
     LOAD_OVERHEAD_S,
     PREFILL_TOKENS,
     STORE_BACKLOG_S,
+    SecondLooks,
     Speeds,
+    is_doubtful,
     load_beats_recompute,
     pace,
     store_budget,
@@ -50,6 +52,59 @@ def test_a_load_is_taken_when_it_is_faster_than_computing() -> None:
 def test_loads_that_are_queued_count_against_one_more() -> None:
     speeds = Speeds(load_bytes_per_s=10 * GB, prefill_tokens_per_s=10_000)
     assert not load_beats_recompute(speeds, num_tokens=1000, num_bytes=GB // 2, queued_bytes=GB)
+
+
+def test_a_skipped_load_is_doubtful_only_if_the_speed_of_an_idle_link_decided() -> None:
+    speeds = Speeds(load_bytes_per_s=1.0, prefill_tokens_per_s=10_000)
+    worth = int(LOAD_OVERHEAD_S * speeds.prefill_tokens_per_s)
+    assert is_doubtful(speeds, num_tokens=worth + 1, queued_bytes=0)
+    assert not is_doubtful(speeds, num_tokens=worth + 1, queued_bytes=1), "the one under way is measured"
+    assert not is_doubtful(speeds, num_tokens=worth, queued_bytes=0), "no link is fast enough"
+
+
+def skipped_before_looks(looks: SecondLooks, requests: int) -> list[int]:
+    """How many were skipped before each of the loads that were made."""
+    counts, skipped = [], 0
+    for number in range(requests):
+        if looks.wants(f"request-{number}"):
+            looks.load_begins(f"request-{number}")
+            counts.append(skipped)
+            skipped = 0
+        else:
+            looks.load_was_skipped()
+            skipped += 1
+    return counts
+
+
+def test_loads_that_stay_slow_are_tried_ever_more_rarely() -> None:
+    assert skipped_before_looks(SecondLooks(), 1100) == [4, 8, 16, 32, 64, 128, 256, 256, 256]
+
+
+def test_a_load_that_was_worth_it_makes_the_next_doubt_short_again() -> None:
+    looks = SecondLooks()
+    assert skipped_before_looks(looks, 14) == [4, 8]
+    looks.load_begins("worth it")
+    assert skipped_before_looks(looks, 5) == [4]
+
+
+def test_a_load_that_was_worth_it_while_another_waits_for_its_look_is_no_look() -> None:
+    looks = SecondLooks()
+    for _ in range(4):
+        looks.load_was_skipped()
+    assert looks.wants("waits for room")
+    looks.load_begins("worth it")
+    assert not looks.wants("waits for room")
+    assert skipped_before_looks(looks, 5) == [4]
+
+
+def test_a_request_that_waits_for_room_keeps_its_turn_and_counts_for_nothing() -> None:
+    looks = SecondLooks()
+    assert not any(looks.wants("waits") for _ in range(50))
+    for _ in range(4):
+        looks.load_was_skipped()
+    assert looks.wants("its turn") and looks.wants("its turn") and looks.wants("another before it")
+    looks.load_begins("another before it")
+    assert not looks.wants("its turn")
 
 
 def test_a_few_tokens_are_not_worth_the_extra_step() -> None:

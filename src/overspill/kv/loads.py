@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from overspill.kv.host_cache import Hit, HostCache
 from overspill.kv.jobs import LoadJob
 from overspill.kv.metrics import OverspillStats
-from overspill.kv.speeds import Speeds, load_beats_recompute
+from overspill.kv.speeds import SecondLooks, Speeds, is_doubtful, load_beats_recompute
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -51,6 +51,7 @@ class Loads:
     ) -> None:
         self._settings = settings
         self._host, self._speeds, self._stats = host, speeds, stats
+        self._second_looks = SecondLooks()
         self._job_ids = job_ids
         self._live = live  # requests admitted and not finished
         self._gpu: BlockPool | None = None
@@ -85,7 +86,7 @@ class Loads:
         if blocks[0].block_id in self._heads:
             # Another request is loading the same blocks; when it is done they are a hit on the GPU.
             return None, False
-        if not self._is_worth_it(hit.num_tokens, len(blocks)):
+        if not self._is_worth_it(request.request_id, hit.num_tokens, len(blocks)):
             self._skipped[request.request_id] = hit.num_tokens
             self._host.use(blocks)
             return 0, False
@@ -110,19 +111,22 @@ class Loads:
             if not block.is_null
         ]
 
-    def _is_worth_it(self, num_tokens: int, num_blocks: int) -> bool:
-        return self._settings.always or load_beats_recompute(
-            self._speeds,
-            num_tokens=num_tokens,
-            num_bytes=num_blocks * self._settings.block_bytes,
-            queued_bytes=self.num_blocks * self._settings.block_bytes,
-        )
+    def _is_worth_it(self, request_id: str, num_tokens: int, num_blocks: int) -> bool:
+        num_bytes, queued_bytes = num_blocks * self._settings.block_bytes, self.num_blocks * self._settings.block_bytes
+        if self._settings.always or load_beats_recompute(
+            self._speeds, num_tokens=num_tokens, num_bytes=num_bytes, queued_bytes=queued_bytes
+        ):
+            return True
+        is_open = is_doubtful(self._speeds, num_tokens=num_tokens, queued_bytes=queued_bytes)
+        return is_open and self._second_looks.wants(request_id)
 
     def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int, num_new_tokens: int) -> None:
         """The request has its GPU blocks; the load begins with the step."""
         hit, num_skipped = self._forget(request_id)
         if num_external_tokens == 0:
-            self._stats.count("loads_skipped_tokens", num_skipped)
+            if num_skipped:
+                self._second_looks.load_was_skipped()
+                self._stats.count("loads_skipped_tokens", num_skipped)
             return
         load = self._plan(request_id, blocks, num_external_tokens, hit)
         if load.void:
@@ -133,6 +137,7 @@ class Loads:
             self._unloadable.add(request_id)
         else:
             load.num_new_tokens = num_new_tokens
+            self._second_looks.load_begins(request_id)
             self._stats.count("hit_tokens", num_external_tokens)
             self._heads.add(load.host_blocks[0].block_id)
         self._host.read(load.host_blocks)

@@ -12,6 +12,8 @@ STORE_BACKLOG_S = 0.25
 PREFILL_TOKENS = 256
 # Tokens are many when computing them takes as long as so many small steps. One step more is then a small part of it.
 _MANY_STEPS = 8
+# So many requests without a load before one is loaded all the same, at first and at most.
+_SECOND_LOOK, _LAST_LOOK = 4, 256
 # Weight of a new measurement in the running mean.
 _WEIGHT = 0.3
 # What is left of the greatest measurement with each one that follows.
@@ -64,6 +66,41 @@ def load_beats_recompute(speeds: Speeds, *, num_tokens: int, num_bytes: int, que
         return True
     load_s = LOAD_OVERHEAD_S + (queued_bytes + num_bytes) / speeds.load_bytes_per_s
     return load_s < num_tokens / speeds.prefill_tokens_per_s
+
+
+def is_doubtful(speeds: Speeds, *, num_tokens: int, queued_bytes: int) -> bool:
+    """Whether the link's speed alone made a load not worth it, and none is under way that would measure it again."""
+    return queued_bytes == 0 and num_tokens / speeds.prefill_tokens_per_s > LOAD_OVERHEAD_S
+
+
+class SecondLooks:
+    """Which loads are made although they seem slow.
+
+    Nothing measures the link while nothing is loaded, so one unlucky measurement (the first one, of few bytes, or made
+    while the pool was not pinned yet) would end all loads for good. If the link is slow indeed, looks get rare.
+    """
+
+    def __init__(self) -> None:
+        self._patience = _SECOND_LOOK
+        self._num_skipped = 0
+        self._looker = ""
+
+    def wants(self, request_id: str) -> bool:
+        """Whether this request is to measure the link again; it may be asked until it has room."""
+        if self._num_skipped < self._patience:
+            return False
+        self._looker = request_id
+        return True
+
+    def load_was_skipped(self) -> None:
+        """A request was admitted without a load that it could have had."""
+        self._num_skipped += 1
+
+    def load_begins(self, request_id: str) -> None:
+        is_look = request_id == self._looker
+        self._patience = min(2 * self._patience, _LAST_LOOK) if is_look else _SECOND_LOOK
+        self._num_skipped = 0
+        self._looker = ""
 
 
 def pace(speeds: Speeds, num_tokens: int) -> Pace:
