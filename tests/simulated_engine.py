@@ -369,7 +369,10 @@ class Engine:
         require(not self.scheduler.connector.has_pending_push_work(), "the connector would keep an idle engine awake")
         for owner, names in (
             (offload, ("_local_tokens", "_live")),
-            (offload.loads, ("_hits", "_unloadable", "_to_requeue", "_planned", "_heads", "in_flight", "num_blocks")),
+            (
+                offload.loads,
+                ("_hits", "_unloadable", "_failed", "_to_requeue", "_planned", "_heads", "in_flight", "num_blocks"),
+            ),
             (offload.stores, ("_incomplete", "_offered", "_deferred", "_ready", "_keys", "in_flight", "num_blocks")),
         ):
             for name in names:

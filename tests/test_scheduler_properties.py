@@ -209,6 +209,24 @@ def test_a_request_whose_load_failed_lets_others_go_first_whose_loads_hold_block
     assert engine.totals["hit_tokens"] > len(long)
 
 
+def test_a_request_whose_load_failed_is_not_kept_waiting_by_loads_of_others() -> None:
+    """vLLM keeps blocks free for it, which a preempted request before it did not get to load into; and looked no
+    further."""
+    engine = Engine(Setup(gpu_blocks=19, host_slots=40, batched_tokens=64, longest_flight=0))
+    long = PREFIXES[0][:57]
+    engine.add(long, max_tokens=1)
+    while engine.scheduler.has_requests():
+        engine.step()
+    engine.reset(running=False, connector=False)
+    engine.copiers[0].damage(0)
+    engine.add(PREFIXES[1][:4], max_tokens=58)
+    pushed_out = engine.add(PREFIXES[2][:4], max_tokens=40)
+    engine.add(long, max_tokens=1)
+    engine.drain(limit=200)
+    assert engine.totals["load_failures"] == 1
+    assert engine.requests[pushed_out].num_preemptions == 1
+
+
 def test_a_preempted_request_finds_in_ram_what_it_had_computed() -> None:
     """Blocks that waited to be stored together were forgotten when their request was preempted."""
     engine = Engine(Setup(gpu_blocks=19, host_slots=40, batched_tokens=64, longest_flight=1, seed=3))

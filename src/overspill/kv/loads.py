@@ -60,6 +60,7 @@ class Loads:
         self._hits: dict[str, Hit] = {}
         self._skipped: dict[str, int] = {}  # tokens that are not worth a load, until the admission too
         self._unloadable: set[str] = set()  # requests that are computed whatever RAM holds
+        self._failed: set[str] = set()  # of those, requests whose load failed and that have no blocks since
         self._to_requeue: set[str] = set()  # of those, requests that vLLM still takes to hold blocks
         self._planned: list[LoadInFlight] = []
         self._heads: set[int] = set()  # first host block of every load
@@ -90,6 +91,9 @@ class Loads:
             self._skipped[request.request_id] = hit.num_tokens
             self._host.use(blocks)
             return 0, False
+        if self._failed:
+            # vLLM keeps their blocks free from other loads, and stops at the first request that gets none.
+            return None, False
         self._hits[request.request_id] = hit
         return hit.num_tokens, True
 
@@ -123,6 +127,7 @@ class Loads:
     def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int, num_new_tokens: int) -> None:
         """The request has its GPU blocks; the load begins with the step."""
         hit, num_skipped = self._forget(request_id)
+        self._failed.discard(request_id)
         if num_external_tokens == 0:
             if num_skipped:
                 self._second_looks.load_was_skipped()
@@ -204,6 +209,7 @@ class Loads:
         self._stats.count("load_failures", len(request_ids))
         failed = set(request_ids).intersection(self._live)
         self._unloadable |= failed
+        self._failed |= failed
         self._to_requeue |= failed
 
     def drop_corrupt(self, slots: Collection[int]) -> None:
@@ -223,8 +229,8 @@ class Loads:
 
     def finished(self, request_id: str) -> None:
         self._forget(request_id)
-        self._unloadable.discard(request_id)
-        self._to_requeue.discard(request_id)
+        for requests in (self._unloadable, self._failed, self._to_requeue):
+            requests.discard(request_id)
 
     def reset(self) -> bool:
         """What was planned must be recomputed. False while a load is under way: its request would still get what
