@@ -127,7 +127,8 @@ class Loads:
     def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int, num_new_tokens: int) -> None:
         """The request has its GPU blocks; the load begins with the step."""
         hit, num_skipped = self._forget(request_id)
-        self._failed.discard(request_id)
+        for requests in (self._failed, self._to_requeue):
+            requests.discard(request_id)
         if num_external_tokens == 0:
             if num_skipped:
                 self._second_looks.load_was_skipped()
