@@ -151,7 +151,6 @@ def sequences(examples: int, tally: Tally, *, search: bool = True) -> Callable[[
 def check_that_everything_happened(tally: Tally) -> None:
     assert tally.preemptions > 0
     assert min(tally.announced_ahead.values()) > 0, tally.announced_ahead
-    assert tally.slow_hit_tokens > 0, "nothing was loaded to look at a slow link again"
     for name in ("hit_tokens", "load_bytes", "store_bytes", "evicted_blocks", "corrupt_blocks", "load_failures",
                  "loads_skipped_tokens", "stores_dropped_blocks", "store_failures"):  # fmt: skip
         assert tally.totals.get(name, 0) > 0, f"no sequence had any {name}"
@@ -169,6 +168,8 @@ def test_none_of_a_great_many_sequences_does_either() -> None:
     tally = Tally()
     sequences(10_000, tally)()
     check_that_everything_happened(tally)
+    # Too rare to be in each choice of a few hundred; tests/test_offload.py shows it on an engine.
+    assert tally.slow_hit_tokens > 0, "nothing was loaded to look at a slow link again"
 
 
 @pytest.mark.parametrize("fault", ["unreadable", "corrupt"])
@@ -229,7 +230,7 @@ def test_a_request_whose_load_failed_is_not_kept_waiting_by_loads_of_others() ->
 
 def test_a_preempted_request_finds_in_ram_what_it_had_computed() -> None:
     """Blocks that waited to be stored together were forgotten when their request was preempted."""
-    engine = Engine(Setup(gpu_blocks=19, host_slots=40, batched_tokens=64, longest_flight=1, seed=3))
+    engine = Engine(Setup(gpu_blocks=19, host_slots=40, batched_tokens=64, longest_flight=0))
     names = [engine.add(prefix[:33], max_tokens=24) for prefix in PREFIXES[:2]]
     engine.drain()
     assert engine.requests[names[1]].num_preemptions > 0
