@@ -14,6 +14,7 @@ import pytest
 import vllm
 
 import overspill
+from overspill.kv.preflight import check_engine
 from overspill.kv.sizes import GiB, MiB
 from overspill.planning.report import plan_as_json
 from overspill.settings import SETTINGS, SettingsError
@@ -140,6 +141,32 @@ def test_arguments_are_the_plans_flags_as_vllm_reads_them(llama: Path) -> None:
     assert transfer.kv_connector_extra_config == {"spill_bytes": made.chosen.kv.spilled_bytes}
     assert spills["kv_cache_memory_bytes"] == made.chosen.kv.device_bytes
     assert vllm.EngineArgs(**spills).max_num_seqs == made.max_num_seqs
+
+
+def test_options_of_the_connector_stand_beside_the_sizes_that_were_planned(llama: Path) -> None:
+    options = "store=lazy,verify=all,spill_share=1"
+    both = {**SMALL, "offload_ram": "64MiB", "kv_options": options, "skip_tokenizer_init": True}
+    arguments = overspill.engine_args(str(llama), **both)
+    transfer = arguments["kv_transfer_config"]
+    made = overspill.plan(str(llama), **{name: value for name, value in both.items() if name != "skip_tokenizer_init"})
+    assert made.chosen is not None and made.chosen.connector_sizes.keys() == {"host_bytes", "spill_bytes"}
+    assert transfer.kv_connector_extra_config == made.chosen.connector_sizes | {
+        "store": "lazy", "verify": "all", "spill_share": 1.0,
+    }  # fmt: skip
+    config = vllm.EngineArgs(**arguments).create_engine_config()
+    found = check_engine(config)
+    assert found is not None and (found.store, found.verify, found.spill_share) == ("lazy", "all", 1.0)
+
+
+def test_an_option_that_the_plan_has_no_use_for_is_left_out_with_a_word(llama: Path) -> None:
+    with pytest.warns(overspill.PlanContradicted, match=r"--kv-options store=lazy would do nothing here"):
+        arguments = overspill.engine_args(str(llama), **SMALL, kv_options="store=lazy,spill_share=1")
+    assert set(arguments["kv_transfer_config"].kv_connector_extra_config) == {"spill_bytes", "spill_share"}
+    with pytest.warns(overspill.PlanContradicted, match=r"--kv-options spill_share=1 would do nothing here"):
+        arguments = overspill.engine_args(
+            str(llama), max_model_len="4k", gpu="24GiB", ram="64GiB", kv_options="spill_share=1,verify=all"
+        )
+    assert set(arguments["kv_transfer_config"].kv_connector_extra_config) == {"host_bytes", "verify"}
 
 
 def test_weights_in_ram_become_arguments_of_the_offloader_that_does_it(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 
+from overspill.kv import plugin, preflight
 from overspill.kv.errors import OverspillError
-from overspill.kv.preflight import check_engine, check_vllm_version
+from overspill.kv.preflight import check_connector_stays, check_engine, check_vllm_version
 
 SIZE = {"host_bytes": "1MiB", "reserve_bytes": 0}
 
@@ -41,7 +42,7 @@ def engine(
     }  # fmt: skip
     return SimpleNamespace(
         kv_transfer_config=kv_transfer_config,
-        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching, kv_offloading_size=None),
         model_config=SimpleNamespace(**{k: changes.get(k, v) for k, v in model.items()}),
         parallel_config=SimpleNamespace(**{k: changes.get(k, v) for k, v in parallel.items()}),
         speculative_config=speculative,
@@ -82,6 +83,40 @@ def test_what_cannot_work_is_refused_in_one_sentence_with_what_to_change(config:
 
 def test_inside_multiconnector_it_works_with_the_policy_at_the_top() -> None:
     assert check_engine(engine(inside_multi(kv_load_failure_policy="recompute"))) is not None
+
+
+@pytest.mark.parametrize("options", [SIZE, {"spill_bytes": "1MiB"}])
+def test_a_platform_without_cudas_driver_is_refused(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rocm = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="rocm")
+    monkeypatch.setattr(preflight, "current_platform", rocm)
+    with pytest.raises(OverspillError, match="this is rocm: remove OverspillConnector"):
+        check_engine(engine(transfer(kv_connector_extra_config=options)))
+    assert check_engine(engine(transfer(kv_connector="OtherConnector"))) is None
+
+
+@pytest.mark.parametrize("found", [lambda name: None, lambda name: __import__("no_such_package")])
+def test_a_gpu_without_the_package_for_its_driver_is_told_what_to_install(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
+    monkeypatch.setattr(preflight, "current_platform", cuda)
+    monkeypatch.setattr(preflight, "find_spec", found)
+    with pytest.raises(OverspillError, match="pip install cuda-bindings"):
+        check_engine(engine(transfer()))
+    monkeypatch.setattr(preflight, "find_spec", lambda name: object())
+    assert check_engine(engine(transfer())) is not None
+
+
+def test_vllms_flag_that_would_replace_the_connector_is_refused_by_the_engine() -> None:
+    """As vLLM makes its configuration: afterwards nothing would show that Overspill had been asked for."""
+    plugin.register()
+    cache = CacheConfig(kv_offloading_size=2)
+    with pytest.raises(Exception, match=r'--kv-offloading-size 2 makes vLLM use its own.*"host_bytes": "2GiB"'):
+        VllmConfig(cache_config=cache, kv_transfer_config=transfer())
+    others = VllmConfig(cache_config=cache)
+    assert others.kv_transfer_config is not None and others.kv_transfer_config.kv_connector == "OffloadingConnector"
+    with pytest.raises(OverspillError, match="--kv-offloading-size 2"):
+        check_connector_stays(SimpleNamespace(kv_transfer_config=inside_multi(), cache_config=cache))
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])

@@ -160,15 +160,6 @@ def test_beside_other_connectors_it_is_refused() -> None:
         _check_spill(settings(), is_child=True)
 
 
-def test_a_platform_without_virtual_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from overspill.kv import preflight
-
-    platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="xpu")
-    monkeypatch.setattr(preflight, "current_platform", platform)
-    with pytest.raises(OverspillError, match="this is xpu"):
-        _check_spill(settings(), is_child=False)
-
-
 def test_our_worker_and_scheduler_take_the_place_of_vllms() -> None:
     config = settings()
     use_spill_classes(config)

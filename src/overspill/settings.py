@@ -15,6 +15,7 @@ from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import MiB, parse_size
+from overspill.kv.written_options import read_options, write_options
 from overspill.planning.wishes import AT_ONCE, MAX_NUM_SEQS
 
 
@@ -90,6 +91,10 @@ def _text(text: object) -> str:
     return text
 
 
+def _kv_options(text: object) -> str:
+    return write_options(read_options(_text(text)))
+
+
 def _flag(text: object) -> bool:
     if isinstance(text, bool):
         return text
@@ -144,6 +149,10 @@ SETTINGS = (
         "What numbers the model computes in; `auto` as its config says.",
     ),
     Setting("kv_cache_dtype", _text, None, "What numbers KV is kept in: `auto` as the model's, `fp8` half of that."),
+    Setting(
+        "kv_options", _kv_options, None,
+        "How KV is kept in RAM, beside the sizes that the plan finds: `store=lazy,eviction=arc,verify=all`.",
+    ),
     Setting("at_once", _count, AT_ONCE, "Requests of the full length whose KV is to fit at once."),
     Setting("max_num_seqs", _count, MAX_NUM_SEQS, "Requests that may run at once."),
     Setting(

@@ -34,6 +34,7 @@ _SETTINGS = (
     flag("weights_ram", typer.Option(help=HELP["weights_ram"])),
     flag("dtype", typer.Option(help=HELP["dtype"])),
     flag("kv_cache_dtype", typer.Option(help=HELP["kv_cache_dtype"])),
+    flag("kv_options", typer.Option(help=HELP["kv_options"])),
     flag("at_once", typer.Option(help=HELP["at_once"])),
     flag("max_num_seqs", typer.Option(help=HELP["max_num_seqs"])),
     flag("max_num_batched_tokens", typer.Option(help=HELP["max_num_batched_tokens"])),

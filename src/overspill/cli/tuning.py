@@ -14,7 +14,7 @@ _GIVEN = (
         flag(name, typer.Option(help=HELP[name]))
         for name in (
             "max_model_len", "gpu_memory", "gpu_memory_utilization", "ram", "offload_ram", "weights_ram", "dtype",
-            "kv_cache_dtype", "at_once", "max_num_seqs", "max_num_batched_tokens",
+            "kv_cache_dtype", "kv_options", "at_once", "max_num_seqs", "max_num_batched_tokens",
         )
     ),
     flag("enforce_eager", typer.Option("--enforce-eager/--no-enforce-eager", help=HELP["enforce_eager"]), bool | None),

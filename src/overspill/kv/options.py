@@ -1,7 +1,7 @@
 """What a user may set in `kv_connector_extra_config`: one table for parsing, checking and the documentation."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
 from typing import Any, Literal
@@ -125,7 +125,7 @@ class Options:
         values: dict[str, Any] = {}
         for key, value in extra.items():
             if key not in known:
-                raise OverspillError(f"kv_connector_extra_config has no option {key!r}{_unknown(key)}")
+                raise OverspillError(f"kv_connector_extra_config has no option {key!r}{hint_for(key, known)}")
             try:
                 values[key] = known[key].metadata["parse"](value)
             except OverspillError as error:
@@ -189,9 +189,9 @@ ELSEWHERE: dict[str, str] = {
 }
 
 
-def _unknown(key: str) -> str:
+def hint_for(key: str, known: Iterable[str]) -> str:
     """What to write instead: by what others call it, or by the nearest spelling."""
-    known = [f.name for f in fields(Options)]
+    known = list(known)
     if (instead := ELSEWHERE.get(key.removeprefix("lmcache."))) is not None:
         return f": {instead}"
     if key.startswith("lmcache."):

@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from overspill.kv.host_memory import HostMemory
-from overspill.kv.preflight import CONNECTOR, check_engine, use_spill_classes
+from overspill.kv.preflight import CONNECTOR, check_connector_stays, check_engine, use_spill_classes
 from overspill.kv.ram import require_ram
 from overspill.kv.wrapping import Method, wrap_once
 
@@ -21,6 +21,7 @@ def register() -> None:
 
 def _checked(post_init: Method) -> Method:
     def checked_post_init(self: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        check_connector_stays(self)
         post_init(self, *args, **kwargs)
         options = check_engine(self)
         if options is not None and options.spill_bytes:

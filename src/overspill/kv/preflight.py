@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -55,6 +56,7 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
         return None
     extra, is_child = ours
     check_vllm_version()
+    _check_platform()
     options = Options.parse(extra)
     if options.host_bytes and not vllm_config.cache_config.enable_prefix_caching:
         raise OverspillError(
@@ -73,6 +75,36 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
     if options.spill_bytes:
         _check_spill(vllm_config, is_child=is_child)
     return options
+
+
+def check_connector_stays(vllm_config: VllmConfig) -> None:
+    """Before vLLM completes its configuration: it then puts a connector of its own in our place, without a word."""
+    size = vllm_config.cache_config.kv_offloading_size
+    if size is not None and overspill_extra_config(vllm_config) is not None:
+        raise OverspillError(
+            f"--kv-offloading-size {size:g} makes vLLM use its own connector instead of OverspillConnector: remove it, "
+            f'and give "host_bytes": "{size:g}GiB"'
+        )
+
+
+def _check_platform() -> None:
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise OverspillError(
+            f"Overspill copies KV with CUDA's driver, and this is {current_platform.device_name}: remove "
+            "OverspillConnector from --kv-transfer-config"
+        )
+    if current_platform.is_cuda() and not _has_cuda_bindings():
+        raise OverspillError(
+            "Overspill copies KV through the package cuda-bindings, which is not installed; install it with: "
+            "pip install cuda-bindings"
+        )
+
+
+def _has_cuda_bindings() -> bool:
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # not even the package `cuda`
+        return False
 
 
 def _check_model(vllm_config: VllmConfig) -> None:
@@ -104,10 +136,6 @@ def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
     if is_child:
         raise OverspillError(
             "spill does not work beside other connectors: give OverspillConnector alone, or remove spill_bytes"
-        )
-    if not (current_platform.is_cpu() or current_platform.is_cuda()):
-        raise OverspillError(
-            f"spill maps memory with CUDA's driver; this is {current_platform.device_name}. Remove spill_bytes"
         )
     if cache.num_gpu_blocks_override is not None:
         raise OverspillError(

@@ -2,6 +2,7 @@
 
 import json
 
+from overspill.kv.written_options import read_options, used_options
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.planning.weights import PREFETCH_STEP, WeightOffload
@@ -25,18 +26,17 @@ def vllm_args(plan: Plan, way: Way) -> list[str]:
     if plan.wishes.enforce_eager:
         arguments += ["--enforce-eager"]
     arguments += _weights(way.weights)
-    if transfer := kv_transfer_config(way):
+    if transfer := kv_transfer_config(way, plan.wishes.kv_options):
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
     return arguments
 
 
-def kv_transfer_config(way: Way) -> dict[str, object] | None:
-    """Overspill's connector, as far as the way uses it."""
-    sizes = {"host_bytes": way.offload_bytes, "spill_bytes": way.kv.spilled_bytes}
-    given = {name: size for name, size in sizes.items() if size}
-    if not given:
+def kv_transfer_config(way: Way, kv_options: str = "") -> dict[str, object] | None:
+    """Overspill's connector, as far as the way uses it; it refuses options that would do nothing."""
+    if not (sizes := way.connector_sizes):
         return None
-    return {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": given}
+    extra = {**sizes, **used_options(read_options(kv_options), sizes)}
+    return {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _memory(plan: Plan, way: Way) -> list[str]:

@@ -56,6 +56,7 @@ def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False, fo
         weights_ram_bytes=settings.get("weights_ram"),
         offload_groups=settings.get("offload_groups"),
         tensor_parallel_size=settings.get("tensor_parallel_size") or 1,
+        kv_options=settings.get("kv_options") or "",
         force=bool(settings.get("force")),
         cards=cards,
     )

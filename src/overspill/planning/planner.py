@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from overspill.figures import Known
 from overspill.hardware.gpu import Gpu
+from overspill.kv.written_options import read_options, used_options, write_options
 from overspill.model.facts import ModelFacts
 from overspill.planning.attempts import (
     Attempt,
@@ -246,6 +247,13 @@ def _asked_warnings(plan: Plan) -> Iterator[str]:
     elif share is not None and planned is not None and planned < share:
         yield (
             f"--gpu-memory-utilization {share:g} is more than is free beside CUDA's context; planned with {planned:g}"
+        )
+    asked = read_options(wishes.kv_options)
+    used = used_options(asked, chosen.connector_sizes) if chosen is not None else asked
+    if unused := {name: value for name, value in asked.items() if name not in used}:
+        yield (
+            f"--kv-options {write_options(unused)} would do nothing here and is left out: the plan "
+            f"{'spills no KV' if 'spill_share' in unused else 'keeps no idle KV in RAM'}"
         )
     is_asked = chosen is not None and chosen.weights.ram_bytes and plan.is_weights_asked
     if is_asked and plan.longest_on_gpu >= plan.max_model_len:

@@ -61,6 +61,12 @@ class Way:
         return peak_ram_bytes(self.weights, self.kv.spilled_bytes + self.offload_bytes)
 
     @property
+    def connector_sizes(self) -> dict[str, int]:
+        """What the connector is given of RAM, by its options' names; empty without it."""
+        sizes = {"host_bytes": self.offload_bytes, "spill_bytes": self.kv.spilled_bytes}
+        return {name: size for name, size in sizes.items() if size}
+
+    @property
     def num_mechanisms(self) -> int:
         return bool(self.weights.ram_bytes) + bool(self.kv.spilled_bytes)
 

@@ -30,6 +30,8 @@ class Wishes:
     """vLLM's offload_group_size and offload_num_in_group, where they say which weights go to RAM."""
     tensor_parallel_size: int = 1
     """Of vLLM's own flags; the plan is for one GPU all the same, and says so."""
+    kv_options: str = ""
+    """Of the connector, beside its sizes, as `overspill.kv.written_options` reads them."""
     force: bool = False
     """Whether to give the nearest way where none fits."""
     cards: bool = False

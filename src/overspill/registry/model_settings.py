@@ -39,6 +39,7 @@ class ModelSettings:
     weights_ram: int | None = None
     dtype: str | None = None
     kv_cache_dtype: str | None = None
+    kv_options: str | None = None
     at_once: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -140,6 +141,7 @@ MODEL_SETTINGS = (
     _common("weights_ram"),
     _common("dtype"),
     ModelSetting("kv_cache_dtype", _kv_cache_dtype, _COMMON["kv_cache_dtype"].help),
+    _common("kv_options"),
     _common("at_once"),
     _common("max_num_seqs"),
     _common("max_num_batched_tokens"),

@@ -25,6 +25,7 @@ class ModelRow(Base):
     weights_ram: Mapped[int | None]
     dtype: Mapped[str | None] = mapped_column(Text)
     kv_cache_dtype: Mapped[str | None] = mapped_column(Text)
+    kv_options: Mapped[str | None] = mapped_column(Text)
     at_once: Mapped[int | None]
     max_num_seqs: Mapped[int | None]
     max_num_batched_tokens: Mapped[int | None]

@@ -8,6 +8,7 @@ from typing import Any
 
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size
+from overspill.kv.written_options import read_options
 from overspill.planning.arguments import kv_transfer_config, vllm_args
 from overspill.planning.attempts import PROCESS_RAM_BYTES
 from overspill.planning.parameters import pinned_share
@@ -144,8 +145,9 @@ class _Maker:
         if way.weights != chosen.weights:
             del settings["weights_ram"]  # the plan would take the other offloader
             words += _offload_words(self._plan, way)
-        transfer = kv_transfer_config(way)
-        if options or transfer != kv_transfer_config(chosen):
+        kv_options = self._plan.wishes.kv_options
+        transfer = kv_transfer_config(way, kv_options)
+        if options or transfer != kv_transfer_config(chosen, kv_options):
             if transfer is None:
                 return None  # no flag takes a connector away
             words += [TRANSFER, json.dumps(_with_options(transfer, options or {}))]
@@ -191,7 +193,7 @@ class _Maker:
                 yield self._changed(label, {"offload_ram": size}, offload_bytes=size)
 
     def stores(self) -> Iterator[Candidate | None]:
-        if self._own.offload_bytes:
+        if self._own.offload_bytes and "store" not in self._asked_options:
             yield self.make("stored lazily", self._own, options={"store": "lazy"})
 
     def chunks(self) -> Iterator[Candidate | None]:
@@ -204,9 +206,13 @@ class _Maker:
                     yield self.make(f"chunks of {chunk}", way)
 
     def spill_shares(self) -> Iterator[Candidate | None]:
-        if self._own.kv.spilled_bytes:
+        if self._own.kv.spilled_bytes and "spill_share" not in self._asked_options:
             for share in (1.0, Options.spill_share / 2):
                 yield self.make(f"spill share {share:g}", self._own, options={"spill_share": share})
+
+    @property
+    def _asked_options(self) -> Mapping[str, Any]:
+        return read_options(self._plan.wishes.kv_options)
 
     def _alike(self, settings: Mapping[str, Any]) -> Way | None:
         """What the plan would take with these settings, if it rounds KV where the one that is varied does."""

@@ -25,6 +25,7 @@ class ModelChanges(Strict):
     weights_ram: Size | None = None
     dtype: str | None = Field(None, max_length=20, examples=["auto"])
     kv_cache_dtype: str | None = Field(None, max_length=20, examples=["fp8"])
+    kv_options: str | None = Field(None, max_length=200, examples=["store=lazy,verify=all"])
     at_once: int | str | None = None
     max_num_seqs: int | str | None = None
     max_num_batched_tokens: Length | None = None

@@ -1,0 +1,67 @@
+"""The connector's options as one text, for a flag, a variable or a form: `store=lazy,eviction=arc`.
+
+Sizes are not among them: a plan finds these, from settings of their own.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.options import Options, hint_for
+
+_ELSEWHERE = {
+    "host_bytes": "--offload-ram says it",
+    "spill_bytes": "the plan finds it, within --ram",
+    "resident_bytes": "the plan finds it, within --gpu-memory",
+}
+_FIELDS = {field.name: field for field in fields(Options) if field.name not in _ELSEWHERE}
+_NUMBER = re.compile(r"\d*\.?\d+", re.ASCII)
+_SWITCH = {"true": True, "false": False}
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """By name, as `kv_connector_extra_config` takes them; none of an empty text."""
+    options: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        name, equals, written = (word.strip() for word in part.partition("="))
+        if not equals or not name or not written:
+            raise OverspillError(f"{part!r:.80} is no option with a value; write for example store=lazy,verify=all")
+        if name in _ELSEWHERE:
+            raise OverspillError(f"{name} is not set here: {_ELSEWHERE[name]}")
+        if name not in _FIELDS:
+            raise OverspillError(f"the connector has no option {name!r:.80}{hint_for(name, _FIELDS)}")
+        if name in options:
+            raise OverspillError(f"{name} is given twice; leave one of the two out")
+        options[name] = _value(name, written)
+    return options
+
+
+def write_options(options: Mapping[str, Any]) -> str:
+    return ",".join(f"{name}={_written(value)}" for name, value in options.items())
+
+
+def used_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
+    """Those that do something where only these of host_bytes and spill_bytes are given."""
+    needs = {name: _FIELDS[name].metadata["needs"] for name in options}
+    return {name: value for name, value in options.items() if needs[name] in sizes or (sizes and not needs[name])}
+
+
+def _value(name: str, written: str) -> Any:
+    try:
+        return _FIELDS[name].metadata["parse"](_typed(name, written))
+    except OverspillError as error:
+        raise OverspillError(f"{name}: {error}") from error
+
+
+def _typed(name: str, written: str) -> object:
+    """As JSON would have it. What does not look like it is left to the option's parser, which says what it takes."""
+    default = _FIELDS[name].default
+    if isinstance(default, bool):
+        return _SWITCH.get(written.lower(), written)
+    return float(written) if isinstance(default, float) and _NUMBER.fullmatch(written) else written
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
