@@ -73,7 +73,7 @@ def test_a_model_comes_back_as_it_was_added(registry: Registry) -> None:
         {
             "source": "Qwen/Qwen3-8B", "max_model_len": "128k", "gpu_memory": "20GiB", "gpu_memory_utilization": "0.85",
             "at_once": "4", "ram": "64GiB", "offload_ram": "8 GiB", "weights_ram": "4GiB", "dtype": "bfloat16",
-            "kv_cache_dtype": "fp8",
+            "kv_cache_dtype": "fp8", "kv_options": " store = lazy, pin=FALSE",
             "max_num_seqs": "16", "max_num_batched_tokens": "2k", "enforce_eager": True,
             "vllm_args": ["--served-model-name", "qwen", "--seed", 7], "ttl": "10m", "notes": "für zwei\nZeilen",
         },
@@ -81,8 +81,9 @@ def test_a_model_comes_back_as_it_was_added(registry: Registry) -> None:
     assert added.settings == ModelSettings(
         source="Qwen/Qwen3-8B", max_model_len=131072, gpu_memory=20 * GiB, gpu_memory_utilization=0.85, at_once=4,
         ram=64 * GiB, offload_ram=8 * GiB,
-        weights_ram=4 * GiB, dtype="bfloat16", kv_cache_dtype="fp8", max_num_seqs=16, max_num_batched_tokens=2048,
-        enforce_eager=True, vllm_args=("--served-model-name", "qwen", "--seed", "7"), ttl=600,
+        weights_ram=4 * GiB, dtype="bfloat16", kv_cache_dtype="fp8", kv_options="store=lazy,pin=false",
+        max_num_seqs=16, max_num_batched_tokens=2048, enforce_eager=True,
+        vllm_args=("--served-model-name", "qwen", "--seed", "7"), ttl=600,
         notes="für zwei\nZeilen",
     )  # fmt: skip
     assert get_model(registry, added.name) == added and added.version == 1
@@ -352,6 +353,23 @@ def test_secrets_are_not_recorded() -> None:
     words = ["--api_key", "a", "b", "--seed", "1", "--hf-token=x", "--ssl-keyfile-password", "y"]
     hidden = ["--api_key", "***", "***", "--seed", "1", "--hf-token=***", "--ssl-keyfile-password", "***"]
     assert without_secrets(words) == hidden
+
+
+def test_who_may_use_an_address_is_not_recorded() -> None:
+    environ = {"HF_ENDPOINT": "https://user:hunter2@mirror/x", "LMCACHE_REMOTE_URL": "redis://:pw@host:6379,b://t@h"}
+    hidden = {"HF_ENDPOINT": "https://***@mirror/x", "LMCACHE_REMOTE_URL": "redis://***@host:6379,b://***@h"}
+    assert environment_that_matters(environ) == hidden
+    words = ["--endpoint", "http://user:pw@host/path@2", "http://host/path@2", "org/model@main"]
+    assert without_secrets(words) == ["--endpoint", "http://***@host/path@2", "http://host/path@2", "org/model@main"]
+
+
+def test_a_variable_of_any_bytes_is_recorded_as_text() -> None:
+    assert environment_that_matters({"LD_LIBRARY_PATH": "/a:\udcff/ü"}) == {"LD_LIBRARY_PATH": "/a:\\udcff/ü"}
+
+
+def test_what_no_database_can_hold_is_told_in_a_sentence(registry: Registry) -> None:
+    with pytest.raises(RegistryError, match="does not have it"):
+        list_results(registry, model="\udcff")
 
 
 # Profiles.

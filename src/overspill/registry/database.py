@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
-from overspill.registry.errors import ChangedMeanwhile, RegistryUnavailable
+from overspill.registry.errors import ChangedMeanwhile, RegistryError, RegistryUnavailable
 from overspill.registry.migrate import bring_up_to_date
 from overspill.registry.place import VARIABLE, Place, find_place, prepare_file
 from overspill.registry.sqlite import WRITES, set_up_sqlite, use_wal
@@ -128,6 +128,8 @@ def _told(place: Place, engine: Engine) -> Iterator[None]:
         raise ChangedMeanwhile(
             f"somebody else changed the same record of the registry at {place}; nothing was written, try again"
         ) from error
+    except (UnicodeEncodeError, OverflowError) as error:  # before a statement is sent, and so nobody's but Python's
+        raise RegistryError(f"the registry cannot keep this, and so does not have it: {error}") from error
     except (SQLAlchemyError, drivers) as error:
         told = error.orig if isinstance(error, DBAPIError) else error
         said = place.without_password(" ".join(str(told).split()))
