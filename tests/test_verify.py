@@ -18,8 +18,14 @@ import pytest
 
 from overspill.processes import in_session
 from overspill.settings import resolve
+from overspill.verify import children
+from overspill.verify.answers import Ask
+from overspill.verify.children import Children
+from overspill.verify.engine_life import EngineLife
+from overspill.verify.life import Died, PlayJob
 from overspill.verify.proof import prove
 from overspill.verify.request import read_request
+from overspill.verify.script import Script
 
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--ram", "6GiB", "--enforce-eager")
 OFFLOAD = ("returning", "preempted", "aborted", "damaged", "failed-load", "killed")
@@ -158,6 +164,47 @@ def test_a_planted_bug_is_found(llama: Path, tmp_path: Path, name: str) -> None:
 def planted(bug: str) -> str:
     """In the process that engines are forked from, and not in the command's own, which loads no vLLM."""
     return "import sys\nif 'forkserver' in ' '.join(sys.orig_argv):\n" + textwrap.indent(textwrap.dedent(bug), "    ")
+
+
+# An engine's end that nobody made: before it says that it is under way, and after.
+ENDED = """
+    import os, signal
+    from overspill.verify import life
+    def end(job, pipe):
+        print("about to end", flush=True)
+        if job.life.model != "early":
+            pipe.send(life.Event("under way"))
+        if job.life.model == "told":
+            raise RuntimeError("out of luck")
+        if job.life.model == "late":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)  # as for want of memory
+    life._play = end
+"""
+
+
+def test_an_engine_that_ended_by_itself_was_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that ends was taken for a kill that left nothing behind."""
+
+    def once_it_is_gone(session: int) -> list[int]:
+        """As where it ends between its word and the kill."""
+        while in_session(session):
+            time.sleep(0.01)
+        return []
+
+    (tmp_path / "sitecustomize.py").write_text(planted(ENDED))
+    monkeypatch.setattr(children, "in_session", once_it_is_gone)
+    script = Script((), (), (), Ask("fresh", 0, (1,), 1), 0)
+    with Children({**environment(), "PYTHONPATH": str(tmp_path)}) as engines:
+        ends = {
+            how: engines.kill_under_way(PlayJob(EngineLife(model=how, flags=(), options=None), "until-killed", script))
+            for how in ("early", "late", "told")
+        }
+    for how in ("early", "late"):
+        end = ends[how]
+        assert isinstance(end, Died) and end.reason.startswith("its process ended; the last it wrote: "), end
+        assert end.reason.endswith("about to end")
+    assert ends["told"] == Died("out of luck")
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

@@ -13,16 +13,18 @@ from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.settings import SETTINGS, resolve
 from overspill.verify.answers import Answer, Ask
+from overspill.verify.children import Killed
 from overspill.verify.comparison import Compared, Tie, Tolerance, compare, most_noise, noise, parted, tolerance
 from overspill.verify.engine_life import offload_life, reference_life, spill_life
 from overspill.verify.errors import CannotVerify, TooNoisy
+from overspill.verify.life import Died, Job, Played, PlayJob, Reference, ReferenceJob
 from overspill.verify.merging import merged
 from overspill.verify.outcome import WEAK, Outcome, exit_code, verdict
 from overspill.verify.progress import Progress, remaining
 from overspill.verify.proof import eager_unless_asked
 from overspill.verify.report import faults, repeating, report_as_json, report_as_text
 from overspill.verify.request import read_request
-from overspill.verify.run import Result, can_be_batch_invariant, num_lives, require_quiet
+from overspill.verify.run import Result, can_be_batch_invariant, num_lives, require_quiet, verify
 from overspill.verify.scenarios import NAMES, SCENARIOS, Scenario, Tier, chosen
 from overspill.verify.script import make_script
 from overspill.verify.stage import CONVERSATION_UNITS, make_stage
@@ -323,6 +325,108 @@ def test_no_cpu_is_batch_invariant_and_a_hopper_is(llama: Path) -> None:
     for capability, is_invariant in (((9, 0), True), ((8, 9), False), (None, False)):
         gpu = replace(made.gpu, compute_capability=capability)
         assert can_be_batch_invariant(replace(made, platform=platform, gpu=gpu)) is is_invariant
+
+
+# Lives.
+
+
+class Lives:
+    """In place of processes: every engine answers as the reference does, but for plays that end as they are told to."""
+
+    def __init__(self, ends: Mapping[str, Died | Killed | Played]) -> None:
+        self._ends = ends
+        self.options: dict[str, list[Any]] = {}
+        """Of the engines that were started, by play."""
+
+    def __call__(self, environment: Mapping[str, str]) -> "Lives":
+        return self
+
+    def __enter__(self) -> "Lives":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, job: Job) -> Any:
+        if isinstance(job, ReferenceJob):
+            answers = (answer(1, 2, name="conversation-1/0"),)
+            script = make_script(job.workload, lambda ask: answer(1, name=ask.name), job.seed)
+            return Reference(script, {one.name: one for one in answers}, answers)
+        self._note(job)
+        required = {name: 2 for scenario in SCENARIOS for name in scenario.required}
+        faults = dict.fromkeys(SCENARIO[job.play].faults if job.play in SCENARIO else (), 2)
+        played = Played((answer(1, 2, name="conversation-1/0", spilled_bytes=1 << 20),), 1, required | faults, "")
+        return self._ends.get(job.play, played)
+
+    def kill_under_way(self, job: PlayJob) -> Any:
+        self._note(job)
+        return self._ends.get(job.play, Killed(""))
+
+    def _note(self, job: PlayJob) -> None:
+        self.options.setdefault(job.play, []).append(job.life.options)
+
+
+def lived(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, asked: Any, ends: Mapping[str, Died | Killed | Played] | None = None
+) -> tuple[Result, Lives]:
+    lives, made = Lives(ends or {}), plan(llama)
+    monkeypatch.setattr("overspill.verify.run.Children", lives)
+    # Not by the clock: a soak ends where something fails.
+    progress = Progress(lambda line: None, lives=1, seconds=math.inf if asked.soak else None)
+    return verify(made, make_stage(made), str(llama), asked, progress), lives
+
+
+def test_an_engine_that_dies_before_it_is_killed_was_not_killed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash was told as a kill that left nothing behind, and the scenario passed."""
+    asked = request(scenarios=["killed"])
+    good, _ = lived(llama, monkeypatch, asked)
+    assert exit_code(good.outcomes) == 0 and good.outcomes[0].figure("injected") == 1
+    crashed, _ = lived(llama, monkeypatch, asked, {"until-killed": Died("its process ended; the last it wrote: x")})
+    (found,) = crashed.outcomes
+    assert found.failure == "the engine died: its process ended; the last it wrote: x"
+    assert exit_code(crashed.outcomes) == 1 and not found.figure("injected") and not found.figure("caught")
+    untidy, _ = lived(llama, monkeypatch, asked, {"until-killed": Killed("after the kill: process 7")})
+    assert untidy.outcomes[0].failure == "left behind: after the kill: process 7"
+
+
+UNTOLD: dict[str, tuple[Died | Played, str]] = {
+    "a death": (Died("CUDA error"), "the engine died: CUDA error"),
+    "no fault": (Played((answer(1, 2, name="conversation-1/0"),), 1, {}, ""), "no fault could be injected"),
+}
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+@pytest.mark.parametrize("load_format", [None, "dummy"])
+def test_a_check_of_sensitivity_that_told_nothing_is_a_failure(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, load_format: str | None, name: str
+) -> None:
+    """The verdict was "Verified", as where no such check belongs to a scenario."""
+    ended, said = UNTOLD[name]
+    asked = request(scenarios=["damaged"], load_format=load_format)
+    found, _ = lived(llama, monkeypatch, asked, {"damaged-unseen": ended})
+    assert exit_code(found.outcomes) == 1
+    assert verdict(found.outcomes) == (
+        f"NOT VERIFIED: damaged: whether damage that nothing looks for shows is not known: {said}."
+    )
+
+
+def test_what_a_soak_draws_for_a_scenario_is_drawn_again_where_it_is_repeated_alone(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All scenarios drew from one generator: alone, one had other options than among the others."""
+    drawn = set()
+    for seed in range(8):
+        died = {"arrivals": Died("to end the soak after a round")}
+        _, all_of_them = lived(llama, monkeypatch, request(soak=True, seed=str(seed)), died)
+        for name in NAMES:
+            # Whatever it is, the one that is repeated is the last.
+            ended = died | {name: Died("again"), "restarted": Died("again")}
+            _, alone = lived(llama, monkeypatch, request(soak=True, seed=str(seed), scenarios=[name]), ended)
+            assert alone.options
+            for play, options in alone.options.items():
+                assert options == all_of_them.options[play], (seed, name)
+            drawn |= {(one["eviction"], one.get("store")) for one in all_of_them.options.get("returning", ())}
+    assert len(drawn) == 4, "and they are drawn"
 
 
 # What was asked for, and what is told.

@@ -6,8 +6,10 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,14 @@ _LAST_LINES = 3
 # For a killed engine's processes to be gone.
 _GRACE_S = 10
 _SHARED_MEMORY = "/dev/shm/"
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """It was under way, and we ended it."""
+
+    left_behind: str
+    """What outlived it; empty if nothing did."""
 
 
 class Children:
@@ -51,27 +61,30 @@ class Children:
 
     def run(self, job: Job) -> Reference | Played | Died:
         """A whole life."""
-        with self._started(job) as (_, pipe):
+        with self._started(job) as (_, _, pipe):
             return self._result(pipe)
 
-    def kill_under_way(self, job: Job) -> str:
-        """A life that is ended as soon as it says that it is under way; what is left of it, or how it ended before."""
-        with self._started(job) as (leader, pipe):
-            if not pipe.poll(_SILENCE_S):
-                return "it never got under way"
-            told = _receive(pipe)
+    def kill_under_way(self, job: Job) -> Killed | Died:
+        """A life that is ended as soon as it says that it is under way."""
+        with self._started(job) as (process, leader, pipe):
+            told = self._next(pipe)
             if not isinstance(told, Event):
-                return told.reason if isinstance(told, Died) else "it ended before it was killed"
+                return told if isinstance(told, Died) else Died("it ended before it was killed")
             files = {path for pid in in_session(leader) for path in _shared_memory(pid)}
-            os.kill(leader, signal.SIGKILL)
+            process.kill()
             # What is killed gives back its memory first, and a process that it started is told of its end.
             wait_until_none(lambda: in_session(leader), _GRACE_S)
+            process.join(_GRACE_S)
+            if process.exitcode not in (None, -signal.SIGKILL):
+                # It crashed in the moment before: whatever is left or not, the kill did not do that.
+                ended = self._result(pipe)
+                return ended if isinstance(ended, Died) else Died("it ended before it was killed")
             left = [f"process {pid}" for pid in in_session(leader)]
             left += [str(path) for path in sorted(files) if path.exists()]
-            return f"after the kill: {', '.join(left)}" if left else ""
+            return Killed(f"after the kill: {', '.join(left)}" if left else "")
 
     @contextmanager
-    def _started(self, job: Job) -> Iterator[tuple[int, Connection]]:
+    def _started(self, job: Job) -> Iterator[tuple[BaseProcess, int, Connection]]:
         self.log.write_text("")
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=live, args=(job, theirs, self.log), daemon=True)
@@ -79,7 +92,7 @@ class Children:
         theirs.close()
         assert process.pid is not None
         try:
-            yield process.pid, ours
+            yield process, process.pid, ours
         finally:
             ours.close()
             process.join(timeout=1)
@@ -88,26 +101,23 @@ class Children:
             process.join()
 
     def _result(self, pipe: Connection) -> Reference | Played | Died:
-        while True:
-            if not pipe.poll(_SILENCE_S):
-                return Died(f"nothing was heard of it for {_SILENCE_S // 60} minutes")
-            told = _receive(pipe)
-            if isinstance(told, Died) and not told.reason:
-                return Died(f"its process ended; the last it wrote: {self._last_lines()}")
-            if not isinstance(told, Event):
-                return told
+        while isinstance(told := self._next(pipe), Event):
+            pass
+        return told
+
+    def _next(self, pipe: Connection) -> Reference | Played | Died | Event:
+        """What it says next, or what its log says where it ended without a word, as for want of memory."""
+        if not pipe.poll(_SILENCE_S):
+            return Died(f"nothing was heard of it for {_SILENCE_S // 60} minutes")
+        try:
+            told: Reference | Played | Died | Event = pipe.recv()
+        except (EOFError, OSError):  # an OSError where it ended in the middle of a word
+            return Died(f"its process ended; the last it wrote: {self._last_lines()}")
+        return told
 
     def _last_lines(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return " | ".join(lines[-_LAST_LINES:]) or "nothing"
-
-
-def _receive(pipe: Connection) -> Reference | Played | Died | Event:
-    try:
-        told: Reference | Played | Died | Event = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return Died("")
-    return told
 
 
 def _shared_memory(pid: int) -> set[Path]:

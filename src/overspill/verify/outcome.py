@@ -33,9 +33,11 @@ class Outcome:
     """How the engine ended, where it should not have."""
     left_behind: str = ""
     sensitive: bool | None = None
-    """Whether damage that nothing looked for changed the answer; None where that was not tried."""
+    """Whether damage that nothing looked for changed the answer; None where that is not known."""
     must_be_sensitive: bool = False
     """Random weights are made so that it does; a model's own may be as they are."""
+    untold: str = ""
+    """Why that is not known although it was tried."""
 
     def figure(self, name: str) -> int:
         return self.figures.get(name, 0)
@@ -68,7 +70,9 @@ class Outcome:
             return _too_little(self)
         if self.sensitive is False and self.must_be_sensitive:
             return "damage that nothing caught did not change the answer, so equal answers prove nothing"
-        return _trouble(self)
+        if trouble := _trouble(self):
+            return trouble
+        return f"whether damage that nothing looks for shows is not known: {self.untold}" if self.untold else ""
 
 
 def _too_little(outcome: Outcome) -> str:
@@ -96,7 +100,7 @@ def _trouble(outcome: Outcome) -> str:
 
 
 def is_sensitive(outcomes: Sequence[Outcome]) -> bool | None:
-    """Whether the model can tell; None where that was not tried."""
+    """Whether the model can tell; None where that is not known."""
     return next((outcome.sensitive for outcome in outcomes if outcome.sensitive is not None), None)
 
 

@@ -1,7 +1,6 @@
 """The whole of it: a reference, then scenario after scenario, each compared with it."""
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from overspill.verify.merging import merged
 from overspill.verify.outcome import Outcome
 from overspill.verify.progress import Progress
 from overspill.verify.request import Request
-from overspill.verify.scenarios import Scenario, Tier
+from overspill.verify.scenarios import Scenario, Tier, drawn_options
 from overspill.verify.stage import Stage
 from overspill.verify.workload import make_workload
 
@@ -134,7 +133,6 @@ class _Round:
         self._children, self._plan, self._stage, self._model = children, plan, stage, model
         self._seed, self._progress, self._soak = request.seed, progress, request.soak
         self._random_weights = request.random_weights
-        self._draw = random.Random(request.seed)
 
     def reference(self) -> Reference:
         self._progress.begin("vLLM without Overspill, as reference")
@@ -173,20 +171,18 @@ class _Round:
         more: dict[str, int] = {}
         play = scenario.name
         if scenario.name == "killed":
-            left = self._children.kill_under_way(PlayJob(life, "until-killed", reference.script))
-            if left:
-                return Outcome(scenario=scenario, died="" if left.startswith("after") else left, left_behind=left,
-                               figures={"injected": 1})  # fmt: skip
+            ended = self._children.kill_under_way(PlayJob(life, "until-killed", reference.script))
+            if isinstance(ended, Died):
+                return Outcome(scenario=scenario, died=ended.reason)
+            if ended.left_behind:
+                return Outcome(scenario=scenario, left_behind=ended.left_behind, figures={"injected": 1})
             more, play = {"injected": 1, "caught": 1}, "restarted"
         told = self._children.run(PlayJob(life, play, reference.script))
         if isinstance(told, Died):
             return Outcome(scenario=scenario, died=told.reason)
         assert isinstance(told, Played)
         outcome = self._outcome(scenario, told, reference, allowed, more)
-        if scenario.name != "damaged":
-            return outcome
-        sensitive = self._is_sensitive(scenario, reference, allowed)
-        return replace(outcome, sensitive=sensitive, must_be_sensitive=self._random_weights)
+        return self._with_sensitivity(outcome, reference, allowed) if scenario.name == "damaged" else outcome
 
     def _outcome(
         self, scenario: Scenario, told: Played, reference: Reference, allowed: Tolerance, more: Mapping[str, int]
@@ -202,22 +198,21 @@ class _Round:
             left_behind=told.left_behind,
         )
 
-    def _is_sensitive(self, scenario: Scenario, reference: Reference, allowed: Tolerance) -> bool | None:
+    def _with_sensitivity(self, outcome: Outcome, reference: Reference, allowed: Tolerance) -> Outcome:
         """The same with nothing that looks. An answer that stays the same shows a model that cannot tell."""
-        life = self._life(scenario, {**self._options(scenario), "verify": "off"})
+        life = self._life(outcome.scenario, {**self._options(outcome.scenario), "verify": "off"})
         told = self._children.run(PlayJob(life, "damaged-unseen", reference.script))
-        if not isinstance(told, Played) or not told.figures.get("injected"):
-            return None
+        if isinstance(told, Died):
+            return replace(outcome, untold=f"the engine died: {told.reason}")
+        assert isinstance(told, Played)
+        if not told.figures.get("injected"):
+            return replace(outcome, untold="no fault could be injected")
         last: list[Answer] = list(told.answers[-1:])
-        return bool(compare(last, reference.answers, replace(allowed, same_pieces=False)).mismatches)
+        differs = compare(last, reference.answers, replace(allowed, same_pieces=False)).mismatches
+        return replace(outcome, sensitive=bool(differs), must_be_sensitive=self._random_weights)
 
     def _options(self, scenario: Scenario) -> dict[str, Any]:
-        options = dict(scenario.options)
-        if self._soak:
-            options["eviction"] = self._draw.choice(("lru", "arc"))
-            if scenario.may_be_lazy:
-                options["store"] = self._draw.choice(("eager", "lazy"))
-        return options
+        return {**scenario.options, **(drawn_options(scenario, self._seed) if self._soak else {})}
 
     def _life(self, scenario: Scenario, options: Mapping[str, Any]) -> EngineLife:
         if scenario.tier is Tier.OFFLOAD or self._stage.spill is None:

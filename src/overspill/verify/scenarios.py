@@ -1,5 +1,6 @@
 """What is tried, and what must have happened for it to count."""
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -65,3 +66,13 @@ def chosen(names: tuple[str, ...], *, soak: bool) -> tuple[Scenario, ...]:
     if names:
         return tuple(scenario for scenario in SCENARIOS if scenario.name in names)
     return tuple(scenario for scenario in SCENARIOS if soak or not scenario.soak_only)
+
+
+def drawn_options(scenario: Scenario, seed: int) -> dict[str, Any]:
+    """Of a soak. From a seed of the scenario's own: what it draws must not depend on which others are tried, or it
+    could not be repeated alone."""
+    draw = random.Random(f"{seed}/{scenario.name}")
+    options = {"eviction": draw.choice(("lru", "arc"))}
+    if scenario.may_be_lazy:
+        options["store"] = draw.choice(("eager", "lazy"))
+    return options
