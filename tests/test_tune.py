@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,32 @@ def test_a_stop_keeps_what_is_measured_and_resume_does_the_rest(
     assert second.winner is not None and second.winner.label == NO_POOL and not second.is_interrupted
 
 
+def test_a_model_that_was_changed_meanwhile_is_not_gone_on_with(
+    model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
+) -> None:
+    """The model was read anew: trials with old and new flags were ranked together, and the change overwritten."""
+    settings = {name: value for name, value in TIGHT.items() if name != "ram"}
+    add_model(registry, "mine", {"source": str(model), **settings})
+    definition, subject = asked(registry, "mine", given={"ram": "4200MiB"}, most=2)
+    report = go(registry, (definition, subject))
+    edit_model(registry, "mine", {"max_num_seqs": 8, "offload_ram": "2GiB", "vllm_args": ["--block-size", "32"]})
+    again: dict[str, Any] = {"model": None, "name": None, "goal": None, "given": {}}
+    with pytest.raises(ChangedMeanwhile) as refused:
+        prepare(registry, report.experiment, **again)
+    for part in ("version 1 to 2", "max_num_seqs: 4 -> 8", "offload_ram: - -> 2 GiB", "vllm_args: - -> --block-size 32",
+                 "overspill models edit mine --max-num-seqs 4 --unset vllm_args --unset offload_ram",
+                 "start anew, without --resume"):  # fmt: skip
+        assert part in str(refused.value)
+    edit_model(registry, "mine", {"max_num_seqs": 4, "offload_ram": None, "vllm_args": None, "notes": "as it was"})
+    same, now = prepare(registry, report.experiment, **again)
+    assert same == definition and now == replace(subject, version=3), "taken back"
+    # While it goes on, a change is seen when the best is kept.
+    edit_model(registry, "mine", {"max_num_seqs": 8})
+    assert report.winner is not None
+    with pytest.raises(ChangedMeanwhile):
+        keep(registry, now, report.winner, same.given)
+
+
 def test_the_time_that_is_given_is_kept_to(model: Path, registry: Registry, stand_in: pytest.MonkeyPatch) -> None:
     stand_in.setenv("STAND_IN", json.dumps({"--model": 1}))
     report = go(registry, asked(registry, model), budget_s=6)
@@ -283,6 +310,18 @@ def test_what_does_not_fit_is_refused_before_anything_starts(model: Path, regist
     assert not list_results(registry)
 
 
+def test_a_tuning_that_was_begun_before_the_model_was_stored_goes_on_with_a_warning(
+    model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
+) -> None:
+    definition, subject = asked(registry, model, most=1)
+    report = go(registry, (replace(definition, subject=None), subject))
+    again, now = prepare(registry, report.experiment, model=None, name=None, goal=None, given={})
+    assert again.subject is None and now == subject
+    told: list[str] = []
+    assert go(registry, (again, now), told, resume=report.experiment).winner == report.winner
+    assert any("make sure that nobody changed it since" in line for line in told)
+
+
 # The command.
 
 
@@ -296,6 +335,8 @@ def test_what_does_not_fit_is_refused_before_anything_starts(model: Path, regist
         (["MODEL", "--seed", "-1"], "--seed -1 is negative"),
         (["MODEL", "--workload", "multi-trun"], "did you mean multi-turn?"),
         (["MODEL", "--goal", "context", "--workload", "offline"], "leave out --workload"),
+        (["MODEL", "--goal", "context", "--repeats", "5", "--candidates", "2"], "once; leave out --repeats"),
+        (["MODEL", "--goal", "context", "--candidates", "2"], "leave out --candidates"),
         (["MODEL", "--least-tokens-per-s", "5"], "is for --goal context"),
         (["MODEL", "--ram", "1GiX"], "--ram: '1GiX' is not a size"),
         (["MODEL", "--name", "a b"], "is not a name for a model"),

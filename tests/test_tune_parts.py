@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ from overspill.experiment.measures import Better
 from overspill.experiment.schedule import Step
 from overspill.kv.sizes import GiB
 from overspill.planning.planner import Plan
-from overspill.registry import ModelSettings, Registry, Result, add_model, get_model
+from overspill.registry import (
+    ChangedMeanwhile,
+    ModelSettings,
+    Registry,
+    Result,
+    add_model,
+    edit_model,
+    get_model,
+    remove_model,
+)
 from overspill.tune.asked import parse_budget
 from overspill.tune.candidates import Candidate, Replan, find_candidates
 from overspill.tune.definition import Definition, new_name
@@ -28,21 +38,22 @@ from overspill.tune.goals import Goal, choose_workload, does_return, one_prompt,
 from overspill.tune.keeping import keep, settings_to_keep
 from overspill.tune.lengths import longest_working, next_length, trials_left
 from overspill.tune.report import Report, scores_of, tried_lengths
+from overspill.tune.resumed import resumed
 from overspill.tune.search import MARGINS, NEAR, Scores, choose, standing
-from overspill.tune.subject import Subject, current_candidate, find_subject
+from overspill.tune.subject import Subject, current_candidate, find_subject, registered_subject
 from tests.test_plan import LLAMA_8B, OLMO_7B, model, plan_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = {"offload_ram": "offload_ram_bytes", "weights_ram": "weights_ram_bytes"}
 
 
-def replanning(config: dict[str, Any], gpu: str, ram: str, length: int) -> Replan:
+def replanning(config: dict[str, Any], gpu: str, ram: str, length: int, **given: Any) -> Replan:
     facts = model(config)
     made: dict[str, Plan] = {}
 
     def replan(settings: Mapping[str, Any]) -> Plan:
         known = {name: value for name, value in settings.items() if name != "max_model_len"}
-        wishes = {NAMES.get(name, name): value for name, value in known.items()}
+        wishes = {NAMES.get(name, name): value for name, value in {**given, **known}.items()}
         key = json.dumps(wishes, sort_keys=True)
         if key not in made:
             made[key] = plan_of(facts, gpu, ram, length, **wishes)
@@ -118,6 +129,15 @@ def test_where_kv_spills_other_shares_of_time_are_tried() -> None:
     shares = [connector(found[label])["spill_share"] for label in ("spill share 1", "spill share 0.25")]
     assert shares == [1.0, 0.25]
     assert not [label for label in candidates_of(ON_GPU) if "spill" in label]
+
+
+def test_options_of_the_connector_that_were_asked_for_stay_and_are_not_varied() -> None:
+    found = candidates_of(replanning(LLAMA_8B, "24GiB", "64GiB", 131072, kv_options="store=lazy,eviction=arc"))
+    assert "stored lazily" not in found and not found["plan"].vllm_args
+    options = connector(found["spill share 1"])
+    assert (options["store"], options["eviction"], options["spill_share"]) == ("lazy", "arc", 1.0)
+    asked = candidates_of(replanning(LLAMA_8B, "24GiB", "64GiB", 131072, kv_options="spill_share=1"))
+    assert "stored lazily" in asked and not [label for label in asked if label.startswith("spill share")]
 
 
 def test_amounts_of_weights_in_ram_around_the_planned_one_are_tried() -> None:
@@ -411,8 +431,15 @@ def test_a_definition_survives_storage() -> None:
     asked = Definition(
         model="m", name="n", goal=Goal.TTFT, workload="multi-turn", given={"ram": "4GiB"}, pinned={"gpu_memory": 8},
         candidates=tuple(candidates_of(SPILLS).values()),
+        subject=Subject(
+            name="n", source="org/m", version=3, settings={"gpu_memory_utilization": 0.8, "enforce_eager": True},
+            vllm_args=("--block-size", "32"), tuned={"offload_ram": 5}, tuned_args=("--kv-transfer-config", LAZY),
+        ),
     )  # fmt: skip
-    assert Definition.from_json(json.loads(json.dumps(asked.as_json()))) == asked
+    stored = json.loads(json.dumps(asked.as_json()))
+    assert Definition.from_json(stored) == asked
+    del stored["subject"]
+    assert Definition.from_json(stored) == replace(asked, subject=None), "as before it was kept"
     assert new_name() != new_name()
     with pytest.raises(TuneError, match="cannot be read"):
         Definition.from_json({"model": "m"})
@@ -468,6 +495,71 @@ def test_what_was_given_is_kept_and_what_the_best_says_wins() -> None:
         "max_num_batched_tokens": None, "weights_ram": None, "offload_ram": "0", "ram": "8GiB", "max_model_len": 4096,
         "vllm_args": None,
     }  # fmt: skip
+
+
+PLAN = Candidate(label="plan", settings={"max_model_len": 4096, "max_num_batched_tokens": 2048})
+ROUNDED = Candidate(
+    label="fp8", settings={"max_model_len": 4096, "max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"},
+    vllm_args=("--kv-transfer-config", LAZY), is_exact=False,
+)  # fmt: skip
+GIVEN = {"ram": "8GiB"}
+
+
+def go_on(registry: Registry, began: Subject) -> Subject:
+    return resumed(began, registered_subject(registry, began.name), GIVEN, [PLAN, ROUNDED])
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_what_the_tuning_kept_itself_is_no_change_of_the_model(
+    registry: Registry, tmp_path: Path, is_new: bool
+) -> None:
+    """At the end of its time the best so far is kept, and it is gone on with afterwards."""
+    (tmp_path / "config.json").write_text("{}")
+    before: dict[str, Any] = {"source": str(tmp_path)}
+    if not is_new:
+        before |= {
+            "max_num_seqs": 4, "offload_ram": "1GiB", "gpu_memory_utilization": 0.8, "enforce_eager": True,
+            "dtype": "float32", "vllm_args": ["--block-size", "32"],
+        }  # fmt: skip
+        add_model(registry, "m", before)
+    began = find_subject(registry, str(tmp_path), "m")
+    assert go_on(registry, began) == began
+    for number, best in enumerate((ROUNDED, ROUNDED, PLAN), start=1 if is_new else 2):
+        kept = keep(registry, go_on(registry, began), best, GIVEN).model
+        assert kept.version <= number
+        again = go_on(registry, began)
+        assert again.version == kept.version
+        assert again.named == began.named, "what is measured is what was measured before"
+    expected = add_model(registry, "expected", {**before, "offload_ram": None, **PLAN.settings, **GIVEN}).settings
+    assert get_model(registry, "m").settings == expected, "nothing is left of what was kept before"
+    edit_model(registry, "m", {"max_num_seqs": 7})
+    with pytest.raises(ChangedMeanwhile, match=r"differs in max_num_seqs: [-4] -> 7: ") as refused:
+        go_on(registry, began)
+    assert "max_num_batched_tokens" not in str(refused.value), "that is the tuning's own"
+
+
+def test_what_does_not_matter_to_a_server_may_change_meanwhile(registry: Registry) -> None:
+    add_model(registry, "org/m", {"max_num_seqs": 4})
+    began = find_subject(registry, "org/m", None)
+    edit_model(registry, "org/m", {"notes": "mine", "ttl": "10m", "keep": True})
+    assert go_on(registry, began) == replace(began, version=2)
+
+
+def test_a_model_that_is_gone_or_another_one_is_told(registry: Registry, tmp_path: Path) -> None:
+    add_model(registry, "m", {"source": "org/m", "enforce_eager": False, "vllm_args": ["--block-size", "32"]})
+    began = find_subject(registry, "m", None)
+    edit_model(registry, "m", {"source": "org/other"})
+    with pytest.raises(ChangedMeanwhile, match=r"source: org/m -> org/other.*overspill models edit m --source org/m;"):
+        go_on(registry, began)
+    remove_model(registry, "m")
+    add_it = "overspill models add m --source org/m --no-enforce-eager -- --block-size 32;"
+    with pytest.raises(ChangedMeanwhile, match=f"m was removed from the registry.*{add_it}"):
+        go_on(registry, began)
+    (tmp_path / "config.json").write_text("{}")
+    new = find_subject(registry, str(tmp_path), "m")
+    add_model(registry, "m", {"source": "org/m"})
+    with pytest.raises(ChangedMeanwhile, match=r"another model was added to the registry as m.*another --name"):
+        go_on(registry, new)
 
 
 def test_a_name_that_another_model_has_is_refused(registry: Registry, tmp_path: Path) -> None:

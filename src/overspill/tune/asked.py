@@ -1,18 +1,26 @@
 """From the words of a command to what is to be tuned: a new tuning, or one that goes on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overspill.kv.errors import OverspillError
-from overspill.registry import MODEL_SETTINGS, Registry
+from overspill.registry import MODEL_SETTINGS, Registry, Result
 from overspill.registry.model_settings import parse_settings
 from overspill.tune.definition import Definition, load
 from overspill.tune.errors import TuneError
 from overspill.tune.goals import Goal, parse_goal
 from overspill.tune.planned import define
-from overspill.tune.subject import Subject, find_subject
+from overspill.tune.report import candidates_of
+from overspill.tune.resumed import resumed
+from overspill.tune.subject import Subject, find_subject, registered_subject
 
 _DURATION = next(setting for setting in MODEL_SETTINGS if setting.name == "ttl")
+_NOT_OF_CONTEXT = {
+    "workload": "sends one prompt of the length that is tried; leave out --workload",
+    "repeats": "tries each length once; leave out --repeats",
+    "most": "tries lengths, each chosen by what the last one came to; leave out --candidates, and give --budget to "
+    "end it in time",
+}
 
 
 def parse_budget(text: str) -> float:
@@ -30,13 +38,13 @@ def prepare(
     asked = {key: value for key, value in given.items() if value is not None}
     how = {key: value for key, value in how.items() if value is not None}
     if resume is not None:
-        stored = load(registry, resume)[0]
+        stored, results = load(registry, resume)
         if extra := [*asked, *how, *(key for key, value in (("name", name), ("goal", goal)) if value is not None)]:
             flag = {"most": "candidates"}.get(extra[0], extra[0]).replace("_", "-")
             raise TuneError(f"--{flag} cannot be given with --resume: it is that of {resume}; leave it out")
         if model not in (None, stored.model):
             raise TuneError(f"{resume} is a tuning of {stored.model}, and not of {model}; leave out the model")
-        return stored, _subject(registry, stored.model, stored.name, stored.goal)
+        return stored, _subject_again(registry, stored, results)
     if model is None:
         raise TuneError("name a model: overspill tune MODEL --goal throughput")
     if model.startswith("-"):
@@ -44,12 +52,19 @@ def prepare(
     aim = parse_goal(goal or Goal.THROUGHPUT)
     if "least_tokens_per_s" in how and aim is not Goal.CONTEXT:
         raise TuneError("--least-tokens-per-s is for --goal context; leave it out")
-    if "workload" in how and aim is Goal.CONTEXT:
-        raise TuneError("--goal context sends one prompt of the length that is tried; leave out --workload")
+    if aim is Goal.CONTEXT and (extra := [key for key in _NOT_OF_CONTEXT if key in how]):
+        raise TuneError(f"--goal context {_NOT_OF_CONTEXT[extra[0]]}")
     parse_settings(asked)
-    subject = _subject(registry, model, name, aim)
+    subject = find_subject(registry, model, name, opens=_opens(aim))
     return define(subject, model=model, goal=aim, given=asked, **how), subject
 
 
-def _subject(registry: Registry, model: str, name: str | None, goal: Goal) -> Subject:
-    return find_subject(registry, model, name, opens=("max_model_len",) if goal is Goal.CONTEXT else ())
+def _subject_again(registry: Registry, stored: Definition, results: Sequence[Result]) -> Subject:
+    if stored.subject is None:
+        return find_subject(registry, stored.model, stored.name, opens=_opens(stored.goal))
+    now = registered_subject(registry, stored.name)
+    return resumed(stored.subject, now, stored.given, candidates_of(stored, results))
+
+
+def _opens(goal: Goal) -> tuple[str, ...]:
+    return ("max_model_len",) if goal is Goal.CONTEXT else ()

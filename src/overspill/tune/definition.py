@@ -10,6 +10,7 @@ from overspill.registry import Registry, Result, UnknownRecord, list_results
 from overspill.tune.candidates import Candidate
 from overspill.tune.errors import TuneError
 from overspill.tune.goals import Goal
+from overspill.tune.subject import Subject
 
 _MOST_REPEATS = 100
 
@@ -36,6 +37,8 @@ class Definition:
     least_tokens_per_s: float = 0.0
     kv_cache_dtype: str | None = None
     """Of `context`, where it was allowed to be a smaller one."""
+    subject: Subject | None = None
+    """The model as it was; None of tunings that were begun before this was kept."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.repeats <= _MOST_REPEATS:
@@ -58,6 +61,7 @@ class Definition:
         return {
             **values, "goal": str(self.goal), "given": dict(self.given), "pinned": dict(self.pinned),
             "candidates": [each.as_json() for each in self.candidates],
+            "subject": self.subject.as_json() if self.subject is not None else None,
         }  # fmt: skip
 
     @classmethod
@@ -65,7 +69,8 @@ class Definition:
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         try:
             candidates = tuple(Candidate.from_json(each) for each in known["candidates"])
-            return cls(**{**known, "goal": Goal(known["goal"]), "candidates": candidates})
+            subject = Subject.from_json(known["subject"]) if known.get("subject") is not None else None
+            return cls(**{**known, "goal": Goal(known["goal"]), "candidates": candidates, "subject": subject})
         except (KeyError, TypeError, ValueError) as error:
             raise TuneError("what is stored of this tuning cannot be read; start it anew") from error
 

@@ -21,12 +21,12 @@ class Kept:
     def as_text(self) -> list[str]:
         name, after = self.model.name, self.model.as_json()
         if self.edit is None:
-            return [f"added to the registry: {name}", *(f"  {key}: {_shown(key, after[key])}" for key in _set(after))]
+            return [f"added to the registry: {name}", *(f"  {key}: {shown(key, after[key])}" for key in _set(after))]
         if not self.edit.changed:
             return [f"{name} in the registry has these settings already"]
         before = self.edit.before.as_json()
         lines = [f"changed in the registry: {name}"]
-        lines += [f"  {key}: {_shown(key, before[key])} -> {_shown(key, after[key])}" for key in self.edit.changed]
+        lines += [f"  {key}: {shown(key, before[key])} -> {shown(key, after[key])}" for key in self.edit.changed]
         if self.edit.needs_restart:
             running = ", ".join(run.process_text for run in self.edit.running)
             lines.append(f"{name} is running ({running}); after a restart only: {', '.join(self.edit.needs_restart)}")
@@ -51,10 +51,11 @@ def keep(registry: Registry, subject: Subject, winner: Candidate, given: Mapping
 
 
 def settings_to_keep(subject: Subject, winner: Candidate, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was open and is not said by the winner is taken back."""
+    """What was open and is not said by the winner is taken back; the rest is as it was, whatever was kept before."""
     opened = dict.fromkeys((*TUNABLE, *subject.tuned))
     asked = {name: value for name, value in given.items() if value is not None}
-    return {**opened, **asked, **winner.settings, "vllm_args": [*subject.vllm_args, *winner.vllm_args] or None}
+    words = [*subject.vllm_args, *winner.vllm_args]
+    return {**opened, **subject.settings, **asked, **winner.settings, "vllm_args": words or None}
 
 
 def _set(values: Mapping[str, Any]) -> list[str]:
@@ -62,7 +63,9 @@ def _set(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if name not in told and value not in (None, [])]
 
 
-def _shown(name: str, value: Any) -> str:
+def shown(name: str, value: Any) -> str:
     if name in _SIZES and value is not None:
         return format_size(value)
-    return "-" if value in (None, []) else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)

@@ -40,6 +40,7 @@ def define(
         return Definition(
             model=model, name=subject.name, goal=goal, workload=one_prompt(longest).as_text(), seed=seed, repeats=1,
             given=given, pinned=pinned, longest=longest, least_tokens_per_s=least_tokens_per_s, kv_cache_dtype=dtype,
+            subject=subject,
         )  # fmt: skip
     plan = replan({})
     _require_fit(plan, allow_fp8=allow_fp8)
@@ -51,7 +52,7 @@ def define(
     )  # fmt: skip
     return Definition(
         model=model, name=subject.name, goal=goal, workload=sent.as_text(), seed=seed, repeats=repeats, given=given,
-        pinned=pinned, candidates=candidates[:most],
+        pinned=pinned, candidates=candidates[:most], subject=subject,
     )  # fmt: skip
 
 

@@ -38,11 +38,7 @@ class Report:
 
     @property
     def candidates(self) -> Sequence[Candidate]:
-        """Of lengths, those that were tried, the longest first."""
-        if self.definition.goal is not Goal.CONTEXT:
-            return self.definition.candidates
-        lengths = sorted({length_of(one) for one in self.results}, reverse=True)
-        return [self.definition.of_length(length) for length in lengths]
+        return candidates_of(self.definition, self.results)
 
     def as_text(self) -> str:
         definition = self.definition
@@ -161,6 +157,14 @@ class Report:
 
 def _percent(value: float) -> str:
     return f"{value:.2g} %"
+
+
+def candidates_of(definition: Definition, results: Sequence[Result]) -> Sequence[Candidate]:
+    """Of lengths, those that were tried, the longest first."""
+    if definition.goal is not Goal.CONTEXT:
+        return definition.candidates
+    lengths = sorted({length_of(one) for one in results}, reverse=True)
+    return [definition.of_length(length) for length in lengths]
 
 
 def scores_of(definition: Definition, results: Sequence[Result]) -> Scores:

@@ -45,6 +45,11 @@ def run(
     tell(f"tuning {experiment}: {what} for {definition.goal}; vLLM's logs: {folder}")
     for candidate in definition.candidates:
         tell(f"  {candidate.label}: {candidate.text(definition.given)}")
+    if definition.subject is None:
+        tell(
+            f"warning: {experiment} was begun by an Overspill that did not keep what {definition.name} was; make sure "
+            "that nobody changed it since, or start anew"
+        )
     for each in running_runs(registry):
         tell(
             f"warning: {each.model} is running ({each.process_text}); candidates have what it leaves of memory and time"

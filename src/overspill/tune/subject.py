@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,18 @@ class Subject:
         """Another connector than Overspill's is somebody's choice, and there can be one only."""
         return frozenset(["kv_transfer_config"] if TRANSFER in self.vllm_args else [])
 
+    def as_json(self) -> dict[str, Any]:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            **values, "settings": dict(self.settings), "tuned": dict(self.tuned), "vllm_args": list(self.vllm_args),
+            "tuned_args": list(self.tuned_args),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Subject":
+        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        return cls(**{**known, "vllm_args": tuple(known["vllm_args"]), "tuned_args": tuple(known["tuned_args"])})
+
 
 def find_subject(registry: Registry, model: str, name: str | None, *, opens: tuple[str, ...] = ()) -> Subject:
     """`model` is what the command was given; `opens` are settings that are open beside the usual ones."""
@@ -64,6 +76,12 @@ def find_subject(registry: Registry, model: str, name: str | None, *, opens: tup
             "with --name"
         )
     return _subject(there, opens)
+
+
+def registered_subject(registry: Registry, name: str) -> Subject | None:
+    """None if the registry has no model of that name."""
+    found = _registered(registry, name)
+    return _subject(found, ()) if found is not None else None
 
 
 def current_candidate(subject: Subject, replan: Replan, given: Mapping[str, Any], length: int) -> Candidate | None:
