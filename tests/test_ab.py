@@ -19,6 +19,7 @@ from sqlalchemy import text
 from overspill.cli import app, main
 from overspill.experiment import Definition, run
 from overspill.experiment.errors import CannotCompare, ExperimentError
+from overspill.experiment.provenance import find_provenance
 from overspill.experiment.stored import load_experiment
 from overspill.processes import below, identity
 from overspill.registry import Registry, RegistryUnavailable, add_model, list_results, open_registry
@@ -38,6 +39,7 @@ parser.add_argument("--token", type=int, default=7), parser.add_argument("--slow
 parser.add_argument("--die-after", type=int, default=10**9), parser.add_argument("--refuse", action="store_true")
 parser.add_argument("--from-ram", type=int, default=0), parser.add_argument("--kv-transfer-config")
 parser.add_argument("--crowded", action="store_true"), parser.add_argument("--max-model-len")
+parser.add_argument("--hang", type=float, default=0)
 given = parser.parse_args()
 if given.crowded:
     print("ValueError: Free memory on device cuda:0 (9.87/23.52 GiB) on startup is less than desired GPU memory "
@@ -75,6 +77,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if answered > given.die_after:
             print("EngineDeadError: on purpose", flush=True)
             os._exit(4)
+        if given.hang:
+            print("hangs", flush=True)
+            time.sleep(given.hang)
+            print("goes on", flush=True)
         time.sleep(given.slow)
         pieces = [{"choices": [{"text": "x", "token_ids": [given.token]}]}] * json.loads(body)["max_tokens"]
         pieces.append({"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": len(pieces)}})
@@ -123,7 +129,7 @@ def test_repeats_are_measured_in_turn_and_saved_with_everything(
     report = run(asked(model, "none", native, expects="offload"), registry, told.append, logs=tmp_path / "logs")
     assert stored(registry) == [("none", 1, True), ("offload", 1, True), ("offload", 2, True), ("none", 2, True)]
     assert report.is_complete and report.exit_code == 0, report.as_text()
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "logs").glob("*.log")) == [
         "none-1.log", "none-2.log", "offload-1.log", "offload-2.log"
     ]  # fmt: skip
     one = list_results(registry)[1]
@@ -198,11 +204,12 @@ def test_kept_engines_start_once_and_are_emptied_until_they_say_so(
         asked(model, "none", "ram = overspill-lazy:1MiB", keeps_engines=True), registry, str, logs=tmp_path / "logs"
     )
     assert stored(registry) == [("none", 1, True), ("none", 2, True), ("ram", 1, True), ("ram", 2, True)]
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["none-1.log", "ram-1.log"]
+    assert sorted(path.name for path in (tmp_path / "logs").glob("*.log")) == ["none-1.log", "ram-1.log"]
     asked_for = (tmp_path / "logs" / "none-1.log").read_text().splitlines()
     assert asked_for == ["reset /reset_prefix_cache?reset_external=true"] * 2, "the first was refused"
     assert ["load_s" in one.metrics for one in list_results(registry)] == [False, True, False, True]
     assert report.is_complete
+    assert "With --keep, the repeats of a configuration share one start of its engine" in report.as_text()
 
 
 def test_a_stop_keeps_what_is_finished_and_resume_does_what_is_missing(
@@ -234,8 +241,83 @@ def test_a_resume_tells_if_engines_are_not_started_as_before(
     told: list[str] = []
     run(other, registry, told.append, resume=first.experiment, logs=tmp_path)
     assert [line for line in told if "warning" in line] == [
-        "warning: none is not started as in its earlier repeats: the plan, the registry or vLLM has changed"
+        "warning: none is not started as in its earlier repeats: its command is another one, with --token 9"
     ]
+
+
+def test_a_resume_tells_of_another_version_variable_and_gpu(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the command was compared, and an updated vLLM on another card has the same."""
+    first = run(asked(model, "none", "b = vllm", repeats=1), registry, str, logs=tmp_path)
+    known = find_provenance()
+    other = dataclasses.replace(known, gpu="H200", versions={**known.versions, "torch": "99"})
+    # `overspill.experiment.run` names the function, and not its module.
+    monkeypatch.setattr(sys.modules["overspill.experiment.run"], "find_provenance", lambda: other)
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "OTHER")
+    told: list[str] = []
+    run(first.definition or pytest.fail(), registry, told.append, resume=first.experiment, logs=tmp_path)
+    warnings = [line for line in told if "warning" in line]
+    assert [line.split()[1] for line in warnings] == ["none", "b"]
+    for line in warnings:
+        assert f"torch is 99, was {known.versions['torch']}; " in line and "GPU is H200, was none" in line
+        assert "variable VLLM_ATTENTION_BACKEND is OTHER, was not set" in line and "command" not in line
+
+
+def test_a_folder_of_the_same_name_elsewhere_is_not_the_model_that_was_measured(
+    registry: Registry, stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("here", "there"):
+        make_llama(tmp_path / place / "tiny")
+    monkeypatch.chdir(tmp_path / "here")
+    definition = asked(Path("tiny"), "none", "b = vllm", repeats=1)
+    first = run(definition, registry, str, logs=tmp_path / "logs")
+    assert first.is_complete and str(tmp_path / "here" / "tiny") in list_results(registry)[0].argv
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(ExperimentError, match=f"measured {tmp_path}/here/tiny, and tiny is {tmp_path}/there/tiny here"):
+        run(definition, registry, str, resume=first.experiment, logs=tmp_path / "logs")
+
+
+def test_an_experiment_that_is_being_measured_is_not_resumed_beside_it(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    """A second engine was started for the same repeat, and the log of the first was emptied."""
+    refusals: list[str] = []
+    definition = asked(model, "none", "b = vllm", repeats=1)
+
+    def resuming(line: str) -> None:
+        if line.startswith("[2/2]") and "ready" in line:
+            (name,) = {one.experiment for one in list_results(registry)}
+            with pytest.raises(CannotCompare) as refused:
+                run(definition, registry, str, resume=name, logs=tmp_path)
+            refusals.append(str(refused.value))
+
+    report = run(definition, registry, resuming, logs=tmp_path)
+    assert [
+        f"experiment {report.experiment} is being measured by process {os.getpid()}" in each for each in refusals
+    ] == [True]
+    assert stored(registry) == [("none", 1, True), ("b", 1, True)] and report.is_complete
+    assert run(definition, registry, str, resume=report.experiment, logs=tmp_path).is_complete, "and then it is"
+
+
+def test_a_signal_ends_it_while_the_first_request_hangs(
+    model: Path, registry: Registry, stand_in: None, tmp_path: Path
+) -> None:
+    """The request that tries a server had neither a time limit nor an eye on signals."""
+    log = tmp_path / "stuck-1.log"
+
+    def interrupt() -> None:
+        while "hangs" not in log.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def watching(line: str) -> None:
+        if "ready" in line:
+            threading.Thread(target=interrupt, daemon=True).start()
+
+    report = run(asked(model, "stuck = vllm --hang 60", "none"), registry, watching, logs=tmp_path)
+    assert stored(registry) == [("stuck", 1, False)] and "stuck is not complete: interrupted" in report.as_text()
+    assert log.read_text().split("\n") == ["hangs", ""], "and did not wait for the answer"
 
 
 def test_a_stop_before_anything_is_measured_says_so(model: Path, registry: Registry, stand_in: None) -> None:

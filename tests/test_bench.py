@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from overspill.bench import WORKLOADS, Target, find_target, measure, parse_workload
+from overspill.bench import WORKLOADS, CannotBench, Target, find_target, measure, parse_workload
 from overspill.bench.client import Answer
 from overspill.bench.metrics import serving_metrics
 from overspill.registry import Result, get_result, list_results, open_registry
@@ -292,6 +292,9 @@ class Killable:
         """The prompts that came, but for the first, which only tries the server."""
         return self._log.read_text().split()[1:]
 
+    def is_tried(self) -> bool:
+        return bool(self._log.read_text())
+
     def end(self) -> None:
         self.process.kill()
         self.process.wait(timeout=10)
@@ -368,6 +371,78 @@ def test_stopping_from_another_thread_returns_what_is_finished_and_so_does_save(
     for part in (kept[-1], json.loads(json.dumps(outcome.part))):
         rest = measure(target, workload, seed=5, resume=part)
         assert rest.is_complete and rest.answers == whole.answers
+
+
+def test_a_stop_ends_it_while_the_first_request_hangs(killable: Callable[..., Killable]) -> None:
+    """The request that tries a server had neither a time limit nor an eye on `stop`."""
+    server, stop = killable("--pause", "60"), threading.Event()
+
+    def stop_when_asked() -> None:
+        wait_for(server.is_tried)
+        stop.set()
+
+    stopping = threading.Thread(target=stop_when_asked)
+    stopping.start()
+    with pytest.raises(CannotBench, match=r"it was stopped before the server at \S+ had answered"):
+        measure(find_target(server.url), parse_workload(TURNS), stop=stop)
+    stopping.join()
+
+
+def test_what_is_saved_of_a_resumed_measurement_has_its_first_part(
+    killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.bench.measuring._SAVE_S", 0.1)
+    server, workload = killable("--pause", "0.02"), parse_workload(TURNS)
+    parts: list[dict[str, Any]] = []
+    for least in (3, 8):
+        stop = threading.Event()
+
+        def save(part: dict[str, Any], stop: threading.Event = stop, least: int = least) -> None:
+            if len(part["index"]) > least:
+                parts.append(part)
+                stop.set()
+
+        earlier = parts[-1] if parts else None
+        measure(find_target(server.url), workload, seed=5, stop=stop, save=save, resume=earlier)
+    assert set(parts[0]["index"]) < set(parts[-1]["index"])
+    assert parts[-1]["duration"] > parts[0]["duration"]
+
+
+def incomplete(bench: Bench, killable: Callable[..., Killable], state: Path) -> tuple[Killable, Result]:
+    """A server, and a result of which half is missing; the server is gone."""
+    server = killable("--fail", str(30 + 8 + 10))
+    assert bench(server.url, "--workload", TURNS, "--seed", "5").returncode == 1
+    server.end()
+    return server, results(state)[0]
+
+
+def test_a_resume_goes_to_the_server_of_the_first_part_and_to_no_other(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    """Without an address it went to port 8000, and with another one there, without a word."""
+    first, part = incomplete(bench, killable, tmp_path)
+    other = killable()
+    refused = bench(other.url, "--resume", str(part.id))
+    assert refused.returncode == 2 and f"was measured at {first.url}, and not at {other.url}" in refused.stderr
+    again = killable(port=first.port)
+    answer = bench("--resume", str(part.id))
+    assert answer.returncode == 0, answer.stderr
+    assert len(again.asked()) == 18 and other.asked() == []
+    assert results(tmp_path)[0].config["url"] == first.url
+
+
+def test_a_resume_with_another_version_of_the_server_is_refused(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts: dict[str, Any] = {"versions": {"server": "0.32.0"}, "gpu": None, "driver": None}
+    monkeypatch.setattr("overspill.bench.session.server_facts", lambda target: facts)
+    first, part = incomplete(bench, killable, tmp_path)
+    killable(port=first.port)
+    facts["versions"] = {"server": "0.33.0"}
+    refused = bench("--resume", str(part.id))
+    assert refused.returncode == 1 and "was 0.32.0, and is 0.33.0. Serve as before, or " in refused.stderr
+    facts["versions"] = {}
+    assert bench("--resume", str(part.id)).returncode == 0, "one that does not tell is not refused"
 
 
 def test_a_server_that_tells_no_token_ids_is_measured_too(killable: Callable[..., Killable], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reports of an experiment, and its progress."""
 
 import csv
+import dataclasses
 import html.parser
 import io
 import json
@@ -97,6 +98,41 @@ def test_an_experiment_with_a_repeat_missing_says_how_to_go_on() -> None:
     report = Report.of_results(four_results()[:3])
     assert not report.is_complete and report.exit_code == 1
     assert "To go on: overspill ab --resume ab-1" in report.as_text()
+
+
+def test_some_results_of_an_experiment_are_not_told_to_be_incomplete() -> None:
+    some = Report.of_results(four_results()[:2], is_whole=False)
+    assert some.is_complete and "Not complete" not in some.as_text()
+    broken = result(9, "none", 2, 1.0, is_complete=False, metrics={"problem": "interrupted"})
+    told = Report.of_results([broken], is_whole=False).as_text()
+    assert "Not complete." in told and "--resume" not in told, "another attempt may have finished it"
+
+
+def test_all_machines_and_versions_are_told() -> None:
+    """Those of the last result stood for all."""
+    same, other, *rest = four_results()
+    moved = dataclasses.replace(other, gpu="A100", driver="580", versions={"vllm": "0.33.0"})
+    report = Report.of_results([same, moved, *rest])
+    for told in (report.as_text(), report.as_html()):
+        assert "H200, driver 570, Xeon; A100, driver 580, Xeon" in told and "vllm 0.32.0; vllm 0.33.0" in told
+    assert report.as_json()["measured_on"] == [
+        {"gpu": "H200", "driver": "570", "cpu": "Xeon"}, {"gpu": "A100", "driver": "580", "cpu": "Xeon"},
+    ]  # fmt: skip
+    assert report.as_json()["measured_with"] == [{"vllm": "0.32.0"}, {"vllm": "0.33.0"}]
+    alike = Report.of_results(four_results()).as_text()
+    assert "H200, driver 570, Xeon\n" in alike and "vllm 0.32.0\n" in alike
+
+
+def test_repeats_of_one_start_are_told_to_be_that() -> None:
+    """ "better" was said of them as of repeats with a start each."""
+    kept, sentence = four_results(), "share one start of its engine: differences of a few percent are not to be trusted"
+    for one in kept:
+        one.config["experiment"]["keeps_engines"] = True
+    report = Report.of_results(kept)
+    assert sentence in report.as_text() and sentence in report.as_html()
+    assert "notes" not in report.as_json(), "tables of benchmarks print what is under that name"
+    assert sentence not in Report.of_results(four_results()).as_text()
+    assert sentence not in Report.of_results(kept[:2]).as_text(), "one repeat of each shares nothing"
 
 
 def test_a_tier_that_was_not_used_fails_the_report() -> None:

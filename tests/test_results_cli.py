@@ -128,6 +128,28 @@ def test_single_results_are_compared(overspill: Overspill) -> None:
     assert overspill("compare", "5")[0] == 0
 
 
+@pytest.mark.parametrize("words", [("5", "1"), ("1", "5"), ("2", "1"), ("ab-2", "1"), ("ab-1", "5")])
+def test_what_is_named_first_is_compared_with(overspill: Overspill, words: tuple[str, str]) -> None:
+    """It was the one with the lowest number, or the experiment's first configuration."""
+    firsts = {"5": "#5 multi-turn", "1": "none", "2": EVIL, "ab-2": "ab-2 none", "ab-1": "none"}
+    told = json.loads(overspill("compare", *words, "--json")[1])
+    assert told["configurations"][0]["label"] == firsts[words[0]]
+
+
+def test_some_results_of_a_complete_experiment_are_not_told_to_be_resumed(overspill: Overspill) -> None:
+    for words in (("1", "2"), ("1",)):
+        out = overspill("compare", *words)[1]
+        assert "Not complete" not in out and "--resume" not in out
+    assert json.loads(overspill("compare", "1", "2", "--json")[1])["is_complete"]
+    assert "--resume ab-2" in overspill("compare", "6")[1], "all that there is of it"
+
+
+def test_a_limit_that_no_database_takes_is_refused(overspill: Overspill) -> None:
+    code, out, err = overspill("list", "--limit", "99999999999999999999")
+    assert code == 2 and not out and "Traceback" not in err
+    assert "--limit" in err and "less than or equal to 1000000000" in err
+
+
 def test_an_experiment_that_is_not_complete_says_so(overspill: Overspill) -> None:
     code, out, _ = overspill("compare", "ab-2")
     assert code == 0 and "the server is gone" in out and "overspill ab --resume ab-2" in out

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from typer.testing import CliRunner
 from overspill.bench import CannotBench, parse_workload
 from overspill.bench.script import write_script
 from overspill.cli import app
+from overspill.experiment.errors import CannotCompare
+from overspill.experiment.lock import locked
 from overspill.experiment.measures import Better
 from overspill.experiment.schedule import Step
 from overspill.kv.sizes import GiB
@@ -25,6 +28,7 @@ from overspill.registry import (
     ModelSettings,
     Registry,
     Result,
+    UnknownRecord,
     add_model,
     edit_model,
     get_model,
@@ -39,6 +43,7 @@ from overspill.tune.keeping import keep, settings_to_keep
 from overspill.tune.lengths import longest_working, next_length, trials_left
 from overspill.tune.report import Report, scores_of, tried_lengths
 from overspill.tune.resumed import resumed
+from overspill.tune.run import run
 from overspill.tune.search import MARGINS, NEAR, Scores, choose, standing
 from overspill.tune.subject import Subject, current_candidate, find_subject, registered_subject
 from tests.test_plan import LLAMA_8B, OLMO_7B, model, plan_of
@@ -129,6 +134,17 @@ def test_where_kv_spills_other_shares_of_time_are_tried() -> None:
     shares = [connector(found[label])["spill_share"] for label in ("spill share 1", "spill share 0.25")]
     assert shares == [1.0, 0.25]
     assert not [label for label in candidates_of(ON_GPU) if "spill" in label]
+
+
+def test_a_tuning_that_another_process_goes_on_with_is_refused(registry: Registry, tmp_path: Path) -> None:
+    add_model(registry, "org/m", {})
+    subject = find_subject(registry, "org/m", None)
+    definition = Definition(model="org/m", name="org/m", goal=Goal.TTFT, workload="offline")
+    said = f"tune-1 is being measured by process {os.getpid()}"
+    with locked(tmp_path, "tune-1"), pytest.raises(CannotCompare, match=said):
+        run(definition, subject, registry, print, resume="tune-1", logs=tmp_path)
+    with pytest.raises(UnknownRecord, match="tune-1"):
+        run(definition, subject, registry, print, resume="tune-1", logs=tmp_path)
 
 
 def test_options_of_the_connector_that_were_asked_for_stay_and_are_not_varied() -> None:

@@ -39,13 +39,16 @@ def measure(
     save: Save | None = None,
     resume: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """`save` gets what is finished every ten seconds; that, and the `part` of an outcome, can be given as `resume`."""
+    """`save` gets what is finished every ten seconds; that, and the `part` of an outcome, can be given as `resume`.
+
+    Raises `CannotBench` if it is stopped before anything could be measured.
+    """
     served = find_served(target)
     require_fit(workload, seed, served.max_model_len)
     script = write_script(workload, seed)
     earlier = None if resume is None else part_from_json(resume)
     vocabulary = find_vocabulary(served.root) if earlier is None else earlier.vocabulary
-    asyncio.run(_try(target, vocabulary, seed))
+    asyncio.run(_try(target, vocabulary, seed, stop))
     before = _counters(target)
     with MemorySampler(pid=target.pid, is_here=target.is_here) as memory:
         run = _Run(target, script, vocabulary, seed, earlier, memory)
@@ -60,13 +63,34 @@ def measure(
     return find(target, script, part, run.problem, len(run.failures), is_resumed=earlier is not None)
 
 
-async def _try(target: Target, vocabulary: Vocabulary, seed: int) -> None:
+async def _try(target: Target, vocabulary: Vocabulary, seed: int, stop: threading.Event | None) -> None:
     """One short request, so that what every request would meet is met before anything is measured."""
     async with Client(target, began=time.perf_counter()) as client:
+        # A request has no time limit, and the first one may compile kernels or hang: only `stop` can end it.
+        asking = asyncio.create_task(client.ask(vocabulary.draw(Piece("try", 8), seed), 1))
+        stopping = asyncio.create_task(_until_set(stop))
         try:
-            await client.ask(vocabulary.draw(Piece("try", 8), seed), 1)
+            await asyncio.wait([asking, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise CannotBench(f"it was stopped before the server at {target.url} had answered a short request")
+            asking.result()
         except RequestFailed as error:
             raise CannotBench(f"the server at {target.url} does not answer a short request: {error}") from error
+        finally:
+            await _cancelled(asking, stopping)
+
+
+async def _until_set(stop: threading.Event | None) -> None:
+    while stop is None or not stop.is_set():
+        await asyncio.sleep(_WATCH_S)
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Ended for certain; what they came to was looked at before."""
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
 
 
 def _counters(target: Target) -> Counters | None:
@@ -86,6 +110,7 @@ class _Run:
         memory: MemorySampler,
     ) -> None:  # fmt: skip
         self._target, self._script, self._vocabulary, self._memory = target, script, vocabulary, memory
+        self._first_part = earlier
         self._earlier: Mapping[int, Answer] = {} if earlier is None else earlier.answers
         self._num_requests = len(script.steps)
         left = [chain for chain in script.chains if any(step.index not in self._earlier for step in chain.steps)]
@@ -119,10 +144,7 @@ class _Run:
                 if watch.done():
                     watch.result()
             finally:
-                for task in (work, watch):
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, Exception):
-                        await task
+                await _cancelled(work, watch)
         self._tell_progress()
         if self.problem is None and self.failures:
             left = self._num_requests - len(self._earlier) - len(self.answers) - len(self.failures)
@@ -201,7 +223,9 @@ class _Run:
             if self.save is not None and now - saved >= _SAVE_S:
                 saved = now
                 self.duration = time.perf_counter() - self._began
-                self.save(part_as_json(self.part(None, None), self._script))
+                part = self.part(None, None)
+                whole = part if self._first_part is None else joined(self._first_part, part)
+                self.save(part_as_json(whole, self._script))
 
     def _tell_progress(self) -> None:
         if self.on_progress is None:

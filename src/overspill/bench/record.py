@@ -75,6 +75,17 @@ def server_facts(target: Target) -> dict[str, Any]:
     }
 
 
+def server_changes(earlier: Result, facts: Mapping[str, Any]) -> list[str]:
+    """How the server, where that is known, is another than the one that `earlier` was measured with."""
+    told = {
+        f"the version of the server at {earlier.config.get('url')}": (
+            earlier.versions.get("server"), facts["versions"].get("server"),
+        ),
+        "the GPU": (earlier.gpu, facts["gpu"]),
+    }  # fmt: skip
+    return [f"{name} was {was}, and is {now}" for name, (was, now) in told.items() if was and now and was != now]
+
+
 def git_revision(folder: Path = Path(overspill.__file__).parent) -> str | None:
     """Of the checkout that Overspill runs from, with `+` if something in it was changed; None where it is installed."""
     try:

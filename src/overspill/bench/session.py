@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from overspill.bench.errors import BenchError
+from overspill.bench.errors import BenchError, CannotBench
 from overspill.bench.measuring import measure
 from overspill.bench.outcome import Outcome, Tier, require_tier
 from overspill.bench.progress import Progress
-from overspill.bench.record import measurement_of, require_resumable, server_facts
+from overspill.bench.record import measurement_of, require_resumable, server_changes, server_facts
 from overspill.bench.report import report_as_text
 from overspill.bench.target import Target, find_target, parse_url
 from overspill.bench.workload import Workload, parse_workload
-from overspill.registry import CannotNow, RegistryError, get_result, open_registry, save_result
+from overspill.registry import CannotNow, RegistryError, Result, get_result, open_registry, save_result
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_WORKLOAD = "multi-turn"
@@ -32,8 +32,13 @@ class Request:
     expects: Tier | None
     label: str | None
     experiment: str | None
-    resumes: int | None = None
+    earlier: Result | None = None
+    """What it goes on with."""
     part: Mapping[str, Any] | None = None
+
+    @property
+    def resumes(self) -> int | None:
+        return None if self.earlier is None else self.earlier.id
 
     def words(self, model: str) -> list[str]:
         """The command that repeats it."""
@@ -96,31 +101,41 @@ class Session:
 
 
 def read_request(
-    *, url: str, workload: str | None, seed: int | None, model: str | None, api_key: str | None, expect: str | None,
-    label: str | None, experiment: str | None, resume: int | None,
+    *, url: str | None, workload: str | None, seed: int | None, model: str | None, api_key: str | None,
+    expect: str | None, label: str | None, experiment: str | None, resume: int | None,
 ) -> Request:  # fmt: skip
+    """None for what was not given."""
     expects: Tier | None = None
     if expect is not None:
         if expect not in ("offload", "spill"):
             raise BenchError(f"--expect {expect!r:.40} is not a tier; write offload or spill")
         expects = "offload" if expect == "offload" else "spill"
     request = Request(
-        url=parse_url(url), workload=parse_workload(workload or DEFAULT_WORKLOAD), seed=seed or 0, model=model,
-        api_key=api_key or None, expects=expects, label=label, experiment=experiment,
+        url=parse_url(DEFAULT_URL if url is None else url), workload=parse_workload(workload or DEFAULT_WORKLOAD),
+        seed=seed or 0, model=model, api_key=api_key or None, expects=expects, label=label, experiment=experiment,
     )  # fmt: skip
-    return request if resume is None else _resumed(request, resume, workload=workload, seed=seed, model=model)
+    if resume is None:
+        return request
+    return _resumed(request, resume, url=url, workload=workload, seed=seed, model=model)
 
 
-def _resumed(request: Request, resume: int, **given: object) -> Request:
+def _resumed(request: Request, resume: int, *, url: str | None, **given: object) -> Request:
     if extra := [name for name, value in given.items() if value is not None]:
         raise BenchError(f"--{extra[0]} cannot be given with --resume: it is that of result {resume}; leave it out")
     with open_registry() as registry:
         result = get_result(registry, resume)
     workload, seed, part = require_resumable(result)
+    measured_at = str(result.config.get("url") or request.url)
+    if url is not None and request.url != measured_at:
+        raise BenchError(
+            f"result {resume} was measured at {measured_at}, and not at {request.url}: half of each would be a "
+            f"measurement of neither. Leave the address out to go on there, or measure {request.url} anew without "
+            "--resume"
+        )
     return Request(
-        url=request.url, workload=workload, seed=seed, model=result.model, api_key=request.api_key,
+        url=measured_at, workload=workload, seed=seed, model=result.model, api_key=request.api_key,
         expects=request.expects, label=request.label or result.label,
-        experiment=request.experiment or result.experiment, resumes=resume, part=part,
+        experiment=request.experiment or result.experiment, earlier=result, part=part,
     )  # fmt: skip
 
 
@@ -134,6 +149,11 @@ def run_session(
         say(f"warning: {error}. The result will be printed only")
     target = find_target(request.url, request.model, request.api_key)
     facts = server_facts(target)
+    if request.earlier is not None and (changes := server_changes(request.earlier, facts)):
+        raise CannotBench(
+            f"result {request.resumes} cannot be gone on with: {'; '.join(changes)}. Serve as before, or measure anew "
+            "without --resume"
+        )
     started_at = datetime.now(UTC)
     outcome = measure(
         target, request.workload, seed=request.seed, on_progress=on_progress, stop=stop, resume=request.part

@@ -8,7 +8,13 @@ import typer
 
 
 def bench(
-    url: Annotated[str, typer.Argument(help="The server: any that speaks OpenAI's API.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            help="The server: any that speaks OpenAI's API; with --resume, that of the result.",
+            show_default="http://127.0.0.1:8000",
+        ),
+    ] = None,
     workload: Annotated[
         str | None,
         typer.Option(

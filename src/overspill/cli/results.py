@@ -4,18 +4,18 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from overspill.cli.database import opened_registry
 
-if TYPE_CHECKING:
-    pass
-
 results = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="What was measured: list, show, compare, export."
 )
+
+# More than a registry holds, and a number that every database takes.
+_MOST_LISTED = 1_000_000_000
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
 Names = Annotated[list[str], typer.Argument(metavar="ID…", help="Numbers of results, or an experiment's name.")]
@@ -32,7 +32,7 @@ def list_all(
     model: Annotated[str | None, typer.Option(help="Only of this model, as it was named when it was measured.")] = None,
     benchmark: Annotated[str | None, typer.Option(help="Only of this workload, such as multi-turn.")] = None,
     experiment: Annotated[str | None, typer.Option(help="Only of this experiment.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many, the newest.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=_MOST_LISTED, help="Only so many, the newest.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """All results, the newest first."""
@@ -64,10 +64,9 @@ def show(
 def compare(ids: Names, as_json: AsJson = False) -> None:
     """Results, or the configurations of an experiment, side by side; each is compared with the first."""
     from overspill.experiment.report import Report
-    from overspill.experiment.stored import find_results
 
     with opened_registry() as registry:
-        report = Report.of_results(find_results(registry, ids))
+        report = Report.of_names(registry, ids)
     print(json.dumps(report.as_json(), indent=2) if as_json else report.as_text())
 
 
@@ -81,12 +80,11 @@ def export(
     from overspill.experiment.errors import CannotCompare
     from overspill.experiment.files import require_writable, write_text
     from overspill.experiment.report import Report
-    from overspill.experiment.stored import find_results
 
     if out is not None:
         require_writable(out)
     with opened_registry() as registry:
-        report = Report.of_results(find_results(registry, ids))
+        report = Report.of_names(registry, ids)
     made = {
         Format.JSON: lambda: json.dumps(report.as_json(), indent=2) + "\n",
         Format.CSV: report.as_csv,

@@ -56,6 +56,7 @@ def tune(
     """Try settings in short runs, and keep the best as the model's. Exits with 1 if none was found."""
     from overspill.bench import CannotBench
     from overspill.bench.session import stopped_by_signals
+    from overspill.experiment.errors import CannotCompare
     from overspill.registry import CannotNow, open_registry
     from overspill.serve.errors import CannotServe
     from overspill.tune.asked import parse_budget, prepare
@@ -76,7 +77,7 @@ def tune(
             kept = None
             if report.winner is not None and not report.is_interrupted and not dry_run:
                 kept = keep(registry, subject, report.winner, definition.given)
-    except (CannotBench, CannotNow, CannotServe, CannotTune) as error:
+    except (CannotBench, CannotCompare, CannotNow, CannotServe, CannotTune) as error:
         _tell(f"error: {error}")
         raise typer.Exit(1) from None
     if as_json:

@@ -81,6 +81,8 @@ class Comparison:
     answers: tuple[Answers, ...]
     expected_repeats: int | None = None
     """Of each configuration; None where it is not known."""
+    shares_starts: bool = False
+    """Whether repeats of a configuration are of one start of its engine."""
 
     @property
     def is_complete(self) -> bool:
@@ -112,7 +114,9 @@ class Comparison:
         return next(first, None) if told else None
 
 
-def compare(columns: Sequence[Column], *, expected_repeats: int | None = None) -> Comparison:
+def compare(
+    columns: Sequence[Column], *, expected_repeats: int | None = None, shares_starts: bool = False
+) -> Comparison:
     """Each with the first; measures that nobody has are left out."""
     baseline = next((index for index, column in enumerate(columns) if column.finished), 0)
     first = columns[baseline]
@@ -136,6 +140,7 @@ def compare(columns: Sequence[Column], *, expected_repeats: int | None = None) -
         rows=tuple(rows),
         answers=tuple(_same_answers(first, column) for column in columns if column is not first),
         expected_repeats=expected_repeats,
+        shares_starts=shares_starts,
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from overspill.planning.installed import Vllm, installed_vllm
 from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.report import plan_as_json
-from overspill.registry import Result, without_secrets
 from overspill.serve.address import Address
 from overspill.serve.adopted import adopt
 from overspill.serve.command import server_command
@@ -73,6 +72,11 @@ class Launcher:
             served_name=name.value.split()[0] if name is not None and name.value else self.model.source,
             prepared=prepared,
         )
+
+    @property
+    def known(self) -> Launch:
+        """As every start is, but for the port."""
+        return self.launch(_ANY_PORT)
 
     @property
     def plan_as_json(self) -> dict[str, Any] | None:
@@ -153,25 +157,6 @@ def require_emptied(launchers: Sequence[Launcher]) -> None:
         peer = launcher.configuration.peer
         if peer is not None and peer.peer.name == "lmcache":
             raise ExperimentError("LMCache's cache cannot be emptied while its engine runs; leave out --keep")
-
-
-def changed_commands(results: Iterable[Result], launchers: Mapping[str, Launcher]) -> list[str]:
-    """Labels of finished repeats that another command would be started for now."""
-    changed: dict[str, None] = {}
-    for one in results:
-        launcher = launchers.get(one.label or "")
-        if one.is_complete and launcher is not None:
-            now = without_secrets(launcher.launch(_ANY_PORT).command)
-            if _without_port(now) != _without_port(one.argv):
-                changed[one.label or ""] = None
-    return list(changed)
-
-
-def _without_port(command: Sequence[str]) -> list[str]:
-    """And without the interpreter, which may lie elsewhere."""
-    words = list(command[1:])
-    place = words.index("--port") if "--port" in words else len(words)
-    return words[:place] + words[place + 2 :]
 
 
 def _not_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:

@@ -2,18 +2,19 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from overspill.experiment.comparison import Comparison, Row, verdict_words
 from overspill.experiment.definition import Definition
 from overspill.experiment.measures import MEASURES
 from overspill.experiment.page import comparison_as_page
-from overspill.experiment.stored import StoredExperiment, compare_results
+from overspill.experiment.stored import StoredExperiment, are_all, compare_results, find_results, is_number
 from overspill.experiment.text import comparison_as_text
-from overspill.registry import Result
+from overspill.registry import Registry, Result
 
+T = TypeVar("T")
 # A program for tables would take a cell that begins so for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -25,21 +26,30 @@ class Report:
     results: tuple[Result, ...]
     experiment: str | None = None
     definition: Definition | None = None
+    is_whole: bool = True
+    """Whether these are all results of the experiment; of some of them nobody can tell what is missing."""
+
+    @classmethod
+    def of_names(cls, registry: Registry, names: Sequence[str]) -> "Report":
+        """Of numbers of results and names of experiments; others are compared with the first of them."""
+        results = find_results(registry, names)
+        is_numbered = any(is_number(name) for name in names)
+        return cls.of_results(results, is_whole=are_all(registry, results), keeps_order=is_numbered)
 
     @classmethod
     def of_experiment(cls, stored: StoredExperiment) -> "Report":
         return cls.of_results(stored.results)
 
     @classmethod
-    def of_results(cls, results: Sequence[Result]) -> "Report":
+    def of_results(cls, results: Sequence[Result], *, is_whole: bool = True, keeps_order: bool = False) -> "Report":
         names = {one.experiment for one in results}
         experiment = next(iter(names)) if len(names) == 1 else None
         defined = results[0].config.get("experiment") if experiment is not None and results else None
         definition = Definition.from_json(defined) if isinstance(defined, dict) else None
         title = f"Experiment {experiment}" if experiment is not None else "Results"
         return cls(
-            title=title, comparison=compare_results(results), results=tuple(results), experiment=experiment,
-            definition=definition,
+            title=title, comparison=compare_results(results, is_whole=is_whole, keeps_order=keeps_order),
+            results=tuple(results), experiment=experiment, definition=definition, is_whole=is_whole,
         )  # fmt: skip
 
     @property
@@ -76,7 +86,7 @@ class Report:
     def warnings(self) -> list[str]:
         if self.is_complete:
             return self.unused_tiers
-        can_go_on = self.experiment is not None and self.definition is not None
+        can_go_on = self.experiment is not None and self.definition is not None and self.is_whole
         how = f" To go on: overspill ab --resume {self.experiment}" if can_go_on else ""
         return [*self.unused_tiers, f"Not complete.{how}"]
 
@@ -104,6 +114,8 @@ class Report:
                 {"label": each.label, "compared": each.compared, "same": each.same} for each in self.comparison.answers
             ],
             "unused_tiers": self.unused_tiers,
+            "measured_on": _distinct(map(_machine, self.results)),
+            "measured_with": _distinct(dict(one.versions) for one in self.results),
             "results": [one.as_json() for one in self.results],
         }
 
@@ -124,7 +136,6 @@ class Report:
         return text.getvalue()
 
     def _facts(self) -> Mapping[str, str]:
-        last = self.results[-1]
         definition = self.definition
         models = list(dict.fromkeys(one.model for one in self.results))
         workloads = list(dict.fromkeys(str(one.config.get("workload") or one.benchmark) for one in self.results))
@@ -133,8 +144,8 @@ class Report:
             "model": ", ".join(models),
             "workload": ", ".join(workloads),
             "measured": f"{times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M} UTC",
-            "on": ", ".join(filter(None, (last.gpu, last.driver and f"driver {last.driver}", _cpu(last)))),
-            "with": ", ".join(f"{name} {version}" for name, version in last.versions.items()),
+            "on": "; ".join(filter(None, map(_machine_as_text, _distinct(map(_machine, self.results))))),
+            "with": "; ".join(filter(None, _distinct(_versions_as_text(one.versions) for one in self.results))),
         }
         if definition is not None:
             facts |= {"repeats": _repeats(definition), "command": definition.command}
@@ -146,9 +157,28 @@ def _repeats(definition: Definition) -> str:
     return f"{definition.repeats}, {how}, seeds from {definition.seed} on"
 
 
-def _cpu(result: Result) -> str:
+def _distinct(values: Iterable[T]) -> list[T]:
+    """Each once: an experiment may have gone on elsewhere, and results of several machines may be compared."""
+    found: list[T] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def _machine(result: Result) -> dict[str, str | None]:
     machine = result.config.get("machine")
-    return str(machine.get("cpu") or "") if isinstance(machine, dict) else ""
+    cpu = machine.get("cpu") if isinstance(machine, dict) else None
+    return {"gpu": result.gpu, "driver": result.driver, "cpu": cpu}
+
+
+def _machine_as_text(machine: Mapping[str, str | None]) -> str:
+    driver = machine["driver"] and f"driver {machine['driver']}"
+    return ", ".join(filter(None, (machine["gpu"], driver, machine["cpu"])))
+
+
+def _versions_as_text(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _row_as_json(row: Row) -> dict[str, Any]:

@@ -5,16 +5,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 from overspill.bench import BenchError, Outcome, Progress, Tier, Workload, measure, parse_workload, require_tier
+from overspill.experiment.changes import Setup, changes, require_same_model
 from overspill.experiment.definition import Definition, new_name
 from overspill.experiment.errors import CannotCompare, ExperimentError
-from overspill.experiment.launches import Launcher, changed_commands, make_launcher, require_emptied
+from overspill.experiment.launches import Launcher, make_launcher, require_emptied
+from overspill.experiment.lock import locked
 from overspill.experiment.log_files import log_name, logs_folder
 from overspill.experiment.progress import Tell, Telling
 from overspill.experiment.provenance import Provenance, find_provenance
@@ -23,7 +25,7 @@ from overspill.experiment.schedule import Step, is_last_of_life, remaining, step
 from overspill.experiment.servers import Interrupted, Server
 from overspill.experiment.stored import load_experiment
 from overspill.named import Named, look_up
-from overspill.registry import CannotNow, Measurement, Registry, UnknownRecord, save_result
+from overspill.registry import CannotNow, Measurement, Registry, Result, UnknownRecord, save_result
 from overspill.serve.address import free_port
 from overspill.serve.errors import CannotServe
 
@@ -45,7 +47,7 @@ def run(
     """
     workload = parse_workload(definition.workload)
     configurations = definition.read()
-    model = look_up(definition.model)
+    model = _with_whole_path(look_up(definition.model))
     launchers = {one.label: make_launcher(one, model) for one in configurations}
     if definition.keeps_engines:
         require_emptied(list(launchers.values()))
@@ -55,24 +57,28 @@ def run(
         for warning in launcher.warnings:
             tell(f"warning: {label}: {warning}")
     name = resume or new_name()
-    earlier = load_experiment(registry, name) if resume is not None else None
-    done = earlier.done if earlier is not None else set()
-    for label in changed_commands(earlier.results if earlier is not None else (), launchers):
-        tell(f"warning: {label} is not started as in its earlier repeats: the plan, the registry or vLLM has changed")
-    planned = steps(list(launchers), definition.repeats, keeps_engines=definition.keeps_engines)
     folder = logs or logs_folder("ab", name)
-    tell(f"experiment {name}: {len(planned)} measurements, {len(done)} of them done; vLLM's logs: {folder}")
-    running = _Run(
-        name=name, definition=definition, workload=workload, model=model, launchers=launchers, registry=registry,
-        todo=remaining(planned, done), folder=folder, stop=stop or threading.Event(), tell=tell,
-        provenance=find_provenance(),
-    )  # fmt: skip
-    with _stopping_on_signals(running.stop):
-        try:
-            running.go()
-        except CannotNow:
-            tell(f"what was finished before is kept; to go on: overspill ab --resume {name}")
-            raise
+    # Before it is known what is done: a process that still measures would have more of it a moment later.
+    with locked(folder, name):
+        earlier = load_experiment(registry, name) if resume is not None else None
+        done = earlier.done if earlier is not None else set()
+        provenance = find_provenance()
+        if earlier is not None:
+            require_same_model(earlier.results, model.source, name)
+            _tell_changes(earlier.results, launchers, provenance, tell)
+        planned = steps(list(launchers), definition.repeats, keeps_engines=definition.keeps_engines)
+        tell(f"experiment {name}: {len(planned)} measurements, {len(done)} of them done; vLLM's logs: {folder}")
+        running = _Run(
+            name=name, definition=definition, workload=workload, model=model, launchers=launchers, registry=registry,
+            todo=remaining(planned, done), folder=folder, stop=stop or threading.Event(), tell=tell,
+            provenance=provenance,
+        )  # fmt: skip
+        with _stopping_on_signals(running.stop):
+            try:
+                running.go()
+            except CannotNow:
+                tell(f"what was finished before is kept; to go on: overspill ab --resume {name}")
+                raise
     try:
         return Report.of_experiment(load_experiment(registry, name))
     except UnknownRecord:
@@ -195,6 +201,7 @@ class _Run:
                     "workload": self.workload.as_text(),
                     "parameters": dict(self.workload.parameters),
                     "seed": self.definition.seed_of(step.repeat),
+                    "source": self.model.source,
                     "machine": found.machine,
                     "log_file": str(self.server.log_file) if self.server is not None else None,
                     "warnings": list(launcher.warnings),
@@ -219,6 +226,26 @@ class _Run:
         if self.server is not None:
             self.server.close()
             self.server = None
+
+
+def _with_whole_path(model: Named) -> Named:
+    """A resume may be asked for in another folder, where the same name is another model or none."""
+    is_folder = not os.path.isabs(model.source) and os.path.isdir(model.source)
+    return replace(model, source=os.path.abspath(model.source)) if is_folder else model
+
+
+def _tell_changes(
+    results: Sequence[Result], launchers: Mapping[str, Launcher], provenance: Provenance, tell: Tell
+) -> None:
+    now = {
+        label: Setup(
+            command=launcher.known.command, environment=launcher.known.environment, versions=provenance.versions,
+            gpu=provenance.gpu, driver=provenance.driver, cpu=provenance.machine["cpu"],
+        )
+        for label, launcher in launchers.items()
+    }  # fmt: skip
+    for label, told in changes(results, now).items():
+        tell(f"warning: {label} is not started as in its earlier repeats: {'; '.join(told)}")
 
 
 def _api_key() -> str | None:

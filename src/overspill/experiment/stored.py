@@ -34,22 +34,34 @@ def load_experiment(registry: Registry, name: str) -> StoredExperiment:
 
 
 def find_results(registry: Registry, names: Sequence[str]) -> list[Result]:
-    """Of numbers of results and names of experiments; each result once."""
+    """Of numbers of results and names of experiments, in their order; each result once."""
     found: dict[int, Result] = {}
     for name in names:
-        of_name = [get_result(registry, int(name))] if _is_number(name) else _of_experiment(registry, name)
-        found |= {one.id: one for one in of_name}
-    return [found[number] for number in sorted(found)]
+        of_name = [get_result(registry, int(name))] if is_number(name) else _of_experiment(registry, name)
+        for one in of_name:
+            found.setdefault(one.id, one)
+    return list(found.values())
+
+
+def are_all(registry: Registry, results: Sequence[Result]) -> bool:
+    """Whether the experiments that these are of have no others."""
+    names = {one.experiment for one in results if one.experiment}
+    of_them = {one.id for name in names for one in list_results(registry, experiment=name)}
+    return of_them <= {one.id for one in results}
 
 
 def find_result(registry: Registry, name: str) -> Result:
-    if not _is_number(name):
+    if not is_number(name):
         raise ExperimentError(f"{name!r:.80} is not the number of a result; overspill results list tells them")
     return get_result(registry, int(name))
 
 
-def compare_results(results: Sequence[Result]) -> Comparison:
-    """Results of the same experiment and label are repeats of one configuration; others stand for themselves."""
+def compare_results(results: Sequence[Result], *, is_whole: bool = True, keeps_order: bool = False) -> Comparison:
+    """Results of the same experiment and label are repeats of one configuration; others stand for themselves.
+
+    Of a whole experiment it is known how many repeats there should be. Its configurations have the order in which it
+    was asked to compare them, unless results are to keep their own.
+    """
     groups: dict[tuple[str, str], list[Result]] = {}
     for one in results:
         key = (one.experiment, one.label) if one.experiment and one.label else ("", f"#{one.id}")
@@ -60,15 +72,21 @@ def compare_results(results: Sequence[Result]) -> Comparison:
         (defined,) = definitions.values()
         if isinstance(defined, dict):
             definition = Definition.from_json(defined)
-            expected = definition.repeats
+            expected = definition.repeats if is_whole else None
             with suppress(OverspillError):  # written for a version that knew other peers
-                order = [configuration.label for configuration in definition.read()]
+                order = [] if keeps_order else [configuration.label for configuration in definition.read()]
                 groups = dict(sorted(groups.items(), key=lambda group: _place(order, group[0][1])))
     cold = _first_starts(results)
-    columns = [_column(key, group, cold, is_alone=len(definitions) < 2) for key, group in groups.items()]
+    is_alone = len(definitions) < 2
+    columns = [
+        # Of several attempts at a repeat the last counts, in whatever order they are named.
+        _column(key, sorted(group, key=lambda one: one.id), cold, is_alone=is_alone)
+        for key, group in groups.items()
+    ]
     if not columns:
         raise ExperimentError("there is nothing to compare; name results or an experiment")
-    return compare(columns, expected_repeats=expected)
+    shares_starts = any(isinstance(each, dict) and each.get("keeps_engines") for each in definitions.values())
+    return compare(columns, expected_repeats=expected, shares_starts=shares_starts)
 
 
 def _place(order: Sequence[str], label: str) -> int:
@@ -125,7 +143,7 @@ def _conditions(result: Result) -> str:
     return json.dumps([result.model, result.benchmark, sent, config.get("seed")], sort_keys=True)
 
 
-def _is_number(name: str) -> bool:
+def is_number(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 10
 
 
@@ -136,4 +154,4 @@ def _of_experiment(registry: Registry, name: str) -> list[Result]:
             f"there is neither a result nor an experiment {name!r:.80} in the registry; overspill results list names "
             "them"
         )
-    return found
+    return found[::-1]

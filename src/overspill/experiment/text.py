@@ -34,7 +34,7 @@ def notes(comparison: Comparison) -> list[str]:
     verdicts = {ratio.verdict for row in comparison.rows for ratio in row.ratios if ratio is not None}
     if Verdict.NOT_SHOWN in verdicts:
         lines.append("Where no difference is shown there may be one; more --repeats would tell.")
-    lines += [_repeats_as_text(comparison), _cold_start_as_text(comparison)]
+    lines += [_repeats_as_text(comparison), _starts_as_text(comparison), _cold_start_as_text(comparison)]
     for column in comparison.columns:
         if column.problem is not None:
             lines.append(f"{column.label} is not complete: {column.problem.splitlines()[0]}")
@@ -60,6 +60,16 @@ def _repeats_as_text(comparison: Comparison) -> str:
     return (
         f"Not all repeats are there: {told}. Values are over those that all have, and a ratio over those that its two "
         "have."
+    )
+
+
+def _starts_as_text(comparison: Comparison) -> str:
+    """How two starts of the same engine differ is in no interval then, and a verdict does not know of it."""
+    if not comparison.shares_starts or all(len(column.finished) < 2 for column in comparison.columns):
+        return ""
+    return (
+        "With --keep, the repeats of a configuration share one start of its engine: differences of a few percent are "
+        "not to be trusted, whatever is said of them here."
     )
 
 

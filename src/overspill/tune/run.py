@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from overspill.bench import parse_workload
+from overspill.experiment.lock import locked
 from overspill.experiment.log_files import logs_folder
 from overspill.experiment.progress import Tell, duration
 from overspill.experiment.provenance import find_provenance
@@ -34,15 +35,21 @@ def run(
 ) -> Report:
     """Tries what is missing, and reports on all of it. `stop` ends it early; what was measured is kept."""
     experiment = resume or new_name()
-    results = load(registry, experiment)[1] if resume is not None else []
-    stop = stop or threading.Event()
     folder = logs or logs_folder("tune", experiment)
-    trials = Trials(
-        experiment=experiment, definition=definition, model=subject.named, registry=registry,
-        provenance=find_provenance(), folder=folder, stop=stop,
-    )  # fmt: skip
+    # Before it is known what was tried: a process that still tries would have more of it a moment later.
+    with locked(folder, experiment):
+        trials = Trials(
+            experiment=experiment, definition=definition, model=subject.named, registry=registry,
+            provenance=find_provenance(), folder=folder, stop=stop or threading.Event(),
+        )  # fmt: skip
+        results = load(registry, experiment)[1] if resume is not None else []
+        return _tried(trials, results, tell, budget_s)
+
+
+def _tried(trials: Trials, results: list[Result], tell: Tell, budget_s: float | None) -> Report:
+    definition, experiment, stop = trials.definition, trials.experiment, trials.stop
     what = f"{len(definition.candidates)} candidates" if definition.candidates else f"up to {definition.longest} tokens"
-    tell(f"tuning {experiment}: {what} for {definition.goal}; vLLM's logs: {folder}")
+    tell(f"tuning {experiment}: {what} for {definition.goal}; vLLM's logs: {trials.folder}")
     for candidate in definition.candidates:
         tell(f"  {candidate.label}: {candidate.text(definition.given)}")
     if definition.subject is None:
@@ -50,7 +57,7 @@ def run(
             f"warning: {experiment} was begun by an Overspill that did not keep what {definition.name} was; make sure "
             "that nobody changed it since, or start anew"
         )
-    for each in running_runs(registry):
+    for each in running_runs(trials.registry):
         tell(
             f"warning: {each.model} is running ({each.process_text}); candidates have what it leaves of memory and time"
         )

@@ -1,0 +1,44 @@
+"""An experiment has one process at a time, and none that is dead."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from overspill.experiment.errors import CannotCompare
+from overspill.experiment.lock import locked
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from overspill.experiment.lock import locked
+with locked(Path(sys.argv[1]), "ab-1"):
+    print("has it", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_another_process_is_named_and_a_killed_one_leaves_nothing_locked(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "has it\n"
+            sentence = f"ab-1 is being measured by process {holder.pid}; wait"
+            with pytest.raises(CannotCompare, match=sentence), locked(folder, "ab-1"):
+                pytest.fail("it was taken twice")
+            with locked(folder, "ab-2"):
+                pass  # another experiment is nobody's
+        finally:
+            holder.kill()
+    with locked(folder, "ab-1"), pytest.raises(CannotCompare), locked(folder, "ab-1"):
+        pytest.fail("it was taken twice")
+    with locked(folder, "ab-1"):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sentence = r"cannot be written: .*name another with XDG_STATE_HOME"
+    with pytest.raises(CannotCompare, match=sentence), locked(tmp_path / "file" / "logs", "ab-1"):
+        pytest.fail("there is no such folder")
