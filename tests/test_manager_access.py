@@ -184,6 +184,64 @@ def test_use_is_noted_and_a_registry_that_fails_for_a_moment_locks_nobody_out(re
     asyncio.run(story())
 
 
+def test_while_the_registry_does_not_answer_one_try_is_enough_for_all_who_wait(registry: Registry) -> None:
+    """Each waited for its own try, one after the other: the last of twenty for five minutes."""
+
+    async def story() -> None:
+        clock = Clock()
+        secret, _ = create_key(registry, "laptop")
+        access = Access(registry, is_loopback=False, clock=clock)
+        key = f"Bearer {secret}"
+        assert await access.identify(key, None) is not None
+        tries, own = 0, access._read
+
+        def fail() -> Any:
+            nonlocal tries
+            tries += 1
+            raise RegistryUnavailable("locked")
+
+        access._read = fail  # type: ignore[method-assign]
+        clock.now += 3
+        assert None not in await asyncio.gather(*(access.identify(key, None) for _ in range(20))) and tries == 1
+        assert await access.identify(key, None) is not None and tries == 1, "nor does who comes a moment later"
+        clock.now += 1.5
+        assert await access.identify(key, None) is not None
+        assert access._looking is not None, "it is tried again beside the requests"
+        await access._looking
+        assert tries == 2
+        clock.now += 60
+        refused = await asyncio.gather(*(access.identify(key, None) for _ in range(20)), return_exceptions=True)
+        assert {str(one) for one in refused} == {"locked"} and tries == 3
+        access._read = own  # type: ignore[method-assign]
+        assert await access.identify(key, None) is not None, "as soon as it answers"
+
+    asyncio.run(story())
+
+
+def test_what_changes_here_is_read_even_if_the_registry_has_just_not_answered(registry: Registry) -> None:
+    async def story() -> None:
+        set_password(registry, PASSWORD)
+        clock = Clock()
+        access = Access(registry, is_loopback=False, clock=clock)
+        session_id = await access.log_in(PASSWORD, "")
+        assert session_id is not None
+        known = await access.identify(None, session_id)
+        assert known is not None
+        own = access._read
+
+        def fail() -> Any:
+            raise RegistryUnavailable("locked")
+
+        access._read = fail  # type: ignore[method-assign]
+        clock.now += 3
+        assert await access.identify(None, session_id) == known
+        access._read = own  # type: ignore[method-assign]
+        await access.log_out(known)
+        assert await access.identify(None, session_id) is None
+
+    asyncio.run(story())
+
+
 # Login limit
 
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from overspill.cli import app
 from overspill.kv.sizes import GiB, MiB
 from overspill.manager import server, sse
+from overspill.manager.actions import Actions, Caller
 from overspill.manager.announced import announce, find_manager, withdraw
 from overspill.manager.engines.memory import Memory
 from overspill.manager.engines.needs import reckon
@@ -38,7 +39,8 @@ from overspill.manager.watching.samples import CpuSample, GpuSample, ProcessSamp
 from overspill.manager.watching.tiers import engine_tiers, memory_maps
 from overspill.manager.watching.watcher import STALE_S, EngineNumbers, Moment
 from overspill.processes import identity
-from overspill.registry import ModelSettings, add_model, open_registry
+from overspill.registry import ModelSettings, Registry, add_model, open_registry
+from overspill.registry.audit import AuditOutcome, list_audit
 from overspill.registry.model_settings import parse_settings
 from overspill.serve.address import free_port
 from tests.managed import Managed, managed
@@ -200,6 +202,32 @@ def test_a_manager_is_found_by_its_file_only_while_it_lives(tmp_path: Path) -> N
     assert find_manager(tmp_path) is None
     withdraw(tmp_path)
     assert find_manager(tmp_path) is None
+
+
+def test_what_fails_unexpectedly_is_not_done_by_the_audit_log(registry: Registry) -> None:
+    """Any error but ours and a client that left was written down as done."""
+
+    async def run() -> None:
+        actions = Actions(registry, None, None)  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="Too many open files"):
+            async with actions.audited(Caller(who="key x", address="127.0.0.1"), "stop", "qwen"):
+                raise OSError(24, "Too many open files")
+        (entry,) = list_audit(registry)
+        assert entry.outcome is AuditOutcome.FAILED
+        assert entry.detail == "OSError: [Errno 24] Too many open files"
+
+    asyncio.run(run())
+
+
+def test_why_a_model_was_stopped_is_in_the_managers_log_and_on_its_card(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    place = QuickPlace(tmp_path)
+    place.add("a")
+    with managed_process(place) as manager, manager.client() as client:
+        assert client.post("/api/engines/start/a").json()["stop_reason"] == ""
+        assert client.post("/api/engines/stop/a").json()["stop_reason"] == "it was stopped by local"
+        assert "Why: it was stopped by local" in client.get("/models").text
+        assert "Overspill: a is being stopped: it was stopped by local\n" in manager.out.read_text()
 
 
 def test_limits_are_sizes_and_without_them_there_are_none() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -9,18 +10,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from overspill.kv.sizes import GiB
 from overspill.manager import logs
+from overspill.manager.engines.launch import OwnProcesses
 from overspill.manager.engines.memory import Memory
 from overspill.manager.engines.process import EngineProcess, identify
+from overspill.manager.engines.queue import Queue
 from overspill.manager.engines.states import State
+from overspill.manager.engines.swaps import Swaps
 from overspill.manager.errors import AlreadyManaged, NoRoom, QueueFull, StartFailed, StillLoading, Stopped
-from overspill.registry import UnknownModel, edit_model
+from overspill.registry import RunEnd, UnknownModel, edit_model, list_runs, start_run
 from overspill.serve.address import free_port
-from tests.manager_process import IMPATIENT, QUICK_TO_END, ROOT, Place, eventually, managing, of_folder
+from tests.manager_process import IMPATIENT, QUICK_TO_END, ROOT, Place, eventually, managing, of_folder, reckon
 
 
 def test_an_engine_starts_is_ready_and_stops(place: Place) -> None:
@@ -136,7 +142,6 @@ def test_why_a_start_failed_is_told_with_the_end_of_the_log(place: Place) -> Non
 
 def test_a_program_that_is_not_there_is_a_failed_start(place: Place) -> None:
     place.add("a")
-    from overspill.manager.engines.launch import OwnProcesses
 
     async def run() -> None:
         async with managing(place, backend=OwnProcesses(program=("/nonexistent/overspill",))) as engines:
@@ -283,6 +288,121 @@ def test_a_hung_engine_is_ended_and_has_failed(place: Place) -> None:
     asyncio.run(run())
 
 
+def deaf(place: Place, *, from_start: bool = False) -> OwnProcesses:
+    """Engines that answer no more after the first answers, and end well when they are asked to, as
+    `overspill serve` does."""
+    program = place.folder / "deaf.py"
+    program.write_text(
+        "import asyncio, os, signal, sys\n"
+        f"num_answers = {0 if from_start else 4}\n"
+        "async def handle(reader, writer):\n"
+        "    global num_answers\n"
+        "    await reader.readuntil(b'\\r\\n\\r\\n')\n"
+        "    num_answers -= 1\n"
+        "    if num_answers >= 0:\n"
+        "        writer.write(b'HTTP/1.1 200 OK\\r\\ncontent-length: 0\\r\\nconnection: close\\r\\n\\r\\n')\n"
+        "        writer.close()\n"
+        "async def main():\n"
+        "    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os._exit(0))\n"
+        "    with open(sys.argv[1], 'a') as file:\n"
+        "        file.write(f'{sys.argv[2]} {os.getpid()}\\n')\n"
+        "    await asyncio.start_server(handle, '127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1]))\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    return OwnProcesses(program=(sys.executable, "-S", str(program), str(place.behaviours.with_suffix(".starts"))))
+
+
+def test_a_hung_engine_that_ends_well_when_it_is_asked_to_has_failed_all_the_same(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was shown as stopped from outside, without an error."""
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place, timing=QUICK_TO_END, backend=deaf(place)) as engines:
+            await engines.start("a")
+            await eventually(lambda: engines.snapshot("a").state not in (State.READY, State.STOPPING))
+            failed = engines.snapshot("a")
+            assert failed.state is State.FAILED and failed.retry_at is not None
+            assert "while it was serving after it had not answered for 2 s, and was ended" in failed.error
+        assert "a is being ended: it had not answered for 2 s" in caplog.text
+
+    asyncio.run(run())
+
+
+def test_a_start_that_hangs_and_ends_well_has_failed_and_is_not_begun_again_and_again(place: Place) -> None:
+    place.add("a")
+
+    async def run() -> None:
+        timing = dataclasses.replace(IMPATIENT, start_s=1.0, health_s=0.2)
+        async with managing(place, timing=timing, backend=deaf(place, from_start=True)) as engines:
+            with pytest.raises(StartFailed, match="while it was starting after it had not answered for 1 s"):
+                await engines.ensure_ready("a")
+            assert engines.snapshot("a").state is State.FAILED and len(place.starts("a")) == 1
+
+    asyncio.run(run())
+
+
+def test_one_that_served_for_long_has_no_failed_start_when_it_is_killed_and_leaves_something_behind(
+    place: Place,
+) -> None:
+    """While what it left was ended it was forgotten that it had served, and waits doubled with each such end."""
+    place.add("a", behaviour={"has_child": True})
+
+    async def run() -> None:
+        timing = dataclasses.replace(IMPATIENT, look_ready_s=0.02, back_off_s=0.001, most_back_off_s=0.001)
+        async with managing(place, timing=timing) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            engine = await engines.ensure_ready("a")
+            await eventually(lambda: engine._served_s > timing.back_off_s)
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: engine.failure is not None)
+            assert engine.failure is not None and engine.failure.count == 0
+
+    asyncio.run(run())
+
+
+def test_why_a_model_was_stopped_is_told_to_it_logged_and_shown(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger="overspill.manager")
+    place.add("a", ram=2 * GiB)
+    place.add("b", ram=2 * GiB)
+    told: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        "overspill.manager.engines.engine.leave_reason", lambda pid, process, reason: told.append((pid, reason))
+    )
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            await engines.ensure_ready("b")
+            why = "it was stopped to make room for b"
+            assert engines.snapshot("a").stop_reason == why and told == [(pid, why)]
+            assert f"a is being stopped: {why}" in caplog.text
+
+    asyncio.run(run())
+
+
+def test_the_run_of_one_that_had_to_be_killed_says_why(place: Place) -> None:
+    place.add("a", behaviour={"ignores_sigterm": True})
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            with place.registry() as registry:
+                start_run(registry, "a", ["overspill"], pid=pid)
+                await engines.stop("a", reason="it was stopped by key laptop")
+                (ended,) = list_runs(registry, "a")
+            assert (ended.end, ended.detail) == (RunEnd.KILLED, "it was stopped by key laptop")
+            assert not list((place.folder / "state").rglob("*.stop"))
+
+    asyncio.run(run())
+
+
 def test_an_engine_goes_for_another_that_does_not_fit_beside_it(place: Place) -> None:
     for name, size in (("a", GiB), ("b", GiB), ("c", 2 * GiB)):
         place.add(name, ram=size)
@@ -351,9 +471,59 @@ def test_an_engine_stays_if_the_request_it_should_go_for_gives_up(place: Place) 
     asyncio.run(run())
 
 
-def test_requests_that_do_not_end_are_ended_after_a_while(place: Place) -> None:
-    import dataclasses
+def test_an_engine_stays_if_the_model_it_should_go_for_found_room_elsewhere(place: Place) -> None:
+    """It was stopped with its requests cut, for a model that was starting already."""
+    for name in ("a", "b", "c"):
+        place.add(name, behaviour={"start_s": 1.0 if name == "c" else 0.0})
 
+    async def run() -> None:
+        timing = dataclasses.replace(IMPATIENT, drain_s=60.0, least_service_s=0.0)
+        async with managing(place, timing=timing) as engines:
+            await engines.ensure_ready("a")
+            await engines.ensure_ready("b")
+            async with engines.using("a"), engines.using("b"):
+                loading = asyncio.create_task(engines.ensure_ready("c"))
+                await eventually(lambda: any(engines.snapshot(name).is_draining for name in ("a", "b")))
+                (leaves,) = [name for name in ("a", "b") if engines.snapshot(name).is_draining]
+                await engines.stop("b" if leaves == "a" else "a")
+                await eventually(lambda: engines.snapshot("c").state is State.STARTING)
+                for victim, (for_name, _) in engines._swaps._draining.items():
+                    engines._swaps._draining[victim] = (for_name, time.monotonic())  # its time to end is over
+                await loading
+                stays = engines.snapshot(leaves)
+                assert stays.state is State.READY and not stays.is_draining and len(place.starts(leaves)) == 1
+
+    asyncio.run(run())
+
+
+def test_a_queue_that_gets_empty_while_a_model_is_chosen_is_no_error() -> None:
+    async def run() -> None:
+        queue = Queue(10)
+        queue.join("a")
+        late = queue.join("b")
+
+        class Leaving(Swaps):
+            async def _serve(self, name: str) -> bool:
+                served.append(name)
+                queue.refuse(name, Stopped("it is not served"))
+                queue.leave(late)  # its client goes away
+                return True
+
+        served: list[str] = []
+        states: Any = {
+            name: SimpleNamespace(state=State.READY, is_draining=name == "b", is_managed=False) for name in ("a", "b")
+        }
+        swaps = Leaving(
+            queue=queue, timing=IMPATIENT, engines=states, find_model=lambda name: None, reckon=reckon,
+            free=Memory, budget=None,
+        )  # fmt: skip
+        await swaps._turn()
+        assert served == ["a"]
+
+    asyncio.run(run())
+
+
+def test_requests_that_do_not_end_are_ended_after_a_while(place: Place) -> None:
     for name in ("a", "b"):
         place.add(name, ram=2 * GiB)
 

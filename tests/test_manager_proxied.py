@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,11 @@ from overspill.manager.security.binding import require_protection
 from overspill.manager.security.clients import client_address
 from overspill.manager.security.sites import origin_of
 from overspill.registry import open_registry
+from overspill.registry.keys import create_key, remove_key
 from overspill.registry.logins import set_password
 from tests.managed import Managed, managed
+from tests.managed_here import managed_here
+from tests.manager_process import place_in
 
 PASSWORD = "four words, not together"
 PUBLIC = "https://manager.example"
@@ -55,6 +59,28 @@ def test_who_comes_through_the_proxy_is_not_local(manager: Managed) -> None:
         assert anybody.get("/api/models").status_code == 401
     with manager.client(Host="other.example") as anybody:
         assert anybody.get("/api/models").status_code == 421
+
+
+@pytest.mark.parametrize("setup", [{"public_url": PUBLIC}, {"allowed_hosts": ("manager.example",)}])
+def test_removing_the_last_key_does_not_open_the_door_to_who_comes_through_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: dict[str, Any]
+) -> None:
+    """It listens on loopback, where everybody was local as soon as there was no key left."""
+    for place in place_in(tmp_path, monkeypatch):
+        with place.registry() as registry:
+            create_key(registry, "laptop")
+        with managed_here(place, **setup) as here, here.client(**FORWARDED) as anybody:
+            assert anybody.get("/api/models").status_code == 401
+            with place.registry() as registry:
+                remove_key(registry, "laptop")
+            assert here.application is not None
+            here.application.access.forget()
+            for path in ("/api/models", "/v1/models", "/"):
+                refused = anybody.get(path, headers={"Accept": "text/html"} if path == "/" else {})
+                assert refused.status_code == 403, path
+                told = refused.json()["error"]["message"]
+                assert "neither a password nor an API key any more" in told and "overspill manager password" in told
+            assert anybody.get("/healthz").status_code == 200
 
 
 @pytest.mark.parametrize("flag", [f"--public-url {PUBLIC}", "--allow-host manager.example"])

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from overspill.manager.engines.fleet import Options
 from overspill.manager.engines.launch import OwnProcesses
 from overspill.manager.engines.process import identify
 from overspill.manager.engines.states import State
-from overspill.manager.engines.systemd import Units, backend_here
+from overspill.manager.engines.systemd import Unit, Units, backend_here, unit_in
 from overspill.service.installation import install, units_of
-from overspill.service.units import Mode, Service
+from overspill.service.units import Mode, Service, unit_name
+from tests.managed_here import managed_here
 from tests.manager_process import ROOT, Place, eventually, managing, of_folder
 
 SYSTEMCTL = f"""#!{sys.executable}
@@ -37,9 +39,11 @@ if verb == "start":
         started = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], start_new_session=True,
                                    stdout=nothing, stderr=nothing, stdin=subprocess.DEVNULL)
     main_pid.write_text(str(started.pid))
+    named = (folder / "named").read_text() if (folder / "named").exists() else "a"
     write_status(Status(
-        pid=started.pid, process=identity(started.pid), host=platform.node(), model="a", source="x", served_name="a",
-        url=f"http://127.0.0.1:{{port}}", phase=Phase.LOADING, started_at="2026-01-01T00:00:00+00:00"), folder_of())
+        pid=started.pid, process=identity(started.pid), host=platform.node(), model=named, source=named,
+        served_name="a", url=f"http://127.0.0.1:{{port}}", phase=Phase.LOADING,
+        started_at="2026-01-01T00:00:00+00:00"), folder_of())
 elif verb == "show":
     print(main_pid.read_text() if main_pid.exists() else 0)
 elif verb == "stop":
@@ -92,6 +96,110 @@ def test_a_unit_that_dies_has_failed(place: Place, units: Units) -> None:
 
     asyncio.run(run())
     assert not of_folder(place.folder)
+
+
+def test_where_systemd_has_the_log_the_command_that_shows_it_is_told(place: Place, units: Units) -> None:
+    """Its log was an empty file, on the page as well as after a failure."""
+    place.add("a")
+    hint = "systemd keeps the log of overspill@a.service; see: journalctl --user -u overspill@a.service"
+
+    async def run() -> None:
+        async with managing(place, backend=units) as engines:
+            assert engines.log_hint("a") == ""
+            ready = await engines.start("a")
+            assert (ready.log_hint, ready.log_file) == (hint, None)
+            await engines.close(keep=True)
+        async with managing(place, backend=units) as engines:  # also by the next manager
+            ready = await engines.start("a")
+            assert ready.log_hint == hint
+            os.kill(ready.pid or 0, signal.SIGKILL)
+            await eventually(lambda: engines.snapshot("a").state is State.FAILED)
+            failed = engines.snapshot("a")
+            assert failed.log_lines == (hint,) and failed.log_hint == hint
+
+    asyncio.run(run())
+
+
+def test_the_page_and_the_api_name_the_command_too(place: Place, units: Units) -> None:
+    place.add("a")
+
+    def options(**more: object) -> Options:
+        return Place.options(place, backend=units, **more)
+
+    place.options = options  # type: ignore[method-assign]
+    with managed_here(place) as here, here.client() as client:
+        assert client.post("/api/engines/start/a").status_code == 200
+        for query in ("", "?search=x", "?follow=true"):
+            told = client.get(f"/api/logs/a{query}").text
+            assert told.endswith("; see: journalctl --user -u overspill@a.service\n"), query
+        for query in ("", "&search=x"):
+            assert "journalctl --user -u overspill@a.service" in client.get(f"/logs?name=a{query}").text
+
+
+def test_a_unit_that_systemd_starts_again_is_found_by_what_it_serves(place: Place, units: Units) -> None:
+    """Its status names the model by where it is: the card said that it had failed, while it ran and held memory."""
+    place.add("a")
+
+    async def run() -> None:
+        async with managing(place, backend=units) as engines:
+            first = await engines.start("a")
+            (place.folder / "named").write_text(str(place.folder / "model"))
+            os.kill(first.pid or 0, signal.SIGKILL)
+            await eventually(lambda: engines.snapshot("a").state is State.FAILED)
+            units._run("start", "overspill@a.service")  # as systemd would
+            await eventually(lambda: engines.snapshot("a").state is State.READY)
+            again = engines.snapshot("a")
+            assert again.pid != first.pid and again.error == ""
+            assert (await engines.stop("a")).state is State.STOPPED
+            assert identify(again.pid or 0) is None
+
+    asyncio.run(run())
+
+
+def test_a_unit_that_systemd_starts_again_is_still_what_the_manager_started(
+    place: Place, units: Units, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.add("a")
+    monkeypatch.setattr("overspill.manager.engines.observed.unit_of", lambda pid: Unit("overspill@a.service", True))
+
+    async def run() -> None:
+        (place.folder / "named").write_text("/elsewhere")  # the unit alone says whose it is
+        async with managing(place, backend=units) as engines:
+            first = await engines.start("a")
+            os.kill(first.pid or 0, signal.SIGKILL)
+            await eventually(lambda: engines.snapshot("a").state is State.FAILED)
+            units._run("start", "overspill@a.service")
+            await eventually(lambda: engines.snapshot("a").state is State.READY)
+            again = engines.snapshot("a")
+            assert again.is_managed and again.unit == "overspill@a.service" and "journalctl" in again.log_hint
+            await eventually(lambda: list((place.folder / "manager/engines").glob("a.json")))  # for the next manager
+        assert (place.folder / "asked").read_text().splitlines()[-1] == "--user stop --no-block overspill@a.service"
+        assert identify(again.pid or 0) is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "unit"),
+    [
+        (
+            "0::/user.slice/user-1000.slice/user@1000.service/app.slice/app-overspill.slice/overspill@qwen.service\n",
+            Unit("overspill@qwen.service", True),
+        ),
+        ("0::/system.slice/system-overspill.slice/overspill@qwen.service\n", Unit("overspill@qwen.service", False)),
+        ("12:pids:/\n1:name=systemd:/system.slice/overspill@a.service\n", Unit("overspill@a.service", False)),
+        ("0::/user.slice/user-1000.slice/user@1000.service/app.slice/overspill-manager.service\n", None),
+        ("0::/\n", None),
+        ("", None),
+    ],
+)
+def test_a_process_tells_in_which_unit_it_runs(cgroup: str, unit: Unit | None) -> None:
+    assert unit_in(cgroup) == unit
+
+
+def test_a_unit_is_of_the_model_that_it_is_named_for() -> None:
+    assert Unit(unit_name("Qwen/Qwen3-8B"), True).is_of("Qwen/Qwen3-8B")
+    assert not Unit(unit_name("a"), True).is_of("b") and not Unit(unit_name("a"), True).is_of("x" * 300)
 
 
 def test_an_engine_that_was_started_by_hand_is_found_used_and_left_alone(place: Place, units: Units) -> None:

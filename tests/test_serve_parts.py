@@ -4,9 +4,12 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +40,7 @@ from overspill.serve.prepared import Prepared, prepare
 from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, read, write
 from overspill.serve.server import run_server
 from overspill.serve.status import Status, memory_of, read_statuses, write_status
+from overspill.serve.stop_reason import leave_reason, take_reason
 from overspill.serve.traps import check
 from overspill.settings import resolve, with_registered
 
@@ -490,6 +494,40 @@ def test_how_a_server_ended_is_recorded_and_a_new_start_takes_its_place(
     with open_registry() as registry:
         ends = [(recorded.end, recorded.exit_code, recorded.pid) for recorded in list_runs(registry)]
     assert ends == [(RunEnd.FAILED, 5, os.getpid())] * 2
+
+
+def stop_when_ready() -> None:
+    while not any(one.is_ready for one in read_statuses()):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("reason", ["it was not used for 600 s", ""])
+def test_a_run_that_was_stopped_says_why_if_who_asked_did(
+    spilling: Plan, played: Callable[..., Prepared], capfd: pytest.CaptureFixture[str], reason: str
+) -> None:
+    me = identity(os.getpid())
+    assert me is not None
+    if reason:
+        leave_reason(os.getpid(), me, reason)
+    asking = threading.Thread(target=stop_when_ready)
+    asking.start()
+    run(played(as_planned(spilling, chosen(spilling))))
+    asking.join()
+    with open_registry() as registry:
+        (recorded,) = list_runs(registry)
+    assert (recorded.end, recorded.detail) == (RunEnd.STOPPED, reason or None)
+    assert (f"stopped: {reason}" in capfd.readouterr().err) == bool(reason)
+
+
+def test_why_one_was_stopped_is_taken_once_and_by_the_one_it_was_left_for(tmp_path: Path) -> None:
+    home = {"XDG_STATE_HOME": str(tmp_path)}
+    assert take_reason(7, "boot 1", home) == ""
+    leave_reason(7, "boot 1", "it was not used", home)
+    assert take_reason(7, "boot 1", home) == "it was not used" and take_reason(7, "boot 1", home) == ""
+    leave_reason(7, "boot 1", "it was not used", home)
+    assert take_reason(7, "boot 2", home) == "" and take_reason(7, "boot 1", home) == ""
+    assert read_statuses(home) == []
 
 
 @pytest.mark.parametrize("trouble", ["no database", "no folder"])

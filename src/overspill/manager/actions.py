@@ -130,6 +130,10 @@ class Actions:
         except asyncio.CancelledError:
             outcome, detail = AuditOutcome.FAILED, "who asked went away, or the manager was stopped"
             raise
+        except BaseException as error:
+            # A full disk, a mistake of ours: how far it got is not known, and "done" would be a lie.
+            outcome, detail = AuditOutcome.FAILED, f"{type(error).__name__}: {error}"
+            raise
         finally:
             text = "; ".join(filter(None, (*told, detail.partition("\n")[0])))
             await asyncio.shield(self._record(caller, action, subject, outcome, text or None))

@@ -19,9 +19,9 @@ from overspill.manager.security.access import Access
 from overspill.manager.security.binding import require_protection
 from overspill.manager.security.connections import BoundedProtocol
 from overspill.manager.security.log_text import OneLine
-from overspill.manager.setup import Setup, public_flag
+from overspill.manager.setup import Setup, is_for_this_machine_only, public_flag
 from overspill.registry import Registry
-from overspill.serve.address import Address, is_loopback, require_free
+from overspill.serve.address import Address, require_free
 from overspill.serve.notice import notify
 
 _GRACE_S = 3
@@ -37,11 +37,12 @@ def run_until_stopped(
 
 async def run(setup: Setup, registry: Registry, say: Callable[[str], None], options: Options | None = None) -> None:
     """Until SIGTERM, SIGINT or SIGHUP. `say` tells where it is."""
-    access = Access(registry, is_loopback=is_loopback(setup.host))
+    access = Access(registry, is_loopback=is_for_this_machine_only(setup))
     require_protection(setup.host, is_protected=await access.is_protected(), public=public_flag(setup))
     address = Address(setup.host, setup.port)
     require_free(address, set())
     options = options or Options(folder=setup.folder, memory=setup.memory, backend=backend_here())
+    _log_what_it_does()
     async with running(setup, registry, access, options) as application:
         server = _Server(_config(make_app(application), setup))
         task = asyncio.create_task(server.serve())
@@ -65,6 +66,16 @@ async def run(setup: Setup, registry: Registry, say: Callable[[str], None], opti
                 notify("STOPPING=1")
                 with contextlib.suppress(OSError):  # a terminal that was closed, which is why it ends
                     say("stopping what was started here")
+
+
+def _log_what_it_does() -> None:
+    """On standard error: without a handler Python shows warnings only, and not why a model was stopped."""
+    ours = logging.getLogger("overspill.manager")
+    ours.setLevel(logging.INFO)
+    if not ours.handlers:
+        handler = logging.StreamHandler()
+        handler.addFilter(OneLine())
+        ours.addHandler(handler)
 
 
 def _spare_what_stays() -> None:

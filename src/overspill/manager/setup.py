@@ -11,6 +11,7 @@ from overspill.manager.engines.memory import Memory
 from overspill.manager.errors import ManagerError
 from overspill.manager.security.binding import DEFAULT_HOST
 from overspill.manager.security.sites import origin_of, origins
+from overspill.serve.address import is_loopback
 
 DEFAULT_PORT = 7999
 _NO_LIMIT = 1 << 60
@@ -71,6 +72,11 @@ def public_flag(setup: Setup) -> str:
     if setup.public_url:
         return f"--public-url {setup.public_url}"
     return f"--allow-host {setup.allowed_hosts[0]}" if setup.allowed_hosts else ""
+
+
+def is_for_this_machine_only(setup: Setup) -> bool:
+    """Whether whoever asks is on this machine. Behind a proxy everybody seems to be."""
+    return is_loopback(setup.host) and not public_flag(setup)
 
 
 def own_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -28,6 +28,7 @@ from overspill.serve.status import (
     remove_status,
     write_status,
 )
+from overspill.serve.stop_reason import take_reason
 
 if TYPE_CHECKING:
     from overspill.registry import Registry
@@ -93,9 +94,10 @@ class Telling:
         notify("READY=1", f"STATUS={line}")
 
     def stops(self) -> None:
-        """As it was asked to: nothing is left to tell."""
-        self.say("stopped")
-        self._recorded_end("stopped", exit_code=0)
+        """As it was asked to: nothing is left to tell but why, if who asked said so."""
+        why = self._stop_reason()
+        self.say(f"stopped: {why}" if why else "stopped")
+        self._recorded_end("stopped", exit_code=0, detail=why or None)
         if self._folder is not None:
             try:
                 remove_status(self._status, self._folder)
@@ -107,6 +109,13 @@ class Telling:
         self._change(error=why, ended_at=_now())
         was_killed = exit_code is not None and exit_code > 128
         self._recorded_end("killed" if was_killed else "failed", exit_code=exit_code, detail=why.splitlines()[0])
+
+    def _stop_reason(self) -> str:
+        try:
+            return take_reason(self._status.pid, self._status.process)
+        except OSError as error:
+            self.say(f"warning: why it was to stop could not be read ({error})")
+            return ""
 
     def _change(self, **changes: object) -> None:
         self._status = replace(self._status, **changes)  # type: ignore[arg-type]

@@ -28,6 +28,8 @@ async def engine_log(
     app: App, name: str, lines: Lines = 200, search: Text = "", before: Before = None, follow: Follow = False
 ) -> Response:
     await app.engines.require_known(name)
+    if hint := app.engines.log_hint(name):
+        return PlainTextResponse(f"{hint}\n")
     return await answer(app, app.engines.log_file(name), lines, search, before, follow=follow)
 
 

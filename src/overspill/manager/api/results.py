@@ -8,7 +8,6 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from overspill.experiment.report import Report
-from overspill.experiment.stored import find_results
 from overspill.manager.api import shapes
 from overspill.manager.asking import App
 from overspill.registry import Registry, get_result, list_results, list_runs
@@ -79,7 +78,7 @@ async def export(app: App, ids: Ids, form: Annotated[str, Query(pattern="^(json|
 
 
 def report_of(registry: Registry, ids: str) -> Report:
-    return Report.of_results(find_results(registry, [one.strip() for one in ids.split(",") if one.strip()]))
+    return Report.of_names(registry, [one.strip() for one in ids.split(",") if one.strip()])
 
 
 def _short(metrics: Any) -> dict[str, Any]:

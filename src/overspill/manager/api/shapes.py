@@ -90,7 +90,9 @@ class Engine(BaseModel):
     url: str | None
     pid: int | None
     error: str
+    stop_reason: str = Field(description="Why it is being stopped, or was the last time.")
     log_lines: list[str]
+    log_hint: str = Field(description="Where its log is, if the manager has none of it.")
     needs_restart: list[str]
     plan: dict[str, Any]
     memory: dict[str, int | None]

@@ -25,6 +25,7 @@ from overspill.manager.engines.timing import Timing
 from overspill.manager.engines.upstream import Upstream, address
 from overspill.manager.errors import StartFailed
 from overspill.serve.address import free_port
+from overspill.serve.stop_reason import leave_reason, take_reason
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class World:
     timing: Timing
     how_it_ended: Callable[[str, "EngineProcess"], tuple[bool, str] | None]
     """Whether it was asked to end, and what its own record says; None if nothing is known. Blocks."""
+    was_killed: Callable[[str, "EngineProcess", str], None]
+    """Notes why, since it could not do so itself any more. Blocks."""
     changed: Callable[["Engine"], None]
 
 
@@ -77,7 +80,9 @@ class Engine:
     served: tuple[str, ...] = ()
     failure: Failure | None = None
     stop_reason: str = ""
-    """Why it is being stopped, for requests that it ends."""
+    """Why it is being stopped, for requests that it ends, or was the last time."""
+    unit: str | None = None
+    """systemd's, of what runs or ran last."""
     in_flight: int = 0
     held: int = 0
     """By how many it is measured, or otherwise not to be stopped for another model."""
@@ -100,6 +105,10 @@ class Engine:
     _is_launching: bool = False
     _is_ending: bool = False
     _was_asked_to_end: bool = False
+    _has_run: bool = False
+    _log_file: str | None = None
+    """Of what runs or ran last, if it has one that is known."""
+    _journal: str | None = None
 
     # What is wanted: none of these waits, and each may be called again and again.
 
@@ -114,6 +123,8 @@ class Engine:
     def want_down(self, reason: str) -> None:
         if self.wanted is Wanted.DOWN and self.failure is None:
             return
+        if self.wanted is Wanted.UP:
+            logger.info("Overspill: %s is being stopped: %s", self.name, reason)
         self.wanted, self.failure, self.stop_reason = Wanted.DOWN, None, reason
         self._observe_wish()
 
@@ -122,7 +133,7 @@ class Engine:
         if self._process is not None:
             return
         self._take(EngineProcess(record.identity), None, record)
-        self.wanted, self.is_managed, self.failure = Wanted.UP, is_managed, None
+        self.wanted, self.is_managed, self.failure, self.stop_reason = Wanted.UP, is_managed, None, ""
         self.settings, self.holds = record.settings, record.holds
         self._observe_wish()
 
@@ -130,6 +141,8 @@ class Engine:
         """What its status file says now."""
         if told != self.told:
             self.told = told
+            if told is not None and self._log_file is None:
+                self._log_file = told.log_file
             if told is not None and told.plan:
                 self.holds = told.holds
             if told is not None and told.session is not None and self._process is not None:
@@ -146,9 +159,24 @@ class Engine:
 
     @property
     def log_file(self) -> Path:
-        if self.record is not None and self.record.log_file is not None:
-            return Path(self.record.log_file)
+        return Path(self._log_file) if self._log_file is not None else self.own_log
+
+    @property
+    def own_log(self) -> Path:
+        """What is started here logs there."""
         return self.world.folder / "logs" / f"{file_name(self.name)}.log"
+
+    @property
+    def log_hint(self) -> str:
+        """Where the log is of what runs or ran last, if not in a file that is known."""
+        if self._log_file is not None or not self._has_run:
+            return ""
+        if self._journal is not None:
+            return f"systemd keeps the log of {self.unit or self.name}; see: {self._journal}"
+        return (
+            f"{self.name} was started outside the manager, and its log is where that was done; with "
+            "overspill serve --log-file FILE it is here too"
+        )
 
     @property
     def starting_s(self) -> float:
@@ -273,7 +301,7 @@ class Engine:
 
     async def _launch(self) -> None:
         self._launches += 1
-        order = Order(name=self.name, port=free_port(), log_file=self._own_log(), folder=self.world.folder / "empty")
+        order = Order(name=self.name, port=free_port(), log_file=self.own_log, folder=self.world.folder / "empty")
         logs.begin(order.log_file)
         self._is_launching = True
         try:
@@ -297,34 +325,57 @@ class Engine:
             holds=self.holds,
             started_at=time.time(),
             unit=launched.unit,
+            journal=launched.journal,
         )
-
-    def _own_log(self) -> Path:
-        return self.world.folder / "logs" / f"{file_name(self.name)}.log"
 
     async def _end(self) -> None:
         process = self._process
         assert process is not None
         self._is_ending, self._was_asked_to_end = True, self.wanted is Wanted.DOWN
         if self.wanted is Wanted.UP:
-            self.stop_reason = "it had not answered for too long"
+            self.stop_reason = f"it had not answered for {self._patience_s:g} s"
+            logger.warning("Overspill: %s is being ended: %s", self.name, self.stop_reason)
+        await asyncio.to_thread(self._leave_reason, process)
         if self.record is not None and self.record.unit is not None:
             with contextlib.suppress(StartFailed):
                 await asyncio.to_thread(self.world.backend.stop_unit, self.record.unit)
-        await process.end(self.world.timing.stop_patience_s)
+        if not await process.end(self.world.timing.stop_patience_s):
+            logger.warning("Overspill: %s did not end by itself, and was killed", self.name)
+            await asyncio.to_thread(self.world.was_killed, self.name, process, self.stop_reason)
+
+    @property
+    def _patience_s(self) -> float:
+        """For which it may be silent now."""
+        return self.world.timing.start_s if self._answered_at is None else self.world.timing.silent_s
+
+    @property
+    def _served_s(self) -> float:
+        """From when it was ready to its last answer: what hung since did not serve."""
+        if self.ready_since is None or self._answered_at is None:
+            return 0.0
+        return self._answered_at - self.ready_since
+
+    def _leave_reason(self, process: EngineProcess) -> None:
+        """For its own record of the run, which only it writes."""
+        try:
+            leave_reason(process.root.pid, process.root.process, self.stop_reason)
+        except OSError as error:
+            logger.warning("Overspill: the run of %s will not say why it was stopped: %s", self.name, error)
 
     async def _give_up(self) -> None:
-        """It is gone, and nobody here asked for that."""
+        """It is gone, and nobody here asked for that, unless it was silent."""
         process, is_silent = self._process, self._is_ending
         assert process is not None
         code = self._child.poll() if self._child is not None else None
-        lines = await asyncio.to_thread(logs.tail, self.log_file, 60)
+        hint = self.log_hint
+        lines = [hint] if hint else await asyncio.to_thread(logs.tail, self.log_file, 60)
         known = await asyncio.to_thread(self.world.how_it_ended, self.name, process)
-        was_loading = self._answered_at is None
+        was_loading, patience_s, served_s = self._answered_at is None, self._patience_s, self._served_s
         self._bury()
-        if was_loading and self._launches < _LAUNCHES and _PORT_TAKEN.search("\n".join(lines)):
+        # What was ended here for its silence ends as well as if a user had asked for it, and has failed all the same.
+        if not is_silent and was_loading and self._launches < _LAUNCHES and _PORT_TAKEN.search("\n".join(lines)):
             return  # launched again, with another port
-        if (known is not None and known[0]) or code == 0:
+        if not is_silent and ((known is not None and known[0]) or code == 0):
             self.wanted, self.stop_reason = Wanted.DOWN, "it was stopped from outside"
             return
         shown = tuple(line for line in lines if line.strip())[-_FAILURE_LINES:]
@@ -332,15 +383,14 @@ class Engine:
         how = f" with exit code {code}" if code is not None and code > 0 else ""
         how = f", killed by signal {-code}" if code is not None and code < 0 else how
         if is_silent:
-            silence = self.world.timing.start_s if was_loading else self.world.timing.silent_s
-            how = f" after it had not answered for {silence:g} s, and was ended"
-        why = _said(lines) or (known[1].splitlines()[0] if known is not None and known[1] else "")
+            how = f" after it had not answered for {patience_s:g} s, and was ended"
+        # Of one that ended as it was asked to, its record says what is said here already.
+        why = _said(lines) or (known[1].splitlines()[0] if known is not None and known[1] and not known[0] else "")
         why = why or ("" if lines else _no_room_for(self.log_file))
-        self._fail(f"the engine of {self.name} ended {when}{how}" + (f": {why}" if why else ""), shown)
+        self._fail(f"the engine of {self.name} ended {when}{how}" + (f": {why}" if why else ""), shown, served_s)
 
-    def _fail(self, reason: str, lines: tuple[str, ...]) -> None:
-        has_served = self.ready_since is not None and time.monotonic() - self.ready_since > self.world.timing.back_off_s
-        self._failures = 0 if has_served else self._failures + 1
+    def _fail(self, reason: str, lines: tuple[str, ...], served_s: float = 0.0) -> None:
+        self._failures = 0 if served_s > self.world.timing.back_off_s else self._failures + 1
         self.failure = Failure(reason=reason, log_lines=lines, at=time.monotonic(), count=self._failures)
         self.wanted = Wanted.DOWN
         self._bury()
@@ -349,6 +399,8 @@ class Engine:
     def _take(self, process: EngineProcess, child: "subprocess.Popen[bytes] | None", record: Record) -> None:
         self._process, self._child, self.record = process, child, record
         self._launched_at = time.monotonic()
+        self._has_run, self._log_file = True, record.log_file
+        self.unit, self._journal = record.unit, record.journal
         self._answered_at = self._root_gone_at = None
         self._is_ending = self._was_asked_to_end = False
         with contextlib.suppress(OSError):
@@ -378,6 +430,7 @@ class Engine:
         self._forget_handle()
         with contextlib.suppress(OSError):
             self.world.records.remove(self.name)
+            take_reason(self._process.root.pid, None)  # what was killed has not taken it
         self._process = self._child = self.told = self.record = self._answered_at = None
         self.served, self.ended_at = (), time.monotonic()
         self._is_ending = self._was_asked_to_end = False
@@ -389,9 +442,11 @@ class Engine:
         if state is self.state:
             return
         self.state, self.since = state, time.time()
-        self.ready_since = time.monotonic() if state is State.READY else None
         if state is State.READY:
-            self.last_used = time.monotonic()
+            self.ready_since = self.last_used = time.monotonic()
+        elif state is not State.STOPPING:
+            # While it ends it is still known for how long it served, or its end would count as a failed start.
+            self.ready_since = None
         if state in (State.STOPPED, State.FAILED):
             self.is_draining = False
         self._publish()

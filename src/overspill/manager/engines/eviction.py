@@ -20,7 +20,7 @@ class Running:
     in_flight: int
     last_used: float
     ready_since: float | None
-    """None while it starts or stops."""
+    """None while it starts."""
     may_go: bool = True
     """False for one that Overspill's manager did not start: whoever did may stop it."""
     is_kept: bool = False

@@ -21,7 +21,7 @@ from overspill.manager.engines.events import Changes
 from overspill.manager.engines.launch import Backend, OwnProcesses
 from overspill.manager.engines.memory import Memory
 from overspill.manager.engines.needs import Need, free_memory, reckon
-from overspill.manager.engines.observed import Told, how_it_ended, read_told, record_of
+from overspill.manager.engines.observed import Told, end_killed_run, how_it_ended, name_of, read_told, record_of
 from overspill.manager.engines.process import EngineProcess
 from overspill.manager.engines.queue import Queue
 from overspill.manager.engines.records import Records
@@ -93,6 +93,7 @@ class Engines:
             upstream=self.upstream,
             timing=self.timing,
             how_it_ended=self._how_it_ended,
+            was_killed=self._was_killed,
             changed=self._changed,
         )
         self._swaps = Swaps(
@@ -170,7 +171,9 @@ class Engines:
             error=failure.reason if failure is not None else "",
             log_lines=failure.log_lines if failure is not None else (),
             retry_at=time.time() + engine.retry_after_s if failure is not None else None,
-            log_file=str(engine.log_file),
+            log_file=None if engine.log_hint else str(engine.log_file),
+            log_hint=engine.log_hint,
+            stop_reason=engine.stop_reason,
             needs_restart=changed,
             plan=dict(told.plan) if told is not None else {},
             memory=dict(told.memory) if told is not None else {},
@@ -184,6 +187,10 @@ class Engines:
 
     def log_file(self, name: str) -> Path:
         return self._engine(name).log_file
+
+    def log_hint(self, name: str) -> str:
+        """Where the log is, if not in that file; empty if it is."""
+        return self._engine(name).log_hint
 
     async def events(self) -> AsyncIterator[list[Snapshot]]:
         """All of them first, then those that change."""
@@ -309,6 +316,12 @@ class Engines:
     def _how_it_ended(self, name: str, process: EngineProcess) -> tuple[bool, str] | None:
         return how_it_ended(self._registry, name, process.root)
 
+    def _was_killed(self, name: str, process: EngineProcess, reason: str) -> None:
+        try:
+            end_killed_run(self._registry, name, process.root, reason)
+        except RegistryError as error:
+            logger.warning("Overspill: why %s was killed is not in its run: %s", name, error)
+
     async def _preload(self) -> None:
         """One after the other, so that the next is given what is left then; nothing that runs goes for them."""
         for name in sorted(one.name for one in self.catalogue.models() if one.settings.preload):
@@ -325,18 +338,27 @@ class Engines:
                 await self.catalogue.refresh()
                 await self._find_others()
                 for name in [name for name, one in self._engines.items() if one.is_managed]:
-                    await asyncio.to_thread(logs.limit_size, self._engine(name).log_file)
+                    await asyncio.to_thread(logs.limit_size, self._engine(name).own_log)
             except Exception:
                 logger.exception("Overspill: looking for engines failed, and is tried again")
 
     async def _find_others(self) -> None:
         told: dict[int, Told] = await asyncio.to_thread(read_told)
+        models = {model.name: model for model in self.catalogue.models()}
         for one in told.values():
-            if self.catalogue.get(one.name) is not None or one.name in self._engines:
-                engine = self._engine(one.name)
+            name = name_of(one, models)
+            if name in models or name in self._engines:
+                engine = self._engine(name)
                 is_free = not engine.has_process and engine.state in (State.STOPPED, State.FAILED)
                 if is_free and one.identity.is_alive:  # still: it may have ended since the file was read
-                    engine.adopt(record_of(one), is_managed=False)
+                    # What systemd starts again after a failure is what was started here.
+                    is_again = engine.failure is not None and one.unit is not None and one.unit.name == engine.unit
+                    if is_again and engine.is_managed:
+                        record = dataclasses.replace(record_of(one, name), settings=engine.settings)
+                        engine.adopt(record, is_managed=True)
+                        await asyncio.to_thread(self._world.records.write, record)
+                    else:
+                        engine.adopt(record_of(one, name), is_managed=False)
         for engine in list(self._engines.values()):
             if engine.record is not None:
                 engine.tell(told.get(engine.record.pid))

@@ -35,6 +35,8 @@ class Launched:
     """For its exit code; None for a process that is not ours."""
     url: str | None = None
     unit: str | None = None
+    journal: str | None = None
+    """The command that shows the unit's log."""
 
 
 class Backend(Protocol):

@@ -27,6 +27,8 @@ class Record:
     started_at: float
     unit: str | None = None
     """systemd's, if it was started by that."""
+    journal: str | None = None
+    """The command that shows the unit's log."""
 
     @property
     def identity(self) -> Identity:

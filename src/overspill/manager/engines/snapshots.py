@@ -49,6 +49,10 @@ class Snapshot:
     retry_at: float | None = None
     """Before which a request does not start it again; seconds since 1970."""
     log_file: str | None = None
+    log_hint: str = ""
+    """Where its log is, if not in a file that is known."""
+    stop_reason: str = ""
+    """Why it is being stopped, or was the last time."""
     needs_restart: tuple[str, ...] = ()
     """Settings that were changed since it was started."""
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)

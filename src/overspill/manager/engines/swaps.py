@@ -60,7 +60,10 @@ class Swaps:
         self._stop_idle()
         self._end_drains()
         for name in self.queue.names():
-            if self.engines[name].is_draining and name != self.queue.names()[0]:
+            waiting = self.queue.names()
+            if name not in waiting:
+                continue  # whoever asked went away while another was dealt with
+            if self.engines[name].is_draining and name != waiting[0]:
                 continue
             if not await self._serve(name):
                 # Nobody overtakes: what becomes free is for the one that waits longest.
@@ -114,6 +117,7 @@ class Swaps:
         match choice.verdict:
             case Verdict.FITS:
                 engine.want_up(settings_as_json(model.settings), need.takes)
+                self._end_drains()  # there was room without those that were to go for it
                 return True
             case Verdict.NEVER if self._is_in_motion():
                 return False
@@ -139,7 +143,7 @@ class Swaps:
             engine = self.engines[victim]
             if engine.state not in (State.READY, State.STARTING):
                 del self._draining[victim]
-            elif not self.queue.count(for_name):
+            elif not self.queue.count(for_name) or self.engines[for_name].state in (State.STARTING, State.READY):
                 del self._draining[victim]
                 engine.is_draining = False
             elif not engine.in_flight or now > deadline:

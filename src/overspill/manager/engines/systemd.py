@@ -1,12 +1,14 @@
 """Engines as units of systemd, for models that `overspill service install` was run for; the rest as own processes."""
 
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from overspill.kv.errors import OverspillError
 from overspill.manager.engines.launch import Backend, Launched, Order, OwnProcesses
 from overspill.manager.engines.process import identify
 from overspill.manager.errors import StartFailed
@@ -28,15 +30,16 @@ class Units:
         unit = unit_name(order.name)
         if unit not in installed(self.folder):
             return self.otherwise.launch(order)
+        journal = journal_of(unit, is_user="--user" in self.systemctl)
         # A start ends when the engine is ready; that is looked at here.
         self._run("start", "--no-block", unit)
         deadline = time.monotonic() + _TOLD_WITHIN_S
         while time.monotonic() < deadline:
             pid = self._run("show", "--property=MainPID", "--value", unit).strip()
             if pid.isdigit() and (identity := identify(int(pid))) is not None:
-                return Launched(identity=identity, unit=unit)
+                return Launched(identity=identity, unit=unit, journal=journal)
             time.sleep(0.1)
-        raise StartFailed(f"systemd was asked to start {unit}, and has not; see: journalctl --user -u {unit}")
+        raise StartFailed(f"systemd was asked to start {unit}, and has not; see: {journal}")
 
     def stop_unit(self, unit: str) -> None:
         self._run("stop", "--no-block", unit)
@@ -48,6 +51,42 @@ class Units:
             said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
             raise StartFailed(f"{' '.join(command)} failed: {said}")
         return answer.stdout
+
+
+def journal_of(unit: str, *, is_user: bool) -> str:
+    """The command that shows its log."""
+    return shlex.join(["journalctl", *(["--user"] if is_user else []), "-u", unit])
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    name: str
+    is_user: bool
+    """Of a user's systemd, not of the machine's."""
+
+    def is_of(self, model: str) -> bool:
+        try:
+            return unit_name(model) == self.name
+        except OverspillError:  # a name that no unit can have
+            return False
+
+
+def unit_of(pid: int) -> Unit | None:
+    """Of ours, in which a process runs; systemd may have started it again with another number. Blocks."""
+    try:
+        return unit_in(Path(f"/proc/{pid}/cgroup").read_text())
+    except OSError:  # it has ended
+        return None
+
+
+def unit_in(cgroup: str) -> Unit | None:
+    """As /proc/PID/cgroup tells it."""
+    for line in cgroup.splitlines():
+        parts = line.partition(":")[2].partition(":")[2].split("/")
+        for part in parts:
+            if part.startswith("overspill@") and part.endswith(".service"):
+                return Unit(part, any(one.startswith("user@") for one in parts))
+    return None
 
 
 def backend_here(environ: Mapping[str, str] = os.environ) -> Backend:

@@ -138,7 +138,8 @@ class Jobs:
             with self._engines.reserved(why):
                 over = (State.STOPPED, State.FAILED)
                 running = [one.name for one in self._engines.snapshots() if one.state not in over]
-                await asyncio.gather(*(self._engines.stop(name, reason="a job needs its memory") for name in running))
+                told = f"job {job.id}, a {job.kind} of {job.model}, needs its memory"
+                await asyncio.gather(*(self._engines.stop(name, reason=told) for name in running))
                 yield None
         else:
             yield None

@@ -23,13 +23,15 @@ async def log(request: Request, app: App) -> Response:
     running = [one.name for one in engines if one.pid is not None]
     name = request.query_params.get("name") or next(iter([*running, *names]), "")
     search = request.query_params.get("search", "")[:200]
-    found = None
+    found, hint = None, ""
     if name:
         await app.engines.require_known(name)
-    if name and search:
+        hint = app.engines.log_hint(name)
+    if name and search and not hint:
         found = await asyncio.to_thread(logs.search, app.engines.log_file(name), search, limit=_SHOWN)
     return page(
-        request, "logs.html", names=names, name=name, search=search, found=found, command=_command(request, name)
+        request, "logs.html", names=names, name=name, search=search, found=found, hint=hint,
+        command=_command(request, name),
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class Identity:
 
 
 LOCAL = Identity(who="local", scope=KeyScope.ALL)
-"""Anybody, where it listens on loopback only and there is neither a key nor a password."""
+"""Anybody, where only this machine can ask and there is neither a key nor a password."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,19 @@ class Access:
     """One copy of keys, password and sessions; a request costs a look into a dictionary and one SHA-256.
 
     For one event loop. The registry is read in a thread, at most every two seconds, and only if somebody asks.
+    `is_loopback`: nobody of another machine can ask, by a proxy neither.
     """
 
     def __init__(self, registry: Registry, *, is_loopback: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry, self._is_loopback, self._clock = registry, is_loopback, clock
         self._known = _Known({}, None, {})
         self._read_at: float | None = None
+        self._tried_at = float("-inf")
+        self._problem: RegistryUnavailable | None = None
+        """Why it could not be read the last time."""
+        self._num_failures = 0
         self._is_outdated = True
+        self._is_failing = False
         self._reading = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         # One try takes 32 MiB and a core: a thousand at once must not take a thousand of each.
@@ -115,7 +121,7 @@ class Access:
 
     def forget(self) -> None:
         """The next request reads the registry again."""
-        self._is_outdated = True
+        self._is_outdated, self._is_failing = True, False
 
     async def note_use(self) -> None:
         """Writes what was used since the last time, and ends old sessions; to be called every minute and at the end."""
@@ -162,37 +168,47 @@ class Access:
             return BY_PASSWORD if await asyncio.to_thread(password_matches, secret, kept) else None
 
     async def _fresh(self) -> _Known:
-        if self._is_old():
+        if self._is_old() and not (self._is_failing and self._is_usable()):
+            failures = self._num_failures
             async with self._reading:
-                if self._is_old():  # nobody else was faster
+                # Nobody else was faster. A try may take as long as the registry's patience, so that who waited for one
+                # that failed makes none of their own: the last of twenty would wait for twenty.
+                if self._is_old() and self._num_failures == failures:
                     await self._read_again()
-        elif self._age_s() > _LOOK_AGAIN_S and self._looking is None:
+        elif self._clock() - self._tried_at > _LOOK_AGAIN_S and self._looking is None:
             self._looking = asyncio.create_task(self._look_again())
+        if self._problem is not None and not self._is_usable():
+            raise RegistryUnavailable(str(self._problem)) from self._problem
         return self._known
 
     async def _look_again(self) -> None:
-        """So that no request of a busy server waits for the registry."""
+        """So that no request of a busy server waits for the registry, and none for one that has just not answered."""
         try:
             async with self._reading:
                 await self._read_again()
-        except RegistryUnavailable:
-            self._is_outdated = True  # whoever asks next is told
         finally:
             self._looking = None
 
     def _is_old(self) -> bool:
         return self._is_outdated or self._age_s() > _MAX_AGE_S
 
+    def _is_usable(self) -> bool:
+        """While the registry cannot be read."""
+        return self._age_s() <= _LONGEST_WITHOUT_REGISTRY_S
+
     def _age_s(self) -> float:
         return float("inf") if self._read_at is None else self._clock() - self._read_at
 
     async def _read_again(self) -> None:
-        read_at, self._is_outdated = self._clock(), False
+        self._tried_at, self._is_outdated = self._clock(), False
+        began = self._tried_at
         try:
-            self._known, self._read_at = await asyncio.to_thread(self._read), read_at
-        except RegistryUnavailable:
-            if self._read_at is None or read_at - self._read_at > _LONGEST_WITHOUT_REGISTRY_S:
-                raise
+            self._known, self._read_at = await asyncio.to_thread(self._read), began
+        except RegistryUnavailable as error:
+            self._problem, self._is_failing, self._is_outdated = error, True, True
+            self._num_failures += 1
+        else:
+            self._problem, self._is_failing = None, False
 
     def _read(self) -> _Known:
         return _Known(

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overspill.manager.security.access import LOCAL, Access, Identity
 from overspill.manager.security.answers import GATEWAY, refuse
+from overspill.manager.security.binding import ADD_KEY, SET_PASSWORD
 from overspill.manager.security.bodies import MAX_BODY_BYTES, PAUSE_S, BodyGuard
 from overspill.manager.security.clients import client_address
 from overspill.manager.security.cookies import read_cookie
@@ -43,13 +44,14 @@ class AccessGuard:
             return
         try:
             identity = await self._identify(scope)
+            is_protected = identity is not None or await self._access.is_protected()
         except RegistryUnavailable as error:
             await refuse(scope, send, 503, f"nobody can be let in: {error}")
             return
         path = scope["path"]
         if not path.startswith(self._public):
             if identity is None:
-                await self._ask_to_log_in(scope, send)
+                await self._turn_away(scope, send, is_protected=is_protected)
                 return
             if identity.scope is KeyScope.GATEWAY and not path.startswith(GATEWAY):
                 await refuse(scope, send, 403, f"{identity.who} is for {GATEWAY} only; use a key for everything")
@@ -73,7 +75,15 @@ class AccessGuard:
         session_id = read_cookie(cookie, is_tls=self._is_tls)
         return await self._access.identify(authorization or None, session_id, is_use=is_use)
 
-    async def _ask_to_log_in(self, scope: Scope, send: Send) -> None:
+    async def _turn_away(self, scope: Scope, send: Send, *, is_protected: bool) -> None:
+        if not is_protected:
+            # The last one was removed while it ran: a page to log in would ask for what nobody has.
+            await refuse(
+                scope, send, 403,
+                "other machines can reach the manager, and it has neither a password nor an API key any more; nobody "
+                f"is let in. Set one on its machine with: {SET_PASSWORD}, or: {ADD_KEY}",
+            )  # fmt: skip
+            return
         accepted = dict(scope["headers"]).get(b"accept", b"")
         if scope["type"] == "http" and scope["method"] == "GET" and b"text/html" in accepted:
             await send({"type": "http.response.start", "status": 303, "headers": [(b"location", b"/login")]})
