@@ -15,7 +15,7 @@ from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import MiB, parse_size
-from overspill.kv.written_options import read_options, write_options
+from overspill.planning.connector_options import read_options, write_options
 from overspill.planning.wishes import AT_ONCE, MAX_NUM_SEQS
 
 

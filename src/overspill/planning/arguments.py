@@ -2,7 +2,7 @@
 
 import json
 
-from overspill.kv.written_options import read_options, used_options
+from overspill.planning.connector_options import read_options, used_options
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.planning.weights import PREFETCH_STEP, WeightOffload

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from overspill.figures import Known
 from overspill.hardware.gpu import Gpu
-from overspill.kv.written_options import read_options, used_options, write_options
 from overspill.model.facts import ModelFacts
 from overspill.planning.attempts import (
     Attempt,
@@ -18,6 +17,7 @@ from overspill.planning.attempts import (
 )
 from overspill.planning.budget import Budget, card_bytes
 from overspill.planning.card_fits import CardFit, card_fits
+from overspill.planning.connector_options import read_options, unused_options, write_options
 from overspill.planning.platform import CUDA, Platform
 from overspill.planning.setup import Profiles, Setup, nothing_measured
 from overspill.planning.ways import Way, make_way
@@ -27,6 +27,7 @@ __all__ = ["Plan", "Way", "Wishes", "make_plan"]
 
 # Predictions are not so good that a smaller difference would mean something.
 _NEARLY = 1.1
+_WITHOUT = {"host_bytes": "keeps no idle KV in RAM", "spill_bytes": "spills no KV"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,12 +249,10 @@ def _asked_warnings(plan: Plan) -> Iterator[str]:
         yield (
             f"--gpu-memory-utilization {share:g} is more than is free beside CUDA's context; planned with {planned:g}"
         )
-    asked = read_options(wishes.kv_options)
-    used = used_options(asked, chosen.connector_sizes) if chosen is not None else asked
-    if unused := {name: value for name, value in asked.items() if name not in used}:
+    if chosen is not None and (unused := unused_options(read_options(wishes.kv_options), chosen.connector_sizes)):
         yield (
             f"--kv-options {write_options(unused)} would do nothing here and is left out: the plan "
-            f"{'spills no KV' if 'spill_share' in unused else 'keeps no idle KV in RAM'}"
+            f"{' and '.join(words for size, words in _WITHOUT.items() if size not in chosen.connector_sizes)}"
         )
     is_asked = chosen is not None and chosen.weights.ram_bytes and plan.is_weights_asked
     if is_asked and plan.longest_on_gpu >= plan.max_model_len:

@@ -31,7 +31,7 @@ class Wishes:
     tensor_parallel_size: int = 1
     """Of vLLM's own flags; the plan is for one GPU all the same, and says so."""
     kv_options: str = ""
-    """Of the connector, beside its sizes, as `overspill.kv.written_options` reads them."""
+    """Of the connector, beside its sizes, as `overspill.planning.connector_options` reads them."""
     force: bool = False
     """Whether to give the nearest way where none fits."""
     cards: bool = False

@@ -8,9 +8,9 @@ from typing import Any
 
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size
-from overspill.kv.written_options import read_options
 from overspill.planning.arguments import kv_transfer_config, vllm_args
 from overspill.planning.attempts import PROCESS_RAM_BYTES
+from overspill.planning.connector_options import read_options
 from overspill.planning.parameters import pinned_share
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way

@@ -6,7 +6,7 @@ import pytest
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
-from overspill.kv.written_options import read_options, used_options, write_options
+from overspill.planning.connector_options import read_options, unused_options, used_options, write_options
 from overspill.settings import resolve
 
 ALL = "store=lazy,eviction=arc,verify=all,load=always,spill_share=0.25,reserve_bytes=2147483648,pin=false"
@@ -70,4 +70,5 @@ def test_options_without_their_size_are_not_used() -> None:
     assert set(used_options(options, ["host_bytes"])) == {"store", "pin"}
     assert set(used_options(options, ["spill_bytes"])) == {"spill_share", "pin"}
     assert used_options(options, ["host_bytes", "spill_bytes"]) == options
-    assert used_options(options, []) == {}
+    assert used_options(options, []) == {} and unused_options(options, []) == options
+    assert unused_options(options, ["host_bytes"]) == {"spill_share": 1.0}

@@ -48,6 +48,11 @@ def used_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str
     return {name: value for name, value in options.items() if needs[name] in sizes or (sizes and not needs[name])}
 
 
+def unused_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
+    used = used_options(options, sizes)
+    return {name: value for name, value in options.items() if name not in used}
+
+
 def _value(name: str, written: str) -> Any:
     try:
         return _FIELDS[name].metadata["parse"](_typed(name, written))
