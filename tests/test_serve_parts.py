@@ -234,6 +234,7 @@ def test_a_misspelt_setting_is_told_and_none_of_vllms_flags_is_taken_for_one() -
         "--max-modl-len is no setting here and goes to vLLM; did you mean --max-model-len?"
     ]
     assert "--gpu-memory?" in told("--gpu-memry=8GiB")[0]
+    assert "--kv-options?" in told("--kv-option", "store=lazy")[0], "the beginning of a name that vLLM does not have"
     parser = make_arg_parser(FlexibleArgumentParser())
     known = {name for action in parser._actions for name in action.option_strings if name.startswith("--")}
     refused = {"--model", "--config", "--uds", "--grpc", "--headless", "--cpu-offload-gb", "--offload-backend"}

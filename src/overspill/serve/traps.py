@@ -59,9 +59,9 @@ def _refuse_flags(combined: Combined) -> None:
 def _check_spelling(combined: Combined, checked: Checked) -> None:
     """What is no setting here is vLLM's to read, which takes seconds to say that it has no such flag."""
     for flag in combined.given:
-        if any(matches(flag.name, name) for name in _SETTINGS):
+        if flag.name.replace("--no-", "--", 1) in _SETTINGS:
             continue
-        # So near is none of vLLM's own.
+        # So near is none of vLLM's own, but for beginnings that its parser completes: the plan knows nothing of those.
         for meant in difflib.get_close_matches(flag.name, _SETTINGS, n=1, cutoff=0.9):
             checked.warnings.append(f"{flag.name} is no setting here and goes to vLLM; did you mean {meant}?")
 
