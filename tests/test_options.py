@@ -22,12 +22,19 @@ def test_host_bytes_alone_gives_the_defaults() -> None:
 def test_every_option_can_be_set() -> None:
     written = {
         "host_bytes": 1 << 30, "store": "lazy", "eviction": "arc", "verify": "all", "load": "always",
-        "reserve_bytes": "1GiB", "pin": False, "spill_bytes": "2GiB", "resident_bytes": "3GiB", "spill_share": 0.25,
+        "reserve_bytes": "1GiB", "spill_bytes": "2GiB", "resident_bytes": "3GiB", "spill_share": 0.25,
     }  # fmt: skip
     options = Options.parse(written)
-    assert set(written) == {f.name for f in fields(Options)}
-    for f in fields(Options):
-        assert getattr(options, f.name) != f.default
+    assert {*written, "pin"} == {f.name for f in fields(Options)}
+    for name, default in ((f.name, f.default) for f in fields(Options) if f.name in written):
+        assert getattr(options, name) != default
+    assert Options.parse({"host_bytes": "1GiB", "pin": False}).pin is False
+
+
+def test_spilled_kv_must_be_pinned() -> None:
+    """CUDA promises no order between events and copies of pageable memory."""
+    with pytest.raises(OverspillError, match="must be registered for DMA; remove pin, or spill_bytes"):
+        Options.parse({"spill_bytes": "1GiB", "pin": False})
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:

@@ -9,13 +9,28 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CUDAGraphMode, KVTransferConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
 from overspill.kv.preflight import SPILL_WORKER, _check_spill, require_spill_classes, use_spill_classes
 from overspill.kv.ram import Ram
-from overspill.kv.spill.layers import spill_geometry
+from overspill.kv.spill.layers import check_groups, spill_geometry
 from tests.engine import BLOCK, PAGE, engine, overspill_config, random_prompt, spilling
 
 Models = Callable[[str], Path]
@@ -76,10 +91,51 @@ def test_less_than_a_granule_is_refused(llama: Path) -> None:
     assert "the least that can be spilled of this model is 64 KiB" in refusal(llama, config)
 
 
-def test_recurrent_state_cannot_be_spilled(models: Models) -> None:
-    """vLLM zeroes and copies such blocks before any hook runs, and a spilled one's GPU address holds anything."""
-    config = overspill_config({"spill_bytes": "16MiB", "reserve_bytes": 0})
-    assert "spill does not work with Mamba" in refusal(models("mamba-hybrid"), config, max_num_batched_tokens=32)
+ATTENTION: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+STATE = MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CircularBufferSpec(**ATTENTION),
+        RSWASpec(**ATTENTION, rswa_window=64),
+        SinkFullAttentionSpec(**ATTENTION, sink_len=32),
+        HiddenStateCacheSpec(**ATTENTION),
+        MLAAttentionSpec(**ATTENTION, tokens_per_state=4),
+        CrossAttentionSpec(**ATTENTION),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_kv_of_a_kind_that_spill_does_not_know_is_refused(spec: KVCacheSpec) -> None:
+    """Positions that a step writes follow from the table in known kinds only; others would be streamed wrongly."""
+    full = KVCacheGroupSpec(["full"], FullAttentionSpec(**ATTENTION))
+    with pytest.raises(OverspillError, match=f"does not know KV of type {type(spec).__name__}, which odd has"):
+        check_groups([full, KVCacheGroupSpec(["odd"], spec)])
+
+
+def test_kinds_that_spill_knows_are_accepted() -> None:
+    specs = [
+        FullAttentionSpec(**ATTENTION), SlidingWindowSpec(**ATTENTION, sliding_window=64),
+        ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64), MLAAttentionSpec(**ATTENTION), STATE,
+    ]  # fmt: skip
+    check_groups([KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)])
+
+
+def test_a_model_without_attention_has_nothing_to_spill() -> None:
+    with pytest.raises(OverspillError, match="no attention layers"):
+        check_groups([KVCacheGroupSpec(["a"], STATE)])
+
+
+def test_an_arena_that_was_not_registered_is_refused(llama: Path) -> None:
+    """CUDA promises no order between events and copies of pageable memory. Spill went on with it."""
+    with engine(llama, spilling(), max_model_len=1500) as spills:
+        worker = spills.spill_worker
+        worker.wait_until_ready()
+        assert worker.arena is not None
+        worker.must_pin, worker.arena.pinning_refused = True, "CUDA_ERROR_OUT_OF_MEMORY"
+        with pytest.raises(OverspillError, match=r"registered for DMA.* took 0 B \(CUDA_ERROR_OUT.*ulimit -l"):
+            worker.wait_until_ready()
 
 
 def test_the_longest_that_fits_can_be_left_to_vllm(llama: Path) -> None:

@@ -115,7 +115,7 @@ class Options:
         _flag,
         True,
         "Register the RAM given to KV for DMA, in the background. `false` keeps it pageable: slower, but nothing is "
-        "locked.",
+        "locked. Spilled KV must be registered: with spill_bytes, `false` is refused.",
     )
 
     @classmethod
@@ -139,6 +139,11 @@ class Options:
             needs = known[key].metadata["needs"]
             if needs and not values.get(needs):
                 raise OverspillError(f"kv_connector_extra_config[{key!r}] does nothing without {needs}; remove it")
+        if values.get("spill_bytes") and not values.get("pin", True):
+            # CUDA keeps copies of pageable memory in no order with events, and the order of spill's is all there is.
+            raise OverspillError(
+                "kv_connector_extra_config['pin']: spilled KV must be registered for DMA; remove pin, or spill_bytes"
+            )
         return cls(**values)
 
     def host_bytes_per_rank(self, world_size: int) -> int:

@@ -100,8 +100,10 @@ def least_spilled_blocks(
     return None
 
 
-def most_spilled_blocks(available_bytes: int, page_bytes: int, num_regions: int, granularity: int) -> int:
-    """The most whose window leaves room for any resident block at all."""
+def most_spilled_blocks(
+    available_bytes: int, page_bytes: int, num_regions: int, granularity: int, *, num_resident: int = 1
+) -> int:
+    """The most whose window leaves room for `num_resident` resident blocks."""
     step = block_step(page_bytes, granularity)
-    room = available_bytes - step * page_bytes * num_regions
+    room = available_bytes - -(-num_resident // step) * step * page_bytes * num_regions
     return max(0, room) // (min(NUM_HALVES, num_regions) * page_bytes) // step * step

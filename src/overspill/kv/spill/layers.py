@@ -5,7 +5,16 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.layout import block_regions
@@ -16,6 +25,9 @@ from overspill.kv.spill.geometry import CUDA_GRANULARITY, Geometry, block_step, 
 from overspill.kv.spill.window import Layer
 
 _LAYOUTS = ("LBNHC", "LBHNC")
+# In these, block n of a request's table holds its tokens from n * block_size on, and a step writes nothing before the
+# tokens it computes. `group_step` rests on both. Subclasses may break either, so the type must be one of these.
+_SPILLED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 def granularity() -> int:
@@ -47,20 +59,41 @@ def check_spilled(options: Options, num_spilled: int, least_bytes: int) -> None:
         )
 
 
+def is_state(spec: KVCacheSpec) -> bool:
+    """Whether blocks hold recurrent states. They are read and written outside attention, so they stay on the GPU."""
+    return type(spec) is MambaSpec
+
+
 def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
-    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
+    for group in groups:
+        spec = group.kv_cache_spec
+        if not is_state(spec) and not _is_spillable(spec):
+            raise OverspillError(
+                f"spill does not know KV of type {type(spec).__name__}, which {group.layer_names[0]} has: remove "
+                "spill_bytes"
+            )
+    if all(is_state(group.kv_cache_spec) for group in groups):
         raise OverspillError(
-            "spill does not work with Mamba and linear-attention layers yet: their state is read outside attention. "
-            "Remove spill_bytes; offload (host_bytes) works"
+            "this model has no attention layers, whose KV could spill: recurrent states do not grow. Remove spill_bytes"
         )
+
+
+def _is_spillable(spec: KVCacheSpec) -> bool:
+    return type(spec) in _SPILLED_SPECS and spec.tokens_per_state == 1 and not spec.prefix_replay_tokens
+
+
+def states_per_request(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Blocks that one request's recurrent states take at most, in all groups."""
+    specs = [group.kv_cache_spec for group in groups if is_state(group.kv_cache_spec)]
+    return sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
 
 
 def _pages(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     """Page size and number of regions."""
-    if kv_cache_config.needs_kv_cache_zeroing:
+    if kv_cache_config.has_mixed_precision_kv_cache:
         raise OverspillError(
-            "spill does not work where vLLM zeroes new KV blocks, as it does for groups of different precision. "
-            "Remove spill_bytes"
+            "spill needs KV of one precision: a window that held one layer's would be read as another's. Remove "
+            "spill_bytes, or give one --kv-cache-dtype for all layers"
         )
     regions = block_regions(kv_cache_config)
     num_layers = max(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
@@ -85,11 +118,17 @@ def attention_layers(modules: Mapping[str, Any], kv_cache_config: KVCacheConfig,
 
     `modules` is vLLM's static forward context.
     """
-    groups = {name: i for i, group in enumerate(kv_cache_config.kv_cache_groups) for name in group.layer_names}
+    groups = {
+        name: i
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+        for name in group.layer_names
+        if not is_state(group.kv_cache_spec)
+    }
     regions = {
         name: (tensor.offset + index * tensor.layer_stride) // geometry.region_bytes
         for tensor in kv_cache_config.kv_cache_tensors
         for index, name in enumerate(tensor.layers)
+        if name in groups
     }
     layers = []
     for name, module in modules.items():

@@ -21,7 +21,7 @@ from overspill.kv.spill.geometry import (
     num_spilled_blocks,
     window_bytes,
 )
-from overspill.kv.spill.layers import check_groups, check_spilled, granularity
+from overspill.kv.spill.layers import check_groups, check_spilled, granularity, states_per_request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -47,12 +47,14 @@ def kv_bytes_with_spill(
         available_bytes = _limited(options.resident_bytes // world_size, available_bytes)
     resident = num_resident_blocks(available_bytes, spilled, page_bytes, num_regions, granularity())
     window = window_bytes(spilled, page_bytes, num_regions)
-    if not resident:
-        most = most_spilled_blocks(available_bytes, page_bytes, num_regions, granularity())
+    states = states_per_request(vllm_config, groups)
+    if resident <= states:  # one block is vLLM's null block
+        most = most_spilled_blocks(available_bytes, page_bytes, num_regions, granularity(), num_resident=states + 1)
+        beside = f", beside {format_size(states * block_bytes)} for a request's recurrent states" if states else ""
         raise OverspillError(
-            f"spill_bytes {format_size(options.spill_bytes)} needs a window of {format_size(window)} on each GPU; "
-            f"{format_size(available_bytes)} is there for KV. {_advice(most * block_bytes * world_size)}, raise "
-            "--gpu-memory-utilization or resident_bytes, or use a smaller model."
+            f"spill_bytes {format_size(options.spill_bytes)} needs a window of {format_size(window)} on each GPU"
+            f"{beside}; {format_size(available_bytes)} is there for KV. {_advice(most * block_bytes * world_size)}, "
+            "raise --gpu-memory-utilization or resident_bytes, or use a smaller model."
         )
     total = resident + spilled
     need = -(-_bytes_of_longest(vllm_config, groups) // block_bytes) + 1  # and vLLM's null block

@@ -1,15 +1,17 @@
 """Where blocks are placed: which tier a request is given, and which cached prefix moves from RAM to the GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from overspill.kv.speeds import Speeds
 from overspill.kv.spill.geometry import Geometry
+from overspill.kv.spill.layers import is_state
 from overspill.kv.spill.moves import Moves
 from overspill.kv.spill.policy import TierCosts, left_to_others, move_to_gpu, take_spilled
 from overspill.kv.spill.recent import RecentMost
@@ -26,11 +28,33 @@ _OUTPUT_TOKENS = 256.0
 _REMEMBERED_S = 30.0
 
 
+class StatePool:
+    """vLLM's block pool as the manager of a group of recurrent states sees it: what it takes is on the GPU."""
+
+    def __init__(self, pool: BlockPool, queue: TieredQueue) -> None:
+        self._pool, self._queue = pool, queue
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        self._queue.resident_only = True
+        try:
+            return self._pool.get_new_blocks(num_blocks)
+        finally:
+            self._queue.resident_only = False
+
+
 class Placement:
     """Stands between vLLM's cache manager and its block pool, and knows for whom blocks are taken."""
 
     def __init__(
-        self, geometry: Geometry, kv_cache_config: KVCacheConfig, speeds: Speeds, is_spilled: Callable[[str], bool]
+        self,
+        geometry: Geometry,
+        kv_cache_config: KVCacheConfig,
+        speeds: Speeds,
+        is_spilled: Callable[[str], bool],
+        states_per_request: int = 0,
     ) -> None:
         self.geometry = geometry
         self.speeds = speeds
@@ -38,6 +62,13 @@ class Placement:
         groups = kv_cache_config.kv_cache_groups
         self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
+        self._state_groups = [i for i, group in enumerate(groups) if is_state(group.kv_cache_spec)]
+        self._states_per_request = states_per_request
+        # Blocks for states that the allocation under way will take.
+        self._states_wanted = 0
+        self._is_allocating = False
+        # Requests that hold states.
+        self._holders: Sequence[Any] | dict[str, Any] = ()
         self.moves = Moves(self.block_sizes[0], geometry.num_resident)
         self._queue: TieredQueue | None = None
         # Who is being given blocks, how many tokens it found cached, and how many it computes in the step.
@@ -83,7 +114,11 @@ class Placement:
             self._asking = request, num_hit_tokens, num_new_tokens
             self.queue.num_taken = 0
             self._used = self.num_used_resident
-            blocks = allocate_slots(request, num_new_tokens, *args, **kwargs)
+            self._is_allocating = True
+            try:
+                blocks = allocate_slots(request, num_new_tokens, *args, **kwargs)
+            finally:
+                self._is_allocating = False
             if blocks is not None and num_hit_tokens:
                 self.queue.found(num_hit_tokens // min(self.block_sizes))
             return blocks
@@ -98,6 +133,58 @@ class Placement:
 
         manager.allocate_slots = tiered_allocate_slots
         manager.get_computed_blocks = tiered_get_computed_blocks
+        if self._state_groups:
+            self._keep_states_resident(manager.coordinator, pool)
+
+    def _keep_states_resident(self, coordinator: Any, pool: BlockPool) -> None:
+        """Take blocks of state groups from the GPU's, and refuse an allocation for which there are too few of these.
+
+        vLLM compares what an allocation takes with all free blocks; it knows of no tiers.
+        """
+        managers = coordinator.single_type_managers
+        count_all = coordinator.get_num_blocks_to_allocate
+        for group in self._state_groups:
+            managers[group].block_pool = StatePool(pool, self.queue)
+            self._holders = managers[group].req_to_blocks
+            self._count_states(managers[group])
+
+        def counted(*args: Any, new_computed_blocks: Sequence[Sequence[KVCacheBlock]], **kwargs: Any) -> int:
+            self._states_wanted = 0
+            num_blocks: int = count_all(*args, new_computed_blocks=new_computed_blocks, **kwargs)
+            # Hits are taken out of the free queue first; those of state groups are counted by their managers.
+            hits = sum(
+                block.ref_cnt == 0 and not block.is_null and block.block_id < self.geometry.num_resident
+                for group, blocks in enumerate(new_computed_blocks)
+                if group not in self._state_groups
+                for block in blocks
+            )
+            if self._is_allocating and self._states_wanted + hits > self.queue.num_free_resident:
+                return pool.num_gpu_blocks + 1  # more than there ever are, as vLLM itself says "not now"
+            return num_blocks
+
+        coordinator.get_num_blocks_to_allocate = counted
+
+    def _count_states(self, manager: Any) -> None:
+        count = manager.get_num_blocks_to_allocate
+
+        def counted(*args: Any, **kwargs: Any) -> int:
+            num_blocks: int = count(*args, **kwargs)
+            self._states_wanted += num_blocks
+            return num_blocks
+
+        manager.get_num_blocks_to_allocate = counted
+
+    @property
+    def _kept_for_states(self) -> int:
+        """GPU blocks that attention leaves to recurrent states.
+
+        One request's at least: the states of a request whose KV fills the GPU would have no place, it would be
+        preempted, and the same would happen again. The next request's too, but never more than half of the GPU.
+        """
+        if not self._state_groups:
+            return 0
+        several = min(self._states_per_request * (len(self._holders) + 1), self.geometry.num_resident // 2)
+        return max(self._states_per_request, self._states_wanted, several)
 
     def saw_step(self, resident_blocks_of_spilled: int) -> None:
         """How many GPU blocks the requests that spill hold in the step."""
@@ -111,7 +198,7 @@ class Placement:
     def _choose_tiers(self) -> Choice:
         """For the request that is being given blocks."""
         if self._asking is None:
-            return Choice()
+            return Choice(num_kept_resident=self._kept_for_states)
         request, num_hit_tokens, num_new_tokens = self._asking
         # Some of them it has been given already: blocks are taken group by group, and loaded ones before new ones.
         need = max(1, self._blocks_to_come(request, num_hit_tokens, num_new_tokens) - self.queue.num_taken)
@@ -119,11 +206,12 @@ class Placement:
         return Choice(
             take_spilled=not moves and take_spilled(self._costs(request, need)),
             num_spilled_first=max(0, need - self._resident_for(request, need)),
+            num_kept_resident=self._kept_for_states,
         )
 
     def _resident_for(self, request: Request, need: int) -> int:
         """GPU blocks that a request may take: all, if it then needs no others."""
-        free = self.queue.num_free_resident
+        free = max(0, self.queue.num_free_resident - self._kept_for_states)
         if need <= free and not self.is_spilled(request.request_id):
             return free
         left = left_to_others(
@@ -147,12 +235,13 @@ class Placement:
         )
 
     def _blocks_to_come(self, request: Request, num_hit_tokens: int, num_new_tokens: int) -> int:
-        """Blocks for the tokens that are known and not computed yet. A window's are given back as it moves on, but
-        not before the step."""
+        """Blocks for attention to the tokens that are known and not computed yet. A window's are given back as it
+        moves on, but not before the step."""
         tokens = max(0, request.num_tokens - request.num_computed_tokens - num_hit_tokens)
         return sum(
             1 + (tokens if window is None else min(tokens, window + num_new_tokens)) // block_size
-            for block_size, window in zip(self.block_sizes, self._windows, strict=True)
+            for group, (block_size, window) in enumerate(zip(self.block_sizes, self._windows, strict=True))
+            if group not in self._state_groups
         )
 
     def _costs(self, request: Request, num_blocks: int) -> TierCosts:

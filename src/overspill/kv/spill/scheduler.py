@@ -16,7 +16,7 @@ from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Speeds
-from overspill.kv.spill.layers import spill_geometry
+from overspill.kv.spill.layers import spill_geometry, states_per_request
 from overspill.kv.spill.placement import Placement
 from overspill.kv.spill.policy import heavy_requests, steps_apart
 from overspill.kv.spill.steps import Ids, Span, SpillStep, group_step
@@ -59,7 +59,13 @@ class SpillScheduler:
         self._at_risk = drafts_at_risk(vllm_config)
         self._spilled: dict[str, Spilled] = {}
         self._in_step: set[str] = set()  # spilled requests of the step planned last
-        self.placement = Placement(self.geometry, kv_cache_config, speeds, self.is_spilled)
+        self.placement = Placement(
+            self.geometry,
+            kv_cache_config,
+            speeds,
+            self.is_spilled,
+            states_per_request(vllm_config, kv_cache_config.kv_cache_groups),
+        )
         self._shown: tuple[int, int] | None = None
 
     def is_spilled(self, request_id: str) -> bool:
@@ -73,12 +79,12 @@ class SpillScheduler:
         jobs.moves = self.placement.moves.take()
         self.stats.count("moved_blocks", len(jobs.moves))
         self.placement.queue.found(len(jobs.moves))
+        jobs.moves += self._block_copies(output)
         jobs.spill = self._streamed(output)
         self.placement.saw_step(sum(spilled.resident_blocks for spilled in self._spilled.values()))
 
     def _streamed(self, output: SchedulerOutput) -> SpillStep | None:
         """The spilled blocks of this step, each streamed once however many requests read it."""
-        self._refuse_block_copies(output)
         self._note_new_blocks(output)
         # Most steps of most servers have none, and then this must cost nothing.
         scheduled = output.num_scheduled_tokens
@@ -127,11 +133,14 @@ class SpillScheduler:
     def _span(self, block_ids: Ids, computed: int, num_tokens: int) -> Span:
         return Span(block_ids, max(0, computed - self._at_risk), computed, computed + num_tokens)
 
-    def _refuse_block_copies(self, output: SchedulerOutput) -> None:
-        """vLLM copies blocks on the GPU before any hook runs. Only state models do; they are refused at the start."""
-        for copy in output.kv_cache_block_copies or ():
-            if max(copy.src_block_id, copy.dst_block_id) >= self.geometry.num_resident:
-                raise RuntimeError("vLLM copies a spilled KV block; Overspill cannot spill this model")
+    def _block_copies(self, output: SchedulerOutput) -> list[tuple[int, int]]:
+        """Take over the step's copies of blocks, which vLLM makes for hits that end inside one, if any is spilled: at
+        its GPU address vLLM would copy whatever the window holds. All of them, since one may continue another."""
+        copies = [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
+        if not any(max(pair) >= self.geometry.num_resident for pair in copies):
+            return []
+        output.kv_cache_block_copies = None
+        return copies
 
     def _describe(self, request_id: str, table: list[Ids], computed: int, num_tokens: int) -> None:
         spilled = self._spilled[request_id]

@@ -16,6 +16,8 @@ class Choice(NamedTuple):
     take_spilled: bool = False
     # So many come from RAM before anything else.
     num_spilled_first: int = 0
+    # GPU blocks to leave while there are spilled ones: recurrent states have no other place.
+    num_kept_resident: int = 0
 
 
 class TieredQueue:
@@ -37,7 +39,8 @@ class TieredQueue:
         self._resident = FreeKVCacheBlockQueue([b for b in blocks if b.block_id < num_resident])
         self._spilled = FreeKVCacheBlockQueue([b for b in blocks if b.block_id >= num_resident])
         self._choose = choose
-        self.num_taken = 0  # since whoever asks began to
+        self.resident_only = False  # whoever asks cannot use a spilled block
+        self.num_taken = 0  # of either tier, since whoever asks began to
         self._hits = 1.0
         self._evictions = 1.0
 
@@ -51,6 +54,8 @@ class TieredQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        if self.resident_only:
+            return self._resident.popleft_n(n)
         assert n <= self.num_free_blocks
         choice = self._choose()
         taken: list[KVCacheBlock] = []
@@ -116,7 +121,7 @@ class TieredQueue:
         resident, spilled = _head(self._resident), _head(self._spilled)
         if resident is None or spilled is None:
             return spilled is None
-        if is_first:
+        if is_first or self._resident.num_free_blocks <= choice.num_kept_resident:
             return False
         if resident.block_hash is None or spilled.block_hash is not None:
             return True

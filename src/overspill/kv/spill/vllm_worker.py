@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from overspill.kv.jobs import StepJobs
 from overspill.kv.preflight import check_engine
 from overspill.kv.spill.memory_budget import kv_bytes_with_spill
+from overspill.kv.spill.order import check_order, recorded
+from overspill.kv.spill.worker import SpillWorker
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
@@ -33,6 +37,24 @@ class OverspillWorker(VllmWorker):
         super().load_model(*args, **kwargs)
         if not current_platform.is_cpu():
             choose_graphs_by_step(self.model_runner)
+
+    def compile_or_warm_up_model(self) -> Any:
+        spill: SpillWorker | None = getattr(get_kv_transfer_group(), "spill_worker", None)
+        if spill is not None:
+            self._check_order(spill)
+        times = super().compile_or_warm_up_model()
+        if spill is not None:
+            spill.wait_until_ready()
+        return times
+
+    def _check_order(self, spill: SpillWorker) -> None:
+        """Before graphs are captured: replayed, they would show nothing of what they do."""
+        modules = self.vllm_config.compilation_config.static_forward_context
+        # Where layers are traced rather than called as custom operations, tracing would see the recording.
+        untraced = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
+        with recorded(modules, spill.layers) as events, untraced:
+            self.model_runner._dummy_run(1, force_attention=True, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+        check_order(events, spill.layers, self.vllm_config.model_config.model)
 
 
 def touches_spilled(scheduler_output: SchedulerOutput) -> bool:

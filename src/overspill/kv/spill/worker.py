@@ -17,17 +17,17 @@ from overspill.kv.jobs import StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.ram import require_ram
-from overspill.kv.sizes import format_size
+from overspill.kv.sizes import MiB, format_size
 from overspill.kv.spill.aliased_memory import AliasedMemory
 from overspill.kv.spill.allocation import KvAllocation
 from overspill.kv.spill.arena_copier import ArenaCopier
 from overspill.kv.spill.layers import attention_layers, spill_geometry
 from overspill.kv.spill.streams import HostStreams, Streams
-from overspill.kv.spill.window import Window, plan_accesses
+from overspill.kv.spill.window import Layer, Window, plan_accesses
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-_ARENA_WAIT_S = 120  # vLLM gives up on a step that takes some minutes
+_SECONDS_BETWEEN_SIGNS = 10
 
 
 class SpillWorker:
@@ -42,6 +42,8 @@ class SpillWorker:
         self.stats = OverspillStats()
         self.arena: HostMemory | None = None
         self.streams: Streams | None = None
+        self.layers: list[Layer] = []
+        self.must_pin = False
         self._memory: Any = None
         self._window: Window | None = None
 
@@ -78,20 +80,40 @@ class SpillWorker:
         self.arena = HostMemory(
             geometry.num_regions, geometry.half_bytes, numa_node=numa_node, name="arena", option="spill_bytes"
         )
+        self.must_pin = buffer.is_cuda
         if buffer.is_cuda:
-            self.arena.prepare(PinnedRanges(buffer.device) if self._options.pin else None)
+            self.arena.prepare(PinnedRanges(buffer.device))
             self.streams = CudaStreams(geometry, buffer, self.arena)
         else:
             self.arena.prepare(None)
             self.streams = HostStreams(geometry, buffer, self.arena)
         modules = self._vllm_config.compilation_config.static_forward_context
-        layers = attention_layers(modules, self._config, geometry)
-        self._window = Window(plan_accesses(layers, geometry), self.streams)
+        self.layers = attention_layers(modules, self._config, geometry)
+        self._window = Window(plan_accesses(self.layers, geometry), self.streams)
         logger.info(
             "Overspill: %d of %d KV blocks are on the GPU, %d spill to %s of RAM through a window of %s",
             geometry.num_resident, geometry.num_blocks, geometry.num_spilled, format_size(arena_bytes),
             format_size(geometry.num_halves * geometry.half_bytes),
         )  # fmt: skip
+
+    def wait_until_ready(self) -> None:
+        """Before the engine serves: the first spilled request would have to wait, and could still be refused."""
+        assert self.arena is not None
+        began = time.monotonic()
+        while not self.arena.wait_until_prepared(_SECONDS_BETWEEN_SIGNS):
+            logger.info(
+                "Overspill: %s of %s of RAM for spilled KV is ready after %.0f s",
+                format_size(self.arena.pinned_bytes), format_size(self.arena.num_bytes), time.monotonic() - began,
+            )  # fmt: skip
+        if not self.must_pin or self.arena.pinned_bytes == self.arena.num_bytes:
+            return
+        # Copies of pageable memory may run before or after what events say of them.
+        raise OverspillError(
+            f"spill needs {format_size(self.arena.num_bytes)} of RAM registered for DMA, and the driver took "
+            f"{format_size(self.arena.pinned_bytes)} ({self.arena.pinning_refused}). Raise the memlock limit (ulimit "
+            f'-l unlimited; in a container --ulimit memlock=-1), or use "spill_bytes": '
+            f'"{self.arena.pinned_bytes // MiB}MiB" or less'
+        )
 
     def copier(self, gpu: Copier, pool: HostMemory) -> Copier:
         """Offload's copies, where some blocks are not on the GPU."""
@@ -103,9 +125,7 @@ class SpillWorker:
     def begin_step(self, jobs: StepJobs) -> None:
         if jobs.spill is None and not jobs.moves:
             return
-        assert self._window is not None and self.arena is not None and self.streams is not None
-        if not self.arena.is_prepared:
-            self._wait_for_arena()
+        assert self._window is not None and self.streams is not None
         if jobs.moves:
             self._move(jobs.moves, self.streams)
         if jobs.spill is not None:
@@ -117,17 +137,6 @@ class SpillWorker:
         streams.fill_after(streams.saved())
         streams.move(pairs)
         streams.compute_after(streams.filled())
-
-    def _wait_for_arena(self) -> None:
-        """Memory that is not registered yet would be copied at a fraction of the speed, in the model's thread."""
-        assert self.arena is not None
-        logger.info("Overspill: the first spilled request waits until its RAM is ready")
-        began = time.monotonic()
-        if self.arena.wait_until_prepared(_ARENA_WAIT_S):
-            logger.info("Overspill: it waited for %.1f s", time.monotonic() - began)
-        else:
-            logger.warning("Overspill: RAM for spilled KV is not ready after %d s; copies are slow until it is",
-                           _ARENA_WAIT_S)  # fmt: skip
 
     def before_layer(self, name: str) -> None:
         if self._window is not None:

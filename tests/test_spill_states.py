@@ -1,0 +1,162 @@
+"""Spill of models with recurrent layers: attention KV goes to RAM, states stay on the GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from overspill.kv.spill import worker as spill_worker
+from overspill.kv.spill.layers import is_state
+from overspill.tiny import MODELS
+from tests.engine import BLOCK, Engine, assert_same, engine, overspill_config, random_prompt
+from tests.late_streams import LateStreams
+from tests.test_hybrids import NAMES, SETTINGS
+
+Models = Callable[[str], Path]
+
+RECURRENT = [name for name in NAMES if "hybrid" in str(name.values[0])]
+# With 12 layers, every third of them attention: four regions.
+REGIONS = 4
+# KV of the tiny models: K and V of 2 heads, by numbers in a head and bytes of a number.
+PAGES = {"mamba-hybrid": BLOCK * 2 * 2 * 32 * 4, "gdn-hybrid": BLOCK * 2 * 2 * 64 * 2}
+
+
+@pytest.fixture(params=["eager", "late"])
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "late":
+        monkeypatch.setattr(spill_worker, "HostStreams", LateStreams)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """With four layers in a group, so that each half of the window serves two of them."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = MODELS[name](tmp_path_factory.mktemp("deep") / name, layers=12)
+        return made[name]
+
+    return make
+
+
+def page_of(running: Engine) -> int:
+    return int(running.vllm_scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+
+
+def spilling(page: int, *, resident: int, spilled: int, **extra: Any) -> KVTransferConfig:
+    return overspill_config(
+        {
+            "spill_bytes": spilled * REGIONS * page,
+            "resident_bytes": resident * REGIONS * page + 2 * spilled * page,
+            "reserve_bytes": 0,
+            **extra,
+        }
+    )
+
+
+def settings(name: str, **more: Any) -> dict[str, Any]:
+    return {"max_model_len": 1500, **SETTINGS[name], **more}
+
+
+def watch_states(running: Engine) -> dict[str, int]:
+    """The largest block id that a state group, and that attention, has had in any step."""
+    groups = running.vllm_scheduler.kv_cache_config.kv_cache_groups
+    seen = {"state": 0, "attention": 0}
+    schedule = running.vllm_scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> SchedulerOutput:
+        output: SchedulerOutput = schedule(*args, **kwargs)
+        for request_id in output.num_scheduled_tokens:
+            tables = running.vllm_scheduler.kv_cache_manager.get_block_ids(request_id)
+            for group, ids in zip(groups, tables, strict=True):
+                kind = "state" if is_state(group.kv_cache_spec) else "attention"
+                seen[kind] = max(seen[kind], *ids)
+        return output
+
+    running.vllm_scheduler.schedule = watched
+    return seen
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_attention_spills_and_states_stay(deep: Models, schedule: None, name: str) -> None:
+    """The longest prompt takes three times the GPU's blocks, states included."""
+    prompts = [random_prompt(seed, length) for seed, length in enumerate((1250, 60, 400))]
+    with engine(deep(name), blocks=400, **settings(name)) as plain:
+        expected = [plain.ask_one(p, 60) for p in prompts]
+        longer = prompts[0] + list(expected[0].tokens) + random_prompt(7, 90)
+        expected_longer = plain.ask_one(longer, 40)
+        expected_damaged = plain.ask_one(random_prompt(3, 1000), 24)
+        page = page_of(plain)
+    with engine(deep(name), spilling(page, resident=13, spilled=60), **settings(name)) as spills:
+        geometry = spills.spill.geometry
+        assert (geometry.num_resident, geometry.num_regions) == (13, REGIONS)
+        seen = watch_states(spills)
+        assert_same([spills.ask_one(prompts[0], 60)], expected[:1])
+        assert_same(spills.ask(prompts, 60), expected)
+        assert_same([spills.ask_one(longer, 40)], [expected_longer])
+        assert seen["state"] < 13 < seen["attention"]
+        assert spills.metric("spill_in_bytes") > 0 and spills.metric("spill_out_bytes") > 0
+        # The model reads what is in RAM, so the comparison means something.
+        asked = spills.add(random_prompt(3, 1000), 24)
+        for _ in range(1000 // 32 + 4):
+            spills.step()
+        arena = spills.spill_worker.arena
+        assert arena is not None
+        arena.slots[:, : 8 * page] ^= 0x04
+        assert spills.run()[asked].differs_from(expected_damaged)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_many_requests_share_few_places_for_states(deep: Models, name: str) -> None:
+    """States of three requests do not fit beside each other: requests wait, or start again, and none for ever."""
+    prompts = [random_prompt(seed % 4, 300) + random_prompt(seed, 90 + 40 * seed) for seed in range(7)]
+    with engine(deep(name), blocks=600, **settings(name)) as plain:
+        expected = plain.ask(prompts, 40)
+        page = page_of(plain)
+    with engine(deep(name), spilling(page, resident=13, spilled=100), **settings(name)) as spills:
+        seen = watch_states(spills)
+        assert_same(spills.ask(prompts, 40), expected)
+        assert seen["state"] < 13 < seen["attention"]
+        assert spills.metric("spill_in_bytes") > 0
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_spilled_hybrids_return_from_ram(deep: Models, name: str, store: str) -> None:
+    prompts = [random_prompt(seed, 600) for seed in range(3)]
+    with engine(deep(name), blocks=400, **settings(name)) as plain:
+        expected = [plain.ask_one(p, 24) for p in prompts]
+        page = page_of(plain)
+    config = spilling(page, resident=13, spilled=45, host_bytes="64MiB", load="always", store=store, verify="all")
+    with engine(deep(name), config, **settings(name)) as both:
+        seen = watch_states(both)
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert_same([both.ask_one(prompt, 24)], [answer])
+        if store == "lazy":
+            both.ask([random_prompt(50 + i, 900) for i in range(4)], 8)
+        both.forget_gpu()
+        loaded = both.metric("hit_tokens")
+        again = [both.ask_one(p, 24) for p in prompts]
+        assert_same(again, expected)
+        assert both.metric("hit_tokens") - loaded == sum(a.num_cached for a in again) > 0
+        assert both.metric("spill_in_bytes") > 0 and seen["state"] < 13
+        both.assert_nothing_is_held()
+
+
+def test_a_gpu_without_room_for_states_is_refused(deep: Models) -> None:
+    page = PAGES["mamba-hybrid"]
+    with (
+        pytest.raises(Exception, match=r"beside .* for a request's recurrent states; .* is there for KV") as refused,
+        engine(deep("mamba-hybrid"), spilling(page, resident=4, spilled=60), **settings("mamba-hybrid")),
+    ):
+        pass
+    advised = str(refused.value).split('"spill_bytes": "')[1].split('"', maxsplit=1)[0]
+    config = overspill_config(
+        {"spill_bytes": advised, "resident_bytes": 4 * REGIONS * page + 2 * 60 * page, "reserve_bytes": 0}
+    )
+    with engine(deep("mamba-hybrid"), config, **settings("mamba-hybrid", max_model_len=64)) as spills:
+        assert spills.ask_one(random_prompt(1, 50), 4).tokens
