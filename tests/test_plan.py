@@ -51,11 +51,18 @@ def plan(config: dict[str, Any], gpu: str, ram: str, max_model_len: int, **wishe
     return plan_of(model(config), gpu, ram, max_model_len, **wishes)
 
 
-def awq(config: dict[str, Any]) -> ModelFacts:
-    """Linear layers in four bits, in groups of 128, as AutoAWQ writes them; routers and the rest stay as they are."""
+def awq(config: dict[str, Any], weights: dict[str, tuple[int, ...]] | None = None) -> ModelFacts:
+    """Linear layers in four bits, in groups of 128, as AutoAWQ writes them; routers and the rest stay as they are.
+
+    `weights` are shapes by name, of a model for which there is no formula.
+    """
     tensors = []
     written = Config(config, where="config.json")
-    for tensor in derive_tensors(written, dtype="bfloat16", is_tied=False, quantization=None):
+    if weights is None:
+        derived = derive_tensors(written, dtype="bfloat16", is_tied=False, quantization=None)
+    else:
+        derived = [Tensor(name=f"{name}.weight", dtype="BF16", shape=shape) for name, shape in weights.items()]
+    for tensor in derived:
         name = tensor.name.removesuffix(".weight")
         if not re.search(r"layers\..*_proj$", name):
             tensors.append(tensor)
@@ -68,6 +75,24 @@ def awq(config: dict[str, Any]) -> ModelFacts:
         ]
     quantised = {**config, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     return describe(Config(quantised, where="config.json"), tensors, name="model")
+
+
+def qwen3_next_weights() -> dict[str, tuple[int, ...]]:
+    """48 layers: every fourth with attention, the others with gated delta nets; each with 513 experts."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (151936, 2048), "lm_head": (151936, 2048)}
+    for i in range(48):
+        layer: dict[str, tuple[int, ...]] = {"mlp.gate": (512, 2048), "mlp.shared_expert_gate": (1, 2048)}
+        if i % 4 == 3:
+            layer |= {f"self_attn.{name}_proj": (512, 2048) for name in "kv"}
+            layer |= {"self_attn.q_proj": (8192, 2048), "self_attn.o_proj": (2048, 4096)}  # queries and gates
+        else:
+            layer |= {"linear_attn.in_proj_qkvz": (12288, 2048), "linear_attn.in_proj_ba": (64, 2048)}
+            layer |= {"linear_attn.conv1d": (8192, 1, 4), "linear_attn.out_proj": (2048, 4096)}
+        for expert in ["shared_expert", *(f"experts.{e}" for e in range(512))]:
+            layer |= {f"mlp.{expert}.gate_proj": (512, 2048), f"mlp.{expert}.up_proj": (512, 2048)}
+            layer |= {f"mlp.{expert}.down_proj": (2048, 512)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
 
 
 def test_what_fits_stays_on_the_gpu() -> None:
@@ -183,6 +208,36 @@ def test_thirty_billion_parameters_in_four_bits_on_24_gb() -> None:
     assert long is not None and long.name == "KV spilled to RAM" and long.weights.ram_bytes == 0
     assert long.geometry.kv_bytes_per_token == 96 * 1024
     assert plan_of(facts, "24GB", "128GB", 262144).longest_context == 262144
+
+
+def test_eighty_billion_in_four_bits_spill_256k_tokens_on_48_gb() -> None:
+    """Qwen3-Next-80B-A3B: KV of its 12 attention layers spills, and states of the other 36 stay. By hand:
+
+    Weights: experts 48 x 512 x 3 x 2048 x 512 = 77.3 billion, at 4 bits and 18 / 128 bits for zeros and scales.
+    A state: 32 heads x 128 x 128 numbers and 3 x 8192 of the convolution, 2 bytes each = 1,097,728 bytes. A token in
+    an attention layer: 2 x 2 x 256 x 2 = 2048 bytes. So a block is 34 x 16 = 544 tokens, the least whose page,
+    1,114,112 bytes, holds a state; a block of 12 layers is 13,369,344 bytes.
+    Blocks: 262,144 tokens are 482, 3 groups of states with 2 each are 6, and one is vLLM's null block.
+    """
+    facts = awq(models.qwen3_next_80b_a3b(), qwen3_next_weights())
+    experts = 48 * 512 * 3 * 2048 * 512
+    assert experts * (4 + 4 / 128 + 16 / 128) / 8 < facts.weights.total_bytes < 41 * GIB
+    made = plan_of(facts, "48GiB", "128GB", 262144, weights_ram_bytes=0)
+    way = made.recommended
+    assert way is not None and way.name == "KV spilled to RAM" and made.longest_context == 262144
+    geometry = way.geometry
+    assert (geometry.block_size, geometry.page_size_bytes, geometry.num_regions) == (544, 544 * 2048, 12)
+    assert (geometry.blocks_per_request(262144), geometry.states_per_request) == (482 + 6, 6)
+    assert geometry.kv_bytes_per_token == 12 * 2048
+    block = 12 * 544 * 2048
+    # A page is 17 x 64 KiB, and memory is mapped 2 MiB at a time: blocks change tiers 32 at a time.
+    resident, spilled = way.kv.resident_bytes // block, way.kv.spilled_bytes // block
+    assert resident % 32 == spilled % 32 == 0 and resident + spilled >= 489 > resident + spilled - 2 * 32
+    assert way.kv.window_bytes == 2 * spilled * 544 * 2048
+    # Of its 482 blocks the request has those in RAM that do not fit beside its states and the null block.
+    streamed = (482 - (resident - 7)) * block
+    assert made.gpu.link is not None
+    assert way.decode_tokens_per_s.value == pytest.approx(made.gpu.link.h2d_bytes_per_second.value / streamed, rel=0.1)
 
 
 def test_four_billion_parameters_on_16_gb_need_nothing() -> None:

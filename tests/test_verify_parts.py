@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from overspill.kv.errors import OverspillError
+from overspill.kv.spill.geometry import window_bytes
 from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.settings import SETTINGS, resolve
@@ -264,8 +265,18 @@ def test_a_context_too_short_to_compare_is_refused_with_the_flag(llama: Path) ->
         make_stage(plan(llama, max_model_len=512))
 
 
-def test_a_model_that_cannot_spill_is_verified_without(models: Any) -> None:
-    stage = make_stage(plan(models("gdn-hybrid")))
+def test_recurrent_states_have_room_beside_the_spill_that_is_verified(models: Any) -> None:
+    made = plan(models("gdn-hybrid"))
+    stage, way = make_stage(made), made.chosen
+    assert stage.spill is not None and way is not None
+    geometry, spilled = way.geometry, stage.spill.spill_bytes // stage.block_bytes
+    window = window_bytes(spilled, geometry.page_size_bytes, geometry.num_regions)
+    assert (stage.spill.resident_bytes - window) // stage.block_bytes > geometry.states_per_request == 2 * 2
+
+
+def test_a_model_that_cannot_spill_is_verified_without(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overspill.verify.stage.can_spill", lambda facts, geometry: False)
+    stage = make_stage(plan(llama))
     assert stage.spill is None and "spill does not work" in stage.no_spill
     assert not make_workload(stage, 0).longs
     assert num_lives(SCENARIOS, stage) < num_lives(SCENARIOS, replace(stage, no_spill=""))

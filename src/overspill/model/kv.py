@@ -49,6 +49,11 @@ class KVGeometry:
         in_flight = self.settings.max_in_flight_tokens
         return sum(group.blocks_per_request(max_model_len, in_flight) for group in self.groups)
 
+    @property
+    def states_per_request(self) -> int:
+        """Blocks of a request that hold recurrent states, whatever its length."""
+        return sum(group.members[0].page.states_per_request for group in self.groups)
+
     def request_bytes(self, max_model_len: int) -> int:
         """What vLLM demands for one such request before it starts (_max_memory_usage_bytes_from_groups)."""
         return self.bytes_per_block * self.blocks_per_request(max_model_len)

@@ -49,6 +49,8 @@ def split_kv(
     if not spilled:
         return None
     resident = num_resident_blocks(room, spilled, page, regions, granularity)
+    if resident <= at_once * geometry.states_per_request:
+        return None  # recurrent states do not spill
     return KvSplit(
         resident_bytes=resident * block_bytes,
         window_bytes=window_bytes(spilled, page, regions),

@@ -84,7 +84,7 @@ class Setup:
 
 
 def can_spill(facts: ModelFacts, geometry: KVGeometry) -> bool:
-    """Spill needs attention layers only, and one page size (overspill.kv.spill.layers refuses the rest)."""
-    has_state = any(isinstance(entry.cache, RecurrentState) for entry in facts.caches)
+    """Spill needs attention layers, and one page size (overspill.kv.spill.layers refuses the rest)."""
+    has_attention = any(not isinstance(entry.cache, RecurrentState) for entry in facts.caches)
     pages = {member.page.page_size_bytes for group in geometry.groups for member in group.members}
-    return not has_state and len(pages) == 1
+    return has_attention and len(pages) == 1

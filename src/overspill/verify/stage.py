@@ -125,7 +125,8 @@ def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tu
         return 0, None, "spill does not work with this model's layers"
     page, regions = geometry.page_size_bytes, geometry.num_regions
     step = block_step(page, plan.platform.granularity)
-    resident = _round_up(_RESIDENT_BLOCKS * len(geometry.groups) + _NULL_BLOCKS, step)
+    least = max(_RESIDENT_BLOCKS * len(geometry.groups), geometry.states_per_request)
+    resident = _round_up(least + _NULL_BLOCKS, step)
     units = next((n for n in range(_LONG_UNITS, most_units + 1) if _growing(geometry, unit * n) >= 2 * resident), None)
     if units is None and _growing(geometry, unit * most_units) >= resident + 2:
         units = most_units
