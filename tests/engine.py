@@ -226,7 +226,7 @@ def engine(
     try:
         llm = LLM(
             model=str(model),
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=arguments.pop("skip_tokenizer_init", True),
             enforce_eager=arguments.pop("enforce_eager", True),
             enable_prefix_caching=arguments.pop("enable_prefix_caching", True),
             disable_log_stats=False,

@@ -1,0 +1,345 @@
+"""Each kind of model that people serve, in stock vLLM and with Overspill: the same answers, and bytes that moved.
+
+Run with `pytest -m gpu`. With OVERSPILL_FAMILIES_OUT=<file> the outcomes are written there, in the form of the results
+under benchmarks/results. On a CPU the families that vLLM's CPU engine can run do run, and the others are skipped with
+vLLM's reason.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import record
+from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.spill.geometry import block_step, window_bytes
+from overspill.kv.spill.layers import granularity
+from tests.engine import (
+    ROUNDING,
+    Answer,
+    Engine,
+    assert_same_but_for_ties,
+    engine,
+    overspill,
+    overspill_config,
+    random_prompt,
+    sampling,
+)
+from tests.families import FAMILIES, Request
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.cuda.is_available()
+# What is refused by design: (family, feature) -> the reason, as a regular expression.
+EXPECTED_REFUSALS: dict[tuple[str, str], str] = {}
+NAMES = list(FAMILIES)
+FEATURES = ("offload eager", "offload lazy", "spill", "spill and offload", "CUDA graphs")
+OUTCOMES: dict[str, dict[str, Any]] = {}
+MOVED = ("store_bytes", "load_bytes", "hit_tokens", "spill_in_bytes", "spill_out_bytes", "spilled_steps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written() -> Iterator[None]:
+    """Outcomes of whatever ran, in the order of the tables."""
+    head = record.header("families", {"features": list(FEATURES)})
+    yield
+    if path := os.environ.get("OVERSPILL_FAMILIES_OUT"):
+        families = {
+            name: {
+                "architecture": FAMILIES[name].config["architectures"][0],
+                "notes": FAMILIES[name].notes,
+                "settings": FAMILIES[name].settings(cuda=CUDA),
+                "features": {feature: OUTCOMES[name][feature] for feature in FEATURES if feature in OUTCOMES[name]},
+            }
+            for name in NAMES
+            if name in OUTCOMES
+        }
+        record.write(Path(path), {**head, "families": families})
+
+
+@contextmanager
+def outcome(name: str, feature: str) -> Iterator[dict[str, Any]]:
+    """Keeps what became of a feature with a family, with the figures that the test adds."""
+    figures: dict[str, Any] = {}
+    began = time.monotonic()
+    refusal = EXPECTED_REFUSALS.get((name, feature))
+    try:
+        if refusal is None:
+            yield figures
+            figures = {"outcome": "proven", **figures}
+        else:
+            with pytest.raises(OverspillError, match=refusal) as refused:
+                yield figures
+            figures = {"outcome": "refused", "reason": str(refused.value)}
+    except pytest.skip.Exception:
+        raise
+    except BaseException as error:
+        figures = {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"[:2000], **figures}
+        raise
+    finally:
+        if "outcome" in figures:
+            OUTCOMES.setdefault(name, {})[feature] = {**figures, "seconds": time.monotonic() - began}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What stock vLLM answers, and how its KV lies."""
+
+    folder: Path
+    block_bytes: int
+    num_regions: int
+    resident: int
+    """Blocks that spill may keep on the GPU: a third of what the long prompt needs in its layers with attention."""
+    prompts: list[Request]
+    first: list[Answer]
+    again: list[Answer]
+    """From the GPU's own prefix cache: the same computation as after a return from RAM."""
+    few_blocks: int
+    """Room for one of the prompts, not for two."""
+    long: Request
+    turn: Request
+    """The long prompt, its answer and more."""
+    long_answers: list[Answer]
+    """Computed, from the cache, and of the turn."""
+    long_blocks: int
+
+    def spilling(self, **extra: Any) -> Any:
+        page = self.block_bytes // self.num_regions
+        step = block_step(page, granularity())
+        spilled = -(-(3 * self.long_blocks // 2 + 16 - self.resident) // step) * step
+        return overspill_config(
+            {
+                "spill_bytes": spilled * self.block_bytes,
+                "resident_bytes": self.resident * self.block_bytes + window_bytes(spilled, page, self.num_regions),
+                "spill_share": 1.0,
+                "reserve_bytes": 0,
+                **extra,
+            }
+        )
+
+    @property
+    def longest(self) -> int:
+        return len(self.turn.tokens) + 100
+
+
+def settings(name: str, **more: Any) -> dict[str, Any]:
+    return {**FAMILIES[name].settings(cuda=CUDA), **more}
+
+
+def ask(running: Engine, request: Request, max_tokens: int = 24) -> Answer:
+    return ask_counting(running, request, max_tokens)[0]
+
+
+def ask_counting(running: Engine, request: Request, max_tokens: int = 24) -> tuple[Answer, int]:
+    """And how many blocks it held at most."""
+    running._count += 1
+    name = f"request-{running._count}"
+    running.llm.llm_engine.add_request(name, request.prompt, sampling(max_tokens), lora_request=request.lora)
+    pool, done = running.gpu_pool, {}
+    least = before = pool.get_num_free_blocks()
+    while name not in done:
+        done.update(running.step())
+        least = min(least, pool.get_num_free_blocks())
+    return done[name], before - least
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Stock vLLM's answers, asked for once."""
+
+    @cache
+    def of(name: str) -> Reference | Exception:
+        folder = FAMILIES[name].write(tmp_path_factory.mktemp("families") / name.replace(" ", "-"))
+        try:
+            return stock(name, folder)
+        except Exception as error:
+            return error
+
+    def get(name: str) -> Reference:
+        found = of(name)
+        if isinstance(found, Exception):
+            if not CUDA:
+                pytest.skip(f"vLLM's CPU engine does not run it: {found}".splitlines()[0])
+            raise AssertionError("stock vLLM does not run it") from found
+        return found
+
+    return get
+
+
+def stock(name: str, folder: Path) -> Reference:
+    family = FAMILIES[name]
+    longest = 66_000 if CUDA else 4000
+    with engine(folder, num_gpu_blocks_override=None, max_model_len=longest, **settings(name)) as plain:
+        vllm_config, groups = plain.llm.llm_engine.vllm_config, plain.vllm_scheduler.kv_cache_config.kv_cache_groups
+        block_bytes = _pool_bytes_per_block(vllm_config, groups)
+        num_regions = max(len(group.layer_names) for group in groups)
+        block_size = vllm_config.cache_config.block_size
+        step = block_step(block_bytes // num_regions, granularity())
+        resident = -(-10 // step) * step
+        prompts = family.requests(folder, max(600, 5 * block_size), 1)
+        counted = [ask_counting(plain, request) for request in prompts]
+        first, held = [answer for answer, _ in counted], max(blocks for _, blocks in counted)
+        again = [ask(plain, request) for request in prompts]
+        long = family.requests(folder, 3 * resident * block_size + 40, 2)[0]
+        long_answer, long_blocks = ask_counting(plain, long)
+        long_again = ask(plain, long)
+        turn = long.followed_by(long_answer.tokens, random_prompt(4, 100))
+        return Reference(
+            folder=folder,
+            block_bytes=block_bytes,
+            num_regions=num_regions,
+            resident=resident,
+            prompts=prompts,
+            first=first,
+            again=again,
+            few_blocks=3 * held // 2 + 4,
+            long=long,
+            turn=turn,
+            long_answers=[long_answer, long_again, ask(plain, turn)],
+            long_blocks=long_blocks,
+        )
+
+
+def compare(name: str, figures: dict[str, Any], got: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    """Tokens the same but for ties, log-probabilities but for rounding; says how near they came."""
+    for mine, theirs in zip(got, expected, strict=True):
+        figures["answers"] = figures.get("answers", 0) + 1
+        identical = mine.tokens == theirs.tokens and mine.logprobs == theirs.logprobs
+        figures["identical_answers"] = figures.get("identical_answers", 0) + identical
+        for position, token in enumerate(mine.tokens):
+            if token != theirs.tokens[position]:
+                break
+            apart = abs(mine.logprobs[position][token] - theirs.logprobs[position][token])
+            figures["tokens"] = figures.get("tokens", 0) + 1
+            figures["worst_logprob_difference"] = max(figures.get("worst_logprob_difference", 0.0), apart)
+    assert_same_but_for_ties(got, expected, rounding=FAMILIES[name].rounding if CUDA else ROUNDING)
+
+
+def assert_different(name: str, got: Answer, expected: Answer) -> None:
+    with pytest.raises(AssertionError):
+        compare(name, {}, [got], [expected])
+
+
+def damage(slots: np.ndarray, *, fp8: bool) -> None:
+    """Other numbers of the usual size, none of them infinite."""
+    view = torch.from_numpy(slots).view(torch.uint8 if fp8 else torch.bfloat16 if CUDA else torch.float32)
+    for row in view:  # one at a time: a pool may be large
+        values = torch.randn(row.shape, generator=torch.Generator().manual_seed(0))
+        row.copy_(values.to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else values.to(row.dtype))
+
+
+def count_moved(running: Engine, figures: dict[str, Any], *needed: str) -> None:
+    figures.update({key: running.metric(key) for key in MOVED if running.metric(key)})
+    for key in needed:
+        assert figures.get(key, 0) > 0, f"{key}: nothing moved"
+    assert running.metric("load_failures") == 0 and running.metric("store_failures") == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_and_answers_of_a_family_vary(reference: Any, name: str) -> None:
+    """Else a comparison would show nothing: a model that repeats one token has the same answer to everything."""
+    ref: Reference = reference(name)
+    assert len({answer.tokens for answer in ref.first}) == len(ref.first)
+    assert all(len(set(answer.tokens)) > 6 for answer in (*ref.first, ref.long_answers[0]))
+    assert all(answer.num_cached < len(r.tokens) // 4 for answer, r in zip(ref.first, ref.prompts, strict=True))
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+@pytest.mark.parametrize("name", NAMES)
+def test_evicted_prompts_return_from_ram(reference: Any, name: str, store: str) -> None:
+    ref: Reference = reference(name)
+    # Checksums with one kind of store; without them damage is seen in the answer, as below.
+    transfer = overspill(host_bytes="256MiB", store=store, verify="all" if store == "lazy" else "off")
+    longest = max(len(request.tokens) for request in ref.prompts) + 100
+    few = {"blocks": ref.few_blocks, "max_model_len": longest}
+    with outcome(name, f"offload {store}") as figures, engine(ref.folder, transfer, **settings(name, **few)) as running:
+        compare(name, figures, [ask(running, request) for request in ref.prompts], ref.first)
+        again = [ask(running, request) for request in ref.prompts]
+        compare(name, figures, again, ref.again)
+        assert all(a.num_cached >= len(r.tokens) // 2 for a, r in zip(again, ref.prompts, strict=True)), again
+        running.drain()
+        count_moved(running, figures, "store_bytes", "load_bytes", "hit_tokens")
+        assert figures["hit_tokens"] >= sum(len(r.tokens) for r in ref.prompts) // 2
+        running.assert_nothing_is_held()
+        if store == "eager":
+            running.forget_gpu()
+            damage(running.worker.memory.slots, fp8=name == "FP8 KV")
+            damaged = ask(running, ref.prompts[0])
+            assert damaged.num_cached >= len(ref.prompts[0].tokens) // 2
+            assert_different(name, damaged, ref.again[0])
+            figures["damage_shows"] = True
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_three_times_the_gpu_spills(reference: Any, name: str) -> None:
+    ref: Reference = reference(name)
+    with (
+        outcome(name, "spill") as figures,
+        engine(ref.folder, ref.spilling(), **settings(name, max_model_len=ref.longest)) as running,
+    ):
+        answers = [ask(running, request) for request in (ref.long, ref.long, ref.turn)]
+        compare(name, figures, answers, ref.long_answers)
+        assert answers[-1].num_cached > len(ref.long.tokens) // 2
+        count_moved(running, figures, "spill_in_bytes", "spill_out_bytes", "spilled_steps")
+        damage(running.spill_worker.arena.slots, fp8=name == "FP8 KV")
+        damaged = ask(running, ref.long)
+        assert damaged.num_cached > len(ref.long.tokens) // 2
+        assert_different(name, damaged, ref.long_answers[1])
+        figures["damage_shows"] = True
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_spilled_prompt_returns_from_ram(reference: Any, name: str) -> None:
+    ref: Reference = reference(name)
+    transfer = ref.spilling(host_bytes="1GiB", load="always", verify="all")
+    with (
+        outcome(name, "spill and offload") as figures,
+        engine(ref.folder, transfer, **settings(name, max_model_len=ref.longest)) as running,
+    ):
+        spill_and_return(running, name, figures, ref.long, ref.turn, ref.long_answers)
+
+
+def spill_and_return(
+    running: Engine, name: str, figures: dict[str, Any], long: Request, turn: Request, expected: list[Answer]
+) -> None:
+    compare(name, figures, [ask(running, long)], expected[:1])
+    running.forget_gpu()
+    streamed = running.metric("spill_in_bytes")
+    again = ask(running, long)
+    compare(name, figures, [again], expected[1:2])
+    assert again.num_cached > len(long.tokens) // 2
+    assert running.metric("spill_in_bytes") > streamed
+    running.forget_gpu()
+    compare(name, figures, [ask(running, turn)], expected[2:])
+    running.drain()
+    count_moved(running, figures, *MOVED)
+    assert running.metric("corrupt_blocks") == 0
+    running.assert_nothing_is_held()
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.graphs])
+def test_spilled_and_returned_prompts_run_in_graphs(reference: Any, name: str) -> None:
+    ref: Reference = reference(name)
+    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
+    with outcome(name, "CUDA graphs") as figures:
+        with engine(
+            ref.folder, num_gpu_blocks_override=None, **settings(name, max_model_len=66_000, **graphs)
+        ) as plain:
+            expected = [ask(plain, request) for request in (ref.long, ref.long, ref.turn)]
+        transfer = ref.spilling(host_bytes="1GiB", load="always", verify="all")
+        with engine(ref.folder, transfer, **settings(name, max_model_len=ref.longest, **graphs)) as running:
+            spill_and_return(running, name, figures, ref.long, ref.turn, expected)
