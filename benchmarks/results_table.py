@@ -217,6 +217,31 @@ def manager_cost(result: Json) -> str:
     return markdown(["", "direct", "manager"], rows)
 
 
+def families(result: Json) -> str:
+    """One row per kind of model, one column per feature; below, why a feature is refused or failed."""
+    features = result["settings"]["features"]
+    rows, reasons = [], ""
+    for name, family in result["families"].items():
+        found = [family["features"].get(feature) for feature in features]
+        rows.append([name, family["notes"], *(_family_cell(one) for one in found)])
+        for feature, one in zip(features, found, strict=True):
+            if one and "reason" in one:
+                reasons += f"- {name}, {feature}: {one['outcome']}, {one['reason'].splitlines()[0]}\n"
+    return markdown(["", "model", *features], rows) + (f"\n{reasons}" if reasons else "")
+
+
+def _family_cell(one: Json | None) -> str:
+    """How many answers are stock vLLM's to the last bit, how far the others are from them, and what moved."""
+    if one is None:
+        return "–"
+    if one["outcome"] != "proven":
+        return str(one["outcome"])
+    moved = sum(value for key, value in one.items() if key.endswith("_bytes"))
+    apart = one["worst_logprob_difference"]
+    near = "" if one["identical_answers"] == one["answers"] else f", log-probabilities within {number(apart)}"
+    return f"{one['identical_answers']} of {one['answers']} identical{near}; {number(moved / 2**20)} MiB"
+
+
 # Table -> the benchmark whose results it shows, and what makes it.
 TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "summary": ("offload", front_page),
@@ -238,6 +263,8 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "prediction": ("prediction", prediction.table),
     "prediction-notes": ("prediction", notes),
     "prediction-hardware": ("prediction", hardware),
+    "families": ("families", families),
+    "families-hardware": ("families", hardware),
     "ab": ("ab", command_tables.experiment),
     "ab-where": ("ab", command_tables.experiment_where),
     "verify": ("verify", command_tables.verification),

@@ -81,6 +81,28 @@ def test_an_experiment_is_shown_with_its_ratios_and_what_did_not_run_or_not_to_i
     assert where.endswith(f"- 3 of 4 answers of b are those of a\n{problems}- a note\n")
 
 
+def test_families_show_identity_distance_and_bytes() -> None:
+    proven = {"outcome": "proven", "answers": 6, "identical_answers": 6, "tokens": 144, "worst_logprob_difference": 0.0}
+    result = {
+        "settings": {"features": ["offload eager", "spill", "CUDA graphs"]},
+        "families": {
+            "A": {"notes": "dense", "features": {
+                "offload eager": proven | {"store_bytes": 3 * 2**20, "load_bytes": 2**20, "hit_tokens": 99},
+                "spill": proven | {"identical_answers": 4, "worst_logprob_difference": 0.031, "spill_in_bytes": 2**21},
+            }},
+            "B": {"notes": "odd", "features": {
+                "offload eager": {"outcome": "failed", "reason": "AssertionError: answer 0\nmore"},
+                "spill": {"outcome": "refused", "reason": "no"},
+            }},
+        },
+    }  # fmt: skip
+    table = results_table.families(result)
+    near = "4 of 6 identical, log-probabilities within 0.031; 2 MiB"
+    assert f"| A | dense | 6 of 6 identical; 4 MiB | {near} | – |\n" in table
+    assert "| B | odd | failed | refused | – |\n" in table
+    assert table.endswith("\n- B, offload eager: failed, AssertionError: answer 0\n- B, spill: refused, no\n")
+
+
 def test_a_report_is_kept_with_its_commit_and_without_folders_of_the_machine() -> None:
     one = {
         "argv": ["/usr/bin/python3", "serve", "/home/me/work/models/a"], "started_at": "2026-01-02", "gpu": "G",
