@@ -86,13 +86,13 @@ def _values(path: str, name: str, parameter: nn.Parameter, module: nn.Module) ->
 
 
 def _width(path: str, module: nn.Module, shape: torch.Size) -> float:
-    if "embed" in path or len(shape) == 1:
+    fan_in = getattr(module, "input_size_per_partition", None)  # of packed weights and of scales, too
+    if "embed" in path or (len(shape) == 1 and fan_in is None):
         return 1.0
-    if "lm_head" in path:
-        return LOGITS * shape[-1] ** -0.5
-    fan_in = getattr(module, "input_size_per_partition", None)
     if fan_in is None or len(shape) > 2:
         fan_in = math.prod(shape[1:]) if len(shape) == 4 else shape[-1]
+    if "lm_head" in path:
+        return float(LOGITS * fan_in**-0.5)
     # Decisive routers, too: where two experts are as good, rounding would choose between them.
     sharp = any(part in path for part in ("qkv", "q_proj", "k_proj", "q_b_proj", "kv_", ".gate.", ".router."))
     return float((SHARP if sharp and "vision" not in path else 1.0) * fan_in**-0.5)
@@ -184,7 +184,7 @@ class Family:
         }
 
 
-# 32 tokens of 4 KV heads of 128 numbers are 64 KiB in bf16: 32 blocks, which is 1024 tokens, to the 2 MiB that CUDA maps.
+# 32 tokens of 4 KV heads of 128 numbers are 64 KiB in bf16, so the 2 MiB that CUDA maps hold 32 blocks, 1024 tokens.
 _BASE: Config = {
     "vocab_size": VOCAB,
     "hidden_size": 512,
@@ -358,10 +358,13 @@ FAMILIES: dict[str, Family] = {
             "quantization_config": {
                 "quant_method": "mxfp4",
                 "modules_to_not_convert": [
-                    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+                    "model.layers.*.self_attn",
+                    "model.layers.*.mlp.router",
+                    "model.embed_tokens",
+                    "lm_head",
                 ],
             },
-        },  # fmt: skip
+        },
         # Sinks need FlashAttention 3, or attention_backend TRITON_ATTN. With the package triton_kernels, moe_backend
         # triton works too.
         cuda={"moe_backend": "marlin"},
@@ -449,21 +452,29 @@ FAMILIES: dict[str, Family] = {
         {
             **_LLAMA,
             "quantization_config": {
-                "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "zero_point": True,
+                "version": "gemm",
                 # Without a word vLLM looks for it in the checkpoint, and there is none.
                 "modules_to_not_convert": ["lm_head"],
             },
-        },  # fmt: skip
+        },
         notes="Llama, 4-bit weights through Marlin",
     ),
     "GPTQ": Family(
         {
             **_LLAMA,
             "quantization_config": {
-                "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "sym": True,
+                "desc_act": False,
                 "modules_in_block_to_quantize": list(_LINEARS),
             },
-        },  # fmt: skip
+        },
         notes="Llama, 4-bit weights through Marlin",
     ),
     "FP8 weights": Family(
