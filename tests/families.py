@@ -43,13 +43,14 @@ class SensitiveLoader(DummyModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                values = _values(f"{prefix}.{name}", name, parameter, module)
+                values = weight_values(prefix, name, parameter, module)
                 if values is not None:
                     parameter.data.copy_(values.to(parameter.dtype))
 
 
-def _values(path: str, name: str, parameter: nn.Parameter, module: nn.Module) -> torch.Tensor | None:
+def weight_values(prefix: str, name: str, parameter: nn.Parameter, module: nn.Module) -> torch.Tensor | None:
     """What a parameter is to hold; None leaves it as vLLM made it."""
+    path = f"{prefix}.{name}"
     draw = torch.Generator().manual_seed(SEED + zlib.crc32(path.encode()))
     shape = parameter.shape
 
