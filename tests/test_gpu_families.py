@@ -355,12 +355,14 @@ def spill_and_return(
 @pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].graphs], scope="module")
 def test_spilled_and_returned_prompts_run_in_graphs(reference: Any, name: str) -> None:
     ref: Reference = reference(name)
-    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
+    graphs = {
+        "enforce_eager": False,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+        "max_model_len": ref.longest,  # kernels in a graph are laid out for it
+    }
     with outcome(name, "CUDA graphs") as figures:
-        with engine(
-            ref.folder, num_gpu_blocks_override=None, **settings(name, max_model_len=66_000, **graphs)
-        ) as plain:
+        with engine(ref.folder, num_gpu_blocks_override=None, **settings(name, **graphs)) as plain:
             expected = [ask(plain, request) for request in (ref.long, ref.long, ref.turn)]
         transfer = ref.spilling(host_bytes=HOST_BYTES, load="always", verify="all")
-        with engine(ref.folder, transfer, **settings(name, max_model_len=ref.longest, **graphs)) as running:
+        with engine(ref.folder, transfer, **settings(name, **graphs)) as running:
             spill_and_return(running, name, figures, ref.long, ref.turn, expected)
