@@ -71,7 +71,7 @@ def written() -> Iterator[None]:
             for name in NAMES
             if name in OUTCOMES
         }
-        record.write(Path(path), {**head, "families": families})
+        record.write(Path(path), {**head, "command": ["pytest", *sys.argv[1:]], "families": families})
 
 
 @contextmanager
@@ -195,6 +195,8 @@ def stock(name: str, folder: Path) -> Reference:
     longest = 66_000 if CUDA else 4000
     with engine(folder, num_gpu_blocks_override=None, max_model_len=longest, **settings(name)) as plain:
         vllm_config, groups = plain.llm.llm_engine.vllm_config, plain.vllm_scheduler.kv_cache_config.kv_cache_groups
+        if not vllm_config.cache_config.enable_prefix_caching:
+            raise ValueError("vLLM turns prefix caching off for it")
         block_bytes = _pool_bytes_per_block(vllm_config, groups)
         num_regions = max(len(group.layer_names) for group in groups)
         block_size = vllm_config.cache_config.block_size
