@@ -197,7 +197,7 @@ def hardware(result: Json) -> str:
     parts.append(f"{machine['cpu_cores']} CPU cores, {machine['ram_bytes'] / GIB:.0f} GiB of RAM")
     if settings.get("gpu_blocks"):
         parts.append(f"GPU cache {settings['gpu_blocks']} blocks, host pool {settings['host_gib']:.0f} GiB")
-    parts.append(f"commit {versions['commit'] or 'not recorded'}")
+    parts.append(spill_tables.commits(result))
     return ", ".join(map(str, parts)) + f"; {result['started'][:10]}\n"
 
 
