@@ -23,10 +23,11 @@ from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.worker import OffloadWorker
-from tests.engine_cost import collect, keep_kernels, without_collections
+from tests.engine_cost import collect, inspect_models_here, keep_kernels, without_collections
 
 plugin.register()  # as vLLM does where Overspill is installed as a package
 keep_kernels()
+inspect_models_here()
 
 BLOCK = 32
 VOCAB = 512

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import cache
 from unittest.mock import patch
 
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 
@@ -13,6 +14,12 @@ def keep_kernels() -> None:
     """At each start vLLM looks through every module that is loaded to put its CPU kernels in place. They stay there."""
     put_in_place = cache(CpuPlatform.register_triton_kernel_overrides)
     CpuPlatform.register_triton_kernel_overrides = staticmethod(put_in_place)  # type: ignore[method-assign]
+
+
+def inspect_models_here() -> None:
+    """vLLM starts a process for every architecture it meets, which imports all of vLLM, lest CUDA be initialised in
+    this one. It is going to be."""
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ under benchmarks/results. On a CPU the families that vLLM's CPU engine can run d
 vLLM's reason.
 """
 
+import fcntl
 import os
 import sys
 import time
@@ -53,25 +54,27 @@ each_family = pytest.mark.parametrize("name", NAMES, scope="module")  # one fami
 
 
 @cache
-def result() -> dict[str, Any]:
-    """What is written to OVERSPILL_FAMILIES_OUT; a file that is there already is added to."""
-    path = os.environ.get("OVERSPILL_FAMILIES_OUT")
-    head = record.header("families", {"features": list(FEATURES)}) | {"command": ["pytest", *sys.argv[1:]]}
-    if path and Path(path).exists():
-        return record.resumed(Path(path), head)
-    return {**head, "resumed": [], "families": {}}
+def head() -> dict[str, Any]:
+    return record.header("families", {"features": list(FEATURES)}) | {"command": ["pytest", *sys.argv[1:]]}
 
 
 def keep(name: str, feature: str, figures: dict[str, Any]) -> None:
-    """Written each time: a run that is killed loses nothing."""
+    """Written each time: a run that is killed loses nothing. `-k` may divide the families between processes."""
+    path = os.environ.get("OVERSPILL_FAMILIES_OUT")
+    if not path:
+        return
     family = FAMILIES[name]
-    families = result()["families"]
-    entry = families.setdefault(name, {"architecture": family.config["architectures"][0], "notes": family.notes})
-    entry["settings"] = family.settings(cuda=CUDA)
-    entry.setdefault("features", {})[feature] = figures
-    if path := os.environ.get("OVERSPILL_FAMILIES_OUT"):
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = record.read(Path(path)) if Path(path).exists() else {**head(), "resumed": [], "families": {}}
+        if all(run["command"] != head()["command"] for run in (result, *result["resumed"])):
+            result = record.resumed(Path(path), head())
+        families = result["families"]
+        entry = families.setdefault(name, {"architecture": family.config["architectures"][0], "notes": family.notes})
+        entry["settings"] = family.settings(cuda=CUDA)
+        entry.setdefault("features", {})[feature] = figures
         order = {one: families[one] for one in NAMES if one in families}
-        record.write(Path(path), {**result(), "families": order})
+        record.write(Path(path), {**result, "families": order})
 
 
 @contextmanager
@@ -148,7 +151,9 @@ def longest_with(requests: Sequence[Request]) -> int:
 
 
 def settings(name: str, **more: Any) -> dict[str, Any]:
-    return {**FAMILIES[name].settings(cuda=CUDA), **more}
+    # A size of its own for KV: several processes may then share a GPU, and no engine fills it for a few prompts.
+    memory = {"kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": 0.1} if CUDA else {}
+    return {**memory, **FAMILIES[name].settings(cuda=CUDA), **more}
 
 
 def ask(running: Engine, request: Request, max_tokens: int = 24) -> Answer:
