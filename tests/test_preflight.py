@@ -8,7 +8,7 @@ from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 
 from overspill.kv import plugin, preflight
 from overspill.kv.errors import OverspillError
-from overspill.kv.preflight import check_connector_stays, check_engine, check_vllm_version
+from overspill.kv.preflight import check_connector_stays, check_engine, check_vllm
 
 SIZE = {"host_bytes": "1MiB", "reserve_bytes": 0}
 
@@ -119,16 +119,15 @@ def test_vllms_flag_that_would_replace_the_connector_is_refused_by_the_engine() 
         check_connector_stays(SimpleNamespace(kv_transfer_config=inside_multi(), cache_config=cache))
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])
-def test_a_tested_vllm_is_accepted(version: str) -> None:
-    check_vllm_version(version)
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc1", None])
+def test_a_tested_vllm_is_accepted(version: str | None, log: pytest.LogCaptureFixture) -> None:
+    check_vllm(spill=True, found=version)
+    assert "not tested" not in log.text
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "0.3.20"])
-def test_another_vllm_is_refused_with_the_one_to_install(version: str) -> None:
-    with pytest.raises(OverspillError, match=rf"this is {version}\. Install vllm==0\.32\.0"):
-        check_vllm_version(version)
-
-
-def test_the_vllm_that_is_installed_is_accepted() -> None:
-    check_vllm_version()
+def test_an_untested_vllm_offloads_and_does_not_spill(version: str, log: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OverspillError, match=rf"this is {version}\. Install vllm==0\.32\.0, or remove spill_bytes"):
+        check_vllm(spill=True, found=version)
+    check_vllm(spill=False, found=version)
+    assert f"offload was not tested with vLLM {version}" in log.text

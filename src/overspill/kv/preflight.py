@@ -6,22 +6,36 @@ from importlib.util import find_spec
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from overspill.kv.contract import check_contract
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
 
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
+
 CONNECTOR = "OverspillConnector"
-# The interfaces used here change between releases; these are the ones the tests run on.
+# The ones that the tests run on.
 TESTED_VLLM = ("0.32",)
 
 
-def check_vllm_version(found: str | None = None) -> None:
+def check_vllm(*, spill: bool, found: str | None = None) -> None:
+    """Offload runs on any release that has what it uses of vLLM's inside. Spill replaces more than names and parameters
+    can tell of: it runs on releases that were tested."""
     found = found or _vllm_version()
-    if ".".join(found.split(".")[:2]) not in TESTED_VLLM:
+    is_tested = ".".join(found.split(".")[:2]) in TESTED_VLLM
+    if spill and not is_tested:
         raise OverspillError(
-            f"Overspill works with vLLM {' and '.join(TESTED_VLLM)}; this is {found}. Install vllm==0.32.0."
+            f"spill works with vLLM {' and '.join(TESTED_VLLM)}; this is {found}. Install vllm==0.32.0, or remove "
+            "spill_bytes."
         )
+    check_contract(spill=spill)
+    if not is_tested:
+        logger.warning_once(
+            "Overspill: offload was not tested with vLLM %s, which has all that it uses; tested: %s",
+            found, ", ".join(TESTED_VLLM),
+        )  # fmt: skip
 
 
 def _vllm_version() -> str:
@@ -55,9 +69,9 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
     if ours is None:
         return None
     extra, is_child = ours
-    check_vllm_version()
-    _check_platform()
     options = Options.parse(extra)
+    check_vllm(spill=bool(options.spill_bytes))
+    _check_platform()
     if options.host_bytes and not vllm_config.cache_config.enable_prefix_caching:
         raise OverspillError(
             "offload finds KV by prefix hashes, and prefix caching is off: remove --no-enable-prefix-caching"

@@ -5,16 +5,6 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.layout import block_regions
@@ -23,6 +13,18 @@ from overspill.kv.sizes import format_size
 from overspill.kv.spill import aliased_memory
 from overspill.kv.spill.geometry import CUDA_GRANULARITY, Geometry, block_step, num_spilled_blocks
 from overspill.kv.spill.window import Layer
+from overspill.kv.vllm_api import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    calls_connector,
+    kv_owner,
+)
 
 _LAYOUTS = ("LBNHC", "LBHNC")
 # In these, block n of a request's table holds its tokens from n * block_size on, and a step writes nothing before the
@@ -132,19 +134,12 @@ def attention_layers(modules: Mapping[str, Any], kv_cache_config: KVCacheConfig,
     }
     layers = []
     for name, module in modules.items():
-        owner = getattr(module, "kv_sharing_target_layer_name", None) or name
+        owner = kv_owner(module, name)
         if owner in regions:
             layers.append(Layer(name, groups[owner], regions[owner], is_owner=owner == name))
     missing = regions.keys() - {layer.name for layer in layers}
-    unhooked = [layer.name for layer in layers if not _calls_hooks(modules[layer.name])]
+    unhooked = [layer.name for layer in layers if not calls_connector(modules[layer.name])]
     if missing or unhooked:
         name = next(iter(missing or unhooked))
         raise OverspillError(f"spill does not know when layer {name} reads its KV cache. Remove spill_bytes")
     return layers
-
-
-def _calls_hooks(module: Any) -> bool:
-    """vLLM calls a connector around these layers' attention."""
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
-
-    return isinstance(module, Attention | MLAAttention)

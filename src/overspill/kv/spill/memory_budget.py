@@ -2,13 +2,6 @@
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import (
-    _estimate_max_model_len_from_groups,
-    _max_memory_usage_bytes_from_groups,
-    _pool_bytes_per_block,
-    get_kv_cache_groups,
-)
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
@@ -22,6 +15,14 @@ from overspill.kv.spill.geometry import (
     window_bytes,
 )
 from overspill.kv.spill.layers import check_groups, check_spilled, granularity, states_per_request
+from overspill.kv.vllm_api import (
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    bytes_of_block,
+    bytes_of_longest,
+    get_kv_cache_groups,
+    longest_that_fits,
+)
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -35,7 +36,7 @@ def kv_bytes_with_spill(
     """
     groups = get_kv_cache_groups(vllm_config, dict(kv_cache_spec))
     check_groups(groups)
-    block_bytes = _pool_bytes_per_block(vllm_config, groups)
+    block_bytes = bytes_of_block(vllm_config, groups)
     num_regions = max(len(group.layer_names) for group in groups)
     page_bytes = block_bytes // num_regions
     world_size = vllm_config.parallel_config.world_size
@@ -59,7 +60,7 @@ def kv_bytes_with_spill(
     total = resident + spilled
     need = -(-_bytes_of_longest(vllm_config, groups) // block_bytes) + 1  # and vLLM's null block
     if need > total:
-        longest = _estimate_max_model_len_from_groups(vllm_config, groups, (total - 1) * block_bytes)
+        longest = longest_that_fits(vllm_config, groups, (total - 1) * block_bytes)
         least = least_spilled_blocks(need, available_bytes, page_bytes, num_regions, granularity())
         raise OverspillError(
             f"a context of {vllm_config.model_config.max_model_len} tokens needs {format_size(need * block_bytes)} of "
@@ -92,7 +93,7 @@ def _bytes_of_longest(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -
     """KV of one request of `max_model_len`; nothing if vLLM chooses the longest that fits."""
     if vllm_config.model_config.original_max_model_len == -1:
         return 0
-    return int(_max_memory_usage_bytes_from_groups(vllm_config, groups))
+    return bytes_of_longest(vllm_config, groups)
 
 
 def _limited(resident_bytes: int, available_bytes: int) -> int:

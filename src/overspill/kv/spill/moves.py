@@ -6,12 +6,8 @@ for as long as it is popular, beside an empty GPU.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.request import Request
+from overspill.kv.vllm_api import BlockPool, KVCacheBlock, KVCacheBlocks, Request, forget_hashes, watch_full_blocks
 
 
 @dataclass(slots=True)
@@ -42,21 +38,12 @@ class Moves:
         """Watch which blocks are filled: vLLM hashes them when it schedules the step that writes them, so they can be
         found before there is anything to copy."""
         self._pool = pool
-        cache_full_blocks = pool.cache_full_blocks
+        watch_full_blocks(pool, self._on_full)
 
-        def observed_cache_full_blocks(
-            request: Request, blocks: list[KVCacheBlock], num_cached_blocks: int, num_full_blocks: int, **kwargs: Any
-        ) -> None:
-            self._written.update(block.block_id for block in blocks[num_cached_blocks:num_full_blocks])
-            cache_full_blocks(
-                request=request,
-                blocks=blocks,
-                num_cached_blocks=num_cached_blocks,
-                num_full_blocks=num_full_blocks,
-                **kwargs,
-            )
-
-        pool.cache_full_blocks = observed_cache_full_blocks
+    def _on_full(
+        self, request: Request, blocks: list[KVCacheBlock], first: int, end: int, block_size: int, group: int
+    ) -> None:
+        self._written.update(block.block_id for block in blocks[first:end])
 
     @property
     def pool(self) -> BlockPool:
@@ -103,8 +90,7 @@ class Moves:
         first = move.num_local_tokens // self._block_size
         move.targets = list(blocks.blocks[0][first : first + len(move.sources)])
         for block in move.sources:
-            # Not evict_blocks: that would publish the prefix as gone, which is now in other blocks.
-            self.pool._remove_cached_block_hashes(block)
+            forget_hashes(self.pool, block)
 
     def take(self) -> list[tuple[int, int]]:
         """(block, block) ids of this step's copies, from and to; a spilled block may be followed by ones on the GPU.

@@ -4,12 +4,14 @@ The window prepares a layer's half between the attention of the layer before it 
 earlier than that (ahead of time, for another layer, on a side stream) would overwrite what another layer still reads.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.spill.window import Layer
+from overspill.kv.vllm_api import watch_kv
 
 
 class Event(NamedTuple):
@@ -44,31 +46,13 @@ def check_order(events: Sequence[Event], layers: Sequence[Layer], model: str) ->
 
 @contextmanager
 def recorded(modules: Mapping[str, Any], layers: Sequence[Layer]) -> Iterator[list[Event]]:
-    """What the layers' modules write and read inside this context. `modules` is vLLM's static forward context."""
+    """What the layers write and read inside this context. `modules` is vLLM's static forward context."""
     events: list[Event] = []
-    undo: list[Callable[[], None]] = []
-
-    def watch(owner: Any, method: str, event: Event) -> None:
-        call = getattr(owner, method)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            events.append(event)
-            return call(*args, **kwargs)
-
-        setattr(owner, method, watched)
-        undo.append(lambda: delattr(owner, method))
-
-    try:
+    with ExitStack() as stack:
         for layer in layers:
-            module = modules[layer.name]
-            if hasattr(module.impl, "do_kv_cache_update"):
-                watch(module.impl, "do_kv_cache_update", Event(True, layer.name))
-            # Latent attention has its own way into the backend.
-            if hasattr(module, "forward_impl"):
-                watch(module, "forward_impl", Event(False, layer.name))
-            else:
-                watch(module.impl, "forward", Event(False, layer.name))
+            write, read = (
+                partial(events.append, Event(True, layer.name)),
+                partial(events.append, Event(False, layer.name)),
+            )
+            stack.callback(watch_kv(modules[layer.name], write, read))
         yield events
-    finally:
-        for restore in undo:
-            restore()

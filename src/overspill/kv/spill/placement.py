@@ -1,13 +1,6 @@
 """Where blocks are placed: which tier a request is given, and which cached prefix moves from RAM to the GPU."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.request import Request
 
 from overspill.kv.speeds import Speeds
 from overspill.kv.spill.geometry import Geometry
@@ -16,6 +9,18 @@ from overspill.kv.spill.moves import Moves
 from overspill.kv.spill.policy import TierCosts, left_to_others, move_to_gpu, take_spilled
 from overspill.kv.spill.recent import RecentMost
 from overspill.kv.spill.tiers import Choice, TieredQueue
+from overspill.kv.vllm_api import (
+    BlockPool,
+    KVCacheBlock,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheManager,
+    Request,
+    around_allocation,
+    change_computed_blocks,
+    limit_groups,
+    requests_holding_blocks,
+)
 
 # Until they are measured: a PCIe 4.0 link, and an 8B model on a small card.
 LINK_BYTES_PER_S = 25e9
@@ -26,23 +31,6 @@ _STEP_OVERHEAD_S = 0.006
 _OUTPUT_TOKENS = 256.0
 # How long it is remembered what requests that fit have needed.
 _REMEMBERED_S = 30.0
-
-
-class StatePool:
-    """vLLM's block pool as the manager of a group of recurrent states sees it: what it takes is on the GPU."""
-
-    def __init__(self, pool: BlockPool, queue: TieredQueue) -> None:
-        self._pool, self._queue = pool, queue
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        self._queue.resident_only = True
-        try:
-            return self._pool.get_new_blocks(num_blocks)
-        finally:
-            self._queue.resident_only = False
 
 
 class Placement:
@@ -67,8 +55,7 @@ class Placement:
         # Blocks for states that the allocation under way will take.
         self._states_wanted = 0
         self._is_allocating = False
-        # Requests that hold states.
-        self._holders: Sequence[Any] | dict[str, Any] = ()
+        self._num_holders: Callable[[], int] = lambda: 0  # requests that hold states
         self.moves = Moves(self.block_sizes[0], geometry.num_resident)
         self._queue: TieredQueue | None = None
         # Who is being given blocks, how many tokens it found cached, and how many it computes in the step.
@@ -107,72 +94,51 @@ class Placement:
         self._queue = TieredQueue(free, self.geometry.num_resident, self._choose_tiers)
         pool.free_block_queue = self._queue
         self.moves.bind(pool)
-        allocate_slots, get_computed_blocks = manager.allocate_slots, manager.get_computed_blocks
-
-        def tiered_allocate_slots(request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            num_hit_tokens = kwargs.get("num_new_computed_tokens", 0)
-            self._asking = request, num_hit_tokens, num_new_tokens
-            self.queue.num_taken = 0
-            self._used = self.num_used_resident
-            self._is_allocating = True
-            try:
-                blocks = allocate_slots(request, num_new_tokens, *args, **kwargs)
-            finally:
-                self._is_allocating = False
-            if blocks is not None and num_hit_tokens:
-                self.queue.found(num_hit_tokens // min(self.block_sizes))
-            return blocks
-
-        def tiered_get_computed_blocks(request: Request) -> tuple[KVCacheBlocks, int, int]:
-            blocks, num_tokens, boundary = get_computed_blocks(request)
-            if self._should_move(request, blocks, num_tokens):
-                num_tokens = self.moves.propose(request.request_id, blocks.blocks[0])
-                kept = blocks.blocks[0][: num_tokens // self.block_sizes[0]]
-                blocks = manager.create_kv_cache_blocks((list(kept),))
-            return blocks, num_tokens, boundary
-
-        manager.allocate_slots = tiered_allocate_slots
-        manager.get_computed_blocks = tiered_get_computed_blocks
+        around_allocation(manager, self._allocate)
+        change_computed_blocks(manager, self._without_moved)
         if self._state_groups:
-            self._keep_states_resident(manager.coordinator, pool)
+            limit_groups(manager, self._state_groups, self.queue.resident_only, self._states_fit)
+            self._num_holders = lambda: requests_holding_blocks(manager, self._state_groups[0])
 
-    def _keep_states_resident(self, coordinator: Any, pool: BlockPool) -> None:
-        """Take blocks of state groups from the GPU's, and refuse an allocation for which there are too few of these.
+    def _allocate(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_hit_tokens: int,
+        allocate: Callable[[], KVCacheBlocks | None],
+    ) -> KVCacheBlocks | None:
+        self._asking = request, num_hit_tokens, num_new_tokens
+        self.queue.num_taken = 0
+        self._used = self.num_used_resident
+        self._is_allocating = True
+        try:
+            blocks = allocate()
+        finally:
+            self._is_allocating = False
+        if blocks is not None and num_hit_tokens:
+            self.queue.found(num_hit_tokens // min(self.block_sizes))
+        return blocks
 
-        vLLM compares what an allocation takes with all free blocks; it knows of no tiers.
-        """
-        managers = coordinator.single_type_managers
-        count_all = coordinator.get_num_blocks_to_allocate
-        for group in self._state_groups:
-            managers[group].block_pool = StatePool(pool, self.queue)
-            self._holders = managers[group].req_to_blocks
-            self._count_states(managers[group])
+    def _without_moved(
+        self, request: Request, blocks: Sequence[Sequence[KVCacheBlock]], num_tokens: int
+    ) -> tuple[list[KVCacheBlock], int] | None:
+        """The part of a cached prefix that stays where it is, if the rest is to move to the GPU."""
+        if not self._should_move(request, blocks, num_tokens):
+            return None
+        num_kept = self.moves.propose(request.request_id, blocks[0])
+        return list(blocks[0][: num_kept // self.block_sizes[0]]), num_kept
 
-        def counted(*args: Any, new_computed_blocks: Sequence[Sequence[KVCacheBlock]], **kwargs: Any) -> int:
-            self._states_wanted = 0
-            num_blocks: int = count_all(*args, new_computed_blocks=new_computed_blocks, **kwargs)
-            # Hits are taken out of the free queue first; those of state groups are counted by their managers.
-            hits = sum(
-                block.ref_cnt == 0 and not block.is_null and block.block_id < self.geometry.num_resident
-                for group, blocks in enumerate(new_computed_blocks)
-                if group not in self._state_groups
-                for block in blocks
-            )
-            if self._is_allocating and self._states_wanted + hits > self.queue.num_free_resident:
-                return pool.num_gpu_blocks + 1  # more than there ever are, as vLLM itself says "not now"
-            return num_blocks
-
-        coordinator.get_num_blocks_to_allocate = counted
-
-    def _count_states(self, manager: Any) -> None:
-        count = manager.get_num_blocks_to_allocate
-
-        def counted(*args: Any, **kwargs: Any) -> int:
-            num_blocks: int = count(*args, **kwargs)
-            self._states_wanted += num_blocks
-            return num_blocks
-
-        manager.get_num_blocks_to_allocate = counted
+    def _states_fit(self, num_states: int, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """Whether there are GPU blocks enough for the states that an allocation takes: vLLM compares with all that are
+        free, and knows of no tiers. Hits are taken out of the free queue first; those of states are counted already."""
+        self._states_wanted = num_states
+        resident_hits = sum(
+            block.ref_cnt == 0 and not block.is_null and block.block_id < self.geometry.num_resident
+            for group, blocks in enumerate(hits)
+            if group not in self._state_groups
+            for block in blocks
+        )
+        return not self._is_allocating or num_states + resident_hits <= self.queue.num_free_resident
 
     @property
     def _kept_for_states(self) -> int:
@@ -183,7 +149,7 @@ class Placement:
         """
         if not self._state_groups:
             return 0
-        several = min(self._states_per_request * (len(self._holders) + 1), self.geometry.num_resident // 2)
+        several = min(self._states_per_request * (self._num_holders() + 1), self.geometry.num_resident // 2)
         return max(self._states_per_request, self._states_wanted, several)
 
     def saw_step(self, resident_blocks_of_spilled: int) -> None:
@@ -219,10 +185,10 @@ class Placement:
         )
         return max(0, free - left)
 
-    def _should_move(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
+    def _should_move(self, request: Request, blocks: Sequence[Sequence[KVCacheBlock]], num_tokens: int) -> bool:
         if len(self.block_sizes) > 1 or not num_tokens or not self.moves.may_propose(request.request_id):
             return False  # groups would have to move together
-        sources = self.moves.sources(blocks.blocks[0])
+        sources = self.moves.sources(blocks[0])
         if not sources or self.finds_more(request, num_tokens):
             return False
         resident = [block for block in sources if block.block_id < self.geometry.num_resident]

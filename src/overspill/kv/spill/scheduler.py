@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.request import Request
 
 from overspill.kv.jobs import StepJobs
 from overspill.kv.metrics import OverspillStats
@@ -20,6 +17,7 @@ from overspill.kv.spill.layers import spill_geometry, states_per_request
 from overspill.kv.spill.placement import Placement
 from overspill.kv.spill.policy import heavy_requests, steps_apart
 from overspill.kv.spill.steps import Ids, Span, SpillStep, group_step
+from overspill.kv.vllm_api import KVCacheConfig, Request, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 

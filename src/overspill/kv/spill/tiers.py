@@ -1,9 +1,10 @@
 """vLLM's free queue in two tiers: GPU blocks first, then spilled ones."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from overspill.kv.vllm_api import FreeKVCacheBlockQueue, KVCacheBlock, first_free
 
 # The estimate of reuse forgets: it should follow what the server does now.
 _MEMORY = 4096
@@ -39,7 +40,7 @@ class TieredQueue:
         self._resident = FreeKVCacheBlockQueue([b for b in blocks if b.block_id < num_resident])
         self._spilled = FreeKVCacheBlockQueue([b for b in blocks if b.block_id >= num_resident])
         self._choose = choose
-        self.resident_only = False  # whoever asks cannot use a spilled block
+        self._is_resident_only = False  # whoever asks cannot use a spilled block
         self.num_taken = 0  # of either tier, since whoever asks began to
         self._hits = 1.0
         self._evictions = 1.0
@@ -54,7 +55,7 @@ class TieredQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        if self.resident_only:
+        if self._is_resident_only:
             return self._resident.popleft_n(n)
         assert n <= self.num_free_blocks
         choice = self._choose()
@@ -95,6 +96,15 @@ class TieredQueue:
 
     # What spill asks and tells.
 
+    @contextmanager
+    def resident_only(self) -> Iterator[None]:
+        """Inside, GPU blocks are taken whatever `choose` says."""
+        self._is_resident_only = True
+        try:
+            yield
+        finally:
+            self._is_resident_only = False
+
     @property
     def tiers(self) -> tuple[FreeKVCacheBlockQueue, FreeKVCacheBlockQueue]:
         """Blocks leave each from its own head."""
@@ -118,7 +128,7 @@ class TieredQueue:
         return self._hits / (self._hits + self._evictions)
 
     def _next_is_resident(self, choice: Choice, *, is_first: bool) -> bool:
-        resident, spilled = _head(self._resident), _head(self._spilled)
+        resident, spilled = first_free(self._resident), first_free(self._spilled)
         if resident is None or spilled is None:
             return spilled is None
         if is_first or self._resident.num_free_blocks <= choice.num_kept_resident:
@@ -140,7 +150,3 @@ class TieredQueue:
     def _split(self, blocks: list[KVCacheBlock]) -> Iterator[tuple[FreeKVCacheBlockQueue, list[KVCacheBlock]]]:
         yield self._resident, [b for b in blocks if b.block_id < self._num_resident]
         yield self._spilled, [b for b in blocks if b.block_id >= self._num_resident]
-
-
-def _head(queue: FreeKVCacheBlockQueue) -> KVCacheBlock | None:
-    return queue.fake_free_list_head.next_free_block if queue.num_free_blocks else None

@@ -6,10 +6,7 @@ Set as vLLM's `--scheduler-cls`; with Overspill installed, that is done when `sp
 import time
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request, RequestStatus
+from overspill.kv.vllm_api import AsyncScheduler, Request, RequestStatus, ScheduleHooks, Scheduler, SchedulerOutput
 
 
 class Parking:
@@ -53,17 +50,15 @@ class Parking:
                 del self._requests[request_id], self._deadlines[request_id]
 
 
-class OverspillScheduler(Scheduler):
+class OverspillScheduler(ScheduleHooks, Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parking = Parking()
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def before_schedule(self) -> None:
         self._parking.release(self)
-        return super().schedule(*args, **kwargs)
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
+    def after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         self._parking.park(self, scheduler_output)
 
 

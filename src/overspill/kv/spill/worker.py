@@ -8,7 +8,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from overspill.kv.copies import Copier
 from overspill.kv.errors import OverspillError
@@ -24,6 +23,7 @@ from overspill.kv.spill.arena_copier import ArenaCopier
 from overspill.kv.spill.layers import attention_layers, spill_geometry
 from overspill.kv.spill.streams import HostStreams, Streams
 from overspill.kv.spill.window import Layer, Window, plan_accesses
+from overspill.kv.vllm_api import KVCacheConfig
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 

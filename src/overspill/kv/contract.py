@@ -1,0 +1,346 @@
+"""What Overspill uses of vLLM's inside, and the check that the installed vLLM has it.
+
+`overspill.kv.vllm_api` is where it is used. Releases change such things without notice: a method that is gone would
+show in the middle of a request, and a hook that is no longer called would not show at all. So names and parameters are
+compared before a model is loaded. They are read from vLLM's source files: importing all of them takes seconds.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from overspill.kv.errors import OverspillError
+
+# One file of vLLM's, then what is used of it: a function or method with the parameters that are passed or received, in
+# order (others must have defaults), or an attribute.
+OFFLOAD = """
+config/vllm.py
+    VllmConfig.__post_init__()
+    VllmConfig.max_concurrent_batches
+    VllmConfig.max_in_flight_tokens
+distributed/kv_events.py
+    BlockStored.block_hashes
+    BlockRemoved
+    MEDIUM_CPU
+distributed/kv_transfer/kv_connector/factory.py
+    KVConnectorFactory.register_connector(name, module_path, class_name)
+    KVConnectorFactory._registry
+distributed/kv_transfer/kv_connector/v1/base.py
+    KVConnectorBase_V1._cache_hit_source
+    KVConnectorBase_V1.requires_kv_delivery
+    KVConnectorBase_V1.get_required_kvcache_layout(vllm_config)
+    KVConnectorBase_V1.build_kv_connector_stats(data)
+    KVConnectorBase_V1.build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    KVConnectorBase_V1.register_kv_caches(kv_caches)
+    KVConnectorBase_V1.bind_connector_metadata(connector_metadata)
+    KVConnectorBase_V1.start_load_kv(forward_context)
+    KVConnectorBase_V1.wait_for_layer_load(layer_name)
+    KVConnectorBase_V1.save_kv_layer(layer_name, kv_layer, attn_metadata)
+    KVConnectorBase_V1.wait_for_save()
+    KVConnectorBase_V1.get_transfer_results(finished_req_ids)
+    KVConnectorBase_V1.build_connector_worker_meta()
+    KVConnectorBase_V1.bind_kv_cache_manager(kv_cache_manager)
+    KVConnectorBase_V1.get_num_new_matched_tokens(request, num_computed_tokens)
+    KVConnectorBase_V1.update_state_after_alloc(request, blocks, num_external_tokens)
+    KVConnectorBase_V1.build_connector_meta(scheduler_output)
+    KVConnectorBase_V1.update_connector_output(connector_output)
+    KVConnectorBase_V1.request_finished(request, block_ids)
+    KVConnectorBase_V1.has_pending_push_work()
+    KVConnectorBase_V1.has_pending_block_frees()
+    KVConnectorBase_V1.take_events()
+    KVConnectorBase_V1.reset_cache()
+    KVConnectorBase_V1.get_kv_connector_stats()
+    KVConnectorBase_V1.shutdown()
+    SupportsHMA.request_finished_all_groups(request, block_ids)
+    KVConnectorTransferResults.finished_recving
+    KVConnectorTransferResults.failed_recving
+    KVConnectorWorkerMetadata.aggregate(other)
+v1/core/block_pool.py
+    BlockHashToBlockMap.get_one_block(key)
+    BlockPool.__init__(num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events, medium)
+    BlockPool.blocks
+    BlockPool.cached_block_hash_to_block
+    BlockPool.free_block_queue
+    BlockPool.kv_event_queue
+    BlockPool.null_block
+    BlockPool.cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, \
+block_mask)
+    BlockPool.evict_blocks(block_ids)
+    BlockPool.free_blocks(ordered_blocks)
+    BlockPool.get_cached_block(block_hash, kv_cache_group_ids)
+    BlockPool.get_new_blocks(num_blocks)
+    BlockPool.get_num_free_blocks()
+    BlockPool.reset_prefix_cache()
+    BlockPool.take_events()
+    BlockPool.touch(blocks)
+    BlockPool._insert_block_hash(block_hash_with_group_id, block, num_tokens)
+    BlockPool._maybe_evict_cached_block(block)
+v1/core/kv_cache_coordinator.py
+    get_kv_cache_coordinator(kv_cache_config, max_model_len, max_in_flight_tokens, use_eagle, enable_caching, \
+enable_kv_cache_events, dcp_world_size, pcp_world_size, scheduler_block_size, hash_block_size, num_prefill_lookahead, \
+allow_partial_hash_hits)
+    KVCacheCoordinator.block_pool
+    KVCacheCoordinator.eagle_group_ids
+    KVCacheCoordinator.group_block_sizes
+    KVCacheCoordinator.single_type_managers
+    KVCacheCoordinator.find_longest_cache_hit(block_hashes, max_cache_hit_length)
+v1/core/kv_cache_manager.py
+    KVCacheBlocks.blocks
+    KVCacheManager.block_pool
+v1/core/kv_cache_utils.py
+    FreeKVCacheBlockQueue.iter_blocks_after(cursor)
+    FreeKVCacheBlockQueue.prepend_n(blocks)
+    KVCacheBlock.block_hash
+    KVCacheBlock.block_hash_num_tokens
+    KVCacheBlock.block_id
+    KVCacheBlock.is_null
+    KVCacheBlock.ref_cnt
+    generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
+    get_group_id(key)
+    make_block_hash_with_group_id(block_hash, group_id)
+    maybe_convert_block_hash(hash_bytes)
+    resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    to_event_extra_keys(extra_keys)
+v1/core/sched/output.py
+    SchedulerOutput.preempted_req_ids
+    SchedulerOutput.total_num_scheduled_tokens
+v1/core/single_type_kv_cache_manager.py
+    FullAttentionManager
+    SingleTypeKVCacheManager.block_pool
+v1/kv_cache_interface.py
+    KVCacheConfig.kv_cache_groups
+    KVCacheConfig.kv_cache_tensors
+    KVCacheConfig.needs_kv_cache_zeroing()
+    KVCacheConfig.num_blocks
+    KVCacheConfig.prefix_cacheable_group_ids()
+    KVCacheTensor.block_stride
+    KVCacheTensor.layer_stride
+    KVCacheTensor.layers
+    KVCacheTensor.offset
+v1/metrics/cache_hit_source.py
+    CacheHitSource.HOST
+v1/outputs.py
+    KVConnectorOutput.failed_recving
+    KVConnectorOutput.kv_connector_worker_meta
+v1/request.py
+    Request.all_token_ids
+    Request.block_hashes
+    Request.lora_request
+    Request.num_tokens()
+    Request.request_id
+    Request.skip_reading_prefix_cache
+"""
+SPILL = """
+distributed/kv_transfer/kv_connector/v1/base.py
+    KVConnectorBase_V1.get_mem_pool_context()
+model_executor/layers/attention/attention.py
+    Attention.impl
+    Attention.kv_sharing_target_layer_name
+    unified_attention_with_output(layer_name)
+    unified_kv_cache_update(layer_name)
+model_executor/layers/attention/kv_transfer_utils.py
+    maybe_transfer_kv_layer(func)
+model_executor/layers/attention/mla_attention.py
+    MLAAttention.forward_impl(kv_cache, attn_metadata, output)
+    unified_mla_attention_with_output(layer_name)
+v1/core/block_pool.py
+    BlockPool._remove_cached_block_hashes(block)
+    BlockPool.num_gpu_blocks
+v1/core/kv_cache_coordinator.py
+    KVCacheCoordinator.get_num_blocks_to_allocate(new_computed_blocks)
+v1/core/kv_cache_manager.py
+    KVCacheManager.allocate_slots(request, num_new_tokens, num_new_computed_tokens)
+    KVCacheManager.coordinator
+    KVCacheManager.create_kv_cache_blocks(blocks)
+    KVCacheManager.get_computed_blocks(request)
+v1/core/kv_cache_utils.py
+    FreeKVCacheBlockQueue.__init__(blocks)
+    FreeKVCacheBlockQueue.append(block)
+    FreeKVCacheBlockQueue.append_n(blocks)
+    FreeKVCacheBlockQueue.fake_free_list_head
+    FreeKVCacheBlockQueue.get_all_free_blocks()
+    FreeKVCacheBlockQueue.num_free_blocks
+    FreeKVCacheBlockQueue.popleft()
+    FreeKVCacheBlockQueue.popleft_n(n)
+    FreeKVCacheBlockQueue.remove(block)
+    KVCacheBlock.next_free_block
+    _estimate_max_model_len_from_groups(vllm_config, kv_cache_groups, available_memory)
+    _max_memory_usage_bytes_from_groups(vllm_config, kv_cache_groups)
+    _pool_bytes_per_block(vllm_config, kv_cache_groups)
+    get_kv_cache_groups(vllm_config, kv_cache_spec)
+v1/core/sched/output.py
+    CachedRequestData.new_block_ids
+    CachedRequestData.num_computed_tokens
+    NewRequestData.block_ids
+    NewRequestData.num_computed_tokens
+    SchedulerOutput.kv_cache_block_copies
+    SchedulerOutput.kv_connector_block_state
+    SchedulerOutput.kv_connector_metadata
+    SchedulerOutput.num_scheduled_tokens
+    SchedulerOutput.scheduled_cached_reqs
+    SchedulerOutput.scheduled_new_reqs
+v1/core/sched/async_scheduler.py
+    AsyncScheduler
+v1/core/sched/scheduler.py
+    Scheduler.connector
+    Scheduler.current_step
+    Scheduler.requests
+    Scheduler.running
+    Scheduler.schedule()
+    Scheduler._update_after_schedule(scheduler_output)
+v1/core/single_type_kv_cache_manager.py
+    MambaManager.get_num_blocks_to_allocate()
+    SingleTypeKVCacheManager.req_to_blocks
+v1/cudagraph_dispatcher.py
+    CudagraphDispatcher.dispatch(invalid_modes)
+v1/kv_cache_interface.py
+    KVCacheConfig.has_mixed_precision_kv_cache()
+    KVCacheConfig.kv_cache_layout
+    KVCacheSpec.page_size_bytes()
+    KVCacheSpec.prefix_replay_tokens()
+    KVCacheSpec.tokens_per_state()
+    MambaSpec.max_memory_usage_bytes(vllm_config)
+v1/request.py
+    Request.is_prefill_chunk
+    Request.max_tokens
+    Request.next_decode_eligible_step
+    Request.num_computed_tokens
+    Request.num_output_tokens()
+    Request.status
+v1/worker/cpu_worker.py
+    CPUWorker.compile_or_warm_up_model()
+    CPUWorker.determine_available_memory()
+v1/worker/gpu/cudagraph_utils.py
+    CudaGraphManager.dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches)
+v1/worker/gpu/model_runner.py
+    GPUModelRunner.cudagraph_manager
+    GPUModelRunner.execute_model(scheduler_output)
+    GPUModelRunner._dummy_run(num_tokens)
+v1/worker/gpu_model_runner.py
+    GPUModelRunner.cudagraph_dispatcher
+    GPUModelRunner.execute_model(scheduler_output)
+    GPUModelRunner._dummy_run(num_tokens, cudagraph_runtime_mode, force_attention)
+v1/worker/gpu_worker.py
+    Worker.compile_or_warm_up_model()
+    Worker.determine_available_memory()
+    Worker.get_kv_cache_spec()
+    Worker.load_model()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing that is used of vLLM."""
+
+    file: str
+    owner: str  # a class; empty for what a module holds
+    name: str
+    parameters: tuple[str, ...] | None  # none for an attribute
+
+    def __str__(self) -> str:
+        module = self.file.removesuffix(".py").replace("/", ".")
+        called = f"({', '.join(self.parameters)})" if self.parameters is not None else ""
+        return f"vllm.{module}: {self.owner}{'.' if self.owner else ''}{self.name}{called}"
+
+
+def parts(text: str) -> Iterator[Part]:
+    file = ""
+    for line in text.replace("\\\n", "").split("\n"):
+        if not line.startswith(" "):
+            file = line or file
+            continue
+        found = re.fullmatch(r"    (?:(\w+)\.)?(\w+)(?:\((.*)\))?", line)
+        assert found is not None, line
+        owner, name, parameters = found.groups()
+        listed = None if parameters is None else tuple(part for part in parameters.split(", ") if part)
+        yield Part(file, owner or "", name, listed)
+
+
+def check_contract(*, spill: bool, root: Path | None = None) -> None:
+    """Refuse a vLLM that lacks something. `root` is its package's folder; the installed one, if none is given."""
+    root = root or _installed()
+    missing = differences(root, OFFLOAD) + (differences(root, SPILL) if spill else ())
+    if not missing:
+        return
+    more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+    instead = "remove spill_bytes, or install" if spill and not differences(root, OFFLOAD) else "install"
+    raise OverspillError(
+        f"this vLLM lacks what Overspill uses of its inside: {missing[0]}{more}. To go on, {instead} a release that "
+        "was tested: vllm==0.32.0"
+    )
+
+
+@cache
+def differences(root: Path, text: str) -> tuple[str, ...]:
+    """What is not there, or takes other parameters."""
+    return tuple(reason for part in parts(text) if (reason := _difference(root, part)))
+
+
+def _difference(root: Path, part: Part) -> str:
+    scope = _scopes((root / part.file).resolve()).get(part.owner)
+    if scope is None or part.name not in scope:
+        return f"{part} is not there"
+    function = scope[part.name]
+    if part.parameters is None or function is None:
+        return "" if part.parameters is None else f"{part} is no method"
+    taken = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    names = [parameter.arg for parameter in taken if parameter.arg not in ("self", "cls")]
+    if [name for name in names if name in part.parameters] != list(part.parameters):
+        return f"{part} takes ({', '.join(names)})"
+    return ""
+
+
+Scope = dict[str, ast.FunctionDef | None]  # functions by name; None for attributes and classes
+
+
+@cache
+def _scopes(path: Path) -> dict[str, Scope]:
+    """What a source file defines: in the module, under "", and in its classes."""
+    try:
+        module = ast.parse(path.read_text())
+    except FileNotFoundError:
+        return {}
+    found = {"": _defined(module.body)}
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = _defined(node.body)
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    found[node.name] = _assigned_to_self(method) | found[node.name]
+    return found
+
+
+def _defined(body: list[ast.stmt]) -> Scope:
+    scope: Scope = {}
+    for node in body:
+        match node:
+            case ast.FunctionDef():
+                scope[node.name] = node
+            case ast.ClassDef():
+                scope[node.name] = None
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                scope[name] = None
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                scope[name] = None
+    return scope
+
+
+def _assigned_to_self(method: ast.FunctionDef) -> Scope:
+    return {
+        node.attr: None
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def _installed() -> Path:
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent

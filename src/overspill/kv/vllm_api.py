@@ -1,0 +1,440 @@
+"""vLLM's inside, as far as Overspill uses it: names, and every place where it changes what vLLM does.
+
+`overspill.kv.contract` lists what must be there, and is compared with the installed vLLM before this is imported.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    _estimate_max_model_len_from_groups,
+    _max_memory_usage_bytes_from_groups,
+    _pool_bytes_per_block,
+    generate_block_hash_extra_keys,
+    get_group_id,
+    get_kv_cache_groups,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+    resolve_kv_cache_block_sizes,
+    to_event_extra_keys,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+# Used elsewhere as they are.
+__all__ = [
+    "MEDIUM_CPU",
+    "AsyncScheduler",
+    "BlockHash",
+    "BlockHashWithGroupId",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheHitSource",
+    "ChunkedLocalAttentionSpec",
+    "FreeKVCacheBlockQueue",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "KVCacheBlock",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheEvent",
+    "KVCacheGroupSpec",
+    "KVCacheManager",
+    "KVCacheSpec",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "MLAAttentionSpec",
+    "MambaSpec",
+    "Request",
+    "RequestStatus",
+    "Scheduler",
+    "SchedulerOutput",
+    "SlidingWindowSpec",
+    "SupportsHMA",
+    "generate_block_hash_extra_keys",
+    "get_group_id",
+    "get_kv_cache_groups",
+    "get_kv_transfer_group",
+    "make_block_hash_with_group_id",
+    "maybe_convert_block_hash",
+    "resolve_kv_cache_block_sizes",
+    "to_event_extra_keys",
+]
+
+Method = Callable[..., Any]
+
+
+# Blocks and their hashes.
+
+
+def watch_full_blocks(
+    pool: BlockPool, on_full: Callable[[Request, list[KVCacheBlock], int, int, int, int], None]
+) -> None:
+    """Report blocks that become full: their request, all its blocks, the first and the end of the full ones, the tokens
+    in a block, and the group.
+
+    vLLM hashes them when it schedules the step that fills them. Hooking the method where it happens makes a step cost
+    what it fills, not what it runs.
+    """
+    cache_full_blocks = pool.cache_full_blocks
+
+    def watched(
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        cache_full_blocks(
+            request=request,
+            blocks=blocks,
+            num_cached_blocks=num_cached_blocks,
+            num_full_blocks=num_full_blocks,
+            block_size=block_size,
+            kv_cache_group_id=kv_cache_group_id,
+            block_mask=block_mask,
+        )
+        on_full(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
+
+    pool.cache_full_blocks = watched
+
+
+def watch_new_blocks(pool: BlockPool, on_taken: Callable[[int], None]) -> None:
+    """Report how many blocks are about to be handed out."""
+    get_new_blocks = pool.get_new_blocks
+
+    def watched(num_blocks: int) -> list[KVCacheBlock]:
+        on_taken(num_blocks)
+        return get_new_blocks(num_blocks)
+
+    pool.get_new_blocks = watched
+
+
+def insert_hash(pool: BlockPool, key: BlockHashWithGroupId, block: KVCacheBlock, num_tokens: int | None) -> None:
+    pool._insert_block_hash(key, block, num_tokens=num_tokens)
+
+
+def evict_content(pool: BlockPool, block: KVCacheBlock) -> None:
+    """Forget what a block that is taken again held, and publish that."""
+    pool._maybe_evict_cached_block(block)
+
+
+def forget_hashes(pool: BlockPool, block: KVCacheBlock) -> None:
+    """Not evict_blocks: that would publish the prefix as gone, which is now in other blocks."""
+    pool._remove_cached_block_hashes(block)
+
+
+def return_to_front(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
+    """Drop references, and put blocks back before all others. vLLM would put cached ones behind everything else, and
+    evict what is used more in their place."""
+    for block in blocks:
+        block.ref_cnt -= 1
+    pool.free_block_queue.prepend_n([block for block in blocks if block.ref_cnt == 0])
+
+
+def first_free(queue: FreeKVCacheBlockQueue) -> KVCacheBlock | None:
+    return queue.fake_free_list_head.next_free_block if queue.num_free_blocks else None
+
+
+def host_coordinator(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, hash_block_size: int, pool: BlockPool
+) -> KVCacheCoordinator:
+    """A coordinator of the model's groups over another pool."""
+    speculation = vllm_config.speculative_config
+    coordinator = get_kv_cache_coordinator(
+        kv_cache_config=replace(kv_cache_config, num_blocks=1),
+        max_model_len=vllm_config.model_config.max_model_len,
+        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+        use_eagle=speculation is not None and speculation.use_eagle_block_drop(),
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=block_size,
+        hash_block_size=hash_block_size,
+        num_prefill_lookahead=vllm_config.num_prefill_lookahead_tokens,
+        # Only full blocks are stored: a partly filled state block is overwritten by the next step.
+        allow_partial_hash_hits=False,
+    )
+    coordinator.block_pool = pool
+    for manager in coordinator.single_type_managers:
+        manager.block_pool = pool
+    return coordinator
+
+
+# Allocation.
+
+
+def around_allocation(
+    manager: KVCacheManager,
+    allocate: Callable[[Request, int, int, Callable[[], KVCacheBlocks | None]], KVCacheBlocks | None],
+) -> None:
+    """Let `allocate` call vLLM for blocks; it is given the request, its new tokens and those that were found cached."""
+    allocate_slots = manager.allocate_slots
+
+    def around(
+        request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        inner = partial(allocate_slots, request, num_new_tokens, num_new_computed_tokens, *args, **kwargs)
+        return allocate(request, num_new_tokens, num_new_computed_tokens, inner)
+
+    manager.allocate_slots = around
+
+
+def change_computed_blocks(
+    manager: KVCacheManager,
+    change: Callable[[Request, Sequence[Sequence[KVCacheBlock]], int], tuple[list[KVCacheBlock], int] | None],
+) -> None:
+    """Let `change` shorten the blocks of the first group, and the tokens, that a request is found to have cached."""
+    get_computed_blocks = manager.get_computed_blocks
+
+    def changed(request: Request) -> tuple[KVCacheBlocks, int, int]:
+        blocks, num_tokens, boundary = get_computed_blocks(request)
+        shorter = change(request, blocks.blocks, num_tokens)
+        if shorter is not None:
+            kept, num_tokens = shorter
+            blocks = manager.create_kv_cache_blocks((kept,))
+        return blocks, num_tokens, boundary
+
+    manager.get_computed_blocks = changed
+
+
+class GroupPool:
+    """The block pool as one group's manager sees it: what it takes is taken inside a context."""
+
+    def __init__(self, pool: BlockPool, taking: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._pool, self._taking = pool, taking
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        with self._taking():
+            return self._pool.get_new_blocks(num_blocks)
+
+
+def limit_groups(
+    manager: KVCacheManager,
+    groups: Collection[int],
+    taking: Callable[[], AbstractContextManager[Any]],
+    fits: Callable[[int, Sequence[Sequence[KVCacheBlock]]], bool],
+) -> None:
+    """Take blocks of some groups inside a context, and refuse an allocation if `fits` says so of what these groups take
+    of it and of the blocks it found cached."""
+    coordinator, pool = manager.coordinator, manager.block_pool
+    count_all = coordinator.get_num_blocks_to_allocate
+    taken = 0
+
+    def counting(count: Method) -> Method:
+        def counted(*args: Any, **kwargs: Any) -> int:
+            nonlocal taken
+            num_blocks: int = count(*args, **kwargs)
+            taken += num_blocks
+            return num_blocks
+
+        return counted
+
+    for group in groups:
+        single = coordinator.single_type_managers[group]
+        single.block_pool = GroupPool(pool, taking)
+        single.get_num_blocks_to_allocate = counting(single.get_num_blocks_to_allocate)
+
+    def count(*args: Any, new_computed_blocks: Sequence[Sequence[KVCacheBlock]], **kwargs: Any) -> int:
+        nonlocal taken
+        taken = 0
+        num_blocks: int = count_all(*args, new_computed_blocks=new_computed_blocks, **kwargs)
+        # More than there ever are: so does vLLM itself say "not now".
+        return num_blocks if fits(taken, new_computed_blocks) else pool.num_gpu_blocks + 1
+
+    coordinator.get_num_blocks_to_allocate = count
+
+
+def requests_holding_blocks(manager: KVCacheManager, group: int) -> int:
+    return len(manager.coordinator.single_type_managers[group].req_to_blocks)
+
+
+# Memory.
+
+
+def bytes_of_block(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    return int(_pool_bytes_per_block(vllm_config, groups))
+
+
+def bytes_of_longest(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    """KV of one request of `max_model_len`."""
+    return int(_max_memory_usage_bytes_from_groups(vllm_config, groups))
+
+
+def longest_that_fits(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], num_bytes: int) -> int:
+    return int(_estimate_max_model_len_from_groups(vllm_config, groups, num_bytes))
+
+
+# Steps.
+
+
+class ScheduleHooks:
+    """Mixed into vLLM's schedulers, before them."""
+
+    def before_schedule(self) -> None: ...
+
+    def after_schedule(self, scheduler_output: SchedulerOutput) -> None: ...
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.before_schedule()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        self.after_schedule(scheduler_output)
+
+
+def worker_class() -> type[Any]:
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
+def run_dummy_step(runner: Any) -> None:
+    """A forward of one token, with attention and without graphs, that writes to no request's blocks."""
+    runner._dummy_run(1, force_attention=True, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+
+
+def around_steps(runner: Any, around: Callable[[SchedulerOutput], AbstractContextManager[Any]]) -> None:
+    """Execute each step inside a context made of its schedule."""
+    if "execute_model" in vars(runner):
+        return  # weights are loaded a second time
+    execute_model = runner.execute_model
+
+    def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        with around(scheduler_output):
+            return execute_model(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute
+
+
+@contextmanager
+def without_full_graphs(runner: Any) -> Iterator[None]:
+    """Both model runners ask an object of theirs which graph a batch runs in."""
+    v2 = getattr(runner, "cudagraph_manager", None)
+    chooser = v2 if v2 is not None else runner.cudagraph_dispatcher
+    dispatch = chooser.dispatch
+
+    def dispatch_v1(*args: Any, invalid_modes: Any = None, **kwargs: Any) -> Any:
+        return dispatch(*args, invalid_modes={*(invalid_modes or ()), CUDAGraphMode.FULL}, **kwargs)
+
+    def dispatch_v2(
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> Any:
+        # FULL graphs are captured for decodes only (preflight sees to that), and a batch is known as one by these.
+        return dispatch(num_reqs, num_tokens, None, num_active_loras, None, num_ubatches)
+
+    chooser.dispatch = dispatch_v1 if v2 is None else dispatch_v2
+    try:
+        yield
+    finally:
+        del chooser.dispatch  # the class's own again
+
+
+# Layers.
+
+
+def calls_connector(module: Any) -> bool:
+    """Whether vLLM calls a connector around this layer's attention."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    return isinstance(module, Attention | MLAAttention)
+
+
+def kv_owner(module: Any, name: str) -> str:
+    """The layer whose KV this one reads: itself, mostly."""
+    return getattr(module, "kv_sharing_target_layer_name", None) or name
+
+
+def watch_kv(module: Any, on_write: Callable[[], None], on_read: Callable[[], None]) -> Callable[[], None]:
+    """Report when an attention layer writes its KV and when it attends; returns what ends it.
+
+    A backend may write within its attention, and then reports no write. Latent attention has a way of its own into its
+    backend.
+    """
+    watched = (
+        [(module, "forward_impl", on_read)] if hasattr(module, "forward_impl") else [(module.impl, "forward", on_read)]
+    )
+    if hasattr(module.impl, "do_kv_cache_update"):
+        watched.append((module.impl, "do_kv_cache_update", on_write))
+
+    def watch(owner: Any, method: str, report: Callable[[], None]) -> None:
+        call = getattr(owner, method)
+
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            report()
+            return call(*args, **kwargs)
+
+        setattr(owner, method, reported)
+
+    for one in watched:
+        watch(*one)
+
+    def end() -> None:
+        for owner, method, _ in watched:
+            delattr(owner, method)
+
+    return end
