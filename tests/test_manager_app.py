@@ -43,6 +43,7 @@ from overspill.registry import ModelSettings, Registry, add_model, open_registry
 from overspill.registry.audit import AuditOutcome, list_audit
 from overspill.registry.model_settings import parse_settings
 from overspill.serve.address import free_port
+from tests.llm_script import running_script
 from tests.managed import Managed, managed
 from tests.managed_process import QuickPlace, managed_process
 from tests.manager_process import ROOT, of_folder
@@ -300,6 +301,17 @@ def test_a_server_of_others_is_shown_watched_and_stopped_only_by_its_name(manage
             assert told[:2] == [("stop found server", "done"), ("stop found server", "refused")]
         finally:
             server.kill()
+
+
+def test_an_engine_of_a_running_script_cannot_be_stopped(manager: Managed, tmp_path: Path) -> None:
+    with running_script(tmp_path) as (process, engine), manager.client() as client:
+        (found,) = [one for one in client.get("/api/found").json() if one["pid"] == engine]
+        page = httpx.get(f"{manager.url}/found", timeout=30).text
+        assert f"the engine of process {process.pid}" in page and f"Stop process {engine}" not in page
+        right = {"identity": found["identity"], "confirm_name": found["name"]}
+        refused = client.post(f"/api/found/{engine}/stop", json=right)
+        assert refused.status_code == 400 and "batch.py" in refused.json()["error"]["message"]
+        os.kill(engine, 0)  # it lives
 
 
 def test_it_ends_although_somebody_watches(manager: Managed) -> None:

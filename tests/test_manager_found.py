@@ -22,6 +22,7 @@ from overspill.manager.found.stopping import stop_found
 from overspill.manager.found.vllm_argv import serve_arguments, served_name, stated_port
 from overspill.manager.watching.procfs import children_of_all, read_argv, read_stat, tree
 from overspill.processes import identity
+from tests.llm_script import ENGINE, running_script
 
 LOOKALIKE = Path(__file__).parent / "vllm_lookalike.py"
 
@@ -127,6 +128,55 @@ def test_an_engine_whose_server_is_gone_is_found_for_it_may_hold_a_gpu(start: St
     finally:
         if is_alive(engine):
             os.kill(engine, signal.SIGKILL)
+
+
+def test_an_engine_of_a_running_script_is_not_left_over(tmp_path: Path) -> None:
+    with running_script(tmp_path) as (process, engine):
+        (found,) = [one for one in find_servers() if one.pid == engine]
+        assert f"process {process.pid} (" in found.note and "batch.py" in found.note and "is running" in found.note
+        assert "left over" not in found.note and "geheim" not in repr(found)
+        assert found.owner == process.pid
+        with pytest.raises(ManagerError, match=rf"engine of process {process.pid} .*batch\.py.*nothing was stopped"):
+            stop_found(engine, found.identity, found.name)
+        assert is_alive(engine)
+
+
+def test_a_scripts_engine_can_be_stopped_once_the_script_is_gone(tmp_path: Path) -> None:
+    with running_script(tmp_path) as (process, engine):
+        process.kill()
+        process.wait()
+        (found,) = [one for one in find_servers() if one.pid == engine]
+        assert (found.owner, found.note) == (None, "its server is gone, and it is left over")
+        stop_found(engine, found.identity, found.name)
+        assert not is_alive(engine)
+
+
+# It takes orphans, as `systemd --user` does; its child starts an engine in a session of its own, and ends.
+SUBREAPER = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+print(int(subprocess.check_output([sys.executable, "-c", sys.argv[1]], start_new_session=True)), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_engine_that_a_subreaper_took_over_is_left_over() -> None:
+    command = [sys.executable, "-c", SUBREAPER, ENGINE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reaper:
+        assert reaper.stdout is not None
+        engine = int(reaper.stdout.readline())
+        try:
+            while read_argv(engine)[:1] != ["VLLM::EngineCore"]:
+                time.sleep(0.05)
+            stat = read_stat(engine)
+            assert stat is not None and stat.parent == reaper.pid, "it is a child of the subreaper now"
+            (found,) = [one for one in find_servers() if one.pid == engine]
+            assert (found.owner, found.note) == (None, "its server is gone, and it is left over")
+            stop_found(engine, found.identity, found.name)
+            assert not is_alive(engine)
+        finally:
+            if is_alive(engine):
+                os.kill(engine, signal.SIGKILL)
 
 
 def test_our_own_engines_are_not_found_nor_stopped(start: Start) -> None:

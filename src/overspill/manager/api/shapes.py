@@ -148,6 +148,7 @@ class Found(BaseModel):
     name: str
     user: str
     models: list[str]
+    owner: int | None
 
 
 class History(BaseModel):

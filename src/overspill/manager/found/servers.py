@@ -13,7 +13,7 @@ import httpx
 
 from overspill.manager.found.listening import Listener, listeners_by_inode, ports_of, shares_our_network
 from overspill.manager.found.vllm_argv import has_tls, is_titled, is_vllm, served_name, stated_port
-from overspill.manager.watching.procfs import children_of_all, kilobytes, read_argv, tree
+from overspill.manager.watching.procfs import children_of_all, kilobytes, read_argv, read_stat, tree
 from overspill.processes import identity
 from overspill.registry.recorded import without_secrets
 
@@ -22,6 +22,8 @@ _MAX_ANSWER_BYTES = 1 << 20
 _MAX_PORTS = 4
 _MAX_MODELS = 50
 _MAX_TEXT = 200
+_MAX_COMMAND = 100
+_INIT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class FoundServer:
     version: str | None = None
     needs_key: bool = False
     """It answers, and tells its models only to those who have its key."""
+    owner: int | None = None
+    """The running program, not a server, whose engine it is: a script that uses `LLM()`. It is not ours to stop."""
     note: str = ""
 
 
@@ -80,7 +84,11 @@ def _server(
     pids = tree(pid, children)
     sizes = [size for one, size in (gpu_bytes or {}).items() if one in pids]
     listeners = ports_of([one for one in pids if not _is_engine(one)], listeners_by_inode(pid))
-    note = "its server is gone, and it is left over" if is_titled(argv) and _is_engine(pid) else ""
+    owner = owner_of(pid) if is_titled(argv) else None
+    if owner is not None:
+        note = f"the engine of {program_of(owner)}, which is running; to end it, end that program"
+    else:
+        note = "its server is gone, and it is left over" if _is_engine(pid) else ""
     if not shares_our_network(pid):
         note = "in a network of its own, as in a container, so it is not asked"
     return FoundServer(
@@ -93,7 +101,45 @@ def _server(
         ram_bytes=sum(_ram_bytes(one) for one in pids),
         gpu_bytes=None if gpu_bytes is None or None in sizes else sum(size for size in sizes if size is not None),
         port=_likely_port(listeners, argv),
+        owner=owner,
         note=note,
+    )
+
+
+def owner_of(pid: int) -> int | None:
+    """The living process that started an engine; None for an engine whose program is gone.
+
+    The kernel gives an orphan to init or to a subreaper, such as `systemd --user`, and does not tell it from their own
+    children. A session does: it is inherited, so a process that neither leads its session nor is in that of its parent
+    was started by another. Where all are in one session, as in a container, only init is known to take orphans.
+    Whatever cannot be told is somebody's: an engine that is left over wastes memory, one that is stopped loses work.
+    """
+    stat = read_stat(pid)
+    parent = read_stat(stat.parent) if stat is not None else None
+    if stat is None or parent is None or stat.session not in (parent.session, pid):
+        return None
+    if stat.parent == _INIT and not _may_run_the_same_program(_INIT, pid):
+        return None
+    return stat.parent
+
+
+def _may_run_the_same_program(pid: int, other: int) -> bool:
+    """An engine has its script's interpreter, and a script may be the first process of a container."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe") == os.readlink(f"/proc/{other}/exe")
+    except OSError:
+        return True
+
+
+def program_of(pid: int) -> str:
+    """A process for a sentence: its number, and the beginning of its command without secrets and without code."""
+    argv = read_argv(pid)
+    argv = argv[: argv.index("-c") + 1] if "-c" in argv else argv
+    command = _text(" ".join(without_secrets(argv))) or ""
+    return (
+        f"process {pid} ({command[: _MAX_COMMAND - 1]}…)"
+        if len(command) > _MAX_COMMAND
+        else f"process {pid} ({command})"
     )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
 from overspill.manager.errors import ManagerError
-from overspill.manager.found.servers import user_of
-from overspill.manager.found.vllm_argv import is_vllm, served_name
+from overspill.manager.found.servers import owner_of, program_of, user_of
+from overspill.manager.found.vllm_argv import is_titled, is_vllm, served_name
 from overspill.manager.watching.procfs import children_of_all, read_argv, tree
 from overspill.processes import identity
 
@@ -21,8 +21,9 @@ def stop_found(
 ) -> bool:
     """Ends it and all below it, and says whether some had to be killed. Blocks for up to `patience_s` and a little.
 
-    Refuses anything but a process of vLLM's that is still the one that was shown, is named by its name, and is not one
-    of `ours`: what is asked for over the web must not become a way to end any process.
+    Refuses anything but a process of vLLM's that is still the one that was shown, is named by its name, is not one of
+    `ours`, and is not the engine of a program that runs: what is asked for over the web must not become a way to end
+    any process.
     """
     with ExitStack() as stack:
         handle = _handle(pid, stack)
@@ -33,6 +34,11 @@ def stop_found(
         children = children_of_all()
         if pid == os.getpid() or any(pid in tree(one, children) for one in ours) or not is_vllm(argv):
             raise ManagerError(f"process {pid} is no vLLM server that was found; nothing was stopped")
+        if is_titled(argv) and (owner := owner_of(pid)) is not None:
+            raise ManagerError(
+                f"process {pid} is the engine of {program_of(owner)}, which is running; nothing was stopped. To "
+                "end it, end that program"
+            )
         if confirm_name != (name := served_name(argv)):
             raise ManagerError(
                 f"to stop process {pid}, confirm with its name, {name!r}; {confirm_name!r:.100} is another. Nothing "

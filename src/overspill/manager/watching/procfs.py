@@ -34,6 +34,7 @@ class Stat(NamedTuple):
 
     state: str
     parent: int
+    session: int
     cpu_ticks: int
     start_ticks: int
 
@@ -45,7 +46,8 @@ class Stat(NamedTuple):
 def parse_stat(text: bytes) -> Stat:
     # The name is in brackets and may hold spaces and brackets, so fields are counted from the last one.
     fields = text[text.rindex(b")") + 2 :].split()
-    return Stat(fields[0].decode(), int(fields[1]), int(fields[11]) + int(fields[12]), int(fields[19]))
+    cpu_ticks = int(fields[11]) + int(fields[12])
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), cpu_ticks, int(fields[19]))
 
 
 def read_stat(pid: int) -> Stat | None:
