@@ -159,6 +159,8 @@ def test_vllm_gets_numbers_written_out_because_it_reads_4k_as_4000() -> None:
         ("vllm --config x.yaml", "--config cannot be used here"),
         ("--api-key secret", "set VLLM_API_KEY in the environment"),
         ("vllm --hf_token secret", "set HF_TOKEN in the environment"),
+        ("vllm --hf-to=secret", "set HF_TOKEN in the environment"),
+        ("vllm --otlp-traces-endpoint http://u:p@h", "would put a secret into the results; leave out the secret"),
         ("vllm --x 'open", "cannot be split into words"),
         (f"{'x' * 80} = none", "at most 60 characters"),
         ("a\x07b = none", "at most 60 characters that can be printed"),
@@ -169,9 +171,10 @@ def test_a_mistake_in_a_configuration_is_named(text: str, message: str) -> None:
         read_configuration("a", text)
 
 
-def test_a_secret_is_not_repeated_in_the_message() -> None:
+@pytest.mark.parametrize("text", ["--api-key hunter2", "--api-key=hunter2 'open", "what --api-key hunter2 'open"])
+def test_a_secret_is_not_repeated_in_the_message(text: str) -> None:
     with pytest.raises(ExperimentError) as caught:
-        read_configuration("a", "--api-key hunter2")
+        read_configuration("a", text)
     assert "hunter2" not in str(caught.value)
 
 

@@ -51,8 +51,8 @@ from overspill.registry import (
     scan_hub_cache,
     serve_settings,
     start_run,
-    without_secrets,
 )
+from overspill.serve.secret_flags import without_secrets
 from overspill.settings import SettingsError
 from tests.postgresql import new_database
 
@@ -201,6 +201,11 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
     "a share as a flag": ({"vllm_args": "--gpu-memory-utilization 0.9"}, r"use --gpu-memory-utilization"),
     "weights in RAM as a flag": ({"vllm_args": "--cpu-offload-gb 4"}, r"use --weights-ram"),
     "a secret": ({"vllm_args": ["--api-key", "x"]}, r"would put a secret into the registry; set VLLM_API_KEY"),
+    "the start of a secret's flag": (
+        {"vllm_args": ["--api-k=x"]},
+        r"would put a secret into the registry",
+    ),
+    "a secret in an address": ({"vllm_args": ["--otlp-traces-endpoint", "http://u:p@h"]}, r"put a secret into the reg"),
     "a folder without a model": ({"source": "/nonexistent/model"}, r"--source: .* no folder of a model"),
     "a source": ({"source": "https://example.org/x"}, r"--source: .* neither a folder here nor the name"),
     "traversal": ({"source": "a/../b"}, r"--source"),
@@ -353,6 +358,12 @@ def test_secrets_are_not_recorded() -> None:
     words = ["--api_key", "a", "b", "--seed", "1", "--hf-token=x", "--ssl-keyfile-password", "y"]
     hidden = ["--api_key", "***", "***", "--seed", "1", "--hf-token=***", "--ssl-keyfile-password", "***"]
     assert without_secrets(words) == hidden
+    words = ["--api-k", "a", "--hf-t=b", "--access-token", "c", "--watermark-config", "d", "--tokenizer", "e"]
+    hidden = ["--api-k", "***", "--hf-t=***", "--access-token", "***", "--watermark-config", "***", "--tokenizer", "e"]
+    assert without_secrets(words) == hidden
+    extra = '{"eos_token": "</s>", "remote_url": "redis://u:p@h", "s3_secret_key": "x\\"y", "n": 1}'
+    (shown,) = without_secrets([extra])
+    assert shown == '{"eos_token": "</s>", "remote_url": "redis://***@h", "s3_secret_key": "***", "n": 1}'
 
 
 def test_who_may_use_an_address_is_not_recorded() -> None:

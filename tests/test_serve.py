@@ -339,6 +339,33 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def test_a_key_protects_the_server_and_is_shown_nowhere(model: Path, tmp_path: Path) -> None:
+    with serving(model, "--api-key", "hunter2", folder=tmp_path) as running:
+        running.wait_for("/v1 serves")
+        assert len(running.started()) > 1
+        command_lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in running.started()]
+        assert not any(b"hunter2" in line for line in command_lines), "everybody may read them"
+        assert "set VLLM_API_KEY in the environment instead" in running.told
+        with pytest.raises(openai.AuthenticationError):
+            running.client().models.list()
+        assert running.client().with_options(api_key="hunter2").models.list().data[0].id == "tiny"
+        assert running.runs()[0].is_running
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert (tmp_path / "vllm.log").stat().st_size and kept == []
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_dry_run_hides_secrets(model: Path, as_json: tuple[str, ...]) -> None:
+    flags = ["--api-key", "hunter2", "--otlp-traces-endpoint=http://u:hunter2@h", "--hf-overrides", JSON_WITH_SECRET]
+    answer = run("serve", str(model), *TINY, "--dry-run", *as_json, *flags)
+    assert answer.returncode == 0 and "VLLM_API_KEY" in answer.stdout and "***" in answer.stdout
+    assert "warning: --hf-overrides" in answer.stderr, "a message that tells the flag's value"
+    assert "hunter2" not in answer.stdout + answer.stderr
+
+
+JSON_WITH_SECRET = '{"api_key": "hunter2"}'
+
+
 def test_a_dry_run_prints_a_command_that_can_be_pasted(model: Path) -> None:
     answer = run("serve", str(model), *TINY, "--dry-run", "--served_model_name=a b", "--max-num-seqs", "3")
     assert answer.returncode == 0, answer.stderr

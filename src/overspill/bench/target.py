@@ -13,6 +13,7 @@ import httpx
 from overspill.bench.errors import BenchError, CannotBench
 from overspill.registry.names import nearest
 from overspill.serve.address import listener_on
+from overspill.serve.secret_flags import hide_in_value
 from overspill.tls import client_context
 
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -56,7 +57,7 @@ def parse_url(text: str) -> str:
     except ValueError as error:
         raise BenchError(f"{text!r:.80} is not an address: {error}; {example}") from error
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.username or " " in text:
-        raise BenchError(f"{text!r:.80} is not the address of a server; {example}")
+        raise BenchError(f"{hide_in_value(text)!r:.80} is not the address of a server; {example}")
     path = parts.path.rstrip("/").removesuffix("/v1")
     shown = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{shown}{'' if port is None else f':{port}'}{path}"

@@ -32,8 +32,10 @@ def serve(
     from overspill.planning.text import plan_as_text
     from overspill.serve.adopted import adopt
     from overspill.serve.errors import CannotServe
+    from overspill.serve.flags import read_flags
     from overspill.serve.log import open_log
     from overspill.serve.prepared import prepare, require_this_machine
+    from overspill.serve.secret_flags import into_environment
     from overspill.serve.server import run_server
 
     if model.startswith("-"):
@@ -56,6 +58,11 @@ def serve(
             print(json.dumps(prepared.as_json(), indent=2) if as_json else prepared.line)
             return
         require_this_machine(prepared)
+        for variable in into_environment(read_flags(context.args))[1]:
+            _tell(
+                "warning: every user of this machine can read a secret in this command's arguments while it runs; set "
+                f"{variable} in the environment instead"
+            )
         if quiet or log_file is not None:
             log_file = open_log(log_file, prepared.address.port)
             _tell(f"vLLM's log: {log_file}")

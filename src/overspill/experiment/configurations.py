@@ -14,6 +14,7 @@ from overspill.experiment.errors import ExperimentError
 from overspill.experiment.peers import PeerSettings, read_peer
 from overspill.kv.errors import OverspillError
 from overspill.serve.flags import Flag, read_flags
+from overspill.serve.secret_flags import hide_in_text, refuse_secrets
 from overspill.settings import SETTINGS, Setting
 
 _SETTINGS = {setting.flag: setting for setting in SETTINGS}
@@ -24,7 +25,6 @@ SHARED = (
 )  # fmt: skip
 # vLLM's own flags that say much the same.
 _INSTEAD = {"--gpu-memory": "--gpu-memory-utilization", "--weights-ram": "--cpu-offload-gb"}
-_SECRET = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
 _NOT_HERE = {
     "--model": "the model is given once, as the first argument",
     "--config": "its flags could not be recorded; write them out",
@@ -64,8 +64,8 @@ def read_configuration(key: str, written: str, common: str = "") -> Configuratio
         raise
     except OverspillError:
         raise ExperimentError(
-            f"{place} {written!r:.80}: write flags of overspill serve, vllm and its flags, or a peer such as "
-            "native:8GiB"
+            f"{place} {hide_in_text(written)!r:.80}: write flags of overspill serve, vllm and its flags, or a peer "
+            "such as native:8GiB"
         ) from None
     for flag in (*shared, *own):
         _refuse(place, flag)
@@ -113,7 +113,7 @@ def _split(place: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ExperimentError(f"{place}: {text!r:.80} cannot be split into words: {error}") from error
+        raise ExperimentError(f"{place}: {hide_in_text(text)!r:.80} cannot be split into words: {error}") from error
 
 
 def _first_word(words: list[str]) -> tuple[str, list[str]]:
@@ -126,10 +126,10 @@ def _first_word(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _refuse(place: str, flag: Flag) -> None:
-    if (variable := _SECRET.get(flag.name)) is not None:
-        raise ExperimentError(
-            f"{place}: {flag.name} would put a secret into the results; set {variable} in the environment"
-        )
+    try:
+        refuse_secrets([flag], "the results")
+    except OverspillError as error:
+        raise ExperimentError(f"{place}: {error}") from None
     if (why := _NOT_HERE.get(flag.name)) is not None:
         raise ExperimentError(f"{place}: {flag.name} cannot be used here: {why}")
 

@@ -66,10 +66,11 @@ def require_harmless(options: Iterable[str]) -> None:
 
 def require_allowed(words: Sequence[str]) -> None:
     for flag in read_flags(words):
+        written = flag.words[0].partition("=")[0]
         # A dotted key sets a part of a JSON value, of which names like these have none.
-        if flag.name not in ALLOWED or "." in flag.words[0].partition("=")[0]:
+        if flag.name not in ALLOWED or "." in written:
             raise FlagNotAllowed(
-                f"{flag.words[0][:80]!r} may not be set over the web, since vLLM's flags can run code and open files. "
+                f"{written[:80]!r} may not be set over the web, since vLLM's flags can run code and open files. "
                 "Set it with: overspill models edit NAME -- FLAGS, or start the manager with --any-vllm-flag. "
                 f"Allowed are {', '.join(sorted(ALLOWED))}"
             )

@@ -24,7 +24,7 @@ from overspill.registry.model_settings import (
 )
 from overspill.registry.models import Edit, Model, add_model, edit_model, get_model, list_models, remove_model
 from overspill.registry.profiles import MeasuredLink, MeasuredProfile, load_profile, save_profile
-from overspill.registry.recorded import environment_that_matters, installed_versions, without_secrets
+from overspill.registry.recorded import environment_that_matters, installed_versions
 from overspill.registry.results import Measurement, Result, get_result, list_results, save_result
 from overspill.registry.runs import Run, RunEnd, end_lost_runs, end_run, list_runs, running_runs, start_run
 
@@ -78,5 +78,4 @@ __all__ = [
     "scan_hub_cache",
     "serve_settings",
     "start_run",
-    "without_secrets",
 ]

@@ -12,6 +12,7 @@ from overspill.kv.errors import OverspillError
 from overspill.model.settings import KV_CACHE_DTYPE_BYTES
 from overspill.registry.names import nearest
 from overspill.serve.flags import read_flags
+from overspill.serve.secret_flags import hide_in_text, refuse_secrets
 from overspill.settings import SETTINGS, SettingsError
 
 _COMMON = {setting.name: setting for setting in SETTINGS}
@@ -22,8 +23,6 @@ _MAX_TEXT = 10_000
 _LARGEST = (1 << 63) - 1  # that a column holds
 # All but tab and newline; and what Python makes of bytes that are not UTF-8, which no database keeps.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-# The registry is printed and copied; vLLM takes these from the environment as well.
-_SECRET_FLAGS = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,21 +93,22 @@ def _kv_cache_dtype(text: object) -> str:
 def _vllm_args(given: object) -> tuple[str, ...]:
     """A list of words, or one text as a shell would split it."""
     if isinstance(given, str):
+        text = given
         try:
-            given = shlex.split(given)
+            given = shlex.split(text)
         except ValueError as error:
-            raise OverspillError(f"{given!r:.80} cannot be split into words: {error}; close the quotation") from error
+            raise OverspillError(
+                f"{hide_in_text(text)!r:.80} cannot be split into words: {error}; close the quotation"
+            ) from error
     # YAML reads 16 as a number; what vLLM gets is a word anyway.
     if not isinstance(given, list | tuple) or not all(type(word) in (str, int, float) for word in given):
         raise OverspillError("vLLM's flags are a list of words; write for example [--block-size, 32]")
     words = tuple(str(word) for word in given)
     if any(_CONTROL.search(word) for word in words) or sum(map(len, words)) > _MAX_TEXT:
         raise OverspillError(f"vLLM's flags hold control characters, or more than {_MAX_TEXT} characters")
-    for flag in read_flags(words):
-        if flag.name in _SECRET_FLAGS:
-            raise OverspillError(
-                f"{flag.name} would put a secret into the registry; set {_SECRET_FLAGS[flag.name]} in the environment"
-            )
+    flags = read_flags(words)
+    refuse_secrets(flags, "the registry")  # which is printed and copied
+    for flag in flags:
         if own := _OWN_FLAGS.get(flag.name):
             raise OverspillError(f"{flag.name} is a setting of its own here; use --{own.replace('_', '-')} ({own})")
     return words

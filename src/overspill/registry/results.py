@@ -9,9 +9,10 @@ from sqlalchemy import func, select
 
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
-from overspill.registry.recorded import environment_that_matters, without_secrets
+from overspill.registry.recorded import environment_that_matters
 from overspill.registry.schema import is_key, now, storable
 from overspill.registry.tables import ResultRow
+from overspill.serve.secret_flags import without_secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

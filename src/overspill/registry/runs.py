@@ -15,9 +15,10 @@ from overspill.processes import identity
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.model_settings import ModelSettings, settings_as_json, settings_from_json
-from overspill.registry.recorded import environment_that_matters, installed_versions, without_secrets
+from overspill.registry.recorded import environment_that_matters, installed_versions
 from overspill.registry.schema import is_key, now, storable
 from overspill.registry.tables import ModelRow, RunRow
+from overspill.serve.secret_flags import without_secrets
 
 
 class RunEnd(StrEnum):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from overspill.kv.errors import OverspillError
+from overspill.serve.secret_flags import without_secrets
 
 # vLLM's short names (engine/arg_utils.py) of flags that matter to a plan.
 _SHORT = {
@@ -29,8 +30,11 @@ class Flag:
     """As it was written."""
 
     def __str__(self) -> str:
-        value = self.value if len(self.value) <= 40 else f"{self.value[:37]}..."
-        return f"{self.words[0].partition('=')[0]} {value}".strip()
+        """Short, and without secrets: it is for messages."""
+        first, *rest = without_secrets(self.words)
+        name, equals, value = first.partition("=")
+        value = value if equals else " ".join(rest)
+        return f"{name} {value if len(value) <= 40 else f'{value[:37]}...'}".strip()
 
 
 def read_flags(words: Sequence[str]) -> list[Flag]:

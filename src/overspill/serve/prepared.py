@@ -17,6 +17,7 @@ from overspill.serve.address import Address
 from overspill.serve.command import Combined, combine, server_command
 from overspill.serve.errors import CannotServe
 from overspill.serve.positions import require_positions
+from overspill.serve.secret_flags import HIDDEN, VARIABLES, into_environment, without_secrets
 from overspill.serve.traps import check
 
 
@@ -53,10 +54,15 @@ class Prepared:
 
     @property
     def line(self) -> str:
-        """The command as a shell takes it."""
+        """The command as a shell takes it, but for secrets."""
         removed = [word for name, value in self.environment.items() if value is None for word in ("-u", name)]
-        changed = [f"{name}={value}" for name, value in self.environment.items() if value is not None]
-        return shlex.join([*(["env", *removed, *changed] if self.environment else []), *self.command])
+        changed = [f"{name}={value}" for name, value in self._shown_environment.items() if value is not None]
+        return shlex.join([*(["env", *removed, *changed] if self.environment else []), *without_secrets(self.command)])
+
+    @property
+    def _shown_environment(self) -> dict[str, str | None]:
+        secret = VARIABLES.values()
+        return {name: HIDDEN if value and name in secret else value for name, value in self.environment.items()}
 
     def full_environment(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         changed = {**environment, **self.environment}
@@ -64,9 +70,9 @@ class Prepared:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "command": list(self.command),
+            "command": without_secrets(self.command),
             "line": self.line,
-            "environment": dict(self.environment),
+            "environment": self._shown_environment,
             "warnings": list(self.warnings),
             "plan": plan_as_json(self.plan),
         }
@@ -99,6 +105,7 @@ def prepare(
         raise OverspillError(f"--port {port!r} is not a port; ports are 1 to 65535")
     require_positions(plan, combined, environment)
     checked = check(combined, environment, on_cpu=plan.platform.is_cpu)
+    flags, secrets = into_environment(combined.flags)
     return Prepared(
         model=model,
         asked_for=name,
@@ -106,8 +113,8 @@ def prepare(
         plan=plan,
         way=way,
         combined=combined,
-        command=(*server_command(model, vllm), *combined.words),
-        environment=checked.environment,
+        command=(*server_command(model, vllm), *(word for flag in flags for word in flag.words)),
+        environment={**checked.environment, **secrets},
         warnings=(*combined.contradictions, *combined.changes, *checked.warnings),
     )
 

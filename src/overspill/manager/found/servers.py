@@ -15,7 +15,7 @@ from overspill.manager.found.listening import Listener, listeners_by_inode, port
 from overspill.manager.found.vllm_argv import has_tls, is_titled, is_vllm, served_name, stated_port
 from overspill.manager.watching.procfs import children_of_all, kilobytes, read_argv, read_stat, tree
 from overspill.processes import identity
-from overspill.registry.recorded import without_secrets
+from overspill.serve.secret_flags import without_secrets
 
 _ANSWER_S = 1.5
 _MAX_ANSWER_BYTES = 1 << 20

@@ -1,0 +1,89 @@
+"""Flags that hold secrets: which do, how they are shown, and the variables that can hold them instead.
+
+Whatever stores or shows flags or command lines asks here, so that all of them agree on what a secret is.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from overspill.kv.errors import OverspillError
+
+if TYPE_CHECKING:
+    from overspill.serve.flags import Flag
+
+HIDDEN = "***"
+# vLLM and huggingface_hub read these as well. A process's environment is its user's to read, its command line
+# everybody's.
+VARIABLES = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
+# vLLM's parser completes the beginnings of names, where only one begins so.
+_SHORTEST = {"--api-key": "--api-k", "--hf-token": "--hf-t"}
+# Of other programs too: those are shown as well. vLLM's watermark is a secret by its own list.
+_SECRET_NAME = re.compile(
+    r"--([\w.-]*[-.])?(password|passwd|passphrase|secret|token|api-key|access-key|secret-key)|--watermark-config.*"
+)
+_USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_SECRET_IN_JSON = re.compile(
+    r'("[\w.-]*(?:password|passwd|secret|api[_-]?key|access[_-]?key|(?:auth|access|hf|bearer)[_-]?token)[\w.-]*"\s*:\s*")'
+    r'(?:[^"\\]|\\.)*',
+    re.IGNORECASE,
+)
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """The words, with `***` for values of flags that hold secrets, for the user in addresses, and for values in JSON
+    whose names say that they are secret."""
+    words, hides = [], False
+    for word in argv:
+        if hides and not word.startswith("--"):
+            words.append(HIDDEN)  # vLLM's --api-key takes several
+            continue
+        name, equals, _ = word.partition("=")
+        is_secret = _is_secret(name)
+        hides = is_secret and not equals
+        words.append(f"{name}={HIDDEN}" if is_secret and equals else hide_in_value(word))
+    return words
+
+
+def hide_in_value(text: str) -> str:
+    """A single value, as of a variable, without its secrets."""
+    return _SECRET_IN_JSON.sub(rf"\1{HIDDEN}", _USER_OF_URL.sub(HIDDEN, text))
+
+
+def hide_in_text(text: str) -> str:
+    """Flags as somebody wrote them, for a message that says what is wrong with them."""
+    return " ".join(without_secrets(text.split()))
+
+
+def refuse_secrets(flags: Iterable["Flag"], where: str) -> None:
+    """`where` is a place that others may read."""
+    for flag in flags:
+        if list(flag.words) != without_secrets(flag.words):
+            variable = VARIABLES.get(_full_name(flag.name))
+            instead = f"set {variable} in the environment" if variable else "leave out the secret, or the flag"
+            instead += ", which holds one key" if variable and len(flag.words) > 2 else ""
+            raise OverspillError(f"{flag.name} would put a secret into {where}; {instead}")
+
+
+def into_environment(flags: Sequence["Flag"]) -> tuple[tuple["Flag", ...], dict[str, str]]:
+    """The flags without those whose secret a variable can hold, and these variables.
+
+    A variable holds one key. Several stay a flag, and so does none: an empty one takes the variable's key away.
+    """
+    moved = {}
+    for name, variable in VARIABLES.items():
+        given = [flag for flag in flags if _full_name(flag.name) == name]
+        if given and (value := given[-1].value) and (given[-1].words[0].count("=") or len(given[-1].words) == 2):
+            moved[name] = variable, value
+    kept = tuple(flag for flag in flags if _full_name(flag.name) not in moved)
+    return kept, dict(moved.values())
+
+
+def _is_secret(name: str) -> bool:
+    name = name.replace("_", "-")
+    return _SECRET_NAME.fullmatch(name) is not None or _full_name(name) in VARIABLES
+
+
+def _full_name(name: str) -> str:
+    found = (full for full, short in _SHORTEST.items() if full.startswith(name) and name.startswith(short))
+    return next(found, name)
