@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,47 @@ def test_a_unit_keeps_what_decides_which_files_and_gpus_are_found_and_no_secret(
     told = json.dumps(printed(str(llama), *SMALL, **given)["files"])
     assert "HF_HOME=/models/100%%" in told and "CUDA_VISIBLE_DEVICES=1" in told
     assert "hf_secret" not in told
+
+
+KEY = 'k"e$y\\1%'
+
+
+def test_a_key_goes_into_a_file_that_only_its_owner_reads(llama: Path, tmp_path: Path) -> None:
+    """It stood in the unit, which everybody may read."""
+    where = ("--folder", str(tmp_path), "--name", "tiny", "--system", "--run-as", "root")
+    answer = overspill("service", "install", str(llama), *SMALL, *where, "--", "--api-key", KEY, "--seed", "7")
+    assert answer.returncode == 0, answer.stderr
+    drop_in = tmp_path / "overspill@tiny.service.d"
+    secrets = drop_in / "secrets.env"
+    holding = [path for path in tmp_path.rglob("*") if path.is_file() and "e$y" in path.read_text().replace("\\", "")]
+    assert holding == [secrets] and stat.S_IMODE(secrets.stat().st_mode) == 0o600
+    unit = (drop_in / "overspill.conf").read_text()
+    assert f"EnvironmentFile={secrets}\n" in unit and "--seed 7" in unit and "--api-key" not in unit
+    # As a shell reads it, which systemd.exec(5) follows.
+    read = subprocess.run(
+        ["sh", "-c", '. "$0"; printf %s "$VLLM_API_KEY"', secrets], capture_output=True, text=True, check=True
+    )
+    assert read.stdout == KEY
+    # Without a key the file goes, and with the service too.
+    assert overspill("service", "install", str(llama), *SMALL, *where).returncode == 0
+    assert not secrets.exists() and "EnvironmentFile" not in (drop_in / "overspill.conf").read_text()
+    assert overspill("service", "install", str(llama), *SMALL, *where, "--", "--api-key", KEY).returncode == 0
+    answer = overspill("service", "remove", str(llama), "--folder", str(tmp_path), "--name", "tiny", "--system")
+    assert answer.returncode == 0 and f"removed {secrets}" in answer.stdout and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_key_is_not_printed_with_the_units(llama: Path, as_json: tuple[str, ...]) -> None:
+    answer = overspill("service", "print", str(llama), *SMALL, *as_json, "--", "--api-key", "hunter2")
+    assert answer.returncode == 0 and "VLLM_API_KEY=***" in answer.stdout
+    assert "hunter2" not in answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("flags", [["--api-key", "a1", "b2"], ["--otlp-traces-endpoint", "http://a1:b2@host"]])
+def test_a_secret_that_no_variable_holds_is_refused(llama: Path, tmp_path: Path, flags: list[str]) -> None:
+    answer = overspill("service", "install", str(llama), *SMALL, "--folder", str(tmp_path), "--", *flags)
+    assert answer.returncode == 2 and f"{flags[0]} would put a secret into a unit" in answer.stderr
+    assert "b2" not in answer.stderr and not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_named_by_its_whole_path(llama: Path) -> None:

@@ -63,7 +63,7 @@ def print_units(
     as_json: AsJson = False,
 ) -> None:
     """The units that `install` would write. Nothing is written. Exits with 1 if the model does not fit."""
-    planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
+    planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
     told = {"unit": planned.unit, "command": planned.command, "memory_max_bytes": planned.memory_max_bytes}
     _print(planned, folder, told if as_json else None)
 
@@ -84,7 +84,7 @@ def install(
     """Plans, and writes the units. Nothing is started unless asked for. Exits with 1 if the model does not fit."""
     from overspill.service import installation
 
-    planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as)
+    planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
     units = installation.units_of(planned.mode, folder)
     if now and units.systemctl is None:
         raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
@@ -157,7 +157,7 @@ def _print(made: "Service | ManagerService", folder: Path | None, told: dict[str
     from overspill.service.installation import units_of
 
     where = units_of(made.mode, folder).folder
-    files = {str(where / file.path): file.text for file in made.files}
+    files = {str(where / file.path): file.shown or file.text for file in made.files}
     if told is not None:
         print(json.dumps({**told, "files": files}, indent=2))
     else:
@@ -229,16 +229,18 @@ def _require_protection(setup: "Setup") -> None:
 
 def _planned(
     model: str, values: dict[str, Value], vllm_args: list[str], *, is_system: bool, name: str | None,
-    run_as: str | None,
+    run_as: str | None, folder: Path | None,
 ) -> "Service":  # fmt: skip
     from overspill.planning.installed import installed_vllm
     from overspill.planning.machine import plan_for
     from overspill.serve.adopted import adopt
     from overspill.serve.errors import CannotServe
     from overspill.serve.prepared import prepare, require_this_machine
+    from overspill.service.installation import units_of
     from overspill.service.planned import kept_environment, other_users_settings, planned_service
     from overspill.service.units import Mode
 
+    mode = Mode.SYSTEM if is_system else Mode.USER
     user = _user(run_as, is_system=is_system)
     for warning in other_users_settings(user, getpass.getuser()):
         print(f"warning: {warning}", file=sys.stderr)
@@ -266,8 +268,8 @@ def _planned(
         served = []
     return planned_service(
         named.source, adopted.values, plan, [*served, *adopted.serve_args],
-        mode=Mode.SYSTEM if is_system else Mode.USER, name=name or registered, run_as=user, program=sys.executable,
-        environment=environment,
+        mode=mode, name=name or registered, run_as=user, program=sys.executable, environment=environment,
+        folder=units_of(mode, folder).folder,
     )  # fmt: skip
 
 

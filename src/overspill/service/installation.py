@@ -12,7 +12,17 @@ from overspill.files import replace_file
 from overspill.kv.errors import OverspillError
 from overspill.service.manager import UNIT as MANAGER_UNIT
 from overspill.service.manager import ManagerService
-from overspill.service.units import MARKER, TEMPLATE, Mode, Service, drop_in_path, port_of, unit_name
+from overspill.service.units import (
+    MARKER,
+    TEMPLATE,
+    Mode,
+    Service,
+    UnitFile,
+    drop_in_path,
+    port_of,
+    secrets_path,
+    unit_name,
+)
 
 
 class ServiceError(OverspillError):
@@ -42,11 +52,13 @@ def units_of(mode: Mode, folder: Path | None = None, environment: Mapping[str, s
 
 def install(units: Units, service: Service | ManagerService, *, force: bool = False, now: bool = False) -> list[Path]:
     """The files that were written, or were there already."""
-    files = [(units.folder / file.path, file.text) for file in service.files]
+    files = [(units.folder / file.path, file) for file in service.files]
     for path, _ in files:
         _refuse_others(units.folder, path, force=force)
-    for path, text in files:
-        _write(path, text)
+    for path, file in files:
+        _write(path, file)
+    if isinstance(service, Service) and not service.secrets:
+        _remove_secrets(units, service.name)
     if units.systemctl is not None:
         _run(units.systemctl, "daemon-reload")
         if now:
@@ -62,7 +74,7 @@ def remove(units: Units, name: str) -> list[Path]:
     _refuse_others(units.folder, drop_in, force=False)
     if units.systemctl is not None:
         _run(units.systemctl, "disable", "--now", unit_name(name))
-    removed = [drop_in]
+    removed = [*_remove_secrets(units, name), drop_in]
     template = units.folder / TEMPLATE
     with _explained(drop_in):
         drop_in.unlink()
@@ -75,6 +87,16 @@ def remove(units: Units, name: str) -> list[Path]:
     if units.systemctl is not None:
         _run(units.systemctl, "daemon-reload")
     return removed
+
+
+def _remove_secrets(units: Units, name: str) -> list[Path]:
+    """Of a service that has some no more."""
+    secrets = units.folder / secrets_path(name)
+    if not _is_ours(secrets):
+        return []
+    with _explained(secrets):
+        secrets.unlink()
+    return [secrets]
 
 
 def remove_manager(units: Units) -> list[Path]:
@@ -160,11 +182,11 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, file: UnitFile) -> None:
     """Whole or not at all: systemd may read it at any moment."""
     with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text, mode=0o644, sync=True)
+        replace_file(path, file.text, mode=file.mode, sync=True)
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, exact_size
 from overspill.planning.planner import Plan
+from overspill.serve.flags import read_flags
+from overspill.serve.secret_flags import into_environment, refuse_secrets
 from overspill.service.units import Mode, Service
 from overspill.settings import GivenBy, Value
 
@@ -25,8 +27,11 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 def planned_service(
     model: str, values: Mapping[str, Value], plan: Plan, vllm_args: Sequence[str], *,
-    mode: Mode, name: str | None, run_as: str | None, program: str, environment: Mapping[str, str],
+    mode: Mode, name: str | None, run_as: str | None, program: str, environment: Mapping[str, str], folder: Path,
 ) -> Service:  # fmt: skip
+    """`folder` is where its units will lie."""
+    given, secrets = into_environment(read_flags(vllm_args))
+    refuse_secrets(given, "a unit, which everybody may read")
     model = absolute(model)
     ram_bytes = _ram_bytes(values, plan)
     # Where RAM plays the GPU's memory, its share of what is free is not left to a later start either.
@@ -36,9 +41,11 @@ def planned_service(
     return Service(
         mode=mode,
         name=name or model,
-        command=(program, "-m", "overspill", "serve", model, *flags, *vllm_args),
+        command=(program, "-m", "overspill", "serve", model, *flags, *(word for flag in given for word in flag.words)),
         memory_max_bytes=memory_max_bytes(ram_bytes + stand_in_bytes),
         environment=tuple(environment.items()),
+        secrets=tuple(secrets.items()),
+        folder=PurePosixPath(folder.absolute()),
         run_as=run_as,
     )
 

@@ -43,6 +43,21 @@ def quote_assignment(name: str, value: str) -> str:
     return f'"{_escaped(f"{name}={value}")}"'
 
 
+def quote_environment(value: str) -> str:
+    """A value in the file of EnvironmentFile=, where a `%` is only a `%` and one line holds one variable."""
+    _utf8(value)
+    if not value.isprintable():
+        raise OverspillError("a secret holds a line break or another control character; use one without")
+    return '"' + re.sub(r'(["\\`$])', r"\\\1", value) + '"'
+
+
+def quote_path(path: str) -> str:
+    """The path of EnvironmentFile=, which is the rest of the line."""
+    if not path.isprintable() or path != path.strip():
+        raise OverspillError(f"systemd cannot read {path!r}; give another --folder or --name")
+    return path.replace("%", "%%")
+
+
 def _escaped(text: str) -> str:
     _utf8(text)
     for character, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):

@@ -12,7 +12,15 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 
 from overspill.kv.errors import OverspillError
-from overspill.service.quoting import escape_instance, quote_assignment, quote_program, quote_word
+from overspill.serve.secret_flags import HIDDEN
+from overspill.service.quoting import (
+    escape_instance,
+    quote_assignment,
+    quote_environment,
+    quote_path,
+    quote_program,
+    quote_word,
+)
 
 TEMPLATE = "overspill@.service"
 MARKER = "# Written by `overspill service "
@@ -39,6 +47,10 @@ class Service:
     """The interpreter and its arguments."""
     memory_max_bytes: int
     environment: tuple[tuple[str, str], ...] = ()
+    secrets: tuple[tuple[str, str], ...] = ()
+    """Variables that only the owner of the units may read; they are in a file of their own."""
+    folder: PurePosixPath | None = None
+    """Where the units will lie, by its whole path: the unit names the file of secrets, which needs it."""
     run_as: str | None = None
     """The user of a system service; a user's service is that user's."""
 
@@ -60,6 +72,9 @@ class UnitFile:
     path: PurePosixPath
     """Below the folder of units."""
     text: str
+    mode: int = 0o644
+    shown: str = ""
+    """What others are shown of it, if not the text."""
 
 
 def unit_name(name: str) -> str:
@@ -85,12 +100,19 @@ def drop_in_path(name: str) -> PurePosixPath:
     return PurePosixPath(f"{unit_name(name)}.d") / "overspill.conf"
 
 
-def unit_files(service: Service) -> tuple[UnitFile, UnitFile]:
-    """Template and drop-in, in the order to write them in."""
-    return (
-        UnitFile(PurePosixPath(TEMPLATE), marked(_template(service))),
-        UnitFile(drop_in_path(service.name), marked(_drop_in(service))),
-    )
+def secrets_path(name: str) -> PurePosixPath:
+    """Beside the drop-in; systemd reads only `*.conf` there."""
+    return drop_in_path(name).with_name("secrets.env")
+
+
+def unit_files(service: Service) -> tuple[UnitFile, ...]:
+    """Template, secrets if there are some, and drop-in, in the order to write them in."""
+    files = [UnitFile(PurePosixPath(TEMPLATE), marked(_template(service)))]
+    if service.secrets:
+        text = marked(f"{name}={quote_environment(value)}" for name, value in service.secrets)
+        shown = marked(f"{name}={HIDDEN}" for name, _ in service.secrets)
+        files.append(UnitFile(secrets_path(service.name), text, mode=0o600, shown=shown))
+    return (*files, UnitFile(drop_in_path(service.name), marked(_drop_in(service))))
 
 
 def marked(lines: Iterator[str], command: str = "") -> str:
@@ -151,6 +173,9 @@ def _drop_in(service: Service) -> Iterator[str]:
     yield f"MemoryMax={service.memory_max_bytes}"
     yield from run_as(service.run_as)
     yield from environment(service.environment)
+    if service.secrets and service.folder is not None:
+        # Without a `-`: a server that lost its key must not start open to all.
+        yield f"EnvironmentFile={quote_path(str(service.folder / secrets_path(service.name)))}"
 
 
 # Lines that the manager's unit has too.
