@@ -80,6 +80,10 @@ def test_a_cgroup_limit_bounds_what_is_available_and_is_named(tree: Tree) -> Non
     assert machine.ram_total_bytes.value == 64 * GiB
     assert machine.ram_available_bytes.value == 10 * GiB
     assert machine.ram_available_bytes.note.endswith("sys/fs/cgroup/app/memory.max")
+    assert machine.ram_limit_bytes.value == 16 * GiB
+    assert machine.ram_limit_bytes.note.endswith("sys/fs/cgroup/app/memory.max")
+    tree.write("sys/fs/cgroup/app/memory.max", 128 * GiB)
+    assert tree.read().ram_limit_bytes.value == 64 * GiB
 
 
 def test_numa_nodes_are_read_in_order_with_their_cpus(tree: Tree) -> None:

@@ -19,6 +19,7 @@ import uvloop
 from typer.testing import CliRunner
 
 from overspill.cli import app
+from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, MiB
 from overspill.manager import server, sse
 from overspill.manager.actions import Actions, Caller
@@ -182,6 +183,13 @@ def test_a_plan_on_the_page_says_what_ram_makes_of_the_gpu(tmp_path: Path, monke
     assert f"Longest context, 2 at once: {alone:,} tokens on the GPU alone" in html and f"{warm:,} tokens" in html
     assert "2 answers together" in html and "the plan is for one GPU" in html
     assert "the plan is for one GPU" not in str(replan(settings, {"vllm_args": ()}, Memory()).as_json()["warnings"])
+
+
+def test_more_ram_than_the_machine_has_is_refused_unstarted(llama: Path) -> None:
+    settings = ModelSettings(source=str(llama), gpu_memory=8 * MiB, ram=1 << 45, max_model_len=512, dtype="float32")
+    with pytest.raises(OverspillError, match="--ram 32 TiB beside 8 MiB"):
+        replan(settings, {}, Memory())
+    assert "--ram 32 TiB beside 8 MiB" in reckon(settings, Memory()).refused
 
 
 def test_a_setting_that_is_taken_back_is_not_planned_with(llama: Path) -> None:

@@ -12,6 +12,7 @@ from overspill.figures import Origin, measured
 from overspill.hardware import Gpu, detect, parse_gpu
 from overspill.kv.errors import OverspillError
 from overspill.planning import machine
+from overspill.planning.host_ram import require_available
 from overspill.planning.installed import Vllm, installed_vllm
 from overspill.planning.machine import find_device, plan_for
 from overspill.planning.profiles import Profile, fingerprint, remember
@@ -30,7 +31,9 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Has:
 
     def change(*gpus: Gpu, vllm: Vllm | None = HERE, ram: int = 40 * GIB) -> None:
         found = detect()
-        there = replace(found.machine, ram_available_bytes=measured(ram))
+        there = replace(
+            found.machine, ram_total_bytes=measured(ram), cgroup_limit_bytes=None, ram_available_bytes=measured(ram)
+        )
         monkeypatch.setattr(machine, "detect", lambda: replace(found, machine=there, gpus=gpus))
         monkeypatch.setattr(machine, "installed_vllm", lambda: vllm)
 
@@ -79,6 +82,49 @@ def test_a_stand_in_larger_than_ram_is_refused(has: Has) -> None:
     has()
     with pytest.raises(OverspillError, match="--gpu-memory is 64 GiB, and 40 GiB of RAM is available"):
         find_device({"device": "cpu", "gpu_memory": 64 * GIB})
+
+
+def test_more_ram_than_the_machine_has_is_refused(has: Has) -> None:
+    """It was planned with, and the engine failed after it had started."""
+    has(parse_gpu("h200"))
+    said = "--ram 200 GiB needs 200 GiB of RAM, and this machine has 40 GiB. Use --ram 36GiB"
+    with pytest.raises(OverspillError, match=re.escape(said)):
+        find_device({"ram": 200 * GIB})
+    assert find_device({"ram": 40 * GIB}).ram_bytes.value == 40 * GIB
+    assert find_device({"gpu": "h200", "ram": 200 * GIB}).ram_bytes.value == 200 * GIB, "another machine's"
+
+
+def test_ram_in_place_of_a_gpus_memory_counts_too(has: Has) -> None:
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    with pytest.raises(OverspillError, match=r"beside 10 GiB in place .*needs 45 GiB.* --ram 26GiB"):
+        find_device({"ram": 35 * GIB})
+    with pytest.raises(OverspillError, match="needs 41 GiB of RAM, and this machine has 40 GiB"):
+        find_device({"device": "cpu", "ram": 40 * GIB, "gpu_memory": GIB})
+    assert find_device({"ram": 30 * GIB}).ram_bytes.value == 30 * GIB
+
+
+def test_a_cgroup_that_allows_less_bounds_ram(has: Has, tmp_path: Path) -> None:
+    has(parse_gpu("h200"))
+    found = machine.detect()
+    limited = replace(found.machine, cgroup_limit_bytes=measured(16 * GIB, "the cgroup limit /x/memory.max"))
+    with pytest.raises(OverspillError, match=r"the cgroup limit /x/memory\.max allows 16 GiB"):
+        find_device({"ram": 20 * GIB}, replace(found, machine=limited))
+
+
+def test_a_start_needs_the_ram_of_its_plan_now(has: Has, llama: Path) -> None:
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    here = machine.detect().machine
+    made = plan_for(str(llama), {"gpu_memory": GIB, "ram": 20 * GIB, "offload_ram": 8 * GIB, "max_model_len": 4096})
+    require_available(here, made)
+    busy = replace(here, ram_available_bytes=measured(10 * GIB))
+    with pytest.raises(OverspillError, match=r"takes 12 GiB of RAM.*10 GiB is available now.*--ram 5GiB.*--force"):
+        require_available(busy, made)
+    some = replace(here, ram_available_bytes=measured(13 * GIB))
+    require_available(some, made)
+    # The engine refuses to take what it is told to leave free.
+    careful = replace(made, wishes=replace(made.wishes, kv_options="reserve_bytes=6GiB"))
+    with pytest.raises(OverspillError, match=r"of which 8 GiB must leave 6 GiB free; 13 GiB is available now"):
+        require_available(some, careful)
 
 
 def test_the_vllm_here_is_found_without_loading_it() -> None:

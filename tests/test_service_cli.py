@@ -180,6 +180,7 @@ def test_what_does_not_fit_exits_with_one_and_says_what_would(llama: Path, tmp_p
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no such folder": (["install", "/nonexistent/model", *SMALL], "nonexistent"),
     "not a size": (["install", "{llama}", *SMALL, "--ram", "lots"], "--ram"),
+    "more RAM than there is": (["install", "{llama}", *SMALL, "--ram", "60TiB"], "of RAM, and"),
     "an empty size": (["install", "{llama}", *SMALL, "--ram", ""], "--ram"),
     "not a port": (["install", "{llama}", *SMALL, "--port", "99999"], "--port"),
     "unknown device": (["install", "{llama}", "--device", "tpu"], "--device"),

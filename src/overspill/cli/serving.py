@@ -27,6 +27,8 @@ def serve(
     log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
 ) -> None:
     """Plan, then run vLLM's server with these flags. Flags of vLLM's own follow the model, and win."""
+    from overspill.hardware.machine import read_machine
+    from overspill.planning.host_ram import require_available
     from overspill.planning.installed import installed_vllm
     from overspill.planning.machine import plan_for
     from overspill.planning.text import plan_as_text
@@ -58,6 +60,8 @@ def serve(
             print(json.dumps(prepared.as_json(), indent=2) if as_json else prepared.line)
             return
         require_this_machine(prepared)
+        if not settings["force"]:
+            require_available(read_machine(), plan)
         for variable in into_environment(read_flags(context.args))[1]:
             _tell(
                 "warning: every user of this machine can read a secret in this command's arguments while it runs; set "

@@ -11,12 +11,13 @@ from overspill.figures import Known, assumed, derived, measured
 from overspill.folders import cache_folder
 from overspill.hardware.numa import NumaNode, read_numa_nodes
 from overspill.kv.errors import OverspillError
-from overspill.kv.ram import available_ram
+from overspill.kv.ram import available_ram, cgroup_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     ram_total_bytes: Known[int]
+    cgroup_limit_bytes: Known[int] | None  # the lowest on this process, which the note names; None without one
     ram_available_bytes: Known[int]  # without swapping or reaching a cgroup's limit; the note names what bounds it
     swap_total_bytes: Known[int]
     swap_free_bytes: Known[int]
@@ -34,11 +35,18 @@ class Machine:
     container: str | None  # which kind; None outside of any
     is_wsl: bool
 
+    @property
+    def ram_limit_bytes(self) -> Known[int]:
+        """That this process could ever have; the note names a cgroup that allows less than there is."""
+        limit = self.cgroup_limit_bytes
+        return self.ram_total_bytes if limit is None or limit.value >= self.ram_total_bytes.value else limit
+
 
 def read_machine(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
     try:
         memory = _read_meminfo(root)
         ram = available_ram(root / "proc", root / "sys")
+        limit = cgroup_limit(root / "proc", root / "sys")
     except FileNotFoundError as error:
         raise OverspillError(
             f"{error.filename} is missing: Overspill runs on Linux, and this is {platform.system()}"
@@ -51,6 +59,7 @@ def read_machine(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
     disk = None if folder is None else _filesystem(_existing(folder))
     return Machine(
         ram_total_bytes=measured(memory["MemTotal"]),
+        cgroup_limit_bytes=None if limit is None else measured(limit[0], f"the cgroup limit {limit[1]}"),
         ram_available_bytes=measured(ram.available_bytes, ram.source),
         swap_total_bytes=measured(memory.get("SwapTotal", 0)),
         swap_free_bytes=measured(memory.get("SwapFree", 0)),

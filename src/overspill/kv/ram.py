@@ -60,6 +60,12 @@ def _cgroup_folders(proc: Path, sys: Path) -> list[tuple[Path, str, str]]:
     return found
 
 
+def cgroup_limit(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> tuple[int, Path] | None:
+    """The lowest memory limit of this process's cgroups, and the file that sets it; None without one."""
+    files = [folder / limit_name for folder, limit_name, _ in _cgroup_folders(proc, sys)]
+    return min(((limit, file) for file in files if (limit := _read_int(file)) is not None), default=None)
+
+
 def available_ram(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ram:
     """RAM that can be taken without swapping or reaching a cgroup's limit."""
     best = Ram(_meminfo_available(proc), "the machine's available memory")

@@ -9,9 +9,10 @@ from overspill.figures import Known, assumed, derived
 from overspill.hardware import Gpu, Hardware, detect, with_stated
 from overspill.hardware.link import same_both_ways
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import GiB, format_size
+from overspill.kv.sizes import format_size
 from overspill.model.facts import ModelFacts
 from overspill.model.read import read_model
+from overspill.planning.host_ram import RESERVE_BYTES, require_total
 from overspill.planning.installed import installed_vllm
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.platform import CPU, CUDA, LATENT_BLOCK_SIZE_WITH_AMX, Platform
@@ -20,8 +21,6 @@ from overspill.planning.setup import Profiles
 from overspill.planning.wishes import AT_ONCE, MAX_NUM_SEQS, Wishes
 
 _BF16_CAPABILITY = (8, 0)
-# Left to the rest of the machine where the RAM to use is not given.
-_RESERVE_BYTES = 4 * GiB
 # Of the RAM that is available, what plays the GPU's memory on a machine without one.
 _STAND_IN_SHARE = 4
 # Two channels of DDR4, and what a copy between two places in them reaches. No CPU's speed is known here.
@@ -97,12 +96,14 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
             "--device cpu plans for a machine without a GPU, and --gpu states one; leave one of them out"
         )
     if wanted == "cpu" or (wanted == "auto" and not hardware.gpus and vllm is not None and vllm.is_cpu):
-        return _cpu(found, hardware, settings.get("gpu_memory"), is_stated=ram is not None)
+        return _cpu(found, hardware, settings.get("gpu_memory"), ram)
+    if ram is not None and settings.get("gpu") is None:  # a card that is stated is another machine's
+        require_total(found.machine, ram)
     available = hardware.machine.ram_available_bytes
     return Device(hardware.first_gpu(), CUDA, available if ram is not None else _less_reserve(available))
 
 
-def _cpu(found: Hardware, hardware: Hardware, gpu_memory: int | None, *, is_stated: bool) -> Device:
+def _cpu(found: Hardware, hardware: Hardware, gpu_memory: int | None, ram: int | None) -> Device:
     """A part of RAM plays the GPU's memory: weights and resident KV lie in it, and the rest spills."""
     available = found.machine.ram_available_bytes
     if gpu_memory is None:
@@ -117,7 +118,9 @@ def _cpu(found: Hardware, hardware: Hardware, gpu_memory: int | None, *, is_stat
     else:
         total = assumed(gpu_memory, "RAM in place of a GPU's memory, by --gpu-memory")
     beside = hardware.machine.ram_available_bytes
-    if not is_stated:
+    if ram is not None:
+        require_total(found.machine, ram, total.value)
+    else:
         beside = _less_reserve(derived(max(0, available.value - total.value), available, note=available.note))
     gpu = Gpu(
         index=0,
@@ -167,4 +170,4 @@ def _measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes) -> Profiles:
 
 def _less_reserve(available: Known[int]) -> Known[int]:
     note = "; ".join(filter(None, (available.note, "less 4 GiB for the rest of the machine")))
-    return derived(max(0, available.value - _RESERVE_BYTES), available, note=note)
+    return derived(max(0, available.value - RESERVE_BYTES), available, note=note)

@@ -9,6 +9,7 @@ from overspill.hardware import Hardware, detect
 from overspill.kv.errors import OverspillError
 from overspill.manager.engines.memory import NOTHING, Memory
 from overspill.planning.attempts import peak_ram_bytes
+from overspill.planning.host_ram import TooMuchRam
 from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
@@ -35,6 +36,8 @@ def reckon(settings: ModelSettings, evictable: Memory) -> Need:
         values = with_registered(resolve({}, file=config_path()), settings.source, registered)
         adopted = adopt(values, registered=words)
         plan = plan_for(settings.source, adopted.settings, found=with_more(detect(), evictable))
+    except TooMuchRam as error:
+        return Need(refused=str(error))
     except OverspillError:
         return Need()
     return need_of(plan, adopted.settings)
