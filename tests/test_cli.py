@@ -98,6 +98,7 @@ def test_cards_are_listed_when_asked_for(llama: Path) -> None:
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no such folder": (["plan", "/nonexistent/model", "--gpu", "24GiB"], "nonexistent"),
     "more RAM than there is": (["plan", "{llama}", "--device", "cpu", "--ram", "60TiB"], "of RAM, and"),
+    "no GPU memory": (["plan", "{llama}", "--gpu", "rtx4090", "--gpu-memory", "0"], "needs some GPU memory"),
     "not a size": (["plan", "{llama}", "--gpu", "24GiB", "--ram", "lots"], "--ram"),
     "negative": (["plan", "{llama}", "--gpu", "24GiB", "--ram", "-1"], "--ram"),
     "unknown card": (["plan", "{llama}", "--gpu", "rtx9999"], "rtx9999"),

@@ -402,6 +402,7 @@ MISTAKES: dict[str, tuple[int, list[str], str]] = {
     "no such folder": (2, ["serve", "/nonexistent/model", "{tiny}"], "nonexistent"),
     "an empty folder": (2, ["serve", "{empty}", "{tiny}"], "config.json"),
     "more RAM than there is": (2, ["serve", "{model}", "{tiny}", "--ram", "60TiB"], "of RAM, and"),
+    "no GPU memory": (2, ["serve", "{model}", "{tiny}", "--gpu-memory", "0"], "needs some GPU memory"),
     "not a size": (2, ["serve", "{model}", "--device", "cpu", "--ram", "lots"], "--ram"),
     "a size with a space": (1, ["serve", "{model}", "--device", "cpu", "--gpu-memory", "1 mib", "--ram", "4 gib"],
                             "does not fit"),

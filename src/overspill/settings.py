@@ -41,6 +41,12 @@ def _size(text: object) -> int:
     return size
 
 
+def _gpu_memory(text: object) -> int:
+    if (size := _size(text)) == 0:
+        raise OverspillError("an engine needs some GPU memory; leave it out for all of it, or write for example 24GiB")
+    return size
+
+
 def _length(text: object) -> int:
     """Tokens, as people write them: 131072, 128k (of 1,024 each), 1m."""
     if isinstance(text, bool) or not isinstance(text, int | str):
@@ -130,7 +136,7 @@ SETTINGS = (
         "gpu", _text, None, "Plan for this card, or this much GPU memory, instead of the one here: `rtx4090`, `24GiB`."
     ),
     Setting(
-        "gpu_memory", _size, None,
+        "gpu_memory", _gpu_memory, None,
         "GPU memory to keep to on a bigger card, weights and CUDA's context included; on a CPU, the RAM in its place.",
     ),
     Setting(
