@@ -244,13 +244,15 @@ def compare(name: str, figures: dict[str, Any], got: Sequence[Answer], expected:
         figures["answers"] = figures.get("answers", 0) + 1
         identical = mine.tokens == theirs.tokens and mine.logprobs == theirs.logprobs
         figures["identical_answers"] = figures.get("identical_answers", 0) + identical
+        figures.setdefault("tokens", 0)
         for position, token in enumerate(mine.tokens):
             if token != theirs.tokens[position]:
                 break
             apart = abs(mine.logprobs[position][token] - theirs.logprobs[position][token])
-            figures["tokens"] = figures.get("tokens", 0) + 1
+            figures["tokens"] += 1
             figures["worst_logprob_difference"] = max(figures.get("worst_logprob_difference", 0.0), apart)
     assert_same_but_for_ties(got, expected, rounding=FAMILIES[name].rounding if CUDA else ROUNDING)
+    assert figures["tokens"] > 12 * figures["answers"], "answers part too early to have been compared"
 
 
 def assert_different(name: str, got: Answer, expected: Answer) -> None:
