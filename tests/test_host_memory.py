@@ -185,11 +185,3 @@ def test_an_error_while_pinning_is_a_refusal_and_not_the_end(log: pytest.LogCapt
     assert "the driver is gone" in memory.pinning_refused
     assert any("refused" in r.getMessage() for r in log.records)
     memory.close()
-
-
-def test_whether_this_process_has_a_pool_is_known() -> None:
-    assert not HostMemory.num_alive
-    memory = HostMemory(2, PAGE)
-    assert HostMemory.num_alive
-    memory.close()
-    assert not HostMemory.num_alive

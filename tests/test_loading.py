@@ -106,15 +106,19 @@ BAD = {
 }
 
 
+def configure(model: Path, transfer: KVTransferConfig, **settings: Any) -> None:
+    """As an engine's start does first; no weights are read."""
+    EngineArgs(
+        model=str(model), dtype="float32", skip_tokenizer_init=True, kv_transfer_config=transfer, **settings
+    ).create_engine_config()
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_settings_are_refused_before_the_model_loads(llama: Path, name: str) -> None:
     transfer, arguments, sentence = BAD[name]
     settings = {"enable_prefix_caching": True, **arguments}
     with pytest.raises(ValueError) as refusal:
-        # The configuration alone: no weights are read here.
-        EngineArgs(
-            model=str(llama), dtype="float32", skip_tokenizer_init=True, kv_transfer_config=transfer, **settings
-        ).create_engine_config()
+        configure(llama, transfer, **settings)
     assert sentence in str(refusal.value)
 
 
@@ -131,6 +135,18 @@ def test_ram_that_the_pool_took_is_not_missed_when_vllm_configures_again(
         type(spilling.vllm_scheduler.connector)(
             config, KVConnectorRole.SCHEDULER, spilling.vllm_scheduler.kv_cache_config
         )
+        # Another engine in the same process takes RAM of its own, which the first one's pool must not hide.
+        with pytest.raises(ValueError, match='Largest that fits: "host_bytes": "36MiB"'):
+            configure(llama, by_name(host_bytes="37MiB"))
+
+
+def test_only_the_process_that_starts_an_engine_checks_its_ram(llama: Path) -> None:
+    """With --api-server-count, API servers are configured while the engine fills its pool; that refused them."""
+    too_much = by_name(host_bytes="100TiB")
+    for rank in (0, 1):
+        configure(llama, too_much, _api_process_count=2, _api_process_rank=rank)
+    with pytest.raises(ValueError, match="Largest that fits"):
+        configure(llama, too_much, _api_process_count=2, _api_process_rank=-1)
 
 
 def test_a_pool_smaller_than_a_block_is_refused(llama: Path) -> None:

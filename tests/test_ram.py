@@ -98,19 +98,19 @@ def test_this_machine_has_some_ram() -> None:
 
 
 def test_a_pool_that_leaves_the_reserve_is_accepted() -> None:
-    require_ram(6 * GIB, 4 * GIB, Ram(10 * GIB, "test"))
+    require_ram({"host_bytes": 6 * GIB}, 4 * GIB, Ram(10 * GIB, "test"))
 
 
 def test_a_pool_that_would_not_is_refused_with_need_have_and_the_largest_that_fits() -> None:
     with pytest.raises(OverspillError) as refused:
-        require_ram(6 * GIB + 1, 4 * GIB, Ram(10 * GIB, "the cgroup limit X"))
+        require_ram({"host_bytes": 6 * GIB + 1, "spill_bytes": 0}, 4 * GIB, Ram(10 * GIB, "the cgroup limit X"))
     message = str(refused.value)
     for part in ("needs 6 GiB", "10 GiB is available", "the cgroup limit X", "4 GiB stays in reserve",
                  '"host_bytes": "6144MiB"', "lower reserve_bytes"):  # fmt: skip
         assert part in message
-    require_ram(6144 * 2**20, 4 * GIB, Ram(10 * GIB, "what was advised fits"))
+    require_ram({"host_bytes": 6144 * 2**20}, 4 * GIB, Ram(10 * GIB, "what was advised fits"))
 
 
 def test_where_nothing_fits_no_size_is_advised() -> None:
     with pytest.raises(OverspillError, match="Nothing fits: free some RAM"):
-        require_ram(1, 4 * GIB, Ram(3 * GIB, "test"))
+        require_ram({"host_bytes": 1}, 4 * GIB, Ram(3 * GIB, "test"))

@@ -21,6 +21,39 @@ from tests.engine import random_prompt
 START_SECONDS = 240
 
 
+# As a plugin of vLLM's, in every process: 100 MiB of RAM, of which the pool's 64 MiB are gone as soon as it is mapped.
+SMALL_MACHINE = """
+import os
+from pathlib import Path
+from overspill.kv import ram
+from overspill.kv.host_memory import HostMemory
+
+FOLDER = Path(__file__).parent
+
+def available_ram():
+    is_taken = (FOLDER / "taken").exists()
+    with open(FOLDER / "checks", "a") as checks:
+        print(os.getpid(), "after" if is_taken else "before", file=checks)
+    return ram.Ram(36 << 20 if is_taken else 100 << 20, "a small machine")
+
+def register():
+    prepare = HostMemory.prepare
+    def prepare_and_tell(self, pinning):
+        (FOLDER / "taken").touch()
+        prepare(self, pinning)
+    HostMemory.prepare, ram.available_ram = prepare_and_tell, available_ram
+"""
+
+
+def on_small_machine(folder: Path) -> dict[str, str]:
+    info = folder / "small_machine-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: small_machine\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nsmall_machine = small_machine:register\n")
+    (folder / "small_machine.py").write_text(SMALL_MACHINE)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
 class Server:
     def __init__(self, model: Path, log: Path) -> None:
         self.port = free_port()
@@ -41,7 +74,7 @@ class Server:
                 ],
                 stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
                 # A server has its engine in a process of its own.
-                env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+                env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **on_small_machine(log.parent)},
             )  # fmt: skip
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> str:
@@ -112,6 +145,14 @@ def test_a_returning_prompt_is_served_from_ram_and_metrics_say_so(server: Server
     assert server.metric("load_bytes") > 0 and server.metric("store_bytes") > 0
     assert server.metric("pool_bytes") == 64 << 20
     assert 0 < server.metric("pool_used_bytes") <= 64 << 20
+
+
+def test_ram_is_checked_before_the_pool_takes_it_and_not_again(server: Server) -> None:
+    """vLLM completes its configuration again in the engine core, after loading: a check there refused an engine for
+    its own pool's RAM, if the pool was filled by then, and its server waited for it for ever."""
+    checks = [line.split() for line in (server.log.parent / "checks").read_text().splitlines()]
+    assert [when for _, when in checks] == ["before", "before"]
+    assert checks[0][0] == str(server.process.pid) != checks[1][0]
 
 
 def test_vllm_counts_the_hits_as_the_hosts(server: Server) -> None:

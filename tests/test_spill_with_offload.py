@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from overspill.kv.copies import PlainCopier, Transfer
+from overspill.kv.host_memory import HostMemory
+from overspill.kv.ram import Ram
 from overspill.kv.spill import arena_copier
 from overspill.kv.spill import worker as spill_worker
 from overspill.kv.spill.arena_copier import JoinedTransfer
-from tests.engine import BLOCK, assert_same, engine, random_prompt, spilling
+from tests.engine import BLOCK, PAGE, assert_same, engine, random_prompt, spilling
 from tests.late_streams import LateStreams
 
 OFFLOAD = {"host_bytes": "64MiB", "load": "always", "verify": "all"}
@@ -39,6 +41,23 @@ def test_a_long_conversation_comes_back_from_the_pool(llama: Path, store: str) -
         assert spills.metric("spill_in_bytes") > streamed
         assert spills.metric("corrupt_blocks") == 0 and spills.metric("load_failures") == 0
         spills.assert_nothing_is_held()
+
+
+def test_a_filled_arena_is_not_missing_for_the_pool(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asked for its RAM when it was mapped: the pool's part was refused, or not, by how far the arena was."""
+    needed = 60 * 4 * PAGE + (64 << 20)
+    prepared: list[HostMemory] = []
+    monkeypatch.setattr(
+        "overspill.kv.ram.available_ram", lambda: Ram(needed - (needed - 1) * bool(prepared), "a small machine")
+    )
+    prepare = HostMemory.prepare
+    monkeypatch.setattr(HostMemory, "prepare", lambda self, pinning: (prepared.append(self), prepare(self, pinning)))
+    with engine(llama, spilling(**OFFLOAD)) as spills:
+        spills.ask_one(random_prompt(1, 900))
+    assert [memory.num_bytes for memory in prepared] == [60 * 4 * PAGE, 64 << 20]
+    monkeypatch.setattr("overspill.kv.ram.available_ram", lambda: Ram(needed - 1, "a smaller machine"))
+    with pytest.raises(ValueError, match=r"host_bytes \+ spill_bytes needs"), engine(llama, spilling(**OFFLOAD)):
+        pass
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])

@@ -30,6 +30,7 @@ from overspill.kv.layout import BLOCK_OUTERMOST, LAYER_OUTERMOST, bytes_per_bloc
 from overspill.kv.metrics import OverspillPromMetrics, OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.preflight import check_engine, require_spill_classes
+from overspill.kv.ram import require_ram
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Speeds
@@ -49,7 +50,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # Under MultiConnector this is the child's own configuration; preflight demands the policy of the outer one.
-        options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
+        options = self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config)
         # vLLM's default ends the request of a failed load. The scheduler reads this after building the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -113,6 +114,12 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         buffer = kv_buffer(kv_caches)
         self._timer = StepTimer(_cuda_mark if buffer.is_cuda else WallMark)
+        # Again, of this rank's part: the model has taken RAM since the start, and without the plugin nobody looked.
+        needs = {
+            "host_bytes": self._worker.pool_bytes if self._worker is not None else 0,
+            "spill_bytes": self.spill_worker.arena_bytes if self.spill_worker is not None else 0,
+        }
+        require_ram(needs, self._options.reserve_bytes)
         if self.spill_worker is not None:
             self.spill_worker.register(buffer)
         if self._worker is not None:

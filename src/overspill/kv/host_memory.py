@@ -37,8 +37,6 @@ class Pinning(Protocol):
 class HostMemory:
     """`num_slots` slots of `slot_bytes` each; slots become DMA-able from the first to the last."""
 
-    num_alive = 0  # in this process
-
     def __init__(
         self,
         num_slots: int,
@@ -64,7 +62,6 @@ class HostMemory:
         self._thread: threading.Thread | None = None
         self._pinning: Pinning | None = None
         self._registered: list[int] = []
-        HostMemory.num_alive += 1
 
     def prepare(self, pinning: Pinning | None) -> None:
         """Fill and, with `pinning`, register the pool in the background."""
@@ -99,7 +96,6 @@ class HostMemory:
             for start in self._registered:
                 self._pinning.unregister(self.address + start)
         self._registered.clear()
-        HostMemory.num_alive -= 1
         self.pinned_bytes = 0
         self.slots = np.empty((0, self.slot_bytes), np.uint8)
         self._mapping.close()

@@ -4,8 +4,8 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
 
-from overspill.kv.host_memory import HostMemory
 from overspill.kv.preflight import CONNECTOR, check_connector_stays, check_engine, use_spill_classes
 from overspill.kv.ram import require_ram
 from overspill.kv.wrapping import Method, wrap_once
@@ -17,6 +17,7 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, "overspill.kv.connector", CONNECTOR)
     # No hook of a connector is called before the weights are loaded, minutes into a start that cannot succeed.
     wrap_once(VllmConfig, "__post_init__", _checked)
+    wrap_once(EngineArgs, "create_engine_config", _with_ram)
 
 
 def _checked(post_init: Method) -> Method:
@@ -26,10 +27,21 @@ def _checked(post_init: Method) -> Method:
         options = check_engine(self)
         if options is not None and options.spill_bytes:
             use_spill_classes(self)
-        # vLLM makes configurations again while it starts; the RAM that this process's pool took then is not missing.
-        if options is not None and not HostMemory.num_alive:
-            wanted = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
-            asking = " + ".join(name for name, num_bytes in wanted.items() if num_bytes)
-            require_ram(sum(wanted.values()), options.reserve_bytes, option=asking)
 
     return checked_post_init
+
+
+def _with_ram(create: Method) -> Method:
+    """Once for each start, in the process that starts the engine. A VllmConfig is completed again in the engine core,
+    in workers and for draft models, when the engine's own pool is being filled and would count as missing."""
+
+    def create_with_ram(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        config: VllmConfig = create(self, *args, **kwargs)
+        # One of several API servers, which are started beside the engine; -1 is the process that starts them all.
+        is_beside_engine = self._api_process_count > 1 and self._api_process_rank >= 0
+        if not is_beside_engine and (options := check_engine(config)) is not None:
+            needs = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
+            require_ram(needs, options.reserve_bytes)
+        return config
+
+    return create_with_ram

@@ -1,5 +1,6 @@
 """How much RAM this process may still take: /proc and cgroup limits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,13 +82,19 @@ def available_ram(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ram:
     return best
 
 
-def require_ram(need_bytes: int, reserve_bytes: int, ram: Ram | None = None, *, option: str = "host_bytes") -> None:
-    """Refuse to take the machine below its reserve. `option` is what asks for the RAM; "+" joins several."""
+def require_ram(needs: Mapping[str, int], reserve_bytes: int, ram: Ram | None = None) -> None:
+    """Refuse to take the machine below its reserve. `needs` are bytes not taken yet, by the option that asks for them.
+
+    All of an engine's needs are checked together, before the first is met: what one of them has taken would be missing
+    from the RAM that is available for the others.
+    """
     ram = available_ram() if ram is None else ram
-    fits = ram.available_bytes - reserve_bytes
+    fits, need_bytes = ram.available_bytes - reserve_bytes, sum(needs.values())
     if need_bytes <= fits:
         return
-    largest = f'"{fits // MiB}MiB" for both' if "+" in option else f'"{option}": "{fits // MiB}MiB"'
+    asking = [option for option, num_bytes in needs.items() if num_bytes]
+    option = " + ".join(asking)
+    largest = f'"{fits // MiB}MiB" for both' if len(asking) > 1 else f'"{option}": "{fits // MiB}MiB"'
     advice = f"Largest that fits: {largest}" if fits >= MiB else "Nothing fits: free some RAM"
     raise OverspillError(
         f"{option} needs {format_size(need_bytes)} of RAM; {format_size(ram.available_bytes)} is available "

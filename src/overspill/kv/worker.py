@@ -22,7 +22,6 @@ from overspill.kv.jobs import LoadJob, StepJobs, StepReport, StoreJob
 from overspill.kv.layout import block_regions
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
-from overspill.kv.ram import require_ram
 from overspill.kv.sizes import format_size
 from overspill.kv.spill.worker import SpillWorker
 
@@ -47,7 +46,9 @@ class OffloadWorker:
         parallel = vllm_config.parallel_config
         self._options = options
         self._config = kv_cache_config
-        self._world_size = parallel.world_size
+        self._regions = block_regions(kv_cache_config)
+        self._slot_bytes = sum(region.block_bytes for region in self._regions)
+        self._num_slots = num_host_slots(options, parallel.world_size, self._slot_bytes)
         self._steps_in_flight = vllm_config.max_concurrent_batches
         self._backlog = Backlog(self._steps_in_flight)
         self._step_began = 0.0
@@ -64,12 +65,13 @@ class OffloadWorker:
         self.stats = OverspillStats()
         self._shown_pool: tuple[int, bool] | None = None
 
+    @property
+    def pool_bytes(self) -> int:
+        return self._num_slots * slot_stride(self._slot_bytes)
+
     def register(self, buffer: torch.Tensor, spill: SpillWorker | None = None) -> None:
         """Map the pool and make ready to copy. `buffer` is vLLM's KV cache as bytes."""
-        regions = block_regions(self._config)
-        slot_bytes = sum(region.block_bytes for region in regions)
-        num_slots = num_host_slots(self._options, self._world_size, slot_bytes)
-        require_ram(num_slots * slot_stride(slot_bytes), self._options.reserve_bytes)
+        regions, slot_bytes, num_slots = self._regions, self._slot_bytes, self._num_slots
         self.buffer = buffer
         if buffer.is_cuda:
             self._use_cuda(buffer, num_slots, slot_bytes, regions)

@@ -15,7 +15,6 @@ from overspill.kv.host_memory import HostMemory
 from overspill.kv.jobs import StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
-from overspill.kv.ram import require_ram
 from overspill.kv.sizes import MiB, format_size
 from overspill.kv.spill.aliased_memory import AliasedMemory
 from overspill.kv.spill.allocation import KvAllocation
@@ -49,6 +48,10 @@ class SpillWorker:
 
     # Start.
 
+    @property
+    def arena_bytes(self) -> int:
+        return self.geometry.num_regions * self.geometry.half_bytes
+
     def allocation(self) -> AbstractContextManager[Any]:
         """The context in which vLLM allocates its KV buffer."""
         return KvAllocation(self.geometry.buffer_bytes, self._map_buffer)
@@ -68,8 +71,6 @@ class SpillWorker:
         geometry = self.geometry
         if self._memory is None:
             raise OverspillError("vLLM did not allocate its KV cache where Overspill could map it; spill cannot work")
-        arena_bytes = geometry.num_regions * geometry.half_bytes
-        require_ram(arena_bytes, self._options.reserve_bytes, option="spill_bytes")
         # One slot is one region's spilled blocks, so that no copy crosses a registered piece.
         numa_node = None
         if buffer.is_cuda:
@@ -92,7 +93,7 @@ class SpillWorker:
         self._window = Window(plan_accesses(self.layers, geometry), self.streams)
         logger.info(
             "Overspill: %d of %d KV blocks are on the GPU, %d spill to %s of RAM through a window of %s",
-            geometry.num_resident, geometry.num_blocks, geometry.num_spilled, format_size(arena_bytes),
+            geometry.num_resident, geometry.num_blocks, geometry.num_spilled, format_size(self.arena_bytes),
             format_size(geometry.num_halves * geometry.half_bytes),
         )  # fmt: skip
 
