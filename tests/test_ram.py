@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from overspill.kv.errors import OverspillError
-from overspill.kv.ram import Ram, available_ram, require_ram
+from overspill.kv.ram import Ram, available_ram, num_oom_kills, require_ram
 
 GIB = 2**30
 
@@ -91,6 +91,25 @@ def test_a_kernel_without_memavailable_is_named(tmp_path: Path) -> None:
     machine.write(machine.proc / "meminfo", "MemTotal: 5 kB")
     with pytest.raises(OverspillError, match=r"no MemAvailable line; Linux 3\.14"):
         machine.ram()
+
+
+def test_oom_kills_are_counted_by_the_cgroup_or_else_by_the_machine(tmp_path: Path) -> None:
+    proc, sys = tmp_path / "proc", tmp_path / "sys"
+    (proc / "self").mkdir(parents=True)
+    (proc / "vmstat").write_text("nr_free_pages 1\n")
+    (proc / "self/cgroup").write_text("4:memory:/job\n0::/\n")
+    assert num_oom_kills(proc, sys) is None
+    (proc / "vmstat").write_text("nr_free_pages 1\noom_kill 7\n")
+    assert num_oom_kills(proc, sys) == 7
+    for folder, name, text in (
+        (sys / "fs/cgroup/memory/job", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+        (sys / "fs/cgroup/user/engine", "memory.events", "low 0\noom 1\noom_kill 1\noom_group_kill 0\n"),
+    ):
+        folder.mkdir(parents=True)
+        (folder / name).write_text(text)
+    assert num_oom_kills(proc, sys) == 2
+    (proc / "self/cgroup").write_text("0::/user/engine\n")
+    assert num_oom_kills(proc, sys) == 1
 
 
 def test_this_machine_has_some_ram() -> None:

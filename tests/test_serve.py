@@ -24,6 +24,7 @@ from overspill.serve.address import free_port
 from overspill.serve.report import Phase
 from overspill.serve.status import Status, read_statuses
 from overspill.tiny import VOCAB, make_llama
+from tests.dying_core import DEATH_S, dying_after_loading, engine_cores
 from tests.engine import engine, random_prompt
 
 START_S = 240
@@ -42,7 +43,7 @@ def environment(**more: str) -> dict[str, str]:
 class Serve:
     """An `overspill serve` that runs."""
 
-    def __init__(self, model: Path | str, *flags: str, folder: Path, quiet: bool = True) -> None:
+    def __init__(self, model: Path | str, *flags: str, folder: Path, quiet: bool = True, **variables: str) -> None:
         self.port = free_port()
         self.home = {"XDG_STATE_HOME": str(folder / "state")}
         self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -56,7 +57,7 @@ class Serve:
                     *(("--served-model-name", "tiny") if isinstance(model, Path) else ()), *flags,
                 ],
                 stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=environment(NOTIFY_SOCKET=f"@overspill-test-{self.port}", **self.home),
+                env=environment(NOTIFY_SOCKET=f"@overspill-test-{self.port}", **self.home, **variables),
             )  # fmt: skip
         self.session: int | None = None
 
@@ -124,8 +125,8 @@ class Serve:
 
 
 @contextlib.contextmanager
-def serving(model: Path | str, *flags: str, folder: Path, quiet: bool = True) -> Iterator[Serve]:
-    running = Serve(model, *flags, folder=folder, quiet=quiet)
+def serving(model: Path | str, *flags: str, folder: Path, quiet: bool = True, **variables: str) -> Iterator[Serve]:
+    running = Serve(model, *flags, folder=folder, quiet=quiet, **variables)
     try:
         yield running
     finally:
@@ -287,16 +288,32 @@ def test_sigkill_of_serve_ends_the_engine_too(model: Path, tmp_path: Path) -> No
 def test_a_dead_engine_ends_serve_with_the_reason(model: Path, tmp_path: Path) -> None:
     with serving(model, folder=tmp_path) as running:
         running.wait_for("/v1 serves")
-        engines = [pid for pid in running.started() if "EngineCor" in Path(f"/proc/{pid}/comm").read_text()]
-        for pid in engines:
-            os.kill(pid, signal.SIGKILL)
-        assert engines and running.process.wait(timeout=90) == 1
-        assert "error: vLLM ended" in running.told and "the last lines of its log" in running.told
+        (core,) = engine_cores(running.started())
+        os.kill(core, signal.SIGKILL)
+        assert running.process.wait(timeout=DEATH_S) == 1
         running.assert_nothing_is_left(within=1)
+        error = running.told.partition("error: ")[2]
+        why = "the engine core was killed by SIGKILL; the kernel counts no OOM kill, so another program or a user"
+        assert re.match(rf"vLLM ended after \d+ s: {why}", error)
+        assert f"the engine core (process {core}) was killed by SIGKILL" in error.splitlines()[-1]
+        assert "EngineDeadError" not in error and "nanobind" not in error
         status = running.status()
-        assert status is not None and not status.is_alive and (status.error or "").startswith("vLLM ended")
+        assert status is not None and not status.is_alive and why in (status.error or "")
         (recorded,) = running.runs()
-        assert recorded.end is RunEnd.FAILED and (recorded.detail or "").startswith("vLLM ended")
+        assert recorded.end is RunEnd.KILLED and recorded.exit_code == 128 + signal.SIGKILL
+        assert why in (recorded.detail or "")
+
+
+def test_a_core_that_fails_after_loading_fails_the_start(model: Path, tmp_path: Path) -> None:
+    """vLLM's server has been told by then that the core is ready, and waits for its first answer for ever."""
+    with serving(model, folder=tmp_path, **dying_after_loading(tmp_path, "raise ValueError('a flaw')")) as running:
+        running.wait_for("starting to listen")
+        assert running.process.wait(timeout=DEATH_S) == 1
+        running.assert_nothing_is_left(within=1)
+        error = running.told.partition("error: ")[2].splitlines()[0]
+        assert re.match(r"vLLM ended after \d+ s while starting to listen: ValueError: a flaw$", error)
+        status = running.status()
+        assert status is not None and status.ready_at is None and error in (status.error or "")
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])

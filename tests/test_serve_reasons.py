@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from overspill.serve.log_lines import without_tracebacks
-from overspill.serve.reasons import reason
+from overspill.serve.reasons import epitaph, reason
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,46 @@ NO_BLOCKS = (
 )
 NEGATIVE = "(EngineCore pid=31) INFO 11-15 09:17:53 [gpu_worker.py:760] Available KV cache memory: -3.44 GiB"
 SECONDHAND = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+
+
+CORE = "overspill: the engine core (process 31) {}; OOM kills meanwhile: {}"
+DEAD = [
+    "(APIServer pid=7) ERROR 11-15 09:17:55 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore "
+    "encountered an issue. See stack trace (above) for the root cause.",
+    "(APIServer pid=7) ERROR 11-15 09:17:55 [serving.py:1] ConnectionError: a request of the dead engine",
+    "nanobind: leaked 4 instances!",
+]
+FLAW = FROM_CORE + "ValueError: a flaw in the core"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "told"),
+    [
+        ([CORE.format("was killed by SIGKILL", 1), *DEAD], 137, "vLLM ended at dawn: RAM ran out, and the kernel's OOM "
+         "killer killed the engine core; give less with --ram, or a shorter --max-model-len"),
+        ([CORE.format("is gone", 2), *DEAD], 0, "vLLM ended at dawn: RAM ran out, and the kernel's OOM killer"),
+        ([FLAW, CORE.format("was killed by SIGKILL", 0), *DEAD], 137, "vLLM ended at dawn: the engine core was killed "
+         "by SIGKILL; the kernel counts no OOM kill, so another program or a user did it"),
+        ([CORE.format("was killed by SIGKILL", "unknown"), *DEAD], 137, "dawn: the engine core was killed by SIG"),
+        ([CORE.format("was killed by SIGSEGV", 0), *DEAD], 139, "the engine core crashed: it was killed by SIGSEGV"),
+        ([FLAW, *DEAD, CORE.format("ended with exit code 1", 0), *DEAD], 1, "at dawn: ValueError: a flaw in the core"),
+        (["(Worker_TP0 pid=8) ERROR 11-15 09:17:54 [a.py:1] KeyError: 'x'", CORE.format("is gone", 0), *DEAD], 0,
+         "vLLM ended at dawn: KeyError: 'x'"),
+        ([*DEAD[:1], CORE.format("is gone", 0), *DEAD[:1]], 0, "the engine core is gone, and its log does not say"),
+        ([FLAW, CORE.format("ended with exit code 1", 1), *DEAD], 1,
+         "a flaw in the core; just before, the kernel's OOM killer killed 1 process(es)"),
+        (["INFO: all is well"], 0, "vLLM ended at dawn: its server shut down without an error"),
+        (["INFO: all is well"], 137, "vLLM ended by SIGKILL at dawn"),
+        (["INFO: all is well"], 5, "vLLM ended with exit code 5 at dawn"),
+    ],
+)  # fmt: skip
+def test_an_epitaph_names_the_cause_and_not_its_consequences(lines: list[str], code: int, told: str) -> None:
+    first, *rest = epitaph(code, lines, during="at dawn").splitlines()
+    assert told in first and "exit code 0" not in first
+    assert rest[0] == "the last lines of its log:" and rest[-1].strip() == next(
+        line for line in lines if line.startswith(("overspill", "INFO"))
+    )
+    assert not any("EngineDeadError" in line for line in rest)
 
 
 CASES: list[tuple[list[str], list[str]]] = [

@@ -17,6 +17,7 @@ import pytest
 
 from overspill.serve.address import free_port
 from tests.engine import random_prompt
+from tests.plugin import with_plugin
 
 START_SECONDS = 240
 
@@ -45,15 +46,6 @@ def register():
 """
 
 
-def on_small_machine(folder: Path) -> dict[str, str]:
-    info = folder / "small_machine-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: small_machine\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nsmall_machine = small_machine:register\n")
-    (folder / "small_machine.py").write_text(SMALL_MACHINE)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-
-
 class Server:
     def __init__(self, model: Path, log: Path) -> None:
         self.port = free_port()
@@ -74,7 +66,7 @@ class Server:
                 ],
                 stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
                 # A server has its engine in a process of its own.
-                env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **on_small_machine(log.parent)},
+                env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **with_plugin(log.parent, SMALL_MACHINE)},
             )  # fmt: skip
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> str:

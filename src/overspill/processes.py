@@ -4,8 +4,10 @@ Standard library only: the guard is one of the processes of every server, and sh
 """
 
 import contextlib
+import fcntl
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,6 +17,9 @@ from typing import NamedTuple
 # How /proc says that a process is gone, or not for us to see. Another error, as that no more files can be opened, says
 # nothing about it.
 _GONE = (FileNotFoundError, NotADirectoryError, PermissionError, ProcessLookupError)
+# Of a handle (linux/pidfd.h): the mask, 13 fields that are not asked for, and the wait status.
+_PIDFD_INFO = struct.Struct("QQ11Ii")
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC000FF0B | _PIDFD_INFO.size << 16, 1 << 3
 
 
 class Process(NamedTuple):
@@ -38,12 +43,13 @@ def identity(pid: int) -> str | None:
     """Boot and start time of a living process: numbers of processes are used again."""
     with contextlib.suppress(*_GONE, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else f"{_boot()}:{fields[19]}"
+        return None if fields[0] in "ZX" else f"{boot()}:{fields[19]}"
     return None
 
 
 @cache
-def _boot() -> str:
+def boot() -> str:
+    """The machine's, since which it runs."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -62,6 +68,37 @@ def below(pid: int) -> list[int]:
         found += [one.pid for one in next_level if one.state not in "ZX"]
         level = [one.pid for one in next_level]
     return found
+
+
+def title_of(pid: int) -> str:
+    """First word of its command line, which a process may have replaced by a name; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
+    return ""
+
+
+def exit_code_of(pid: int, handle: int) -> int | None:
+    """Of a process that has ended and is another one's child, by its number and pidfd; negative is a signal's number.
+
+    /proc knows until the parent has asked for it, and Linux 6.15 afterwards too; None where neither does.
+    """
+    with contextlib.suppress(*_GONE, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    with contextlib.suppress(OSError):
+        asked = _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13)
+        mask, *_, status = _PIDFD_INFO.unpack(fcntl.ioctl(handle, _PIDFD_GET_INFO, asked))
+        if mask & _PIDFD_INFO_EXIT:
+            return os.waitstatus_to_exitcode(status)
+    return None
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"
 
 
 def kill(pids: list[int], sign: signal.Signals = signal.SIGKILL) -> None:

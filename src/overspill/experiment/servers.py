@@ -17,12 +17,10 @@ from overspill.serve.differences import differences
 from overspill.serve.engine import Engine
 from overspill.serve.errors import CannotServe
 from overspill.serve.log import open_log
-from overspill.serve.log_lines import without_tracebacks
-from overspill.serve.reasons import reason
+from overspill.serve.reasons import epitaph
 from overspill.serve.report import VARIABLE, Phase, earliest, read
 
 _POLL_S = 0.2
-_SHOWN_LINES = 8
 _RESET_S = 120.0
 _PINNING_S = 600.0
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
@@ -94,11 +92,10 @@ class Server:
     def epitaph(self) -> str:
         """Why it ended, with the end of its log, once it has."""
         assert self._engine is not None
-        lines = self._engine.log.lines()
-        why = reason(lines, is_planned=self.launch.prepared is not None)
-        told = f"vLLM ended with exit code {self._engine.poll()} while {self.phase}" + (f": {why}" if why else "")
-        shown = [f"  {line}" for line in without_tracebacks(lines)[-_SHOWN_LINES:]]
-        return "\n".join([told, f"the last lines of {self.log_file}:", *shown])
+        return epitaph(
+            self._engine.poll(), self._engine.log.lines(), during=f"while {self.phase}", log=str(self.log_file),
+            is_planned=self.launch.prepared is not None,
+        )  # fmt: skip
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="overspill-ab-"))

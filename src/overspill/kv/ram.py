@@ -82,6 +82,20 @@ def available_ram(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ram:
     return best
 
 
+def num_oom_kills(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int | None:
+    """Processes that the kernel's OOM killer has killed: in this process's memory cgroup, or else on the machine."""
+    folders = [folder for folder, _, _ in _cgroup_folders(proc, sys)]
+    counters = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
+    for path in (*counters, proc / "vmstat"):
+        try:
+            counts = dict(line.split()[:2] for line in path.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if counts.get("oom_kill", "").isdigit():
+            return int(counts["oom_kill"])
+    return None
+
+
 def require_ram(needs: Mapping[str, int], reserve_bytes: int, ram: Ram | None = None) -> None:
     """Refuse to take the machine below its reserve. `needs` are bytes not taken yet, by the option that asks for them.
 

@@ -1,9 +1,12 @@
-"""The process between `overspill serve` and vLLM: when serve is gone, however it went, vLLM goes too.
+"""The process between `overspill serve` and vLLM: when serve or vLLM's engine core is gone, all of vLLM goes too.
 
 `python -m overspill.serve.guard COMMAND…` runs the command until it ends, or until standard input is closed, which the
 kernel does for a process that was killed; what is written there says that the server is ready. A death signal
 (PR_SET_PDEATHSIG) alone would not do: it reaches the server only, and vLLM's engine, a child of the server, survives it
 and keeps the GPU. The guard is a subreaper: what is orphaned below it becomes its child, and is found.
+
+vLLM's server may outlive its engine core: one that starts waits for it for ever, and one that serves ends as if all
+were well. So the guard looks for the core's process, and how that ended is a line in vLLM's log.
 """
 
 import ctypes
@@ -12,20 +15,28 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Sequence
 
-from overspill.processes import below, kill, wait_until_none
+from overspill.kv.ram import num_oom_kills
+from overspill.processes import below, exit_code_of, kill, signal_name, title_of, wait_until_none
 
 # vLLM ends within a second or two; a worker inside a kernel may not. One that is still starting has nothing to save,
 # and its server waits for it in vain.
 PATIENCE_S, PATIENCE_WHILE_STARTING_S = 20.0, 3.0
 READY = b"r"
+# A server whose core is dead tells its clients, and may end by itself; then it is asked to, and then killed.
+_FAREWELL_S, _PATIENCE_WITHOUT_CORE_S = 1.0, 2.0
+_LOOK_S = 0.5
+# The kernel counts OOM kills, and does not say when they were: those of so long before the core's end count.
+_OOM_LOOK_S = 10.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(command: Sequence[str]) -> int:
-    """Exit code of the command; 128 and the signal's number if it was killed."""
+    """Exit code of the command, or of its engine core if that failed; 128 and the signal's number if it was killed."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -37,16 +48,60 @@ def main(command: Sequence[str]) -> int:
         signal.signal(sign, signal.SIG_IGN)
     # preexec_fn is unsafe beside threads, of which there are none.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_in_server)  # noqa: PLW1509
-    patience = PATIENCE_WHILE_STARTING_S
+    patience, cores = PATIENCE_WHILE_STARTING_S, _Cores()
     while server.poll() is None:
-        ready, _, _ = select.select([0, woken], [], [])
+        wait_s = _LOOK_S if patience == PATIENCE_WHILE_STARTING_S else _OOM_LOOK_S
+        ready, _, _ = select.select([0, woken, *cores.handles], [], [], wait_s)
+        if dead := cores.handles.keys() & set(ready):
+            return _without_core(server, cores.tell_end(dead.pop()))
         if woken in ready and signal.SIGTERM in os.read(woken, 512):
             break
         if 0 in ready:
             if not (told := os.read(0, 512)):
                 break
             patience = PATIENCE_S if READY in told else patience
+        cores.look(is_starting=patience == PATIENCE_WHILE_STARTING_S or 0 in ready)
     return stop(server, patience)
+
+
+class _Cores:
+    """vLLM's engine cores below us; one, but with data parallelism."""
+
+    def __init__(self) -> None:
+        self.handles: dict[int, int] = {}  # process by pidfd, which is readable when it has ended
+        self._oom_kills = deque([num_oom_kills()], maxlen=2)
+        self._counted_at = time.monotonic()
+
+    def look(self, *, is_starting: bool) -> None:
+        if time.monotonic() - self._counted_at >= _OOM_LOOK_S:
+            self._oom_kills.append(num_oom_kills())
+            self._counted_at = time.monotonic()
+        if not is_starting:
+            return
+        for pid in _left():
+            # As vLLM names it, whatever VLLM_PROCESS_NAME_PREFIX is.
+            if pid not in self.handles.values() and "::EngineCore" in title_of(pid):
+                try:
+                    self.handles[os.pidfd_open(pid)] = pid
+                except ProcessLookupError:  # vLLM looks after it that early
+                    continue
+
+    def tell_end(self, handle: int) -> int | None:
+        """Its exit code, if it is known; in vLLM's log, in words that overspill.serve.reasons reads."""
+        pid = self.handles[handle]
+        code, before, now = exit_code_of(pid, handle), self._oom_kills[0], num_oom_kills()
+        how = "is gone" if code is None else f"ended with exit code {code}" if code else "ended without an error"
+        if code is not None and code < 0:
+            how = f"was killed by {signal_name(-code)}"
+        kills = "unknown" if before is None or now is None else now - before
+        os.write(1, f"overspill: the engine core (process {pid}) {how}; OOM kills meanwhile: {kills}\n".encode())
+        return code
+
+
+def _without_core(server: subprocess.Popen[bytes], code: int | None) -> int:
+    wait_until_none(lambda: [server.pid] if server.poll() is None else [], _FAREWELL_S)
+    ended = stop(server, _PATIENCE_WITHOUT_CORE_S)
+    return 128 - code if code is not None and code < 0 else code or ended
 
 
 def stop(server: subprocess.Popen[bytes], patience: float) -> int:

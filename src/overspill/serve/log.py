@@ -11,7 +11,8 @@ from typing import IO
 from overspill.folders import state_folder
 from overspill.kv.errors import OverspillError
 
-_KEPT_LINES = 400
+# When the engine core dies, the server writes a traceback for each request, and the core's own stands before them.
+_KEPT_LINES = 10_000
 
 
 def open_log(given: Path | None, port: int, environment: Mapping[str, str] = os.environ) -> Path:

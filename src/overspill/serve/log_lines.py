@@ -17,6 +17,7 @@ _LINK = "For further information visit "
 _FRAME = re.compile(r'\s*(?:File ".+", line \d|[~^]+$)')
 # What libraries say when a process ends, and is nobody's error.
 _ASIDE = re.compile(r"nanobind: |\S+:\d+: \w*Warning: ")
+_NEVER_SHOWN = ("Traceback ", "nanobind: ")
 _MOST_LINES = 12
 """Of an error's own words: some print the whole of what they were given."""
 
@@ -58,7 +59,7 @@ def without_tracebacks(lines: Sequence[str]) -> list[str]:
     return [
         line.rstrip()
         for at, (line, one) in enumerate(zip(lines, read))
-        if at in belongs or (one.said and not one.is_indented and not one.said.startswith("Traceback "))
+        if at in belongs or (one.said and not one.is_indented and not one.said.startswith(_NEVER_SHOWN))
     ]
 
 

@@ -1,9 +1,15 @@
-"""Why vLLM ended, in one sentence, from the last lines of its log."""
+"""Why vLLM ended, in one sentence, from its exit code and the last lines of its log."""
 
 import re
 from collections.abc import Mapping, Sequence
 
-from overspill.serve.log_lines import ERROR, INVALID, Line, more_of
+from overspill.processes import signal_name
+from overspill.serve.log_lines import ERROR, INVALID, Line, more_of, without_tracebacks
+
+_SHOWN_LINES = 8
+# Said by overspill.serve.guard.
+_CORE = r"^overspill: the engine core \(process \d+\) "
+_CORE_ENDED = re.compile(rf"{_CORE}(?P<how>[^;]+); OOM kills meanwhile: (?P<kills>\w+)")
 
 # What to change, which is another flag where vLLM runs without a plan of Overspill's.
 _PLANNED = {
@@ -22,6 +28,12 @@ _PLAIN = {
 }
 # The first that matches some line says why, so what has numbers, and what names a cause, stands before what does not.
 _KNOWN = (
+    (rf"{_CORE}(?:was killed by SIGKILL|is gone); OOM kills meanwhile: [1-9]",
+     "RAM ran out, and the kernel's OOM killer killed the engine core; {ram}, or a shorter --max-model-len"),
+    (rf"{_CORE}was killed by SIGKILL; OOM kills meanwhile: 0",
+     "the engine core was killed by SIGKILL; the kernel counts no OOM kill, so another program or a user did it, as "
+     "with kill -9"),
+    (rf"{_CORE}(?P<said>was killed by SIG(?:KILL|TERM|INT|HUP|QUIT))", "the engine core {said}"),
     (r"OverspillError: (?P<said>.+)", "{said}"),
     (r"CUDA out of memory occurred when warming up (?:sampler|pooler) with (?P<said>\d+)",
      "the GPU's memory ran out when {said} requests at once were tried; give fewer with --max-num-seqs, or less to the "
@@ -78,6 +90,7 @@ _KNOWN = (
      "token ids"),
     (r"SafetensorError: (?P<said>.+)", "a weight file is broken: {said}; download it again"),
     (r"No space left on device", "the disk is full"),
+    (rf"{_CORE}(?P<said>was killed by .+);", "the engine core crashed: it {said}"),
 )  # fmt: skip
 # vLLM's parent process says this of any failure of its child's.
 _SECONDHAND = re.compile(r"EngineDeadError|See (?:root cause|stack trace) above|Engine core initialization failed")
@@ -93,12 +106,39 @@ def reason(lines: Sequence[str], *, is_planned: bool = True) -> str:
         for line in read:
             if not line.is_harmless and (match := re.search(pattern, line.said.strip())):
                 return _explained(plain, match, _PLANNED if is_planned else _PLAIN)
-    for at in reversed(range(len(read))):
+    # A server that lost its core raises errors of its own, later.
+    is_of_core = [re.match(r"\((?:EngineCore|Worker)", line.source) is not None for line in read]
+    has_core_ended = any(_CORE_ENDED.match(line) for line in lines)
+    for at in sorted(range(len(read)), key=lambda at: (has_core_ended and is_of_core[at], at), reverse=True):
         # Also an indented one: some print the error of another process within their own.
         match = ERROR.match(read[at].said.strip())
         if match is not None and not read[at].is_harmless and not _SECONDHAND.search(match["said"]):
             return _whole(match["said"], [read[more].said for more in more_of(read, at)])
     return ""
+
+
+def epitaph(
+    code: int | None, lines: Sequence[str], *, during: str, log: str = "its log", is_planned: bool = True
+) -> str:
+    """How vLLM ended, why, and the last lines of its log, once it has; `during` tells when."""
+    core = next((at for at, line in enumerate(lines) if _CORE_ENDED.match(line)), None)
+    why = reason(lines, is_planned=is_planned)
+    how = ""
+    if core is not None:
+        match = _CORE_ENDED.match(lines[core])
+        assert match is not None
+        why = why or f"the engine core {match['how']}, and its log does not say why"
+        if match["kills"] not in ("0", "unknown") and "OOM killer" not in why:  # of a worker's, most likely
+            why += f"; just before, the kernel's OOM killer killed {match['kills']} process(es)"
+        # What its server says of it is about its absence.
+        lines = [line for line in lines[: core + 1] if not line.startswith("(APIServer")]
+    elif code:
+        how = f" by {signal_name(code - 128)}" if code > 128 else f" with exit code {code}"
+    else:
+        why = why or "its server shut down without an error, as when another program asks it to"
+    shown = [f"  {line}" for line in without_tracebacks(lines)[-_SHOWN_LINES:]]
+    told = f"vLLM ended{how} {during}" + (f": {why}" if why else "")
+    return "\n".join([told, f"the last lines of {log}:", *shown]) if shown else told
 
 
 def _explained(plain: str, match: re.Match[str], advice: Mapping[str, str]) -> str:

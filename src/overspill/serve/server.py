@@ -15,18 +15,16 @@ from overspill.serve.address import require_free
 from overspill.serve.differences import Difference, confirmations, differences
 from overspill.serve.engine import Engine
 from overspill.serve.errors import CannotServe
-from overspill.serve.log_lines import without_tracebacks
 from overspill.serve.measured import remember_profile
 from overspill.serve.notice import notify
 from overspill.serve.prepared import Prepared
-from overspill.serve.reasons import reason
+from overspill.serve.reasons import epitaph
 from overspill.serve.report import VARIABLE, Phase, Report, earliest, read
 from overspill.serve.status import read_statuses
 from overspill.serve.telling import Telling
 from overspill.serve.tokenizer import require_tokenizer
 
 _POLL_S = 0.2
-_SHOWN_LINES = 8
 
 
 def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path | None) -> None:
@@ -173,13 +171,8 @@ class _Life:
             self.engine.wait(_POLL_S)
 
     def _epitaph(self, code: int | None) -> str:
-        lines = self.engine.log.lines()
-        why = reason(lines)
-        when = f"after {self.telling.seconds:.0f} s"
         while_doing = f" while {self.phase}" if self.phase is not Phase.READY else ""
-        told = f"vLLM ended with exit code {code} {when}{while_doing}" + (f": {why}" if why else "")
-        shown = without_tracebacks(lines)[-_SHOWN_LINES:]
-        return "\n".join([told, "the last lines of its log:", *(f"  {line}" for line in shown)]) if shown else told
+        return epitaph(code, self.engine.log.lines(), during=f"after {self.telling.seconds:.0f} s{while_doing}")
 
 
 @contextlib.contextmanager
