@@ -283,6 +283,9 @@ def test_sigkill_of_serve_ends_the_engine_too(model: Path, tmp_path: Path) -> No
         (recorded,) = running.runs()
         assert recorded.end is None and not recorded.is_running
         assert recorded.model == str(model)  # which is not in the registry
+        (told,) = json.loads(run("ps", "--json", **running.home).stdout)["engines"]
+        assert told["state"] == "failed"
+        assert f"overspill serve (process {running.process.pid}) was killed while ready" in told["error"]
 
 
 def test_a_dead_engine_ends_serve_with_the_reason(model: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def engines_here() -> list[dict[str, Any]]:
             "phase": str(one.phase),
             "pid": one.pid if one.is_alive else None,
             "url": one.url if one.is_alive else None,
-            "error": one.error or "",
+            "error": one.problem,
         }
         for one in _statuses()
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from overspill.files import replace_file
 from overspill.folders import state_folder
-from overspill.processes import identity
+from overspill.processes import boot, identity
 from overspill.serve.report import Phase, Report
 
 _FORMAT = 1
@@ -87,6 +87,19 @@ class Status:
     @property
     def is_ready(self) -> bool:
         return self.is_alive and self.ready_at is not None
+
+    @property
+    def problem(self) -> str:
+        """Why it ended badly; empty while it lives."""
+        if self.is_alive or self.error:
+            return self.error or ""
+        if self.process is not None and self.process.partition(":")[0] != boot():
+            return "the machine was restarted while it ran"
+        log = f"; vLLM's log is {self.log_file}" if self.log_file is not None else ""
+        return (
+            f"overspill serve (process {self.pid}) was killed while {self.phase}, as by kill -9 or the kernel's OOM "
+            f"killer, and could not say why; vLLM was ended too{log}"
+        )
 
     @property
     def text(self) -> str:
