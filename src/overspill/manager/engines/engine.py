@@ -24,6 +24,7 @@ from overspill.manager.engines.states import Seen, State, Step, Wanted, decide
 from overspill.manager.engines.timing import Timing
 from overspill.manager.engines.upstream import Upstream, address
 from overspill.manager.errors import StartFailed
+from overspill.processes import signal_name
 from overspill.serve.address import free_port
 from overspill.serve.stop_reason import leave_reason, take_reason
 
@@ -378,14 +379,14 @@ class Engine:
         if not is_silent and ((known is not None and known[0]) or code == 0):
             self.wanted, self.stop_reason = Wanted.DOWN, "it was stopped from outside"
             return
-        shown = tuple(line for line in lines if line.strip())[-_FAILURE_LINES:]
         when = "while it was starting" if was_loading else "while it was serving"
         how = f" with exit code {code}" if code is not None and code > 0 else ""
-        how = f", killed by signal {-code}" if code is not None and code < 0 else how
+        how = f", killed by {signal_name(-code)}" if code is not None and code < 0 else how
         if is_silent:
             how = f" after it had not answered for {patience_s:g} s, and was ended"
         # Of one that ended as it was asked to, its record says what is said here already.
-        why = _said(lines) or (known[1].splitlines()[0] if known is not None and known[1] and not known[0] else "")
+        said, shown = _said(lines)
+        why = said or (known[1].splitlines()[0] if known is not None and known[1] and not known[0] else "")
         why = why or ("" if lines else _no_room_for(self.log_file))
         self._fail(f"the engine of {self.name} ended {when}{how}" + (f": {why}" if why else ""), shown, served_s)
 
@@ -480,7 +481,13 @@ def _no_room_for(log: Path) -> str:
     return ""
 
 
-def _said(lines: list[str]) -> str:
-    """What `overspill serve` gave as the reason, if it did."""
-    found = (match["said"] for line in reversed(lines) if (match := _SAID_ERROR.match(line)))
-    return next(found, "")
+def _said(lines: list[str]) -> tuple[str, tuple[str, ...]]:
+    """What `overspill serve` gave as the reason, if it did, and the lines to show with it."""
+    told = [line for line in lines if line.strip()]
+    for at in reversed(range(len(told))):
+        if (match := _SAID_ERROR.match(told[at])) is not None:
+            # Where it repeats the lines that matter, what stands between them and the log's end does not.
+            if any(line.startswith("the last lines of ") for line in told[at + 1 : at + 2]):
+                told = [line.strip() for line in told[at + 2 :]]
+            return match["said"], tuple(told[-_FAILURE_LINES:])
+    return "", tuple(told[-_FAILURE_LINES:])

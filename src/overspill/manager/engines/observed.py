@@ -78,8 +78,8 @@ def name_of(told: Told, models: Mapping[str, Model]) -> str:
 def how_it_ended(registry: Registry, name: str, identity: Identity) -> tuple[bool, str] | None:
     """Whether it was asked to, and what it said; None if it could not tell any more. Blocks."""
     for status in read_statuses():
-        if _is_here(status) and (status.pid, status.process) == (identity.pid, identity.process) and status.error:
-            return False, status.error
+        if _is_here(status) and (status.pid, status.process) == (identity.pid, identity.process) and status.problem:
+            return False, status.problem
     try:
         runs = list_runs(registry, name, limit=5)
     except RegistryError:
