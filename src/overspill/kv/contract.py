@@ -22,6 +22,10 @@ config/vllm.py
     VllmConfig.__post_init__()
     VllmConfig.max_concurrent_batches
     VllmConfig.max_in_flight_tokens
+engine/arg_utils.py
+    EngineArgs.create_engine_config()
+    EngineArgs._api_process_count
+    EngineArgs._api_process_rank
 distributed/kv_events.py
     BlockStored.block_hashes
     BlockRemoved

@@ -1,4 +1,8 @@
-"""vLLM's general plugin: registers the connector by name and checks its settings before the model loads."""
+"""vLLM's general plugin: registers the connector by name and checks its settings before the model loads.
+
+It is loaded wherever Overspill is installed, also by a vLLM that Overspill cannot work with and is not asked to. So it
+imports nothing of vLLM's inside, and what little it changes is not in `vllm_api`.
+"""
 
 from typing import Any
 
