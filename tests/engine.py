@@ -133,10 +133,13 @@ class Engine:
             connector = next(c for c in connector._connectors if isinstance(c, OverspillConnector))
         return connector.worker
 
-    def add(self, prompt: Sequence[int], max_tokens: int = 24, request_id: str | None = None) -> str:
+    def add(
+        self, prompt: Sequence[int], max_tokens: int = 24, request_id: str | None = None, *, priority: int = 0
+    ) -> str:
         self._count += 1
         name = request_id or f"request-{self._count}"
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling(max_tokens))
+        tokens = {"prompt_token_ids": list(prompt)}
+        self.llm.llm_engine.add_request(name, tokens, sampling(max_tokens), priority=priority)
         return name
 
     def step(self) -> dict[str, Answer]:

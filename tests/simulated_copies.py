@@ -34,9 +34,11 @@ class Setup:
     eviction: str = "lru"
     load: str = "always"
     batched_tokens: int = 16
+    chunk_tokens: int = 0  # of a prompt, in one step; 0 leaves it to batched_tokens
     max_seqs: int = 4
     ranks: int = 1
     asynchronous: bool = False
+    policy: str = "fcfs"
     longest_flight: int = 3  # steps
     ahead: bool = False  # whether loads that are queued count as there in time
     fault_rate: float = 0.0

@@ -123,13 +123,13 @@ class Engine:
 
     # What can happen.
 
-    def add(self, prompt: list[int], max_tokens: int) -> str:
+    def add(self, prompt: list[int], max_tokens: int, priority: int = 0) -> str:
         name = f"r{len(self.requests)}"
         parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0, detokenize=False)
         parameters.update_from_generation_config({}, eos_token_id=2)
         request = self.requests[name] = Request(
             request_id=name, prompt_token_ids=prompt, sampling_params=parameters, pooling_params=None,
-            block_hasher=self._hasher,
+            block_hasher=self._hasher, priority=priority, arrival_time=float(len(self.requests)),
         )  # fmt: skip
         self._tokens[name] = list(prompt)
         self.scheduler.add_request(request)
@@ -450,8 +450,10 @@ def _vllm_config(setup: Setup) -> VllmConfig:
     config.cache_config.block_size = setup.groups[0][0]
     config.cache_config.num_gpu_blocks = setup.gpu_blocks
     config.scheduler_config.max_num_batched_tokens = setup.batched_tokens
+    config.scheduler_config.long_prefill_token_threshold = setup.chunk_tokens
     config.scheduler_config.max_num_seqs = setup.max_seqs
     config.scheduler_config.async_scheduling = setup.asynchronous
+    config.scheduler_config.policy = setup.policy
     config.parallel_config.world_size = setup.ranks
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.kv_transfer_config = KVTransferConfig(

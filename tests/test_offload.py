@@ -267,3 +267,22 @@ def test_prefill_and_link_speed_are_measured(llama: Path) -> None:
 def slot_bytes(model: Path) -> int:
     """Bytes of a block of the tiny llama: 4 layers, 2 heads of 32, K and V, float32."""
     return 4 * BLOCK * 2 * 32 * 2 * 4
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_preemption_in_its_own_pass_leaves_no_stale_hash(llama: Path, store: str) -> None:
+    """With priorities vLLM preempts requests that are already part of a pass; it went on to find their blocks, which
+    were never computed."""
+    victim, urgent = random_prompt(1, 9 * BLOCK), random_prompt(2, 2 * BLOCK)
+    with engine(llama, blocks=40) as plain:
+        expected = plain.ask([victim, urgent])
+    scheduling = {
+        "scheduling_policy": "priority", "max_num_batched_tokens": 4 * BLOCK, "long_prefill_token_threshold": 2 * BLOCK,
+    }  # fmt: skip
+    with engine(llama, overspill(store=store), blocks=11, max_model_len=10 * BLOCK, **scheduling) as spilling:
+        names = [spilling.add(victim, priority=1)]
+        spilling.step()
+        names.append(spilling.add(urgent, priority=0))
+        answers = spilling.run()
+        assert spilling.preemptions() > 0
+        assert_same([answers[name] for name in names], expected)

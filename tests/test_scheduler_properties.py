@@ -44,9 +44,11 @@ def setups(draw: st.DrawFn) -> Setup:
         eviction=draw(st.sampled_from(["lru", "arc"])),
         load=draw(st.sampled_from(["always", "always", "auto"])),
         batched_tokens=draw(st.sampled_from([8, 16, 64])),
+        chunk_tokens=draw(st.sampled_from([0, 8])),
         max_seqs=draw(st.sampled_from([2, 6])),
         ranks=draw(st.sampled_from([1, 1, 2])),
         asynchronous=draw(st.booleans()),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
         longest_flight=draw(st.sampled_from([0, 1, 5])),
         ahead=draw(st.booleans()),
         fault_rate=draw(st.sampled_from([0.0, 0.0, 0.2])),
@@ -58,7 +60,12 @@ _index = st.integers(0, 255)
 _kinds: dict[str, st.SearchStrategy[Operation]] = {
     # A prompt is a piece of a shared prefix, or an earlier conversation, and something new.
     "add": st.tuples(
-        st.booleans(), _index, st.sampled_from([0, 16, 24, 33, 48]), st.integers(1, 9), st.integers(1, 10)
+        st.booleans(),
+        _index,
+        st.sampled_from([0, 16, 24, 33, 48]),
+        st.integers(1, 9),
+        st.integers(1, 10),
+        st.integers(0, 2),
     ),
     "step": st.tuples(st.sampled_from([1, 2, 4, 8])),
     "abort": st.tuples(_index),
@@ -78,7 +85,7 @@ _operations = st.lists(
 
 def perform(engine: Engine, operation: Operation) -> None:
     match operation:
-        case "add", returning, which, length, tail, max_tokens:
+        case "add", returning, which, length, tail, max_tokens, priority:
             known = list(engine.requests.values())
             base = (
                 list(known[which % len(known)].all_token_ids)
@@ -86,7 +93,7 @@ def perform(engine: Engine, operation: Operation) -> None:
                 else PREFIXES[which % len(PREFIXES)][:length]
             )
             prompt = [*base, *(200 + (which + i) % 7 for i in range(tail))][: MAX_MODEL_LEN - max_tokens - 1]
-            engine.add(prompt, max_tokens)
+            engine.add(prompt, max_tokens, priority)
         case "step", times:
             for _ in range(times):
                 engine.step()
@@ -170,6 +177,20 @@ def test_none_of_a_great_many_sequences_does_either() -> None:
     check_that_everything_happened(tally)
     # Too rare to be in each choice of a few hundred; tests/test_offload.py shows it on an engine.
     assert tally.slow_hit_tokens > 0, "nothing was loaded to look at a slow link again"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_blocks_preempted_before_their_step_are_not_found(store: str, asynchronous: bool) -> None:
+    """With priorities vLLM preempts a request that is already part of the pass, and left the hashes of the blocks that
+    it was to compute: on the GPU they were hit, and lazy stores copied them to RAM."""
+    setup = Setup(gpu_blocks=11, store=store, policy="priority", chunk_tokens=8, asynchronous=asynchronous)
+    engine = Engine(setup)
+    victim = engine.add(PREFIXES[0][:36], max_tokens=1, priority=1)
+    engine.step()
+    engine.add(PREFIXES[1][:8], max_tokens=8, priority=0)
+    engine.drain(limit=60)
+    assert engine.requests[victim].num_preemptions > 0
 
 
 @pytest.mark.parametrize("fault", ["unreadable", "corrupt"])

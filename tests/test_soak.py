@@ -3,10 +3,11 @@
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.engine import ROUNDING, Answer, Engine, engine, overspill, random_prompt
+from tests.engine import BLOCK, ROUNDING, Answer, Engine, engine, overspill, random_prompt
 
 GPU_BLOCKS, HOST_BLOCKS, SLOT_BYTES = 31, 70, 64 << 10
 
@@ -16,6 +17,7 @@ class Ask:
     prompt: tuple[int, ...]
     max_tokens: int
     abort_after: int | None  # steps
+    priority: int
 
 
 def asks(count: int, seed: int) -> list[Ask]:
@@ -27,7 +29,7 @@ def asks(count: int, seed: int) -> list[Ask]:
         head = draw.choice(prefixes)[: draw.randrange(0, 500)]
         tail = random_prompt(seed * 100_000 + i, draw.randrange(1, 90))
         abort_after = draw.randrange(1, 12) if draw.random() < 0.12 else None
-        made.append(Ask(tuple(head + tail), draw.randrange(2, 40), abort_after))
+        made.append(Ask(tuple(head + tail), draw.randrange(2, 40), abort_after, i % 3))
     return made
 
 
@@ -40,7 +42,7 @@ def answer_all(running: Engine, wanted: list[Ask], seed: int) -> dict[int, Answe
     while waiting or live:
         while waiting and len(live) < 8 and draw.random() < 0.6:
             number, ask = waiting.pop()
-            live[running.add(ask.prompt, ask.max_tokens)] = (number, ask.abort_after)
+            live[running.add(ask.prompt, ask.max_tokens, priority=ask.priority)] = (number, ask.abort_after)
         if not live:
             continue
         for name, answer in running.step().items():
@@ -68,12 +70,17 @@ def mismatch(got: Answer, expected: Answer) -> str:
     return ""
 
 
-def run(model: Path, *, count: int, seed: int, **options: str) -> None:
+# Prompts in small chunks, so that many blocks are hashed in passes in which others are short of blocks.
+PRIORITY = {"scheduling_policy": "priority", "long_prefill_token_threshold": 4 * BLOCK, "max_num_batched_tokens": 512}
+
+
+def run(model: Path, *, count: int, seed: int, scheduling: dict[str, Any] | None = None, **options: str) -> None:
     wanted = asks(count, seed)
     with engine(model, blocks=300) as plain:
         expected = answer_all(plain, wanted, seed)
     settings = {"host_bytes": HOST_BLOCKS * SLOT_BYTES, "verify": "all", **options}
-    with engine(model, overspill(**settings), blocks=GPU_BLOCKS, max_model_len=700) as spilling:
+    placement = {"blocks": GPU_BLOCKS, "max_model_len": 700, **(scheduling or {})}
+    with engine(model, overspill(**settings), **placement) as spilling:
         answers = answer_all(spilling, wanted, seed)
         compared = sorted(answers.keys() & expected.keys())
         assert len(compared) > 0.8 * count
@@ -96,3 +103,12 @@ def test_random_requests_on_small_pools_get_the_answers_they_would_get_without(l
 def test_soak(llama: Path, store: str, eviction: str) -> None:
     """Two thousand requests over the four modes."""
     run(llama, count=500, seed=7, store=store, eviction=eviction)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_soak_with_priorities(llama: Path, store: str, asynchronous: bool) -> None:
+    """Two thousand requests over the four modes, of which some are preempted in the pass that scheduled them."""
+    run(llama, count=500, seed=11, scheduling={**PRIORITY, "async_scheduling": asynchronous}, store=store)

@@ -37,6 +37,7 @@ from overspill.kv.speeds import Speeds
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.timing import Mark, StepTimer, WallMark
+from overspill.kv.uncomputed import Uncomputed
 from overspill.kv.worker import OffloadWorker
 
 
@@ -60,6 +61,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self.spill_worker: SpillWorker | None = None
         self._timer: StepTimer | None = None
         self._speeds = Speeds()
+        self._uncomputed = Uncomputed()
         if options.host_bytes:
             _check_pool_size(options, vllm_config, kv_cache_config)
             if role == KVConnectorRole.SCHEDULER:
@@ -178,6 +180,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler hooks.
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._uncomputed.bind(kv_cache_manager.block_pool)
         if self.spill_scheduler is not None:
             self.spill_scheduler.placement.bind(kv_cache_manager)
         if self._scheduler is not None:
@@ -203,6 +206,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         jobs = StepJobs(num_tokens=scheduler_output.total_num_scheduled_tokens)
+        self._uncomputed.end_pass(scheduler_output.num_scheduled_tokens.keys())
         if self._scheduler is not None:
             self._scheduler.plan_step(scheduler_output, jobs)
         if self.spill_scheduler is not None:

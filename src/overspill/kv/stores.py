@@ -74,7 +74,6 @@ class Stores:
         self._gpu: BlockPool | None = None
         self._fronts: list[EvictionFront] = []
         self._offered: list[Candidate] = []
-        self._num_seen = 0  # of the offered, those that an earlier step has seen
         self._steps_waited = 0
         self._deferred: deque[Candidate] = deque()  # for want of link or GPU blocks
         self._ready: list[StoreJob] = []
@@ -130,10 +129,6 @@ class Stores:
 
     def plan(self, num_tokens: int, preempted: Collection[str]) -> list[StoreJob]:
         """The stores to begin after this step's forward."""
-        if preempted:
-            # A request preempted in the pass that hashed its block never computed it.
-            new = self._offered[self._num_seen :]
-            self._offered[self._num_seen :] = [c for c in new if c.request_id not in preempted]
         if self._offered or self._deferred:
             self._steps_waited += 1
             enough = len(self._offered) >= _BLOCKS_TO_STORE_AT_ONCE or self._steps_waited >= _STEPS_TO_WAIT
@@ -143,7 +138,6 @@ class Stores:
             # vLLM may hold the same content in two blocks.
             nearly_evicted = {b.block_hash: b for b in front.advance(self._is_wanted_and_known, self._budget())}
             self._start(list(nearly_evicted.values()), to_front=True)
-        self._num_seen = len(self._offered)
         jobs, self._ready = self._ready, []
         return jobs
 
@@ -179,7 +173,7 @@ class Stores:
 
         for _ in range(min(len(self._deferred), budget)):
             choose(self._deferred.popleft())
-        offered, self._offered, self._num_seen, self._steps_waited = self._offered, [], 0, 0
+        offered, self._offered, self._steps_waited = self._offered, [], 0
         for candidate in offered:
             choose(candidate)
         self._start(chosen, to_front=False)
@@ -280,7 +274,7 @@ class Stores:
         """Forget what was offered, and make nothing findable of what is under way."""
         self._offered.clear()
         self._deferred.clear()
-        self._num_seen = self._steps_waited = 0
+        self._steps_waited = 0
         for store in self.in_flight.values():
             store.abandoned = True
 
