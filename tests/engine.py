@@ -174,7 +174,7 @@ class Engine:
     def forget_gpu(self) -> None:
         """Empty the GPU's prefix cache, but not RAM, and put other numbers where its KV was."""
         self.drain()
-        assert self.vllm_scheduler.reset_prefix_cache(), "blocks are still held on the GPU"
+        self.evict_gpu()
         dtype = self.llm.llm_engine.vllm_config.model_config.dtype
         buffer = self.worker.buffer
         assert buffer is not None
@@ -183,6 +183,13 @@ class Engine:
             arena = self.spill_worker.arena
             assert arena is not None
             arena.slots.view(np.float32)[:] = 7.0
+
+    def evict_gpu(self) -> None:
+        """Empty the GPU's prefix cache. Not by a reset, which empties RAM too."""
+        self.drain()
+        num_blocks = len(self.gpu_pool.blocks)
+        assert self.gpu_pool.get_num_free_blocks() == num_blocks - 1, "blocks are still held on the GPU"
+        self.gpu_pool.evict_blocks(set(range(1, num_blocks)))
 
     def preemptions(self) -> float:
         return REGISTRY.get_sample_value("vllm:num_preemptions_total", self._labels()) or 0

@@ -40,6 +40,7 @@ class Setup:
     asynchronous: bool = False
     policy: str = "fcfs"
     longest_flight: int = 3  # steps
+    keep_on_reset: bool = False
     ahead: bool = False  # whether loads that are queued count as there in time
     fault_rate: float = 0.0
     seed: int = 0

@@ -8,6 +8,7 @@ by `simulated_copies`.
 import json
 import tempfile
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from overspill.kv.jobs import StepReport
+from overspill.kv.model_changes import requests_with_kv
 from overspill.kv.options import Options
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.worker import OffloadWorker
@@ -109,6 +111,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._tokens: dict[str, list[int]] = {}  # as the workers know them: sampled ones included at once
         self._epoch = 0
+        self._epochs: dict[str, int] = {}  # of requests that began with other weights
         self._children: dict[tuple[int, int], int] = {}
         self._chains: dict[str, list[int]] = {}
         self._prefixes: dict[bytes, tuple[list[int], int]] = {}  # block hash -> tokens, end
@@ -147,11 +150,33 @@ class Engine:
         except RuntimeError:
             require(self._holds_blocks(), "vLLM could not reset although no copy was under way")
             done = False
-        if done and connector:
+        if done and (connector or not self.setup.keep_on_reset):
             self._epoch += 1
+            self._epochs.clear()
             self._chains.clear()
             self._expected.clear()
         self.check()
+
+    def forget_gpu(self) -> None:
+        """Empty the GPU's prefix cache, but not RAM."""
+        self.settle()
+        self.scheduler.kv_cache_manager.block_pool.evict_blocks(set(range(1, self.setup.gpu_blocks)))
+
+    def change_weights(self) -> None:
+        """Requests that have KV go on with it; what they compute is of neither weights."""
+        have_kv = requests_with_kv(self.scheduler)
+        for name in have_kv:
+            self._epochs.setdefault(name, self._epoch)
+        self._epoch += 1
+        self._chains = {name: chain for name, chain in self._chains.items() if name in self._epochs}
+        self._expected.clear()
+        self.scheduler.connector.weights_changed("a test", have_kv)
+        self.check()
+
+    def _starts_again(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._epochs.pop(name, None) is not None:
+                self._chains.pop(name, None)
 
     def reset_connector(self) -> None:
         self.scheduler.reset_connector_cache()
@@ -169,6 +194,7 @@ class Engine:
     def step(self) -> None:
         self.steps += 1
         output = self.scheduler.schedule()
+        self._starts_again(output.preempted_req_ids or ())
         answers = [
             self._run_worker(worker, copier, output) for worker, copier in zip(self.workers, self.copiers, strict=True)
         ]
@@ -211,6 +237,7 @@ class Engine:
         copier.tick()
         under_way = {load.job.request_id for load in worker._loads if not load.transfer.done()}
         results = worker.results(jobs)
+        self._starts_again(results.failed_recving)
         ahead = under_way & (results.finished_recving - results.failed_recving)
         self.announced_ahead["busy" if output.num_scheduled_tokens else "idle"] += len(ahead)
         reported = KVConnectorOutput(
@@ -277,7 +304,7 @@ class Engine:
     def _chain(self, name: str, end: int) -> list[int]:
         chain = self._chains.get(name, [])
         if len(chain) < end:
-            chain = self._chains[name] = self._chain_of(self._tokens[name][:end], self._epoch)
+            chain = self._chains[name] = self._chain_of(self._tokens[name][:end], self._epochs.get(name, self._epoch))
         return chain
 
     def _content(self, prefix: int, group: int) -> int:
@@ -368,7 +395,8 @@ class Engine:
         require(not [b for b in self._host_blocks() if b.ref_cnt], "RAM blocks leaked")
         require(not self.scheduler.connector.has_pending_push_work(), "the connector would keep an idle engine awake")
         for owner, names in (
-            (offload, ("_local_tokens", "_live")),
+            (offload, ("_local_tokens", "live")),
+            (self.scheduler.connector._stale_hashes, ("_owners", "_mixed")),
             (
                 offload.loads,
                 ("_hits", "_unloadable", "_failed", "_to_requeue", "_planned", "_heads", "in_flight", "num_blocks"),
@@ -460,7 +488,7 @@ def _vllm_config(setup: Setup) -> VllmConfig:
         kv_connector="OverspillConnector", kv_connector_module_path="overspill.kv.connector", kv_role="kv_both",
         kv_connector_extra_config={
             "host_bytes": setup.host_slots * BLOCK_BYTES * setup.ranks, "reserve_bytes": 0, "store": setup.store,
-            "eviction": setup.eviction, "load": setup.load, "verify": "all",
+            "eviction": setup.eviction, "load": setup.load, "verify": "all", "keep_on_reset": setup.keep_on_reset,
         },
     )  # fmt: skip
     return config

@@ -50,6 +50,7 @@ def setups(draw: st.DrawFn) -> Setup:
         asynchronous=draw(st.booleans()),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         longest_flight=draw(st.sampled_from([0, 1, 5])),
+        keep_on_reset=draw(st.booleans()),
         ahead=draw(st.booleans()),
         fault_rate=draw(st.sampled_from([0.0, 0.0, 0.2])),
         seed=draw(st.integers(0, 2**16)),
@@ -72,8 +73,10 @@ _kinds: dict[str, st.SearchStrategy[Operation]] = {
     "damage": st.tuples(_index, st.booleans()),
     "reset": st.tuples(st.booleans(), st.booleans()),
     "reset_connector": st.tuples(),
+    "change_weights": st.tuples(),
 }
-_weighted = ["add"] * 16 + ["step"] * 16 + ["abort"] * 2 + ["damage"] * 2 + ["reset", "reset_connector"]
+_weighted = ["add"] * 16 + ["step"] * 16 + ["abort"] * 2 + ["damage"] * 2
+_weighted += ["reset", "reset_connector", "change_weights"]
 _operations = st.lists(
     st.sampled_from(_weighted)
     .flatmap(lambda kind: st.tuples(st.just(kind), _kinds[kind]))
@@ -107,6 +110,8 @@ def perform(engine: Engine, operation: Operation) -> None:
             engine.reset(running=running, connector=connector)
         case ("reset_connector",):
             engine.reset_connector()
+        case ("change_weights",):
+            engine.change_weights()
         case _:
             raise ValueError(operation)
 
@@ -222,7 +227,7 @@ def test_a_request_whose_load_failed_lets_others_go_first_whose_loads_hold_block
         engine.add(prompt, max_tokens=1)
         while engine.scheduler.has_requests():
             engine.step()
-    engine.reset(running=False, connector=False)
+    engine.forget_gpu()
     engine.copiers[0].unreadable.add(0)
     for prompt in (long, short):
         engine.add(prompt, max_tokens=1)
@@ -239,7 +244,7 @@ def test_a_request_whose_load_failed_is_not_kept_waiting_by_loads_of_others() ->
     engine.add(long, max_tokens=1)
     while engine.scheduler.has_requests():
         engine.step()
-    engine.reset(running=False, connector=False)
+    engine.forget_gpu()
     engine.copiers[0].damage(0)
     engine.add(PREFIXES[1][:4], max_tokens=58)
     pushed_out = engine.add(PREFIXES[2][:4], max_tokens=40)

@@ -18,8 +18,7 @@ def test_two_ranks_serve_from_ram(llama: Path, monkeypatch: pytest.MonkeyPatch) 
         expected = [plain.ask_one(p) for p in prompts]
     with engine(llama, overspill(host_bytes="64MiB"), **settings) as spilling:
         assert_same([spilling.ask_one(p) for p in prompts], expected)
-        spilling.drain()
-        assert spilling.vllm_scheduler.reset_prefix_cache()
+        spilling.evict_gpu()
         again = [spilling.ask_one(p) for p in prompts]
         assert_same(again, expected)
         assert all(a.num_cached == 576 for a in again)

@@ -143,7 +143,7 @@ class VirtualEngine:
             self._take_one_back()
 
     def forget_gpu(self) -> None:
-        assert self._engine.scheduler.reset_prefix_cache()
+        self._engine.forget_gpu()
 
     def _execute(self, output: SchedulerOutput) -> tuple[float, SchedulerOutput, ModelRunnerOutput]:
         jobs, num_tokens = output.kv_connector_metadata, output.total_num_scheduled_tokens

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -28,6 +29,7 @@ from overspill.kv.host_memory import num_host_slots, slot_stride
 from overspill.kv.jobs import StepJobs, StepReport
 from overspill.kv.layout import BLOCK_OUTERMOST, LAYER_OUTERMOST, bytes_per_block, kv_buffer
 from overspill.kv.metrics import OverspillPromMetrics, OverspillStats
+from overspill.kv.model_changes import Adapters, watch_engine_core
 from overspill.kv.options import Options
 from overspill.kv.preflight import check_engine, require_spill_classes
 from overspill.kv.ram import require_ram
@@ -36,9 +38,11 @@ from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Speeds
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
+from overspill.kv.stale_hashes import StaleHashes
 from overspill.kv.timing import Mark, StepTimer, WallMark
-from overspill.kv.uncomputed import Uncomputed
 from overspill.kv.worker import OffloadWorker
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 
 class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
@@ -61,10 +65,12 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self.spill_worker: SpillWorker | None = None
         self._timer: StepTimer | None = None
         self._speeds = Speeds()
-        self._uncomputed = Uncomputed()
+        self._stale_hashes = StaleHashes()
+        self.adapters = Adapters()
         if options.host_bytes:
             _check_pool_size(options, vllm_config, kv_cache_config)
             if role == KVConnectorRole.SCHEDULER:
+                watch_engine_core()
                 self._scheduler = OffloadScheduler(options, vllm_config, kv_cache_config, self._speeds)
             else:
                 self._worker = OffloadWorker(options, vllm_config, kv_cache_config)
@@ -180,11 +186,17 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler hooks.
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._uncomputed.bind(kv_cache_manager.block_pool)
+        self._stale_hashes.bind(kv_cache_manager.block_pool)
         if self.spill_scheduler is not None:
             self.spill_scheduler.placement.bind(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager.block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        adapter = request.lora_request
+        if self._scheduler is not None and adapter is not None and self.adapters.is_replaced(adapter):
+            # Who runs with it keeps the adapter's old weights; whatever they compute is found by nobody else, either.
+            self.weights_changed(f"adapter {adapter.lora_name}", self._scheduler.live)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         spill = self.spill_scheduler
@@ -206,7 +218,9 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         jobs = StepJobs(num_tokens=scheduler_output.total_num_scheduled_tokens)
-        self._uncomputed.end_pass(scheduler_output.num_scheduled_tokens.keys())
+        self._stale_hashes.end_pass(
+            scheduler_output.num_scheduled_tokens.keys(), scheduler_output.preempted_req_ids or ()
+        )
         if self._scheduler is not None:
             self._scheduler.plan_step(scheduler_output, jobs)
         if self.spill_scheduler is not None:
@@ -228,6 +242,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._stale_hashes.finished(request.request_id)
         if self._scheduler is not None:
             self._scheduler.finished(request, block_ids)
         told = self.spill_scheduler.finished(request) if self.spill_scheduler is not None else None
@@ -244,6 +259,16 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset() if self._scheduler is not None else None
+
+    def weights_changed(self, what: str, request_ids: Iterable[str]) -> None:
+        """`what` may have replaced weights while the requests had KV of the old ones."""
+        if self._scheduler is None:
+            return  # vLLM's own caches are its caller's to reset
+        num_blocks = self._scheduler.host.num_cached
+        self._stale_hashes.weights_changed(request_ids)
+        self._scheduler.reset()
+        if num_blocks:
+            logger.info("Overspill: %d block(s) of KV in RAM are forgotten: %s may change weights", num_blocks, what)
 
     # Both.
 

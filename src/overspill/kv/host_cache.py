@@ -200,4 +200,4 @@ class HostCache:
         return dropped
 
     def clear(self) -> int:
-        return self.drop(self.pool.blocks)
+        return self.drop(self.pool.blocks) if self.num_cached else 0

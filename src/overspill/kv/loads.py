@@ -241,4 +241,4 @@ class Loads:
         for load in self._planned:
             self._release(load)
         self._planned = [LoadInFlight(load.request_id, [], [], void=True) for load in self._planned]
-        return not self.in_flight
+        return all(load.void for load in self.in_flight.values())

@@ -106,6 +106,13 @@ class Options:
         "`always` loads every hit.",
         needs="host_bytes",
     )
+    keep_on_reset: bool = _option(
+        _flag,
+        False,
+        "Whether RAM keeps its KV when vLLM's prefix cache is reset without `reset_connector`. By default both are "
+        "cleared: after new weights, KV of the old ones would give wrong answers.",
+        needs="host_bytes",
+    )
     reserve_bytes: int = _option(
         _size,
         4 * GiB,

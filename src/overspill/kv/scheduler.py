@@ -43,8 +43,9 @@ class OffloadScheduler:
         self.speeds = speeds
         self.stats = OverspillStats()
         self._used_bytes = -1
+        self._keep_on_reset = options.keep_on_reset
         self._gpu: BlockPool | None = None
-        self._live: set[str] = set()  # requests admitted and not finished
+        self.live: set[str] = set()  # requests admitted and not finished
         self._local_tokens: dict[str, int] = {}  # from a lookup to the admission in the same pass
         self._origins = Origins(self._groups, self.host.hash_block_size, with_events=self.host.events_enabled)
         job_ids = itertools.count(1)
@@ -52,7 +53,7 @@ class OffloadScheduler:
             LoadSettings(
                 always=options.load == "always", world_size=world_size, block_bytes=block_bytes, groups=self._groups
             ),
-            self.host, self.speeds, self.stats, job_ids, self._live,
+            self.host, self.speeds, self.stats, job_ids, self.live,
         )  # fmt: skip
         self.stores = Stores(
             StoreSettings(
@@ -67,7 +68,7 @@ class OffloadScheduler:
                     if isinstance(kv_cache_config.kv_cache_groups[group].kv_cache_spec, FullAttentionSpec)
                 },
             ),
-            self.host, self._origins, self.speeds, self.stats, job_ids, self._live,
+            self.host, self._origins, self.speeds, self.stats, job_ids, self.live,
         )  # fmt: skip
 
     def _front_depth(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -79,9 +80,21 @@ class OffloadScheduler:
     def bind(self, pool: BlockPool) -> None:
         """Watch the GPU's block pool."""
         self._gpu = pool
+        if not self._keep_on_reset:
+            self._watch_reset(pool)
         self.loads.bind(pool)
         self.stores.bind(pool)
         self._origins.watch(pool, self.stores.filled)
+
+    def _watch_reset(self, pool: BlockPool) -> None:
+        """vLLM resets its prefix cache after new weights, and leaves connectors alone unless told otherwise. It refuses
+        while any GPU block is held, so no load or store is under way when RAM is cleared with it."""
+        reset_prefix_cache = pool.reset_prefix_cache
+
+        def observed_reset_prefix_cache() -> bool:
+            return reset_prefix_cache() and self.reset()
+
+        pool.reset_prefix_cache = observed_reset_prefix_cache
 
     # Admission.
 
@@ -101,7 +114,7 @@ class OffloadScheduler:
         num_local = self._local_tokens.pop(request_id, None)
         if num_local is None:
             return  # the second call for an asynchronous load
-        self._live.add(request_id)
+        self.live.add(request_id)
         self._keep_local_prefix(request_id, blocks, num_local)
         num_new = request.num_tokens - num_local - num_external_tokens
         self.stats.count("miss_tokens", num_new)
@@ -150,7 +163,7 @@ class OffloadScheduler:
         """The request is over, its blocks are about to be freed; copies under way go on."""
         assert self._gpu is not None
         request_id = request.request_id
-        self._live.discard(request_id)
+        self.live.discard(request_id)
         self._local_tokens.pop(request_id, None)
         self.loads.finished(request_id)
         pool = self._gpu.blocks
