@@ -118,3 +118,15 @@ def test_while_nothing_is_taken_no_more_are_found_than_are_near_eviction() -> No
     assert not any(queue.advance() for _ in range(20))
     queue.free_filled(1)
     assert queue.advance()
+
+
+def test_a_backlog_is_spread_over_steps() -> None:
+    """A thousand blocks were found in one step, which then took 15 ms of the scheduler's time."""
+    queue = Queue(4000, depth=1000)
+    queue.advance(limit=2000)  # after 4000 were taken
+    most = 0
+    for _ in range(200):
+        assert set(queue.next_out(36)) <= queue.stored
+        queue.free_filled(36)
+        most = max(most, len(queue.advance(limit=2000)))
+    assert most <= 72
