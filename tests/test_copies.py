@@ -2,15 +2,20 @@
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from overspill.kv import cuda
 from overspill.kv.copies import PlainCopier, Transfer
-from overspill.kv.cuda import batches, merge_runs
+from overspill.kv.cuda import CudaCopier, batches, merge_runs
 from overspill.kv.host_memory import HostMemory
 from overspill.kv.layout import Region
+from tests.simulated_copies import Setup
+from tests.simulated_engine import Engine
 
 BLOCKS, SLOTS = 6, 8
 LAYOUTS = {
@@ -148,3 +153,43 @@ def test_batches_cover_all_copies_and_end_where_a_load_is_looked_at() -> None:
     assert lengths(*[1] * 1100) == [512, 512, 76]
     assert lengths(*[2 << 20] * 200) == [64, 64, 64, 8]
     assert lengths(128 << 20, 128 << 20, 1) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("zeroes", [False, True], ids=["plain", "zeroing"])
+def test_load_waits_for_zeroes_that_are_still_queued(monkeypatch: pytest.MonkeyPatch, zeroes: bool) -> None:
+    """They are queued for whoever was given the block first, and a load that overtook them lost what it had brought.
+    The events are names here, in the order of the compute stream."""
+    stream = iter(f"end of step {n}" for n in range(9))
+    waits_for: list[str] = []
+    monkeypatch.setattr(cuda, "_compute_so_far", lambda: next(stream))
+    monkeypatch.setattr(cuda, "_CudaTransfer", lambda num_bytes, after: SimpleNamespace(after=after))
+    monkeypatch.setattr(cuda, "BatchCopy", lambda: None)
+    monkeypatch.setattr(cuda, "_Bounce", lambda *_: None)
+
+    class Lane:
+        def __init__(self, *_: Any) -> None: ...
+
+        def submit(self, transfer: Any, copy: Any) -> None:
+            waits_for.append(transfer.after)
+
+    monkeypatch.setattr(cuda, "_Lane", Lane)
+    rig = Rig(LAYOUTS["block outermost"])
+    copier = CudaCopier(rig.buffer, rig.regions, rig.memory, None, 2, zeroes_new_blocks=zeroes)
+    for _ in range(3):
+        copier.end_step()
+    copier.load(np.array([0]), np.array([1]))
+    assert waits_for == ["end of step 3" if zeroes else "end of step 1"]
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_worker_says_whether_new_blocks_are_zeroed(monkeypatch: pytest.MonkeyPatch, zeroes: bool) -> None:
+    worker = Engine(Setup()).workers[0]
+    worker._config = SimpleNamespace(needs_kv_cache_zeroing=zeroes)  # type: ignore[assignment]
+    said: dict[str, bool] = {}
+    monkeypatch.setattr(cuda, "CudaCopier", lambda *_, **settings: said.update(settings))
+    monkeypatch.setattr(cuda, "PinnedRanges", lambda device: None)
+    monkeypatch.setattr(cuda, "gpu_numa_node", lambda device: None)
+    worker._use_cuda(torch.zeros(96 * BLOCKS, dtype=torch.uint8), SLOTS, 96, LAYOUTS["block outermost"])
+    assert said == {"zeroes_new_blocks": zeroes}
+    worker._copier = None
+    worker.shutdown()

@@ -253,6 +253,9 @@ class CudaCopier(Copier):
     A store waits for all compute queued before it. A load need not: its blocks were free when it was planned, and
     vLLM frees a block only once the steps that touch it are processed. With `steps_in_flight` steps at a time, that
     was so for all but the latest of them, and a long prefill under way does not hold the load up.
+
+    Where vLLM zeroes new blocks that does not hold: a block may be allocated, given back and allocated again within one
+    pass, and the zeroes for its first owner are queued all the same. A load waits for all compute there, too.
     """
 
     def __init__(
@@ -262,8 +265,11 @@ class CudaCopier(Copier):
         memory: HostMemory,
         pinned: PinnedRanges | None,
         steps_in_flight: int = 1,
+        *,
+        zeroes_new_blocks: bool = False,
     ) -> None:
         self._memory = memory
+        self._zeroes_new_blocks = zeroes_new_blocks
         self._base = buffer.data_ptr()
         self._regions = regions
         offsets = np.cumsum([0, *(region.block_bytes for region in regions)])[:-1]
@@ -282,7 +288,8 @@ class CudaCopier(Copier):
         self._ends.clear()
 
     def load(self, slots: Ids, blocks: Ids) -> Transfer:
-        after = self._ends[0] if len(self._ends) == self._ends.maxlen else _compute_so_far()
+        may_overtake = len(self._ends) == self._ends.maxlen and not self._zeroes_new_blocks
+        after = self._ends[0] if may_overtake else _compute_so_far()
         return self._submit(self._loads, slots, blocks, after, to_gpu=True)
 
     def store(self, blocks: Ids, slots: Ids) -> Transfer:

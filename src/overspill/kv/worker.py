@@ -93,7 +93,10 @@ class OffloadWorker:
 
         pinned = PinnedRanges(buffer.device) if self._options.pin else None
         self.memory = HostMemory(num_slots, slot_bytes, numa_node=gpu_numa_node(buffer.device))
-        self._copier = CudaCopier(buffer, regions, self.memory, pinned, self._steps_in_flight)
+        self._copier = CudaCopier(
+            buffer, regions, self.memory, pinned, self._steps_in_flight,
+            zeroes_new_blocks=self._config.needs_kv_cache_zeroing,
+        )  # fmt: skip
         self.memory.prepare(pinned)
 
     # Every step.
