@@ -2,11 +2,13 @@
 
 Real vLLM scheduler, real connectors in the SCHEDULER role; only the model and the worker are
 played by this script: every running request gets one token per step, and every transfer is
-reported complete one step after it was ordered. Two scenarios:
+reported complete one step after it was ordered. Three scenarios:
 
     decode     every request decodes; none ends. Eager stores what is filled, lazy has nothing to do.
     turnover   one request ends and one of 512 tokens begins in every step, so that blocks are freed,
                come near eviction and are evicted all the time: lazy's work.
+    herd       all requests wait for one prefix of 100k tokens that is being loaded for the first of them, and ask
+               for it in every step. With Overspill only.
 
     python benchmarks/scheduler_cost.py --running 64 256
 """
@@ -36,9 +38,12 @@ from record import Json, say
 from systems import DEFAULT_SYSTEMS, System, system
 
 BLOCK_TOKENS = 16
+SCHEDULER_CALLS = ("schedule", "update_from_output")
 HOOKS = ("build_connector_meta", "update_connector_output", "get_kv_connector_stats", "take_events")
+SCENARIOS = ("decode", "turnover", "herd")
 FILLER_TOKENS = 4096
 MAX_MODEL_LEN = 8192
+HERD_TOKENS = 100_000
 
 
 class Clock:
@@ -120,7 +125,9 @@ REPORTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def make_scheduler(model: Path, target: System, running: int, num_blocks: int) -> Any:
+def make_scheduler(
+    model: Path, target: System, running: int, num_blocks: int, max_model_len: int = MAX_MODEL_LEN
+) -> Any:
     """vLLM's scheduler as its engine core builds it, for a Llama with one full-attention group."""
     import torch
     from vllm.config import KVTransferConfig
@@ -133,7 +140,7 @@ def make_scheduler(model: Path, target: System, running: int, num_blocks: int) -
     transfer = KVTransferConfig(**target.kv_transfer_config) if target.kv_transfer_config else None
     vllm_config = EngineArgs(
         model=str(model), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True,
-        max_model_len=MAX_MODEL_LEN, max_num_seqs=running, max_num_batched_tokens=8192,
+        max_model_len=max_model_len, max_num_seqs=running, max_num_batched_tokens=8192,
         enable_prefix_caching=True, kv_transfer_config=transfer, disable_log_stats=False,
     ).create_engine_config()  # fmt: skip
     # The CPU platform insists on 128; the scheduler's cost is wanted for CUDA's 16.
@@ -180,13 +187,13 @@ class Driver:
         self.scheduler = scheduler
         self.worker = Worker(scheduler.connector)
 
-    def add(self, prompt_tokens: int, max_tokens: int) -> None:
+    def add(self, prompt_tokens: int, max_tokens: int, prefix: Sequence[int] = ()) -> None:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
         parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0, detokenize=False)
         parameters.update_from_generation_config({}, eos_token_id=2)
-        prompt = self._random.integers(1000, 100_000, prompt_tokens).tolist()
+        prompt = [*prefix, *self._random.integers(1000, 100_000, prompt_tokens).tolist()]
         self.scheduler.add_request(
             Request(
                 request_id=next(self._names),
@@ -239,7 +246,7 @@ def measure(
         stagger_ends(driver)
 
     clock = Clock()
-    for owner, names in ((scheduler, ("schedule", "update_from_output")), (scheduler.connector, HOOKS)):
+    for owner, names in ((scheduler, SCHEDULER_CALLS), (scheduler.connector, HOOKS)):
         for call in names if owner is not None else ():
             clock.wrap(owner, call)
 
@@ -263,6 +270,34 @@ def measure(
     if len(scheduler.running) < running - 1:
         raise RuntimeError(f"{len(scheduler.running)} of {running} requests still ran at the end")
     return clock.steps, driver.worker.transfers - transfers_before
+
+
+def measure_herd(model: Path, name: str, running: int, settings: argparse.Namespace) -> list[dict[str, float]]:
+    num_blocks = 2 * HERD_TOKENS // BLOCK_TOKENS
+    block_bytes = BLOCK_TOKENS * model_shape.kv_bytes_per_token(model)
+    # Whatever the link: the requests are to wait for a load.
+    target = system(name, int(settings.host_ratio * num_blocks * block_bytes), {"load": "always"})
+    scheduler = make_scheduler(model, target, running, num_blocks, max_model_len=HERD_TOKENS + 2 * BLOCK_TOKENS)
+    driver = Driver(scheduler, settings.seed)
+    prefix = np.random.default_rng(settings.seed).integers(1000, 100_000, HERD_TOKENS).tolist()
+    for _ in range(2):  # lazy stores what is used again
+        driver.add(1, 1, prefix)
+        while scheduler.has_requests():
+            driver.step()
+    scheduler.kv_cache_manager.block_pool.evict_blocks(set(range(1, num_blocks)))
+    for _ in range(running):
+        driver.add(1, 1, prefix)
+    driver.step()  # the load begins, and is never reported complete
+    clock = Clock()
+    clock.wrap(scheduler, "schedule")
+    for call in ("get_num_new_matched_tokens", *HOOKS):
+        clock.wrap(scheduler.connector, call)
+    for _ in range(settings.steps // 4):
+        driver.step()
+        clock.end_step()
+    if scheduler.running or not scheduler.connector.scheduler.loads.in_flight:
+        raise RuntimeError("nobody waited for a load")
+    return clock.steps
 
 
 def fill_cache(driver: Driver, num_blocks: int) -> None:
@@ -301,7 +336,7 @@ def summarise(steps: Sequence[dict[str, float]]) -> Json:
 
 def connector_microseconds(steps: Sequence[dict[str, float]]) -> float:
     """Everything the connector was called for in a median step."""
-    return 1e6 * statistics.median(sum(step.get(hook, 0.0) for hook in HOOKS) for step in steps)
+    return 1e6 * statistics.median(sum(s for call, s in step.items() if call not in SCHEDULER_CALLS) for step in steps)
 
 
 def row(steps: Sequence[dict[str, float]], transfers: int) -> Json:
@@ -323,17 +358,15 @@ def print_table(rows: Sequence[Json]) -> None:
             continue
         times = line["microseconds"]
         # Work that comes in bursts is in the mean and not in the median.
-        mean = sum(times[hook]["mean"] for hook in HOOKS if hook in times)
-        print(
-            f"{place} {line['connector_microseconds']:>13.0f} {mean:>9.0f} {times['schedule']['median']:>12.0f} "
-            f"{times['update_from_output']['median']:>10.0f}"
-        )
+        mean = sum(times[call]["mean"] for call in times if call not in SCHEDULER_CALLS)
+        own = [times.get(call, {}).get("median", 0.0) for call in SCHEDULER_CALLS]
+        print(f"{place} {line['connector_microseconds']:>13.0f} {mean:>9.0f} {own[0]:>12.0f} {own[1]:>10.0f}")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = record.argument_parser(__doc__)
     parser.add_argument("--systems", nargs="+", default=[*DEFAULT_SYSTEMS, "native-decode"])
-    parser.add_argument("--scenarios", nargs="+", default=["decode", "turnover"], choices=["decode", "turnover"])
+    parser.add_argument("--scenarios", nargs="+", default=SCENARIOS, choices=SCENARIOS)
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=2, help="fresh schedulers per row, in turns; steps are pooled")
     parser.add_argument("--steps", type=int, default=200, help="timed steps per round")
@@ -347,14 +380,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_row(model: Path, scenario: str, running: int, settings: argparse.Namespace) -> list[Json]:
     """One row per system; the systems take turns, so that a slow minute of the machine hits all of them."""
-    pooled: dict[str, list[dict[str, float]]] = {name: [] for name in settings.systems}
-    transfers = dict.fromkeys(settings.systems, 0)
+    systems = [name for name in settings.systems if scenario != "herd" or name.startswith("overspill")]
+    pooled: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
+    transfers = dict.fromkeys(systems, 0)
     errors: dict[str, str] = {}
     for round_number in range(settings.rounds):
-        for name in [name for name in settings.systems if name not in errors]:
+        for name in [name for name in systems if name not in errors]:
             say(f"{scenario}, {running} running, round {round_number + 1}: {name}")
             try:
-                steps, finished = measure(model, name, scenario, running, settings)
+                if scenario == "herd":
+                    steps, finished = measure_herd(model, name, running, settings), 0
+                else:
+                    steps, finished = measure(model, name, scenario, running, settings)
             except Exception as error:
                 # One connector that cannot be driven here must not cost the others their numbers.
                 errors[name] = f"{type(error).__name__}: {error}"
@@ -362,7 +399,7 @@ def measure_row(model: Path, scenario: str, running: int, settings: argparse.Nam
             pooled[name] += steps
             transfers[name] += finished
     rows = []
-    for name in settings.systems:
+    for name in systems:
         place = {"scenario": scenario, "running": running, "system": name}
         rows.append(place | ({"error": errors[name]} if name in errors else row(pooled[name], transfers[name])))
     return rows

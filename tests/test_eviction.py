@@ -273,3 +273,40 @@ def test_lru_keeps_what_a_naive_model_keeps(size: int, operations: list[tuple[st
             naive.leave(word)
         assert cache.names() == set(naive.used)
         assert cache.num_free == size - len(naive.pinned)
+
+
+@both
+def test_using_the_tail_keeps_the_whole_prefix(order: type[LruOrder]) -> None:
+    """An admission stamps the deepest copy only; the rest of a long prefix must live as long."""
+    cache = Cache(6, order)
+    cache.store(*prefixes("abc"))
+    cache.store(*prefixes("xyz"))
+    cache.hit("abc")
+    cache.store("p")
+    cache.store("q")
+    assert set(prefixes("abc")) <= cache.names()
+
+
+@both
+def test_a_copy_beyond_a_hole_does_not_stand_for_its_prefix(order: type[LruOrder]) -> None:
+    cache = Cache(8, order)
+    cache.store("ab")  # lazy stores bring the tail first
+    cache.store("abc")
+
+    def stands(name: str) -> bool:
+        block = cache.find(key(name))
+        assert block is not None
+        cache.use([block])  # ARC counts what was used again
+        return cache.stands_for_its_prefix(block)
+
+    assert not stands("abc")
+    cache.store("a")
+    assert stands("abc") and stands("a")
+    cache.store("abcd")
+    assert stands("abcd")
+    middle = cache.find(key("ab"))
+    assert middle is not None
+    cache.drop([middle])
+    assert not stands("abc") and not stands("abcd") and stands("a")
+    cache.store("ab")
+    assert not stands("abcd"), "it continues a block that is gone, and its place is not known"

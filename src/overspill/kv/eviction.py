@@ -33,6 +33,11 @@ class LruOrder:
         # Content whose parent is not here (yet): lazy stores bring the tail of a prefix before its head.
         self._orphans: dict[BlockHashWithGroupId, list[tuple[int, int]]] = {}
         self._heap: list[tuple[int, int]] = []
+        # Blocks whose prefix is here as a whole, from its first block on: those whose number is that of the last time
+        # when a block was voided from under others.
+        self._is_first = [False] * count
+        self._whole = [0] * count
+        self._num_voided = 1
         self.num_free_blocks = count - 1
 
     # What vLLM's BlockPool calls.
@@ -91,7 +96,10 @@ class LruOrder:
         child = (block.block_id, self._generation[block.block_id])
         if parent is not None:
             self._adopt(parent.block_id, child)
-        elif parent_key is not None:
+            self._whole[block.block_id] = self._whole[parent.block_id]
+        elif parent_key is None:
+            self._is_first[block.block_id] = True
+        else:
             self._orphans.setdefault(parent_key, []).append(child)
             if len(self._orphans) > len(self._blocks):
                 self._orphans = {k: alive for k, v in self._orphans.items() if (alive := self._alive(v))}
@@ -102,12 +110,30 @@ class LruOrder:
         """Content was asked for, here or on the GPU. The last is the most recent."""
         self._stamp_in_order(blocks)
 
+    def stands_for_its_prefix(self, block: KVCacheBlock) -> bool:
+        """Whether all of the block's prefix is here, so that using the block is as good as using all of it: only leaves
+        are given up, and hand on when they were used. Costs O(1) but for the first time."""
+        path, block_id = [], block.block_id
+        while self._whole[block_id] != self._num_voided:
+            path.append(block_id)
+            if self._is_first[block_id]:
+                break
+            link = self._parent[block_id]
+            if link is None or self._generation[link[0]] != link[1]:
+                return False
+            block_id = link[0]
+        for block_id in path:
+            self._whole[block_id] = self._num_voided
+        return True
+
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks in use are being read. That they were used lately is noted when they are released."""
 
     def forget(self, block: KVCacheBlock) -> None:
         """The block's content is void. A free block stays free, and becomes the next to be handed out."""
         block_id = block.block_id
+        if self._children[block_id]:
+            self._num_voided += 1  # what continues it is not whole any more
         self._unlink(block_id)
         if self._is_free[block_id]:
             self._empty.append(block)
@@ -179,6 +205,7 @@ class LruOrder:
     def _unlink(self, block_id: int) -> None:
         self._generation[block_id] += 1
         self._children[block_id] = 0
+        self._is_first[block_id], self._whole[block_id] = False, 0
         link, self._parent[block_id] = self._parent[block_id], None
         if link is None:
             return
@@ -224,6 +251,10 @@ class ArcOrder(LruOrder):
     def use(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.read(blocks)
         super().use(blocks)
+
+    def stands_for_its_prefix(self, block: KVCacheBlock) -> bool:
+        # What was used once and what was used again are counted block by block.
+        return self._again[block.block_id] and super().stands_for_its_prefix(block)
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:

@@ -135,6 +135,12 @@ class HostCache:
             return None
         return Hit(blocks, num_local_tokens, num_tokens - num_local_tokens)
 
+    def finds_more(self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int) -> bool:
+        """Whether RAM adds anything to what the GPU holds."""
+        if self._is_plain:  # then nothing is found beyond the next block without it
+            max_tokens = min(max_tokens, num_local_tokens + self.block_size)
+        return self.lookup(block_hashes, num_local_tokens, max_tokens) is not None
+
     def _lookup_any(self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int) -> _Found:
         self.pool.on_gpu = frozenset(block_hashes[: num_local_tokens // self.hash_block_size])
         try:
@@ -188,6 +194,10 @@ class HostCache:
     def use(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Note that content was asked for. Given in prefix order; the tail becomes the older one."""
         self.pool.order.use(blocks[::-1])
+
+    def stands_for_its_prefix(self, block: KVCacheBlock) -> bool:
+        """Whether to use this block is to use all of its prefix, which is here as a whole."""
+        return self.pool.order.stands_for_its_prefix(block)
 
     def drop(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Make content unfindable, at once; blocks in use stay referenced until they are released."""

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
 from overspill.kv.host_cache import Hit, HostCache
@@ -24,6 +24,7 @@ class LoadInFlight:
     gpu_blocks: list[KVCacheBlock]
     host_blocks: list[KVCacheBlock]
     num_new_tokens: int = 0
+    head: BlockHash | None = None
     # The GPU expects something else than RAM can give: the request must be recomputed.
     void: bool = False
     reports: int = 0
@@ -63,7 +64,7 @@ class Loads:
         self._failed: set[str] = set()  # of those, requests whose load failed and that have no blocks since
         self._to_requeue: set[str] = set()  # of those, requests that vLLM still takes to hold blocks
         self._planned: list[LoadInFlight] = []
-        self._heads: set[int] = set()  # first host block of every load
+        self._heads: dict[BlockHash, LoadInFlight] = {}  # by the first hash that is loaded
         self.in_flight: dict[int, LoadInFlight] = {}
         self.num_blocks = 0  # planned and in flight
 
@@ -80,13 +81,17 @@ class Loads:
         max_tokens = request.num_tokens - 1
         if max_tokens <= num_local_tokens or request.request_id in self._unloadable:
             return 0, False
+        if (
+            num_local_tokens + self._host.block_size <= max_tokens
+            and self._head(request, num_local_tokens) in self._heads
+        ):
+            # Another request is loading the same blocks; when it is done they are a hit on the GPU. Looked at before
+            # anything else: many may wait for one long prefix, and all of them ask in every pass.
+            return None, False
         hit = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
         blocks = self._blocks_of(hit) if hit is not None else []
         if hit is None or not blocks:
             return 0, False
-        if blocks[0].block_id in self._heads:
-            # Another request is loading the same blocks; when it is done they are a hit on the GPU.
-            return None, False
         if not self._is_worth_it(request.request_id, hit.num_tokens, len(blocks)):
             self._skipped[request.request_id] = hit.num_tokens
             self._host.use(blocks)
@@ -97,6 +102,10 @@ class Loads:
         self._hits[request.request_id] = hit
         return hit.num_tokens, True
 
+    def _head(self, request: Request, num_local_tokens: int) -> BlockHash:
+        """The hash of what follows the local tokens; it stands for all that is before it, too."""
+        return request.block_hashes[num_local_tokens // self._host.hash_block_size]
+
     def _forget(self, request_id: str) -> tuple[Hit | None, int]:
         return self._hits.pop(request_id, None), self._skipped.pop(request_id, 0)
 
@@ -105,7 +114,7 @@ class Loads:
         max_tokens = request.num_tokens - 1
         if max_tokens <= num_local_tokens or request.request_id in self._unloadable:
             return False
-        return self._host.lookup(request.block_hashes, num_local_tokens, max_tokens) is not None
+        return self._host.finds_more(request.block_hashes, num_local_tokens, max_tokens)
 
     def _blocks_of(self, hit: Hit) -> list[KVCacheBlock]:
         return [
@@ -124,8 +133,9 @@ class Loads:
         is_open = is_doubtful(self._speeds, num_tokens=num_tokens, queued_bytes=queued_bytes)
         return is_open and self._second_looks.wants(request_id)
 
-    def admit(self, request_id: str, blocks: KVCacheBlocks, num_external_tokens: int, num_new_tokens: int) -> None:
+    def admit(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_new_tokens: int) -> None:
         """The request has its GPU blocks; the load begins with the step."""
+        request_id = request.request_id
         hit, num_skipped = self._forget(request_id)
         for requests in (self._failed, self._to_requeue):
             requests.discard(request_id)
@@ -145,7 +155,9 @@ class Loads:
             load.num_new_tokens = num_new_tokens
             self._second_looks.load_begins(request_id)
             self._stats.count("hit_tokens", num_external_tokens)
-            self._heads.add(load.host_blocks[0].block_id)
+            assert hit is not None
+            load.head = self._head(request, hit.num_local_tokens)
+            self._heads[load.head] = load
         self._host.read(load.host_blocks)
         assert self._gpu is not None
         self._gpu.touch(load.gpu_blocks)
@@ -223,8 +235,8 @@ class Loads:
     def _release(self, load: LoadInFlight) -> None:
         assert self._gpu is not None
         self.num_blocks -= len(load.host_blocks)
-        if load.host_blocks:
-            self._heads.discard(load.host_blocks[0].block_id)
+        if load.head is not None and self._heads.get(load.head) is load:
+            del self._heads[load.head]
         self._host.release(load.host_blocks)
         self._gpu.free_blocks(reversed(load.gpu_blocks))
 
@@ -238,6 +250,7 @@ class Loads:
         was there before."""
         self._hits.clear()
         self._skipped.clear()
+        self._heads.clear()
         for load in self._planned:
             self._release(load)
         self._planned = [LoadInFlight(load.request_id, [], [], void=True) for load in self._planned]

@@ -118,24 +118,33 @@ class OffloadScheduler:
         self._keep_local_prefix(request_id, blocks, num_local)
         num_new = request.num_tokens - num_local - num_external_tokens
         self.stats.count("miss_tokens", num_new)
-        self.loads.admit(request_id, blocks, num_external_tokens, num_new)
+        self.loads.admit(request, blocks, num_external_tokens, num_new)
 
     def _keep_local_prefix(self, request_id: str, blocks: KVCacheBlocks, num_local_tokens: int) -> None:
         """A hit on the GPU makes RAM's copy newer, or makes one: in lazy mode a prefix that is used all the time
-        never comes near eviction, and in eager mode a store may have been dropped."""
+        never comes near eviction, and in eager mode a store may have been dropped.
+
+        From the tail on, and only to the first copy that stands for what is before it: prefixes are long."""
         for group in self._groups:
             copies: list[KVCacheBlock] = []
             without: list[KVCacheBlock] = []
-            for block in blocks.blocks[group][: num_local_tokens // self.host.group_block_sizes[group]]:
-                if block.is_null or block.block_hash is None:
+            found = blocks.blocks[group]
+            for i in reversed(range(num_local_tokens // self.host.group_block_sizes[group])):
+                block = found[i]
+                if block.is_null:
+                    break  # a window begins behind it
+                if block.block_hash is None:
                     continue
                 copy = self.host.find(block.block_hash)
-                if copy is not None:
-                    copies.append(copy)
-                else:
+                if copy is None:
                     without.append(block)
-            self.host.use(copies)
-            self.stores.offer(without, request_id)
+                    continue
+                settled = self.host.stands_for_its_prefix(copy)
+                copies.append(copy)
+                if settled:
+                    break
+            self.host.use(copies[::-1])
+            self.stores.offer(without[::-1], request_id)
 
     # Steps.
 
