@@ -6,23 +6,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import num_host_slots, slot_stride
@@ -40,6 +24,24 @@ from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.stale_hashes import StaleHashes
 from overspill.kv.timing import Mark, StepTimer, WallMark
+from overspill.kv.vllm_api import (
+    CacheHitSource,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheEvent,
+    KVCacheManager,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorStats,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    Request,
+    SchedulerOutput,
+    SupportsHMA,
+)
 from overspill.kv.worker import OffloadWorker
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only

@@ -33,6 +33,8 @@ distributed/kv_events.py
 distributed/kv_transfer/kv_connector/factory.py
     KVConnectorFactory.register_connector(name, module_path, class_name)
     KVConnectorFactory._registry
+distributed/kv_transfer/kv_connector/v1/multi_connector.py
+    MultiConnector._connectors
 distributed/kv_transfer/kv_connector/v1/base.py
     KVConnectorBase_V1._cache_hit_source
     KVConnectorBase_V1.requires_kv_delivery
@@ -55,6 +57,7 @@ distributed/kv_transfer/kv_connector/v1/base.py
     KVConnectorBase_V1.request_finished(request, block_ids)
     KVConnectorBase_V1.has_pending_push_work()
     KVConnectorBase_V1.has_pending_block_frees()
+    KVConnectorBase_V1.on_new_request(request)
     KVConnectorBase_V1.take_events()
     KVConnectorBase_V1.reset_cache()
     KVConnectorBase_V1.get_kv_connector_stats()
@@ -71,6 +74,7 @@ v1/core/block_pool.py
     BlockPool.free_block_queue
     BlockPool.kv_event_queue
     BlockPool.null_block
+    BlockPool.cache_partial_block(request, block, num_tokens)
     BlockPool.cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, \
 block_mask)
     BlockPool.evict_blocks(block_ids)
@@ -109,12 +113,20 @@ v1/core/kv_cache_utils.py
     maybe_convert_block_hash(hash_bytes)
     resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     to_event_extra_keys(extra_keys)
+v1/core/sched/scheduler.py
+    Scheduler.connector
+    Scheduler.requests
 v1/core/sched/output.py
+    SchedulerOutput.num_scheduled_tokens
     SchedulerOutput.preempted_req_ids
     SchedulerOutput.total_num_scheduled_tokens
 v1/core/single_type_kv_cache_manager.py
     FullAttentionManager
     SingleTypeKVCacheManager.block_pool
+v1/engine/core.py
+    EngineCore.add_lora(lora_request)
+    EngineCore.collective_rpc(method)
+    EngineCore.scheduler
 v1/kv_cache_interface.py
     KVCacheConfig.kv_cache_groups
     KVCacheConfig.kv_cache_tensors
@@ -133,7 +145,9 @@ v1/outputs.py
 v1/request.py
     Request.all_token_ids
     Request.block_hashes
+    Request.is_finished()
     Request.lora_request
+    Request.num_computed_tokens
     Request.num_tokens()
     Request.request_id
     Request.skip_reading_prefix_cache
@@ -184,15 +198,12 @@ v1/core/sched/output.py
     SchedulerOutput.kv_cache_block_copies
     SchedulerOutput.kv_connector_block_state
     SchedulerOutput.kv_connector_metadata
-    SchedulerOutput.num_scheduled_tokens
     SchedulerOutput.scheduled_cached_reqs
     SchedulerOutput.scheduled_new_reqs
 v1/core/sched/async_scheduler.py
     AsyncScheduler
 v1/core/sched/scheduler.py
-    Scheduler.connector
     Scheduler.current_step
-    Scheduler.requests
     Scheduler.running
     Scheduler.schedule()
     Scheduler._update_after_schedule(scheduler_output)
@@ -212,7 +223,6 @@ v1/request.py
     Request.is_prefill_chunk
     Request.max_tokens
     Request.next_decode_eligible_step
-    Request.num_computed_tokens
     Request.num_output_tokens()
     Request.status
 v1/worker/cpu_worker.py

@@ -10,7 +10,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from overspill.kv.vllm_api import BlockHashWithGroupId, KVCacheBlock
 
 
 class LruOrder:

@@ -4,25 +4,27 @@ Reusing them brings prefix hashes, hybrid groups, sliding windows and state grou
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import MEDIUM_CPU
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    BlockHashWithGroupId,
-    KVCacheBlock,
-    make_block_hash_with_group_id,
-    resolve_kv_cache_block_sizes,
-)
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from overspill.kv.eviction import ArcOrder, LruOrder
 from overspill.kv.options import Eviction
+from overspill.kv.vllm_api import (
+    MEDIUM_CPU,
+    BlockHash,
+    BlockHashWithGroupId,
+    BlockPool,
+    FullAttentionManager,
+    KVCacheBlock,
+    KVCacheConfig,
+    evict_content,
+    host_coordinator,
+    insert_hash,
+    make_block_hash_with_group_id,
+    resolve_kv_cache_block_sizes,
+)
 
 _Found = tuple[tuple[list[KVCacheBlock], ...], int]  # blocks per group, and tokens
 
@@ -82,26 +84,8 @@ class HostCache:
         self.events_enabled = bool(events is not None and events.enable_kv_cache_events)
         self.block_size = block_size
         self.hash_block_size = hash_block_size
-        speculation = vllm_config.speculative_config
-        self.coordinator = get_kv_cache_coordinator(
-            kv_cache_config=replace(kv_cache_config, num_blocks=1),
-            max_model_len=vllm_config.model_config.max_model_len,
-            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
-            use_eagle=speculation is not None and speculation.use_eagle_block_drop(),
-            enable_caching=True,
-            enable_kv_cache_events=False,
-            dcp_world_size=1,
-            pcp_world_size=1,
-            scheduler_block_size=block_size,
-            hash_block_size=hash_block_size,
-            num_prefill_lookahead=vllm_config.num_prefill_lookahead_tokens,
-            # Only full blocks are stored: a partly filled state block is overwritten by the next step.
-            allow_partial_hash_hits=False,
-        )
         self.pool = HostPool(num_slots + 1, hash_block_size, self.events_enabled, _ORDERS[eviction])
-        self.coordinator.block_pool = self.pool
-        for manager in self.coordinator.single_type_managers:
-            manager.block_pool = self.pool
+        self.coordinator = host_coordinator(vllm_config, kv_cache_config, block_size, hash_block_size, self.pool)
         self.group_block_sizes = self.coordinator.group_block_sizes
         groups = kv_cache_config.kv_cache_groups
         self._is_plain = (
@@ -165,7 +149,7 @@ class HostCache:
         """Up to `count` blocks to store into, giving up cached ones where no empty ones are left."""
         blocks: list[KVCacheBlock] = []
         while len(blocks) < count and (block := self.pool.order.take()) is not None:
-            self.pool._maybe_evict_cached_block(block)
+            evict_content(self.pool, block)
             block.ref_cnt = 1
             blocks.append(block)
         return blocks
@@ -174,7 +158,7 @@ class HostCache:
         """Make stored content findable, and drop the stores' references."""
         order = self.pool.order
         for block, key, num_tokens, parent in stored:
-            self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
+            insert_hash(self.pool, key, block, num_tokens)
             order.insert(block, self.find(parent) if parent is not None else None, parent)
         # Together, so that only the tails are leaves.
         self.release([item.block for item in stored])

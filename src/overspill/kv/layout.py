@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from overspill.kv.errors import OverspillError
+from overspill.kv.vllm_api import KVCacheConfig
 
 # Block-outermost: a block of all layers is one contiguous piece, one copy. The default keeps layers outermost.
 BLOCK_OUTERMOST = "BLNHC"

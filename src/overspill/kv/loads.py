@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from vllm.logger import init_logger
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-from vllm.v1.request import Request
 
 from overspill.kv.host_cache import Hit, HostCache
 from overspill.kv.jobs import LoadJob
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.speeds import SecondLooks, Speeds, is_doubtful, load_beats_recompute
+from overspill.kv.vllm_api import BlockHash, BlockPool, KVCacheBlock, KVCacheBlocks, Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 

@@ -5,10 +5,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+
+from overspill.kv.vllm_api import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
     "load_bytes": "Bytes loaded from RAM",

@@ -6,10 +6,7 @@ vLLM leaves it to the caller to reset its caches then, and its reset leaves conn
 import os
 from typing import Any
 
-from vllm.lora.request import LoRARequest
-from vllm.v1.core.sched.scheduler import Scheduler
-
-from overspill.kv.wrapping import Method, wrap_once
+from overspill.kv.vllm_api import LoRARequest, Scheduler, after_engine_calls, connectors_of
 
 # Of the RPCs that vLLM's own front ends send to workers, those that leave weights as they are. Any other one, by name
 # or as a function, may do anything.
@@ -22,44 +19,23 @@ _HARMLESS_RPCS = frozenset(
 
 
 def watch_engine_core() -> None:
-    """Tell the connectors of an engine about calls that may have changed its weights."""
-    from vllm.v1.engine.core import EngineCore
+    """Report calls that may have changed an engine's weights to its connectors."""
 
-    wrap_once(EngineCore, "collective_rpc", _watched_rpc)
-    wrap_once(EngineCore, "add_lora", _watched_add_lora)
+    def on_rpc(core: Any, method: Any) -> None:
+        if method in _HARMLESS_RPCS:
+            return
+        name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+        for connector in connectors_of(core, "weights_changed"):
+            connector.weights_changed(f"the RPC {name}", requests_with_kv(core.scheduler))
 
+    def on_adapter(core: Any, adapter: LoRARequest) -> None:
+        for connector in connectors_of(core, "weights_changed"):
+            if connector.adapters.is_known(adapter):
+                what = f"loading adapter {adapter.lora_name} again"
+                connector.weights_changed(what, requests_with_kv(core.scheduler))
+            connector.adapters.is_replaced(adapter)
 
-def _watched_rpc(collective_rpc: Method) -> Method:
-    def watched_collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return collective_rpc(self, method, *args, **kwargs)
-        finally:  # one that failed may have replaced some of the weights
-            if method not in _HARMLESS_RPCS:
-                for connector in _connectors(self):
-                    name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
-                    connector.weights_changed(f"the RPC {name}", requests_with_kv(self.scheduler))
-
-    return watched_collective_rpc
-
-
-def _watched_add_lora(add_lora: Method) -> Method:
-    def watched_add_lora(self: Any, lora_request: LoRARequest) -> Any:
-        try:
-            return add_lora(self, lora_request)
-        finally:
-            for connector in _connectors(self):
-                if connector.adapters.is_known(lora_request):
-                    what = f"loading adapter {lora_request.lora_name} again"
-                    connector.weights_changed(what, requests_with_kv(self.scheduler))
-                connector.adapters.is_replaced(lora_request)
-
-    return watched_add_lora
-
-
-def _connectors(core: Any) -> list[Any]:
-    """Overspill's, also inside a MultiConnector; none while the engine is being built."""
-    connector = getattr(getattr(core, "scheduler", None), "connector", None)
-    return [c for c in getattr(connector, "_connectors", (connector,)) if hasattr(c, "weights_changed")]
+    after_engine_calls(on_rpc, on_adapter)
 
 
 def requests_with_kv(scheduler: Scheduler) -> list[str]:

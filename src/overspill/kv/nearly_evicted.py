@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from overspill.kv.vllm_api import KVCacheBlock
 
 # Hits take blocks out of the middle of the queue unseen; walking anew now and then keeps the count honest.
 _STEPS_BETWEEN_FULL_WALKS = 16

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
+from overspill.kv.vllm_api import (
+    MEDIUM_CPU,
     BlockHashWithGroupId,
+    BlockPool,
+    BlockStored,
     KVCacheBlock,
+    Request,
     generate_block_hash_extra_keys,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
     to_event_extra_keys,
+    watch_full_blocks,
 )
-from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,44 +37,25 @@ class Origins:
         self._by_block: dict[int, Origin] = {}
 
     def watch(self, pool: BlockPool, on_full: Callable[[KVCacheBlock, BlockHashWithGroupId, str], None]) -> None:
-        """Note each block that becomes full, and tell of it with the request that filled it.
+        """Note each block that becomes full, and report it with the request that filled it."""
 
-        Hooking the method where it happens makes a step cost what it fills, not what it runs.
-        """
-        cache_full_blocks = pool.cache_full_blocks
-
-        def observed_cache_full_blocks(
-            request: Request,
-            blocks: list[KVCacheBlock],
-            num_cached_blocks: int,
-            num_full_blocks: int,
-            block_size: int,
-            kv_cache_group_id: int,
-            block_mask: list[bool] | None = None,
+        def note(
+            request: Request, blocks: list[KVCacheBlock], first: int, end: int, block_size: int, group: int
         ) -> None:
-            cache_full_blocks(
-                request=request,
-                blocks=blocks,
-                num_cached_blocks=num_cached_blocks,
-                num_full_blocks=num_full_blocks,
-                block_size=block_size,
-                kv_cache_group_id=kv_cache_group_id,
-                block_mask=block_mask,
-            )
-            if kv_cache_group_id not in self._groups:
+            if group not in self._groups:
                 return
-            for i in range(num_cached_blocks, num_full_blocks):
+            for i in range(first, end):
                 block = blocks[i]
                 key = block.block_hash
                 # A hash that ends inside the block is a state the next step overwrites.
                 if block.is_null or key is None or block.block_hash_num_tokens != (i + 1) * block_size:
                     continue
-                parent = self._parent(request, blocks, i, block_size, kv_cache_group_id)
-                event = self._event(request, i, block_size, kv_cache_group_id) if self._with_events else None
+                parent = self._parent(request, blocks, i, block_size, group)
+                event = self._event(request, i, block_size, group) if self._with_events else None
                 self._by_block[block.block_id] = Origin(key, parent, event)
                 on_full(block, key, request.request_id)
 
-        pool.cache_full_blocks = observed_cache_full_blocks
+        watch_full_blocks(pool, note)
 
     def _parent(
         self, request: Request, blocks: list[KVCacheBlock], index: int, block_size: int, group: int

@@ -4,13 +4,6 @@ import itertools
 from collections.abc import Collection, Iterable
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import BlockRemoved, KVCacheEvent
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.request import Request
 
 from overspill.kv.host_cache import HostCache
 from overspill.kv.host_memory import num_host_slots, slot_stride
@@ -22,6 +15,18 @@ from overspill.kv.options import Options
 from overspill.kv.origins import Origins
 from overspill.kv.speeds import Speeds, pace
 from overspill.kv.stores import Stores, StoreSettings
+from overspill.kv.vllm_api import (
+    BlockPool,
+    BlockRemoved,
+    FullAttentionSpec,
+    KVCacheBlock,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheEvent,
+    Request,
+    SchedulerOutput,
+    reset_with_prefix_cache,
+)
 
 
 class OffloadScheduler:
@@ -89,12 +94,7 @@ class OffloadScheduler:
     def _watch_reset(self, pool: BlockPool) -> None:
         """vLLM resets its prefix cache after new weights, and leaves connectors alone unless told otherwise. It refuses
         while any GPU block is held, so no load or store is under way when RAM is cleared with it."""
-        reset_prefix_cache = pool.reset_prefix_cache
-
-        def observed_reset_prefix_cache() -> bool:
-            return reset_prefix_cache() and self.reset()
-
-        pool.reset_prefix_cache = observed_reset_prefix_cache
+        reset_with_prefix_cache(pool, self.reset)
 
     # Admission.
 

@@ -1,11 +1,8 @@
 """Keeps GPU blocks out of vLLM's prefix cache that do not hold what their hash promises."""
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.request import Request
+from overspill.kv.vllm_api import BlockPool, KVCacheBlock, Request, watch_full_blocks, watch_partial_blocks
 
 
 class StaleHashes:
@@ -27,35 +24,18 @@ class StaleHashes:
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
-        cache_full_blocks, cache_partial_block = pool.cache_full_blocks, pool.cache_partial_block
+        watch_full_blocks(pool, self._full)
+        watch_partial_blocks(pool, self._partial)
 
-        def observed_cache_full_blocks(
-            request: Request,
-            blocks: list[KVCacheBlock],
-            num_cached_blocks: int,
-            num_full_blocks: int,
-            block_size: int,
-            **kwargs: Any,
-        ) -> None:
-            cache_full_blocks(
-                request=request,
-                blocks=blocks,
-                num_cached_blocks=num_cached_blocks,
-                num_full_blocks=num_full_blocks,
-                block_size=block_size,
-                **kwargs,
-            )
-            # What an earlier step computes is hashed late at times: after a load, or once a sampled token is known.
-            first = max(num_cached_blocks, request.num_computed_tokens // block_size)
-            self._hashed(request, blocks[num_cached_blocks:num_full_blocks], blocks[first:num_full_blocks])
+    def _full(
+        self, request: Request, blocks: list[KVCacheBlock], first: int, end: int, block_size: int, group: int
+    ) -> None:
+        # What an earlier step computes is hashed late at times: after a load, or once a sampled token is known.
+        uncomputed = max(first, request.num_computed_tokens // block_size)
+        self._hashed(request, blocks[first:end], blocks[uncomputed:end])
 
-        def observed_cache_partial_block(request: Request, block: KVCacheBlock, num_tokens: int, **kwargs: Any) -> Any:
-            key = cache_partial_block(request=request, block=block, num_tokens=num_tokens, **kwargs)
-            self._hashed(request, [block], [block] if num_tokens > request.num_computed_tokens else [])
-            return key
-
-        pool.cache_full_blocks = observed_cache_full_blocks
-        pool.cache_partial_block = observed_cache_partial_block
+    def _partial(self, request: Request, block: KVCacheBlock, num_tokens: int) -> None:
+        self._hashed(request, [block], [block] if num_tokens > request.num_computed_tokens else [])
 
     def _hashed(self, request: Request, blocks: Iterable[KVCacheBlock], uncomputed: Iterable[KVCacheBlock]) -> None:
         if request.request_id in self._mixed:

@@ -4,15 +4,20 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_group_id
-
 from overspill.kv.host_cache import HostCache, Stored
 from overspill.kv.jobs import StoreJob
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.nearly_evicted import EvictionFront
 from overspill.kv.origins import Origin, Origins
 from overspill.kv.speeds import Speeds, store_budget
+from overspill.kv.vllm_api import (
+    BlockHashWithGroupId,
+    BlockPool,
+    KVCacheBlock,
+    get_group_id,
+    return_to_front,
+    watch_new_blocks,
+)
 
 # A copy of a few blocks costs the step as much as a copy of many, so blocks wait for company, but not for long.
 _BLOCKS_TO_STORE_AT_ONCE = 32
@@ -94,14 +99,11 @@ class Stores:
         # If RAM could not hold the copies of all that is near eviction, they would push each other out.
         depth = max(1, min(self._settings.front_depth, self._host.num_slots // len(tiers)))
         self._fronts = [EvictionFront(tier, depth) for tier in tiers]
-        get_new_blocks = pool.get_new_blocks
+        watch_new_blocks(pool, self._taken)
 
-        def observed_get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
-            for front in self._fronts:
-                front.taken(num_blocks)
-            return get_new_blocks(num_blocks)
-
-        pool.get_new_blocks = observed_get_new_blocks
+    def _taken(self, num_blocks: int) -> None:
+        for front in self._fronts:
+            front.taken(num_blocks)
 
     # Offering.
 
@@ -262,13 +264,10 @@ class Stores:
 
     def _release_gpu(self, blocks: Sequence[KVCacheBlock], *, to_front: bool) -> None:
         assert self._gpu is not None
-        if not to_front:
+        if to_front:
+            return_to_front(self._gpu, blocks)
+        else:
             self._gpu.free_blocks(reversed(blocks))
-            return
-        # vLLM would put them behind everything else, and evict what is used more in their place.
-        for block in blocks:
-            block.ref_cnt -= 1
-        self._gpu.free_block_queue.prepend_n([block for block in blocks if block.ref_cnt == 0])
 
     def reset(self) -> None:
         """Forget what was offered, and make nothing findable of what is under way."""

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
@@ -62,6 +63,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from overspill.kv.wrapping import Method, wrap_once
+
 # Used elsewhere as they are.
 __all__ = [
     "MEDIUM_CPU",
@@ -91,6 +94,7 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "LoRARequest",
     "MLAAttentionSpec",
     "MambaSpec",
     "Request",
@@ -108,8 +112,6 @@ __all__ = [
     "resolve_kv_cache_block_sizes",
     "to_event_extra_keys",
 ]
-
-Method = Callable[..., Any]
 
 
 # Blocks and their hashes.
@@ -147,6 +149,24 @@ def watch_full_blocks(
         on_full(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
 
     pool.cache_full_blocks = watched
+
+
+def watch_partial_blocks(pool: BlockPool, on_partial: Callable[[Request, KVCacheBlock, int], None]) -> None:
+    """Report blocks that are hashed before they are full, with the tokens that they hold."""
+    cache_partial_block = pool.cache_partial_block
+
+    def watched(request: Request, block: KVCacheBlock, num_tokens: int, **kwargs: Any) -> Any:
+        key = cache_partial_block(request=request, block=block, num_tokens=num_tokens, **kwargs)
+        on_partial(request, block, num_tokens)
+        return key
+
+    pool.cache_partial_block = watched
+
+
+def reset_with_prefix_cache(pool: BlockPool, reset: Callable[[], bool]) -> None:
+    """Call `reset` whenever vLLM has reset its prefix cache."""
+    reset_prefix_cache = pool.reset_prefix_cache
+    pool.reset_prefix_cache = lambda: reset_prefix_cache() and reset()
 
 
 def watch_new_blocks(pool: BlockPool, on_taken: Callable[[int], None]) -> None:
@@ -317,6 +337,42 @@ def bytes_of_longest(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) ->
 
 def longest_that_fits(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], num_bytes: int) -> int:
     return int(_estimate_max_model_len_from_groups(vllm_config, groups, num_bytes))
+
+
+# The engine core.
+
+
+def after_engine_calls(on_rpc: Callable[[Any, Any], None], on_adapter: Callable[[Any, LoRARequest], None]) -> None:
+    """Report calls to workers, and adapters that are loaded, with the engine core; also those that failed, which may
+    have replaced a part of the weights."""
+    from vllm.v1.engine.core import EngineCore
+
+    def watched_rpc(collective_rpc: Method) -> Method:
+        def watched(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return collective_rpc(self, method, *args, **kwargs)
+            finally:
+                on_rpc(self, method)
+
+        return watched
+
+    def watched_add_lora(add_lora: Method) -> Method:
+        def watched(self: Any, lora_request: LoRARequest) -> Any:
+            try:
+                return add_lora(self, lora_request)
+            finally:
+                on_adapter(self, lora_request)
+
+        return watched
+
+    wrap_once(EngineCore, "collective_rpc", watched_rpc)
+    wrap_once(EngineCore, "add_lora", watched_add_lora)
+
+
+def connectors_of(core: Any, attribute: str) -> list[Any]:
+    """An engine's connectors that have an attribute, also inside a MultiConnector; none while it is being built."""
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
+    return [one for one in getattr(connector, "_connectors", (connector,)) if hasattr(one, attribute)]
 
 
 # Steps.

@@ -10,9 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from overspill.kv.announcements import Backlog, Turn
 from overspill.kv.checksums import Checksums, Verdict
@@ -24,6 +22,7 @@ from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.sizes import format_size
 from overspill.kv.spill.worker import SpillWorker
+from overspill.kv.vllm_api import KVCacheConfig, KVConnectorTransferResults
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
