@@ -37,6 +37,9 @@ distributed/kv_transfer/kv_connector/v1/multi_connector.py
     MultiConnector._connectors
 distributed/kv_transfer/kv_connector/v1/base.py
     KVConnectorBase_V1._cache_hit_source
+    KVConnectorBase_V1._connector_metadata
+    KVConnectorBase_V1._get_connector_metadata()
+    KVConnectorBase_V1._kv_transfer_config
     KVConnectorBase_V1.requires_kv_delivery
     KVConnectorBase_V1.get_required_kvcache_layout(vllm_config)
     KVConnectorBase_V1.build_kv_connector_stats(data)
