@@ -79,6 +79,31 @@ def llama(models: Callable[[str], Path]) -> Path:
     return models("llama")
 
 
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes hybrid models with four layers in a group, so that each half of spill's window serves two of them."""
+    from overspill.tiny import MODELS
+
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = MODELS[name](tmp_path_factory.mktemp("deep") / name, layers=12)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=["eager", "late"])
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of spilled KV run when they are asked for, or as late as the order of streams allows."""
+    from overspill.kv.spill import worker
+    from tests.late_streams import LateStreams
+
+    if request.param == "late":
+        monkeypatch.setattr(worker, "HostStreams", LateStreams)
+
+
 @pytest.fixture
 def registry(tmp_path: Path) -> "Iterator[Registry]":
     """An empty one, in a file."""

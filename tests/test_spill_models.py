@@ -9,44 +9,22 @@ import pytest
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from overspill.kv.spill import worker as spill_worker
-from overspill.tiny import MODELS
 from tests.engine import BLOCK, assert_identical, assert_same, engine, random_prompt, spilling
-from tests.late_streams import LateStreams
 from tests.test_hybrids import HAS_BF16
 
 Models = Callable[[str], Path]
 
 
-@pytest.fixture(params=["eager", "late"])
-def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "late":
-        monkeypatch.setattr(spill_worker, "HostStreams", LateStreams)
-
-
-@pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """With four layers in a group, so that each half of the window serves two of them."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = MODELS[name](tmp_path_factory.mktemp("deep") / name, layers=12)
-        return made[name]
-
-    return make
-
-
 @pytest.mark.parametrize("name", ["gemma3", "chunked-local"])
-def test_hybrid_groups_overlay_the_same_bytes(hybrids: Models, schedule: None, name: str) -> None:
+def test_hybrid_groups_overlay_the_same_bytes(deep: Models, schedule: None, name: str) -> None:
     """Groups run in turn, and a block of one lies where a block of the other would: each fills the window by itself."""
     prompts = [random_prompt(seed, length) for seed, length in enumerate((700, 60, 400))]
     # A turn later, when windows have moved on and their first blocks are gone.
-    with engine(hybrids(name), blocks=400, max_model_len=2000) as plain:
+    with engine(deep(name), blocks=400, max_model_len=2000) as plain:
         expected = [plain.ask_one(p, 80) for p in prompts]
         turns = [p + list(a.tokens) + random_prompt(7, 90) for p, a in zip(prompts, expected, strict=True)]
         expected_turns = [plain.ask_one(turn, 40) for turn in turns]
-    with engine(hybrids(name), spilling(resident=12, spilled=200), max_model_len=2000) as spills:
+    with engine(deep(name), spilling(resident=12, spilled=200), max_model_len=2000) as spills:
         geometry = spills.spill.geometry
         assert (geometry.num_regions, geometry.num_resident) == (4, 12)
         assert len(spills.vllm_scheduler.kv_cache_config.kv_cache_groups) == 3

@@ -10,13 +10,11 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from overspill.kv.spill import worker as spill_worker
 from overspill.kv.spill.moves import Moves
 from overspill.kv.spill.policy import TierCosts, move_to_gpu
 from overspill.kv.spill.tiers import TieredQueue
 from overspill.kv.spill.worker import SpillWorker
 from tests.engine import BLOCK, Engine, assert_same, engine, random_prompt, spilling
-from tests.late_streams import LateStreams
 
 # Llama-3.1-8B on an H200: a system prompt of 1,000 tokens.
 COSTS = TierCosts(
@@ -101,12 +99,6 @@ def test_another_number_of_tokens_than_offered_moves_nothing(pool: BlockPool, mo
     moves.propose("r", prefix)
     moves.admit("r", KVCacheBlocks((pool.get_new_blocks(2),)), 16)
     assert moves.take() == [] and all(block.block_hash is not None for block in prefix)
-
-
-@pytest.fixture(params=["eager", "late"])
-def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "late":
-        monkeypatch.setattr(spill_worker, "HostStreams", LateStreams)
 
 
 PREFIX = random_prompt(1, 4 * BLOCK)

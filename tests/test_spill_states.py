@@ -8,11 +8,8 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from overspill.kv.spill import worker as spill_worker
 from overspill.kv.spill.layers import is_state
-from overspill.tiny import MODELS
 from tests.engine import BLOCK, Engine, assert_same, engine, overspill_config, random_prompt
-from tests.late_streams import LateStreams
 from tests.test_hybrids import NAMES, SETTINGS
 
 Models = Callable[[str], Path]
@@ -22,25 +19,6 @@ RECURRENT = [name for name in NAMES if "hybrid" in str(name.values[0])]
 REGIONS = 4
 # KV of the tiny models: K and V of 2 heads, by numbers in a head and bytes of a number.
 PAGES = {"mamba-hybrid": BLOCK * 2 * 2 * 32 * 4, "gdn-hybrid": BLOCK * 2 * 2 * 64 * 2}
-
-
-@pytest.fixture(params=["eager", "late"])
-def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "late":
-        monkeypatch.setattr(spill_worker, "HostStreams", LateStreams)
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """With four layers in a group, so that each half of the window serves two of them."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = MODELS[name](tmp_path_factory.mktemp("deep") / name, layers=12)
-        return made[name]
-
-    return make
 
 
 def page_of(running: Engine) -> int:
