@@ -250,6 +250,18 @@ def full_graph_runs(running: Engine, ask: Any) -> int:
     return count
 
 
+def test_ram_that_cannot_be_registered_ends_the_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spill went on with pageable memory, whose copies keep to no order."""
+    from overspill.kv.cuda import PinnedRanges
+
+    monkeypatch.setattr(PinnedRanges, "register", lambda self, address, length: "CUDA_ERROR_NOT_PERMITTED")
+    with (
+        pytest.raises(Exception, match=r"registered for DMA.* took 0 B \(CUDA_ERROR_NOT_PERMITTED\)"),
+        engine(llama, spilling(), **SETTINGS),
+    ):
+        pass
+
+
 def test_memory_comes_back_when_the_engine_stops(llama: Path) -> None:
     with engine(llama, spilling(), **SETTINGS) as spills:
         spills.ask_one(random_prompt(1, PROMPT), 4)
