@@ -26,7 +26,7 @@ class EvictionFront:
         self._queue = queue
         self._depth = depth
         self._cursor: KVCacheBlock | None = None
-        self._ahead = 0  # visited blocks between the head and the cursor, at most; found ones go back to the head
+        self._ahead = 0  # visited blocks between the head and the cursor, at most
         self._taken = 0  # since the last step
         self._steps = 0
         self._num_found = 0  # since blocks were taken
@@ -55,11 +55,11 @@ class EvictionFront:
             for block in self._queue.iter_blocks_after(cursor):
                 if self._ahead >= self._depth or len(found) >= limit:
                     break
-                self._ahead += 1
                 if block.block_hash is not None and wanted(block):
                     found.append(block)  # the caller pins it, which takes it out of the queue
                 else:
                     cursor = block
+                    self._ahead += 1
         self._cursor = cursor
         self._num_found += len(found)
         return found

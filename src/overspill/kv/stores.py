@@ -185,7 +185,9 @@ class Stores:
 
     def _is_wanted_and_known(self, block: KVCacheBlock) -> bool:
         key = block.block_hash
-        return key is not None and self._is_wanted(block, key) and self._origins.of(block) is not None
+        if key is None or self._host.find(key) is not None:
+            return False  # first, because that is what a walk along the queue meets most
+        return key not in self._keys and self._origins.of(block) is not None
 
     def _can_be_hit(self, candidate: Candidate, chosen: Collection[BlockHashWithGroupId]) -> bool:
         """In full attention nothing is hit beyond a hole. Lazy stores bring the tail first and close it later."""
