@@ -11,7 +11,7 @@ from overspill.settings import resolve
 
 ALL = (
     "store=lazy,eviction=arc,verify=all,load=always,keep_on_reset=true,spill_share=0.25,reserve_bytes=2147483648,"
-    "pin=false"
+    "pin=true"
 )
 
 
@@ -19,7 +19,7 @@ def test_what_is_read_is_what_the_connector_takes() -> None:
     read = read_options(ALL)
     assert read == {
         "store": "lazy", "eviction": "arc", "verify": "all", "load": "always", "spill_share": 0.25,
-        "reserve_bytes": 2**31, "pin": False, "keep_on_reset": True,
+        "reserve_bytes": 2**31, "pin": True, "keep_on_reset": True,
     }  # fmt: skip
     options = Options.parse({"host_bytes": 1, "spill_bytes": 1, **read})
     assert all(getattr(options, name) == value for name, value in read.items())
