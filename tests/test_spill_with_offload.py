@@ -139,3 +139,22 @@ def test_lazy_stores_see_spilled_blocks_that_are_about_to_go(llama: Path) -> Non
         assert answer.num_cached >= 25 * BLOCK, "what was pushed out of RAM's own tier was not kept"
         assert spills.metric("hit_tokens") > 0
         spills.assert_nothing_is_held()
+
+
+def test_preemption_in_its_own_pass_leaves_no_stale_hash(llama: Path) -> None:
+    """As without spill, but the blocks that were never computed are of both tiers."""
+    victim, urgent = random_prompt(1, 9 * BLOCK), random_prompt(2, 2 * BLOCK)
+    with engine(llama, blocks=40) as plain:
+        expected = plain.ask([victim, urgent])
+    scheduling = {
+        "scheduling_policy": "priority", "max_num_batched_tokens": 4 * BLOCK, "long_prefill_token_threshold": 2 * BLOCK,
+    }  # fmt: skip
+    transfer = spilling(resident=6, spilled=5, **OFFLOAD, store="lazy")
+    with engine(llama, transfer, max_model_len=10 * BLOCK, **scheduling) as spills:
+        assert len(spills.gpu_pool.blocks) == 11
+        names = [spills.add(victim, priority=1)]
+        spills.step()
+        names.append(spills.add(urgent, priority=0))
+        answers = spills.run()
+        assert spills.preemptions() > 0
+        assert_same([answers[name] for name in names], expected)
