@@ -35,7 +35,7 @@ import argparse, http.server, json, os, sys, threading, time
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model"), parser.add_argument("--host"), parser.add_argument("--port", type=int)
-parser.add_argument("--token", type=int, default=7), parser.add_argument("--slow", type=float, default=0)
+parser.add_argument("--reply", dest="token", type=int, default=7), parser.add_argument("--slow", type=float, default=0)
 parser.add_argument("--die-after", type=int, default=10**9), parser.add_argument("--refuse", action="store_true")
 parser.add_argument("--from-ram", type=int, default=0), parser.add_argument("--kv-transfer-config")
 parser.add_argument("--crowded", action="store_true"), parser.add_argument("--max-model-len")
@@ -145,7 +145,7 @@ def test_repeats_are_measured_in_turn_and_saved_with_everything(
 def test_answers_that_differ_are_told_and_no_failure(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
-    report = run(asked(model, "none", "other = vllm --token 8", repeats=1), registry, str, logs=tmp_path)
+    report = run(asked(model, "none", "other = vllm --reply 8", repeats=1), registry, str, logs=tmp_path)
     assert report.exit_code == 0 and "4 of 4 answers of other are not those of none" in report.as_text()
 
 
@@ -176,7 +176,7 @@ def test_settings_of_the_registry_that_a_configuration_cannot_take_are_told_once
     settings = {"gpu_memory": 128 << 20, "ram": 5 << 30, "offload_ram": 1 << 30, "max_model_len": 4096}
     add_model(registry, "mine", {"source": str(model), **settings})
     told: list[str] = []
-    definition = asked(model, "none", "other = vllm --token 7", repeats=1)
+    definition = asked(model, "none", "other = vllm --reply 7", repeats=1)
     run(dataclasses.replace(definition, model="mine"), registry, told.append, logs=tmp_path / "logs")
     for label in ("none", "other"):
         (line,) = [line for line in told if line.startswith(f"warning: {label}: ")]
@@ -237,11 +237,11 @@ def test_a_resume_tells_if_engines_are_not_started_as_before(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     first = run(asked(model, "none", "b = vllm", repeats=1), registry, str, logs=tmp_path)
-    other = asked(model, "none --token 9", "b = vllm", repeats=1)  # as if the registry's model had got a flag
+    other = asked(model, "none --reply 9", "b = vllm", repeats=1)  # as if the registry's model had got a flag
     told: list[str] = []
     run(other, registry, told.append, resume=first.experiment, logs=tmp_path)
     assert [line for line in told if "warning" in line] == [
-        "warning: none is not started as in its earlier repeats: its command is another one, with --token 9"
+        "warning: none is not started as in its earlier repeats: its command is another one, with --reply 9"
     ]
 
 

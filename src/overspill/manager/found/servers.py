@@ -132,10 +132,11 @@ def _may_run_the_same_program(pid: int, other: int) -> bool:
 
 
 def program_of(pid: int) -> str:
-    """A process for a sentence: its number, and the beginning of its command without secrets and without code."""
+    """A process for a sentence: its number, and the beginning of its command without folders, secrets and code."""
     argv = read_argv(pid)
     argv = argv[: argv.index("-c") + 1] if "-c" in argv else argv
-    command = _text(" ".join(without_secrets(argv))) or ""
+    words = [word.rsplit("/", 1)[-1] if word.startswith("/") else word for word in without_secrets(argv)]
+    command = _text(" ".join(words)) or ""
     return (
         f"process {pid} ({command[: _MAX_COMMAND - 1]}…)"
         if len(command) > _MAX_COMMAND
