@@ -48,14 +48,31 @@ def test_a_renamed_part_is_refused_by_its_name(copied: Path, tmp_path: Path, par
     assert any(reason.startswith(f"{part} ") for reason in reasons)
 
 
-def test_other_parameters_are_refused(tmp_path: Path, copied: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (
+            "num_cached_blocks: int,",
+            "cached: int,",
+            r"BlockPool\.cache_full_blocks\(.*\) takes \(request, blocks, cached",
+        ),
+        (
+            "get_new_blocks(self, num_blocks: int)",
+            "get_new_blocks(self, num_blocks: int, tier: int)",
+            "num_blocks, tier",
+        ),
+    ],
+    ids=["renamed", "added and required"],
+)
+def test_other_parameters_are_refused(tmp_path: Path, copied: Path, before: str, after: str, said: str) -> None:
     root = tmp_path / "vllm"
     shutil.copytree(copied, root, symlinks=True)
     file = root / "v1/core/block_pool.py"
-    source = file.read_text().replace("num_cached_blocks: int,", "cached: int,")
+    source = file.read_text()
+    assert before in source
     file.unlink()
-    file.write_text(source)
-    with pytest.raises(OverspillError, match=r"BlockPool\.cache_full_blocks\(.*\) takes \(request, blocks, cached"):
+    file.write_text(source.replace(before, after))
+    with pytest.raises(OverspillError, match=said):
         check_contract(spill=False, root=root)
 
 

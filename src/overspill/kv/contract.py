@@ -16,7 +16,8 @@ from pathlib import Path
 from overspill.kv.errors import OverspillError
 
 # One file of vLLM's, then what is used of it: a function or method with the parameters that are passed or received, in
-# order (others must have defaults), or an attribute.
+# order, or an attribute. Parameters that are not listed must have defaults, unless there is a "..." for them: those
+# vLLM passes, and Overspill only passes them on.
 OFFLOAD = """
 config/vllm.py
     VllmConfig.__post_init__()
@@ -77,7 +78,7 @@ v1/core/block_pool.py
     BlockPool.free_block_queue
     BlockPool.kv_event_queue
     BlockPool.null_block
-    BlockPool.cache_partial_block(request, block, num_tokens)
+    BlockPool.cache_partial_block(request, block, num_tokens, ...)
     BlockPool.cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, \
 block_mask)
     BlockPool.evict_blocks(block_ids)
@@ -161,18 +162,18 @@ distributed/kv_transfer/kv_connector/v1/base.py
 model_executor/layers/attention/attention.py
     Attention.impl
     Attention.kv_sharing_target_layer_name
-    unified_attention_with_output(layer_name)
-    unified_kv_cache_update(layer_name)
+    unified_attention_with_output(..., layer_name)
+    unified_kv_cache_update(..., layer_name)
 model_executor/layers/attention/kv_transfer_utils.py
     maybe_transfer_kv_layer(func)
 model_executor/layers/attention/mla_attention.py
-    MLAAttention.forward_impl(kv_cache, attn_metadata, output)
-    unified_mla_attention_with_output(layer_name)
+    MLAAttention.forward_impl(..., kv_cache, attn_metadata, output)
+    unified_mla_attention_with_output(..., layer_name)
 v1/core/block_pool.py
     BlockPool._remove_cached_block_hashes(block)
     BlockPool.num_gpu_blocks
 v1/core/kv_cache_coordinator.py
-    KVCacheCoordinator.get_num_blocks_to_allocate(new_computed_blocks)
+    KVCacheCoordinator.get_num_blocks_to_allocate(..., new_computed_blocks)
 v1/core/kv_cache_manager.py
     KVCacheManager.allocate_slots(request, num_new_tokens, num_new_computed_tokens)
     KVCacheManager.coordinator
@@ -211,10 +212,10 @@ v1/core/sched/scheduler.py
     Scheduler.schedule()
     Scheduler._update_after_schedule(scheduler_output)
 v1/core/single_type_kv_cache_manager.py
-    MambaManager.get_num_blocks_to_allocate()
+    MambaManager.get_num_blocks_to_allocate(...)
     SingleTypeKVCacheManager.req_to_blocks
 v1/cudagraph_dispatcher.py
-    CudagraphDispatcher.dispatch(invalid_modes)
+    CudagraphDispatcher.dispatch(..., invalid_modes)
 v1/kv_cache_interface.py
     KVCacheConfig.has_mixed_precision_kv_cache()
     KVCacheConfig.kv_cache_layout
@@ -304,9 +305,20 @@ def _difference(root: Path, part: Part) -> str:
     function = scope[part.name]
     if part.parameters is None or function is None:
         return "" if part.parameters is None else f"{part} is no method"
-    taken = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    names = [parameter.arg for parameter in taken if parameter.arg not in ("self", "cls")]
-    if [name for name in names if name in part.parameters] != list(part.parameters):
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    first_default = len(positional) - len(arguments.defaults)
+    required = {parameter.arg for parameter in positional[:first_default]} | {
+        parameter.arg
+        for parameter, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if not default
+    }
+    names = [
+        parameter.arg for parameter in (*positional, *arguments.kwonlyargs) if parameter.arg not in ("self", "cls")
+    ]
+    listed = [name for name in part.parameters if name != "..."]
+    unknown = required - {"self", "cls", *listed} if "..." not in part.parameters else set()
+    if unknown or [name for name in names if name in listed] != listed:
         return f"{part} takes ({', '.join(names)})"
     return ""
 
