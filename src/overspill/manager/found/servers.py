@@ -124,11 +124,15 @@ def owner_of(pid: int) -> int | None:
 
 
 def _may_run_the_same_program(pid: int, other: int) -> bool:
-    """An engine has its script's interpreter, and a script may be the first process of a container."""
+    """An engine has its script's interpreter, and a script may be the first process of a container.
+
+    The kernel may hide another process's program, even from root; its arguments are open to all.
+    """
     try:
         return os.readlink(f"/proc/{pid}/exe") == os.readlink(f"/proc/{other}/exe")
     except OSError:
-        return True
+        argv = read_argv(pid)
+        return not argv or "python" in argv[0].rsplit("/", 1)[-1] or is_titled(argv)
 
 
 def program_of(pid: int) -> str:
