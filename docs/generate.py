@@ -1,4 +1,4 @@
-"""Tables made from the code: options, metrics, recipes, and the README's list of files.
+"""Tables made from the code: options, metrics, recipes, and the list of packages.
 
 python docs/generate.py            writes the tables
 python docs/generate.py --check    fails if a page is stale
@@ -73,44 +73,14 @@ def formula() -> str:
     return f"```text\n{recipes.formula()}```\n"
 
 
-# Files that do not say themselves what they are.
-PLAIN_FILES = {
-    "Makefile": "demo, tests and checks, and the environment they need",
-    "pyproject.toml": "the package, and the settings of its tools",
-    ".ci/run": "everything a change has to pass",
-    "requirements/cpu.lock": "the versions of the CPU engine and the test tools",
-    "docs/": "the pages linked above, and what makes their tables",
-    "examples/": "short scripts to begin with, each run by a test",
-    "benchmarks/": "what was measured, and the scripts that measure it",
-    "tests/": "a file for each module or promise; the names of the tests are sentences",
-}
-# The rest is small enough, or dull enough, to be read there.
-FOLDERS = ("src/overspill", "src/overspill/kv", "src/overspill/kv/spill")
-PACKAGES = (
-    "src/overspill/bench",
-    "src/overspill/cli",
-    "src/overspill/experiment",
-    "src/overspill/hardware",
-    "src/overspill/manager",
-    "src/overspill/model",
-    "src/overspill/planning",
-    "src/overspill/registry",
-    "src/overspill/serve",
-    "src/overspill/service",
-    "src/overspill/tune",
-    "src/overspill/verify",
-    "src/overspill/weights",
-)
-
-
-def files() -> str:
-    rows = list(PLAIN_FILES.items())
-    for folder in FOLDERS:
-        modules = sorted(path for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py")
-        rows += [(str(path.relative_to(ROOT)), _purpose(path)) for path in modules]
-    rows += [(f"{package}/", _purpose(ROOT / package / "__init__.py")) for package in PACKAGES]
+def packages() -> str:
+    """Packages and top modules of Overspill, each with the first line of its documentation."""
+    source = ROOT / "src/overspill"
+    rows = [(f"{path.parent.name}/", _purpose(path)) for path in source.glob("*/__init__.py")]
+    rows += [(path.name, _purpose(path)) for path in source.glob("[a-z]*.py")]
     width = max(len(name) for name, _ in rows)
-    return "```text\n" + "".join(f"{name:{width}}  {purpose}\n" for name, purpose in rows) + "```\n"
+    lines = (f"{name:{width}}  {purpose}\n" for name, purpose in sorted(rows))
+    return "```text\n" + "".join(lines) + "```\n"
 
 
 def _purpose(path: Path) -> str:
@@ -129,9 +99,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "smaller": _recipe("smaller"),
     "idle": _recipe("idle"),
     "formula": formula,
-    "files": files,
+    "packages": packages,
 }
-PAGES = (HERE / "options.md", HERE / "metrics.md", HERE / "recipes.md", ROOT / "README.md")
+PAGES = (HERE / "options.md", HERE / "metrics.md", HERE / "recipes.md", HERE / "architecture.md")
 
 
 def refresh(page: str) -> str:
