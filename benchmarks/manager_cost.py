@@ -34,7 +34,7 @@ from pathlib import Path
 
 import process
 import record
-from overspill.serve.address import free_port
+from overspill.address import free_port
 from record import Json, say
 
 NAME = "tiny"

@@ -24,7 +24,7 @@ from pathlib import Path
 import model_shape
 import process
 import record
-from overspill.serve.address import free_port
+from overspill.address import free_port
 from record import GIB, Json, say
 from systems import System, system
 

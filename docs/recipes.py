@@ -19,10 +19,8 @@ from overspill.model.kv import kv_geometry
 from overspill.model.tensors import Tensor
 from overspill.planning.attempts import Attempt, attempts, fits, longest_context
 from overspill.planning.planner import Plan, make_plan
-from overspill.planning.platform import CUDA
-from overspill.planning.setup import Setup, nothing_measured
+from overspill.planning.setup import CUDA, Setup, Wishes, nothing_measured
 from overspill.planning.ways import Way
-from overspill.planning.wishes import Wishes
 from tests import model_configs as shapes
 
 Row = tuple[str, ...]

@@ -12,7 +12,7 @@ import sys
 from vllm import SamplingParams
 
 import overspill
-from overspill.planning.text import plan_as_text
+from overspill.planning.report import plan_as_text
 
 ANSWER_TOKENS = 32
 

@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_ports() -> Iterator[None]:
     """A part of what free_port chooses from for each process that tests run in: a server may listen a minute after its
     port was chosen."""
-    from overspill.serve import address
+    from overspill import address
 
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     with pytest.MonkeyPatch.context() as patched:

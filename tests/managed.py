@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from overspill.serve.address import free_port
+from overspill.address import free_port
 from tests.manager_process import of_folder
 
 START_S = 180

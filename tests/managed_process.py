@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import uvloop
 
+from overspill.address import free_port
 from overspill.manager.server import run
 from overspill.manager.setup import Setup
 from overspill.registry import Registry, open_registry
-from overspill.serve.address import free_port
 from tests.manager_process import ROOT, Place, of_folder
 
 WAIT_S = 120

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
+from overspill.address import free_port
 from overspill.bench import WORKLOADS, CannotBench, Target, find_target, measure, parse_workload
 from overspill.bench.client import Answer
 from overspill.bench.metrics import serving_metrics
 from overspill.registry import Result, get_result, list_results, open_registry
-from overspill.serve.address import free_port
 from tests.test_serve import (
     Serve,
     model,  # noqa: F401 (a fixture)

@@ -144,7 +144,7 @@ def test_config_says_where_values_come_from(tmp_path: Path) -> None:
 def test_the_commands_modules_do_not_load_the_engine() -> None:
     """A plan should take a fraction of a second."""
     loaded = "[m for m in ('torch', 'vllm') if m in sys.modules]"
-    code = f"import sys, overspill.cli, overspill.planning.machine; print({loaded})"
+    code = f"import sys, overspill.cli, overspill.launch.machine; print({loaded})"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.strip() == "[]"
 

@@ -67,7 +67,7 @@ def test_every_series_is_documented() -> None:
 
 def test_no_page_names_a_series_that_is_not_there() -> None:
     from overspill.kv.metrics import COUNTERS, GAUGES
-    from overspill.serve.plugins import PLUGINS
+    from overspill.launch.vllm import PLUGINS
 
     known = {*(f"overspill_{name}_total" for name in COUNTERS), *(f"overspill_{name}" for name in GAUGES), *PLUGINS}
     for text in TEXT.values():

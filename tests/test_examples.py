@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.serve.address import free_port
+from overspill.address import free_port
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Enough for the weights, and for the KV of some 1,000 tokens beside a window.

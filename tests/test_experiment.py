@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from overspill.errors import CannotServe
 from overspill.experiment.configurations import Configuration, read_configuration, read_configurations
 from overspill.experiment.definition import Definition, new_name, require_same, written_configurations
 from overspill.experiment.errors import ExperimentError
 from overspill.experiment.peers import PEERS, read_peer, require_usable
 from overspill.experiment.schedule import Step, is_last_of_life, remaining, steps
-from overspill.serve.errors import CannotServe
 from tests.experiments import definition
 
 # Configurations.

@@ -11,7 +11,7 @@ import pytest
 
 from overspill.manager.errors import ManagerError
 from overspill.manager.security.sites import origins
-from overspill.registry.keys import KeyScope, create_key
+from overspill.registry.access import KeyScope, create_key
 from tests.chromium import TIMEOUT_MS, chromium, needs_chromium
 from tests.managed_here import managed_here
 from tests.manager_process import Place, place_in

@@ -85,7 +85,7 @@ def test_numbers_may_be_written_as_numbers_or_as_people_write_them(llama: Path) 
 
 
 def test_every_setting_of_the_command_is_one_of_the_function() -> None:
-    from overspill.cli.planning import plan as command
+    from overspill.cli.launching import plan as command
 
     names = {setting.name for setting in SETTINGS} & set(inspect.signature(command).parameters)
     for name in names:
@@ -101,7 +101,7 @@ def test_the_environment_is_asked_as_by_the_command(llama: Path, monkeypatch: py
 
 
 def test_importing_the_planner_leaves_the_function_alone() -> None:
-    import overspill.planning.machine
+    import overspill.launch.machine
 
     assert overspill.plan is overspill.api.plan
     assert next(iter(inspect.signature(overspill.plan).parameters)) == "model"

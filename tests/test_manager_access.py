@@ -8,9 +8,16 @@ import pytest
 from overspill.manager.security.access import IDLE, LOCAL, LONGEST, Access
 from overspill.manager.security.login_limit import _MAX_ADDRESSES, LoginLimit
 from overspill.registry import Registry, RegistryUnavailable
-from overspill.registry.keys import KeyScope, create_key, list_keys, remove_key
-from overspill.registry.logins import list_sessions, sessions_were_seen, set_password
-from overspill.registry.schema import now
+from overspill.registry.access import (
+    KeyScope,
+    create_key,
+    list_keys,
+    list_sessions,
+    remove_key,
+    sessions_were_seen,
+    set_password,
+)
+from overspill.registry.tables import now
 from tests.guarded_app import Clock
 
 PASSWORD = "four words, not together"

@@ -13,8 +13,7 @@ from overspill.kv.sizes import GiB
 from overspill.manager.app import make_web
 from overspill.manager.jobs.commands import JobKind, command
 from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed
-from overspill.registry.keys import KeyScope, create_key
-from overspill.registry.logins import set_password
+from overspill.registry.access import KeyScope, create_key, set_password
 from tests.managed_here import Here, managed_here
 from tests.manager_process import Place
 

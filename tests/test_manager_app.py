@@ -18,6 +18,7 @@ import pytest
 import uvloop
 from typer.testing import CliRunner
 
+from overspill.address import free_port
 from overspill.cli import app
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, MiB
@@ -42,8 +43,7 @@ from overspill.manager.watching.watcher import STALE_S, EngineNumbers, Moment
 from overspill.processes import identity
 from overspill.registry import ModelSettings, Registry, add_model, open_registry
 from overspill.registry.audit import AuditOutcome, list_audit
-from overspill.registry.model_settings import parse_settings
-from overspill.serve.address import free_port
+from overspill.settings import parse_settings
 from tests.llm_script import running_script
 from tests.managed import Managed, managed
 from tests.managed_process import QuickPlace, managed_process

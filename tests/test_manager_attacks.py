@@ -27,8 +27,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from overspill.kv.sizes import MiB
 from overspill.manager.app import make_web
 from overspill.registry import Measurement, save_result
-from overspill.registry.keys import KeyScope, create_key
-from overspill.registry.logins import set_password
+from overspill.registry.access import KeyScope, create_key, set_password
 from tests.managed_process import ManagedProcess, QuickPlace, audit, managed_process, read_all
 from tests.manager_process import ROOT
 

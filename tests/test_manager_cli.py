@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from overspill.address import free_port
 from overspill.processes import identity
-from overspill.serve.address import free_port
 from overspill.serve.report import Phase
 from overspill.serve.status import Status, folder_of, write_status
 from tests.managed import Managed, managed

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from overspill.address import free_port
 from overspill.kv.sizes import GiB
 from overspill.manager import logs
 from overspill.manager.engines.launch import OwnProcesses
@@ -25,7 +26,6 @@ from overspill.manager.engines.states import State
 from overspill.manager.engines.swaps import Swaps
 from overspill.manager.errors import AlreadyManaged, NoRoom, QueueFull, StartFailed, StillLoading, Stopped
 from overspill.registry import RunEnd, UnknownModel, edit_model, list_runs, start_run
-from overspill.serve.address import free_port
 from tests.manager_process import IMPATIENT, QUICK_TO_END, ROOT, Place, eventually, managing, of_folder, reckon
 
 

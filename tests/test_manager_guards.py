@@ -23,8 +23,7 @@ from overspill.manager.security.guards import guarded
 from overspill.manager.security.headers import SecurityHeaders
 from overspill.manager.security.hosts import HostGuard, allowed_names, host_is_allowed
 from overspill.registry import Registry, RegistryUnavailable
-from overspill.registry.keys import KeyScope, create_key
-from overspill.registry.logins import set_password
+from overspill.registry.access import KeyScope, create_key, set_password
 from tests.guarded_app import APP, asked, message_of
 
 PASSWORD = "four words, not together"

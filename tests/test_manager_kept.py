@@ -15,7 +15,7 @@ from overspill.manager.engines.states import State
 from overspill.manager.errors import NoRoom
 from overspill.manager.pages.cards import changes_of, form_values
 from overspill.registry import Model, add_model, edit_model
-from overspill.registry.model_settings import parse_settings
+from overspill.settings import parse_settings
 from tests.managed_here import managed_here
 from tests.manager_process import Place, eventually, managing
 from tests.test_manager_states import decide_who, engine, ram

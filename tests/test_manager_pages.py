@@ -24,7 +24,7 @@ from overspill.manager.pages import words
 from overspill.manager.pages.cards import Card
 from overspill.manager.pages.rendering import fragment
 from overspill.registry import Model, get_model
-from overspill.registry.logins import set_password
+from overspill.registry.access import set_password
 from overspill.tune.definition import Definition as Tuning
 from tests.experiments import definition
 from tests.managed_here import Here, managed_here

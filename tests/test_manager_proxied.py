@@ -12,8 +12,7 @@ from overspill.manager.security.binding import require_protection
 from overspill.manager.security.clients import client_address
 from overspill.manager.security.sites import origin_of
 from overspill.registry import open_registry
-from overspill.registry.keys import create_key, remove_key
-from overspill.registry.logins import set_password
+from overspill.registry.access import create_key, remove_key, set_password
 from tests.managed import Managed, managed
 from tests.managed_here import managed_here
 from tests.manager_process import place_in

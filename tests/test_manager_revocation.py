@@ -14,8 +14,7 @@ from overspill.manager.security import revocation
 from overspill.manager.security.access import IDLE, Access
 from overspill.manager.security.guards import AccessGuard
 from overspill.registry import Registry
-from overspill.registry.keys import create_key, remove_key
-from overspill.registry.logins import set_password
+from overspill.registry.access import create_key, remove_key, set_password
 
 PASSWORD = "four words, not together"
 

@@ -16,13 +16,13 @@ from datetime import UTC, datetime
 import pytest
 
 from overspill import processes
+from overspill.address import free_port
 from overspill.kv.sizes import GiB
 from overspill.manager.engines.memory import Memory
 from overspill.manager.engines.needs import Need
 from overspill.manager.engines.states import State
 from overspill.manager.errors import NoRoom, StartFailed, StillLoading
 from overspill.registry import Model
-from overspill.serve.address import free_port
 from overspill.serve.report import Phase
 from overspill.serve.status import Reached, Status, folder_of, write_status
 from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder, reckon

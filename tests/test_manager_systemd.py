@@ -23,7 +23,7 @@ import json, os, platform, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from overspill.processes import identity
-from overspill.serve.address import free_port
+from overspill.address import free_port
 from overspill.serve.report import Phase
 from overspill.serve.status import Status, folder_of, write_status
 folder = Path(__file__).parent

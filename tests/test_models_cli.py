@@ -265,7 +265,7 @@ def test_every_flag_is_documented_and_every_documented_one_exists(quick: Overspi
 
 
 def test_every_setting_has_a_flag_in_add_and_edit(quick: Overspill) -> None:
-    from overspill.registry import MODEL_SETTINGS
+    from overspill.settings import MODEL_SETTINGS
 
     for command in ("add", "edit"):
         text = ok(quick(command, "--help"))

@@ -12,7 +12,7 @@ import pytest
 
 import overspill
 from overspill.kv.errors import OverspillError
-from overspill.named import NoRegistry, look_up
+from overspill.launch.reference import NoRegistry, look_up
 from overspill.registry import add_model, open_registry
 from overspill.settings import GivenBy, resolve
 from tests.model_configs import llama_3_1_8b

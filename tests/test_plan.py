@@ -18,14 +18,12 @@ from overspill.model.describe import describe
 from overspill.model.facts import ModelFacts
 from overspill.model.tensors import Tensor
 from overspill.planning.arguments import vllm_args
-from overspill.planning.card_fits import smallest_card
+from overspill.planning.attempts import smallest_card
+from overspill.planning.overheads import Profile
 from overspill.planning.planner import Plan, make_plan
-from overspill.planning.profiles import Profile
 from overspill.planning.refusal import refusal
-from overspill.planning.report import plan_as_json
-from overspill.planning.setup import nothing_measured
-from overspill.planning.text import plan_as_text
-from overspill.planning.wishes import Wishes
+from overspill.planning.report import plan_as_json, plan_as_text
+from overspill.planning.setup import Wishes, nothing_measured
 from tests import model_configs as models
 
 GIB = 2**30

@@ -15,10 +15,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.spill.layers import granularity
+from overspill.launch.machine import plan_for
 from overspill.planning.arguments import CONTRADICTING_VARIABLES, vllm_args
-from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
-from overspill.planning.platform import CPU
+from overspill.planning.setup import CPU
 from overspill.settings import resolve
 from overspill.tiny import make_llama
 from tests.engine import Engine, random_prompt, stop_engines

@@ -11,14 +11,13 @@ import pytest
 from overspill.figures import Origin, measured
 from overspill.hardware import Gpu, detect, parse_gpu
 from overspill.kv.errors import OverspillError
-from overspill.planning import machine
-from overspill.planning.host_ram import require_available
-from overspill.planning.installed import Vllm, installed_vllm
-from overspill.planning.machine import find_device, plan_for
-from overspill.planning.profiles import Profile, fingerprint, remember
+from overspill.launch import machine
+from overspill.launch.machine import find_device, plan_for, require_available
+from overspill.launch.profiles import remember
+from overspill.launch.vllm import Vllm, installed_vllm
+from overspill.planning.overheads import Profile, fingerprint
 from overspill.planning.refusal import refusal
-from overspill.planning.report import plan_as_json
-from overspill.planning.text import plan_as_text
+from overspill.planning.report import plan_as_json, plan_as_text
 
 GIB = 2**30
 HERE = Vllm("0.32.0", is_cpu=False)

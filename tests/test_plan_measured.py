@@ -13,8 +13,8 @@ from overspill.kv.sizes import parse_size
 from overspill.model.config import Config
 from overspill.model.describe import describe
 from overspill.planning.planner import Plan, make_plan
+from overspill.planning.setup import Wishes
 from overspill.planning.ways import Way
-from overspill.planning.wishes import Wishes
 from tests import model_configs as models
 
 RESULT = Path(__file__).parents[1] / "benchmarks/results/prediction-h200.json"

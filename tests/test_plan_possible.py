@@ -7,7 +7,7 @@ import pytest
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB
-from overspill.planning.machine import plan_for
+from overspill.launch.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.speed import Load, Machine, prefill_s

@@ -12,9 +12,9 @@ import pytest
 from overspill.figures import assumed, measured
 from overspill.hardware import parse_gpu
 from overspill.hardware.link import Link
-from overspill.planning.profiles import Profile, Remembered, fingerprint, remember
+from overspill.launch.profiles import Remembered, measured_link, remember
+from overspill.planning.overheads import Profile, fingerprint
 from overspill.registry import load_profile, open_registry
-from overspill.serve.measured import measured_link
 from tests import model_configs as models
 from tests.model_tensors import describe_config
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from overspill.flags import without_secrets
 from overspill.kv.sizes import GiB
-from overspill.planning.profiles import Profile
+from overspill.planning.overheads import Profile
 from overspill.registry import (
-    MODEL_SETTINGS,
     BadModelsFile,
     ChangedMeanwhile,
     DuplicateModel,
@@ -49,11 +49,9 @@ from overspill.registry import (
     save_profile,
     save_result,
     scan_hub_cache,
-    serve_settings,
     start_run,
 )
-from overspill.serve.secret_flags import without_secrets
-from overspill.settings import SettingsError
+from overspill.settings import MODEL_SETTINGS, SettingsError
 from tests.postgresql import new_database
 
 
@@ -94,7 +92,7 @@ def test_a_model_comes_back_as_it_was_added(registry: Registry) -> None:
 def test_what_is_not_set_is_left_open(registry: Registry) -> None:
     added = add_model(registry, "Qwen/Qwen3-8B", {"ram": None})
     assert added.settings == ModelSettings(source="Qwen/Qwen3-8B")
-    assert serve_settings(added.settings) == ({}, [])
+    assert added.settings.for_commands == {} and added.settings.vllm_args == ()
 
 
 def test_models_are_listed_by_name(registry: Registry) -> None:
@@ -157,7 +155,7 @@ def test_an_update_of_a_row_that_moved_on_fails(registry: Registry) -> None:
     with pytest.raises(ChangedMeanwhile, match="nothing was written"), registry.writing() as session:
         row = session.query(ModelRow).one()
         session.connection().exec_driver_sql("UPDATE models SET version = 7")
-        row.ram = 1
+        row.settings = {**row.settings, "ram": 1}
     assert get_model(registry, "qwen").settings.ram is None
 
 
@@ -253,17 +251,15 @@ def test_a_folder_is_kept_by_its_whole_path(
 # Restarts.
 
 
-def test_every_setting_is_a_column_a_field_and_says_whether_it_takes_a_restart() -> None:
-    from dataclasses import fields
-
-    names = [field.name for field in fields(ModelSettings)]
-    assert [setting.name for setting in MODEL_SETTINGS] == names
+def test_every_setting_is_kept_and_says_whether_it_takes_a_restart(registry: Registry) -> None:
+    names = [setting.name for setting in MODEL_SETTINGS]
+    assert list(add_model(registry, "qwen", {"source": "gpt2"}).as_json()) == [
+        "name", *names, "version", "created_at", "updated_at",
+    ]  # fmt: skip
     other: dict[str, Any] = {"vllm_args": ("--x",), "enforce_eager": True, "dtype": "half", "notes": "n", "source": "b"}
     before = ModelSettings(source="a")
     for name in names:
-        from dataclasses import replace
-
-        after = replace(before, **{name: other.get(name, 7)})
+        after = before.changed({name: other.get(name, 7)})
         assert needs_restart(before, after) == ([] if name in ("ttl", "keep", "preload", "notes") else [name])
     assert needs_restart(before, before) == []
 
@@ -295,7 +291,7 @@ def test_settings_for_serve() -> None:
         source="gpt2", ram=8 * GiB, enforce_eager=False, weights_ram=GiB // 2, at_once=2, vllm_args=("--x",)
     )
     values = {"ram": 8 * GiB, "weights_ram": GiB // 2, "at_once": 2, "enforce_eager": False}
-    assert serve_settings(settings) == (values, ["--x"])
+    assert settings.for_commands == values
 
 
 # Runs.

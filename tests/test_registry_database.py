@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
-from overspill.registry import (
-    BadDatabaseUrl,
-    RegistryUnavailable,
-    add_model,
-    get_model,
-    list_models,
-    open_registry,
-)
+from overspill.registry import BadDatabaseUrl, RegistryUnavailable, add_model, get_model, list_models, open_registry
 from overspill.registry.place import find_place
 
 

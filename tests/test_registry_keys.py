@@ -8,22 +8,31 @@ import pytest
 from sqlalchemy import text
 
 from overspill.registry import Registry, RegistryError, UnknownRecord, open_registry
-from overspill.registry.audit import AuditOutcome, list_audit, record
-from overspill.registry.errors import DuplicateKey
-from overspill.registry.hashes import digest, hash_password, key_prefix, new_key, new_session_id, password_matches
-from overspill.registry.keys import KeyScope, create_key, keys_were_used, list_keys, remove_key
-from overspill.registry.logins import (
+from overspill.registry.access import (
     MAX_SESSIONS,
+    KeyScope,
+    create_key,
+    digest,
     end_session,
     end_sessions_before,
+    hash_password,
+    key_prefix,
+    keys_were_used,
+    list_keys,
     list_sessions,
+    new_key,
+    new_session_id,
     password_hash,
+    password_matches,
+    remove_key,
     remove_password,
     sessions_were_seen,
     set_password,
     start_session,
 )
-from overspill.registry.schema import now
+from overspill.registry.audit import AuditOutcome, list_audit, record
+from overspill.registry.errors import DuplicateKey
+from overspill.registry.tables import now
 from tests.postgresql import new_database
 
 PASSWORD = "four words, not together"

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, create_engine, inspect, text
 
-from overspill.registry import RegistryUnavailable, add_model, get_model, list_runs, open_registry
-from overspill.registry.migrate import HEAD, VERSION_TABLE, known_revisions, migrate
+from overspill.registry import ModelSettings, RegistryUnavailable, add_model, get_model, list_runs, open_registry
+from overspill.registry.database import HEAD, VERSION_TABLE, WRITES, known_revisions, migrate, set_up_sqlite, use_wal
 from overspill.registry.place import find_place
-from overspill.registry.schema import Base
-from overspill.registry.sqlite import WRITES, set_up_sqlite, use_wal
+from overspill.registry.tables import Base
 from tests.postgresql import new_database
 
 
@@ -119,8 +118,43 @@ def test_data_of_the_first_revision_is_there_after_the_last_and_back(url: str, c
                 assert "results" not in tables(down)
 
 
+SETTINGS_OF_THE_SIXTH: dict[str, Any] = {
+    "source": "Qwen/Qwen3-8B", "max_model_len": 131072, "gpu_memory": 24 << 30, "gpu_memory_utilization": 0.85,
+    "ram": 64 << 30, "offload_ram": 0, "weights_ram": 1 << 40, "dtype": "bfloat16", "kv_cache_dtype": "fp8",
+    "kv_options": "store=lazy", "at_once": 2, "max_num_seqs": 8, "max_num_batched_tokens": 2048,
+    "enforce_eager": False, "ttl": 600, "keep": True, "preload": False, "notes": "größer \"a\"",
+}  # fmt: skip
+
+
+def test_settings_in_columns_become_one_value_and_columns_again(url: str, connection: Connection) -> None:
+    migrate(connection, "0006")
+    names = ", ".join(SETTINGS_OF_THE_SIXTH)
+    values = ", ".join(f":{name}" for name in SETTINGS_OF_THE_SIXTH)
+    insert = f"INSERT INTO models (name, vllm_args, version, created_at, updated_at, {names}) "
+    connection.execute(
+        text(f"{insert} VALUES ('full', '[\"--seed\", \"1\"]', 5, '{TIME}', '{TIME}', {values})"), SETTINGS_OF_THE_SIXTH
+    )
+    connection.execute(
+        text(
+            "INSERT INTO models (name, source, vllm_args, version, created_at, updated_at) "
+            f"VALUES ('bare', 'gpt2', '[]', 1, '{TIME}', '{TIME}')"
+        )
+    )
+    connection.commit()
+    for _ in range(2):  # up, down, and up again
+        with open_registry(url) as registry:
+            full, bare = get_model(registry, "full"), get_model(registry, "bare")
+            assert full.settings == ModelSettings(**SETTINGS_OF_THE_SIXTH, vllm_args=("--seed", "1"))
+            assert full.settings.enforce_eager is False and full.settings.keep is True and full.version == 5
+            assert bare.settings == ModelSettings(source="gpt2")
+            with registry.engine.execution_options(**WRITES).begin() as down:
+                migrate(down, "0006")
+                row = down.execute(text(f"SELECT {names}, version FROM models WHERE name = 'full'")).mappings().one()
+                assert dict(row) == {**SETTINGS_OF_THE_SIXTH, "version": 5}
+
+
 def test_a_migration_that_fails_leaves_nothing_behind(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from overspill.registry import migrate as module
+    from overspill.registry import database as module
 
     def fail(connection: Connection, target: str) -> None:
         migrate(connection, known_revisions()[0])

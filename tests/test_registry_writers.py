@@ -173,7 +173,7 @@ def test_a_writer_waits_for_another_one(tmp_path: Path) -> None:
 
         def hold() -> None:
             with other.writing() as session:
-                session.execute(text("UPDATE models SET ram = 1"))
+                session.execute(text("UPDATE models SET name = 'x'"))
                 entered.set()
                 asks.wait()
                 time.sleep(0.5)
@@ -192,7 +192,7 @@ def test_a_writer_waits_for_another_one(tmp_path: Path) -> None:
 def test_a_writer_that_waits_too_long_says_so(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/registry.db?timeout=0.2"
     with open_registry(url) as registry, open_registry(url) as other, other.writing() as session:
-        session.execute(text("UPDATE models SET ram = 1"))
+        session.execute(text("UPDATE models SET name = 'x'"))
         with pytest.raises(RegistryUnavailable, match=r"another program has been writing .* for 0\.2 s; wait"):
             add_model(registry, "qwen", {"source": "gpt2"})
 
@@ -203,7 +203,7 @@ def test_a_transaction_that_fails_is_undone_whole(url: str) -> None:
     with open_registry(url) as registry:
         before = add_model(registry, "qwen", {"source": "gpt2"})
         with contextlib.suppress(KeyboardInterrupt), registry.writing() as session:
-            session.query(ModelRow).one().ram = 5
+            session.query(ModelRow).one().settings = {"source": "gpt2", "ram": 5}
             session.flush()
             raise KeyboardInterrupt
         assert list_models(registry) == [before]

@@ -18,9 +18,9 @@ from typing import Any
 import openai
 import pytest
 
+from overspill.address import free_port
 from overspill.processes import below, in_session
 from overspill.registry import Run, RunEnd, add_model, list_runs, open_registry
-from overspill.serve.address import free_port
 from overspill.serve.report import Phase
 from overspill.serve.status import Status, read_statuses
 from overspill.tiny import VOCAB, make_llama

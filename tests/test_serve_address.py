@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from overspill import address
+from overspill.address import Address, free_port, require_free
 from overspill.kv.errors import OverspillError
-from overspill.serve import address
-from overspill.serve.address import Address, free_port, require_free
 
 
 def test_an_address_that_all_machines_reach_is_asked_on_this_one() -> None:

@@ -17,31 +17,30 @@ from types import SimpleNamespace
 
 import pytest
 
+from overspill.address import free_port, require_free
+from overspill.errors import CannotServe
 from overspill.figures import assumed, measured
+from overspill.flags import read_flags
 from overspill.kv.errors import OverspillError
+from overspill.launch import vllm as plugins
+from overspill.launch.arguments import adopt, combine
+from overspill.launch.launch import Prepared, prepare
+from overspill.launch.machine import plan_for
+from overspill.launch.traps import check
+from overspill.launch.vllm import Vllm, server_command
 from overspill.planning.attempts import PROCESS_RAM_BYTES
-from overspill.planning.installed import Vllm
-from overspill.planning.machine import plan_for
 from overspill.planning.overheads import Overheads
-from overspill.planning.planner import Plan, Wishes, make_plan
+from overspill.planning.planner import Plan, make_plan
+from overspill.planning.setup import Wishes
 from overspill.planning.ways import Way
 from overspill.processes import identity
 from overspill.registry import RunEnd, add_model, list_runs, open_registry, running_runs, start_run
-from overspill.serve import plugins
-from overspill.serve.address import free_port, require_free
-from overspill.serve.adopted import adopt
-from overspill.serve.command import combine, server_command
-from overspill.serve.differences import differences
-from overspill.serve.errors import CannotServe
-from overspill.serve.flags import read_flags
-from overspill.serve.measured import profile_of
+from overspill.serve.differences import differences, profile_of
 from overspill.serve.notice import notify
-from overspill.serve.prepared import Prepared, prepare
 from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, read, write
 from overspill.serve.server import run_server
 from overspill.serve.status import Status, memory_of, read_statuses, write_status
 from overspill.serve.stop_reason import leave_reason, take_reason
-from overspill.serve.traps import check
 from overspill.settings import resolve, with_registered
 
 MIB = 2**20

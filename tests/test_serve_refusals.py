@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from overspill.planning.installed import Vllm
-from overspill.planning.machine import plan_for
+from overspill.errors import CannotServe
+from overspill.launch.launch import Prepared, prepare
+from overspill.launch.machine import plan_for
+from overspill.launch.traps import has_tokenizer, longest_context, require_tokenizer
+from overspill.launch.vllm import Vllm
 from overspill.planning.planner import Plan
-from overspill.serve.errors import CannotServe
-from overspill.serve.positions import longest_context
-from overspill.serve.prepared import Prepared, prepare
-from overspill.serve.tokenizer import has_tokenizer, require_tokenizer
 
 TINY_CONFIG: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 128,
@@ -102,16 +101,20 @@ def test_a_model_of_two_formats_is_not_refused_for_the_one_that_vllm_does_not_re
     assert longest_context(plan_of(folder, 1024).facts) is None and prepared_of(folder, plan_of(folder, 4096))
 
 
+def tokenizer_of(prepared: Prepared) -> None:
+    require_tokenizer(prepared.model, prepared.plan, prepared.combined)
+
+
 def test_a_folder_without_a_tokenizer_is_refused_before_the_start(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", "README.md", "generation_config.json", ".gitattributes")
     plan = plan_of(folder, 1024)
     with pytest.raises(CannotServe, match=f"no tokenizer in {folder}.*--tokenizer.*--skip-tokenizer-init"):
-        require_tokenizer(prepared_of(folder, plan))
+        tokenizer_of(prepared_of(folder, plan))
     for given in (["--skip-tokenizer-init"], ["--skip_tokenizer_init"], ["--tokenizer", "org/other"],
                   ["--tokenizer=other"], ["--tokenizer-mode", "mistral"]):  # fmt: skip
-        require_tokenizer(prepared_of(folder, plan, *given))
-    require_tokenizer(prepared_of(folder, plan_of(folder, 1024, force=True)))
-    require_tokenizer(dataclasses.replace(prepared_of(folder, plan), model="org/model"))
+        tokenizer_of(prepared_of(folder, plan, *given))
+    tokenizer_of(prepared_of(folder, plan_of(folder, 1024, force=True)))
+    tokenizer_of(dataclasses.replace(prepared_of(folder, plan), model="org/model"))
 
 
 @pytest.mark.parametrize(

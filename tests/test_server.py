@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from overspill.serve.address import free_port
+from overspill.address import free_port
 from tests.engine import random_prompt
 from tests.plugin import with_plugin
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.registry.logins import set_password
+from overspill.registry.access import set_password
 from overspill.registry.place import find_place
 from overspill.service import installation
 from overspill.service.installation import ServiceError, Units

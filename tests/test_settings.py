@@ -69,7 +69,7 @@ def test_lengths_as_people_write_them(text: object, tokens: int) -> None:
         ("max_num_seqs", "-4", "write for example 64"),
         ("max_num_batched_tokens", "0", "not a number of tokens"),
         ("offload_ram", "-1GiB", "is not a size"),
-        ("host", "", "without being empty"),
+        ("host", "", "must not be empty"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_place(name: str, given: Any, said: str) -> None:

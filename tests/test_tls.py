@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from overspill import tls
+from overspill.address import free_port
 from overspill.bench.errors import CannotBench
 from overspill.bench.target import Target, ask
 from overspill.bench.wire import Broken, Wire
-from overspill.serve.address import free_port
 from tests.certificates import make_certificate
 
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"

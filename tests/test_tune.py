@@ -116,7 +116,7 @@ def program(tmp_path: Path) -> Path:
 @pytest.fixture
 def stand_in(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(
-        "overspill.serve.prepared.server_command",
+        "overspill.launch.launch.server_command",
         lambda model, vllm: [sys.executable, str(program), "--model", model],
     )
     for name, value in environment(tmp_path).items():

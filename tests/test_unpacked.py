@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from overspill.planning.installed import Vllm, unpacked_vllm
+from overspill.address import free_port
+from overspill.launch.vllm import Vllm, server_command, unpacked_vllm
 from overspill.registry import list_runs, open_registry
-from overspill.serve.address import free_port
-from overspill.serve.command import server_command
 
 ROOT = Path(__file__).parents[1]
 # Ends vLLM once it answers, as whoever started it would.

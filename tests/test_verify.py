@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from overspill.launch.launch import Launch
 from overspill.processes import in_session
-from overspill.settings import resolve
 from overspill.verify import children
 from overspill.verify.answers import Ask
 from overspill.verify.children import Children
@@ -251,7 +251,7 @@ def test_a_soak_goes_on_with_other_seeds_until_its_time_is_up(llama: Path, monke
     asked = read_request(quick=False, soak=True, minutes="1", seed="11", scenarios=["returning", "arrivals"])
     said: list[str] = []
     # Long enough for a second round to begin, and no longer.
-    proof = prove(str(llama), resolve(given), replace(asked, seconds=12.0), said.append)
+    proof = prove(Launch.of(str(llama), given), replace(asked, seconds=12.0), said.append)
     assert proof.exit_code == 0, proof.as_text()
     told = proof.as_json()
     assert told["seconds"] >= 12 and told["rounds"] >= 1 and told["seed"] == 11 + told["rounds"] - 1

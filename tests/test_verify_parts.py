@@ -10,7 +10,7 @@ import pytest
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.spill.geometry import window_bytes
-from overspill.planning.machine import plan_for
+from overspill.launch.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.settings import SETTINGS, resolve
 from overspill.verify.answers import Answer, Ask
@@ -22,7 +22,7 @@ from overspill.verify.life import Died, Job, Played, PlayJob, Reference, Referen
 from overspill.verify.merging import merged
 from overspill.verify.outcome import WEAK, Outcome, exit_code, verdict
 from overspill.verify.progress import Progress, remaining
-from overspill.verify.proof import eager_unless_asked
+from overspill.verify.proof import DEFAULTS
 from overspill.verify.report import faults, repeating, report_as_json, report_as_text
 from overspill.verify.request import read_request
 from overspill.verify.run import Result, can_be_batch_invariant, num_lives, require_quiet, verify
@@ -226,9 +226,9 @@ def test_random_weights_that_cannot_tell_prove_nothing() -> None:
 
 
 def test_engines_are_eager_unless_graphs_are_asked_for() -> None:
-    assert eager_unless_asked(resolve({}, {}))["enforce_eager"].value is True
-    assert eager_unless_asked(resolve({"enforce_eager": False}, {}))["enforce_eager"].value is False
-    assert eager_unless_asked(resolve({}, {"OVERSPILL_ENFORCE_EAGER": "no"}))["enforce_eager"].value is False
+    assert resolve({}, {}, defaults=DEFAULTS)["enforce_eager"].value is True
+    assert resolve({"enforce_eager": False}, {}, defaults=DEFAULTS)["enforce_eager"].value is False
+    assert resolve({}, {"OVERSPILL_ENFORCE_EAGER": "no"}, defaults=DEFAULTS)["enforce_eager"].value is False
 
 
 def test_rounds_are_added_up_and_the_first_failure_stays_visible() -> None:

@@ -1,11 +1,12 @@
 """Overspill: makes a GPU behave as if it had the machine's RAM, on stock vLLM."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from overspill.api import DoesNotFit, PlanContradicted, engine_args, plan
 from overspill.kv.errors import OverspillError
 
 if TYPE_CHECKING:
+    from overspill.api import DoesNotFit, PlanContradicted, engine_args, plan
     from overspill.llm import LLM
 
 __all__ = ["LLM", "DoesNotFit", "OverspillError", "PlanContradicted", "engine_args", "plan"]
@@ -13,9 +14,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM is loaded when it is asked for: that takes seconds, and a plan needs none of it.
-    if name == "LLM":
-        from overspill.llm import LLM
-
-        return LLM
+    # Loaded when it is used: vLLM takes seconds, and the processes of an engine need none of it.
+    if name in __all__:
+        return getattr(import_module("overspill.llm" if name == "LLM" else "overspill.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

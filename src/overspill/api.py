@@ -1,19 +1,24 @@
 """Planning from Python: a plan, and the keyword arguments that make vLLM follow it."""
 
-import difflib
 import inspect
 import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
+from overspill.flags import read_flags
+from overspill.kv import plugin as kv_plugin
 from overspill.kv.errors import OverspillError
-from overspill.named import Named, look_up
-from overspill.settings import SETTINGS, SettingsError, Value, config_path, resolve
-
-if TYPE_CHECKING:
-    from overspill.planning.planner import Plan
+from overspill.launch.arguments import combine
+from overspill.launch.launch import Launch
+from overspill.launch.reference import ModelRef, look_up
+from overspill.planning.arguments import CONTRADICTING_VARIABLES, vllm_args
+from overspill.planning.planner import Plan
+from overspill.planning.refusal import refusal
+from overspill.settings import SETTINGS, SettingsError, nearest
+from overspill.weights import plugin as weights_plugin
 
 # The rest of the table is a server's.
 _SETTINGS = {setting.name: setting for setting in SETTINGS if setting.name not in ("host", "port")}
@@ -23,9 +28,7 @@ class DoesNotFit(OverspillError):
     """No way is known to serve the context on the machine. The message says need, have and what would work; `plan` has
     the numbers."""
 
-    def __init__(self, plan: "Plan") -> None:
-        from overspill.planning.refusal import refusal
-
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         super().__init__(refusal(plan))
 
@@ -44,7 +47,7 @@ def plan(
     link: str | None = None,
     kv_cache_dtype: str | None = None,
     **settings: Any,
-) -> "Plan":
+) -> Plan:
     """What fits, what goes to RAM, and how fast it will be: what `overspill plan` prints.
 
     All settings of the command are taken, under the same names; what is not given comes from the registry, if `model`
@@ -53,16 +56,12 @@ def plan(
     """
     for name in settings:
         if name not in _SETTINGS:
-            raise SettingsError(f"plan() has no setting {name!r}; {_nearest(name, list(_SETTINGS))}")
+            raise SettingsError(f"plan() has no setting {name!r}; {nearest(name, list(_SETTINGS))}")
     given = {
         "max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, "gpu": gpu, "link": link,
         "kv_cache_dtype": kv_cache_dtype, **settings,
     }  # fmt: skip
-    from overspill.planning.machine import plan_for
-    from overspill.serve.adopted import adopt
-
-    named = _look_up(model)
-    return plan_for(named.source, adopt(_resolved(named, given), registered=named.vllm_args).settings)
+    return Launch.of(_look_up(model), _parsed(given)).plan
 
 
 def engine_args(
@@ -87,58 +86,42 @@ def engine_args(
     return planned
 
 
-def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple["Plan", dict[str, Any]]:
+def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """A plan by the settings that are given, and vLLM's arguments for what it chose, with the user's own over them."""
-    from overspill.kv import plugin as kv_plugin
-    from overspill.planning.arguments import vllm_args
-    from overspill.planning.machine import plan_for
-    from overspill.serve.adopted import adopt
-    from overspill.serve.command import combine
-    from overspill.weights import plugin as weights_plugin
-
     own = {name: value for name, value in given.items() if name not in _SETTINGS}
     _refuse_unknown(own)
-    named = _look_up(model)
-    values = _resolved(named, {name: value for name, value in given.items() if name in _SETTINGS})
-    adopted = adopt(values, _as_flags(own), registered=_engine_flags(named.vllm_args))
-    own = {name: value for name, value in own.items() if name not in _adopted(own, adopted.vllm_args)}
-    made = plan_for(named.source, adopted.settings)
+    ref = _look_up(model)
+    ref = replace(ref, vllm_args=_engine_flags(ref.vllm_args))
+    launch = Launch.of(
+        ref, _parsed({name: value for name, value in given.items() if name in _SETTINGS}), _as_flags(own)
+    )
+    made = launch.plan
     if made.chosen is None:
         raise DoesNotFit(made)
     # Where Overspill is only on the path, vLLM finds no plugin of it.
     kv_plugin.register()
     weights_plugin.register()
-    combined = combine(vllm_args(made, made.chosen), adopted.vllm_args)
-    for told in (*made.warnings, *combined.contradictions, *combined.changes):
+    left = {_name(flag.name) for flag in read_flags(launch.vllm_args)}
+    adopted = {_name(flag.name) for flag in read_flags(_as_flags(own))} - left
+    own = {name: value for name, value in own.items() if name not in adopted}
+    combined = combine(vllm_args(made, made.chosen), launch.vllm_args)
+    for warning in (*made.warnings, *combined.contradictions, *combined.changes):
         # Past this function and the one that was called, to the user's own line.
-        warnings.warn(told, PlanContradicted, stacklevel=3)
+        warnings.warn(warning, PlanContradicted, stacklevel=3)
     names = {_name(flag.name) for flag in combined.flags} - own.keys()
     planned = _read_by_vllm([word for flag in combined.flags if _name(flag.name) in names for word in flag.words])
-    return made, {"model": named.source, **{name: getattr(planned, name) for name in sorted(names)}, **own}
+    return made, {"model": ref.source, **{name: getattr(planned, name) for name in sorted(names)}, **own}
 
 
-def _look_up(model: str) -> Named:
+def _look_up(model: str) -> ModelRef:
     named = look_up(model)
     if named.warning:
         warnings.warn(named.warning, RuntimeWarning, stacklevel=4)
     return named
 
 
-def _resolved(named: Named, given: Mapping[str, Any]) -> dict[str, Value]:
-    return named.applied(resolve(_parsed(given), file=config_path()))
-
-
-def _adopted(own: Mapping[str, Any], left: Sequence[str]) -> set[str]:
-    """Of vLLM's own arguments, those that became settings of the plan."""
-    from overspill.serve.flags import read_flags
-
-    return {_name(flag.name) for flag in read_flags(_as_flags(own))} - {_name(flag.name) for flag in read_flags(left)}
-
-
 def contradicting_variables(arguments: Mapping[str, Any]) -> list[str]:
     """Those that are set and would win over the arguments."""
-    from overspill.planning.arguments import CONTRADICTING_VARIABLES
-
     return [name for name in CONTRADICTING_VARIABLES if os.environ.get(name) and "kv_cache_memory_bytes" in arguments]
 
 
@@ -160,7 +143,7 @@ def _refuse_unknown(own: Mapping[str, Any]) -> None:
     known = {*inspect.signature(vllm.LLM.__init__).parameters, *inspect.signature(vllm.AsyncEngineArgs).parameters}
     for name in own:
         if name not in known - {"self", "model", "kwargs"}:
-            near = _nearest(name, [*_SETTINGS, *sorted(known - {"self", "kwargs"})])
+            near = nearest(name, [*_SETTINGS, *sorted(known - {"self", "kwargs"})])
             raise SettingsError(f"neither Overspill nor vLLM has an argument {name!r}; {near}")
 
 
@@ -178,14 +161,12 @@ def _as_flags(own: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _engine_flags(flags: Sequence[str]) -> list[str]:
-    """Of the registry's, those of an engine; a server has others beside."""
+def _engine_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """The registry's flags that an engine takes; a server has others beside."""
     from vllm import EngineArgs
 
-    from overspill.serve.flags import read_flags
-
     known = inspect.signature(EngineArgs).parameters
-    return [word for flag in read_flags(flags) if _name(flag.name) in known for word in flag.words]
+    return tuple(word for flag in read_flags(flags) if _name(flag.name) in known for word in flag.words)
 
 
 def _name(flag: str) -> str:
@@ -203,7 +184,3 @@ def _read_by_vllm(flags: Sequence[str]) -> Any:
         # For the engine's process, which is not told of the plugin where Overspill is only on the path.
         read.kv_transfer_config.kv_connector_module_path = "overspill.kv.connector"
     return read
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    return f"did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}?"

@@ -1,4 +1,4 @@
-"""Settings of the commands: one table for flags, environment, config.toml, validation and the documentation.
+"""Settings: one table for flags, environment, config.toml, the registry, the API, its form and the documentation.
 
 A flag wins over what the registry sets for a model, that over the environment (`OVERSPILL_…`), that over the file, and
 that over the default; each value remembers which it was.
@@ -6,17 +6,29 @@ that over the default; each value remembers which it was.
 
 import difflib
 import os
+import re
+import shlex
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from overspill.flags import hide_in_text, read_flags, refuse_secrets
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import MiB, parse_size
+from overspill.kv.sizes import MiB, exact_size, format_size, parse_size
+from overspill.model.settings import KV_CACHE_DTYPE_BYTES
 from overspill.planning.connector_options import read_options, write_options
-from overspill.planning.wishes import AT_ONCE, MAX_NUM_SEQS
+from overspill.planning.setup import AT_ONCE, MAX_NUM_SEQS
+
+_REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+_DURATION = re.compile(r"(\d+)\s*([smhd]?)", re.ASCII)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_MAX_TEXT = 10_000
+_LARGEST = (1 << 63) - 1  # that every reader of the registry's JSON holds
+# All but tab and newline; and what Python makes of bytes that are not UTF-8, which no database keeps.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 class SettingsError(OverspillError):
@@ -66,7 +78,7 @@ def _count(text: object) -> int:
 
 
 def _share(text: object) -> float:
-    """Of the GPU's memory, to four digits, as vLLM is told it."""
+    """A share of the GPU's memory, to four digits, as vLLM gets it."""
     try:
         share = round(float(str(text)), 4)
     except ValueError:
@@ -93,7 +105,7 @@ def _port(text: object) -> int:
 
 def _text(text: object) -> str:
     if not isinstance(text, str) or not text:
-        raise OverspillError(f"{text!r} is not a text; give one without being empty")
+        raise OverspillError(f"{text!r} is not a text; it must not be empty")
     return text
 
 
@@ -110,12 +122,101 @@ def _flag(text: object) -> bool:
     return value[str(text).lower()]
 
 
+def _source(text: object) -> str:
+    if not isinstance(text, str) or not text or len(text) > os.pathconf("/", "PC_PATH_MAX") or _CONTROL.search(text):
+        raise OverspillError(f"{text!r:.80} is not a model; give a folder, or a repository such as Qwen/Qwen3-8B")
+    path = os.path.expanduser(text)
+    if text.startswith(("/", ".", "~")) or os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise OverspillError(f"{text} is no folder of a model: there is no {os.path.join(path, 'config.json')}")
+        # The model is not always started from the folder in which it was added.
+        return str(Path(path).absolute())
+    if not _REPO_ID.fullmatch(text) or ".." in text or "--" in text:
+        raise OverspillError(
+            f"{text!r} is neither a folder here nor the name of a repository; give for example ./model or Qwen/Qwen3-8B"
+        )
+    return text
+
+
+def _vllm_args(given: object) -> tuple[str, ...]:
+    """A list of words, or one text as a shell would split it."""
+    if isinstance(given, str):
+        text = given
+        try:
+            given = shlex.split(text)
+        except ValueError as error:
+            raise OverspillError(
+                f"{hide_in_text(text)!r:.80} cannot be split into words: {error}; close the quotation"
+            ) from error
+    # YAML reads 16 as a number; what vLLM gets is a word anyway.
+    if not isinstance(given, list | tuple) or not all(type(word) in (str, int, float) for word in given):
+        raise OverspillError("vLLM's flags are a list of words; write for example [--block-size, 32]")
+    words = tuple(str(word) for word in given)
+    if any(_CONTROL.search(word) for word in words) or sum(map(len, words)) > _MAX_TEXT:
+        raise OverspillError(f"vLLM's flags hold control characters, or more than {_MAX_TEXT} characters")
+    flags = read_flags(words)
+    refuse_secrets(flags, "the registry")  # which is printed and copied
+    for flag in flags:
+        if own := _OWN_FLAGS.get(flag.name):
+            raise OverspillError(f"{flag.name} is a setting of its own here; use {own.flag} ({own.name})")
+    return words
+
+
+def parse_duration(text: object) -> int:
+    match = _DURATION.fullmatch(str(text).strip().lower()) if isinstance(text, int | str) else None
+    if match is None or isinstance(text, bool) or len(match[1]) > 15 or int(match[1]) == 0:
+        raise OverspillError(f"{text!r:.80} is not a duration; write seconds, or for example 90s, 10m, 2h or 1d")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def _notes(text: object) -> str:
+    if not isinstance(text, str) or len(text) > _MAX_TEXT or _CONTROL.search(text):
+        raise OverspillError(f"notes are a text of at most {_MAX_TEXT} characters, without control characters")
+    return text
+
+
+class Scope(StrEnum):
+    """Where a setting can be given."""
+
+    EVERYWHERE = "everywhere"
+    """Flags of commands, the environment, config.toml, and a model of the registry."""
+    COMMANDS = "commands"
+    """All of these but the registry."""
+    MODELS = "models"
+    """A model of the registry only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What values of a setting are, from a flag, a variable, a file, the API or a form."""
+
+    parse: Callable[[object], Any]
+    json: Any = str
+    """The types that the API takes."""
+    note: str = ""
+    """How to write it, for the API's documentation."""
+    example: Any = None
+    max_length: int | None = None
+
+
+SIZE = Kind(_size, int | str, "Bytes, or for example 8GiB.", "8GiB")
+LENGTH = Kind(_length, int | str, "Tokens, or for example 128k.", "128k")
+COUNT = Kind(_count, int | str)
+YES_OR_NO = Kind(_flag, bool)
+TEXT = Kind(_text, max_length=20)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     name: str
-    parse: Callable[[object], Any]
+    kind: Kind
     default: Any
     help: str
+    scope: Scope = Scope.EVERYWHERE
+    takes_restart: bool = True
+    """Whether a running server keeps the old value until it is started again."""
+    is_vllms: bool = False
+    """Whether vLLM has it too, by the same flag."""
 
     @property
     def flag(self) -> str:
@@ -125,52 +226,164 @@ class Setting:
     def variable(self) -> str:
         return "OVERSPILL_" + self.name.upper()
 
+    @property
+    def is_size(self) -> bool:
+        return self.kind.note == SIZE.note
 
-SETTINGS = (
-    Setting("max_model_len", _length, None, "The longest context to serve, in tokens; `128k` is 131,072."),
+    @property
+    def is_yes_or_no(self) -> bool:
+        return self.kind is YES_OR_NO
+
+    def parse(self, given: object) -> Any:
+        return self.kind.parse(given)
+
+    def shown(self, value: Any) -> str:
+        """For people to read; `-` where it is not set."""
+        if isinstance(value, list | tuple):
+            return shlex.join(map(str, value)) or "-"
+        return "-" if value is None else format_size(value) if self.is_size else str(value)
+
+
+TABLE = (
     Setting(
-        "device", _one_of("auto", "cuda", "cpu"), "auto",
+        "source", Kind(_source, example="Qwen/Qwen3-8B", max_length=1024), None,
+        "The model: a folder, or a repository of Hugging Face's cache or hub.", Scope.MODELS,
+    ),
+    Setting(
+        "max_model_len", LENGTH, None, "The longest context to serve, in tokens; `128k` is 131,072.", is_vllms=True
+    ),
+    Setting(
+        "device", Kind(_one_of("auto", "cuda", "cpu")), "auto",
         "What to plan for: `cuda`, `cpu` (vLLM's CPU build, with a part of RAM as GPU memory), or `auto`.",
+        Scope.COMMANDS,
     ),
     Setting(
-        "gpu", _text, None, "Plan for this card, or this much GPU memory, instead of the one here: `rtx4090`, `24GiB`."
+        "gpu", TEXT, None, "Plan for this card, or this much GPU memory, instead of the one here: `rtx4090`, `24GiB`.",
+        Scope.COMMANDS,
     ),
     Setting(
-        "gpu_memory", _gpu_memory, None,
+        "gpu_memory", Kind(_gpu_memory, int | str, SIZE.note, "24GiB"), None,
         "GPU memory to keep to on a bigger card, weights and CUDA's context included; on a CPU, the RAM in its place.",
     ),
     Setting(
-        "gpu_memory_utilization", _share, None,
+        "gpu_memory_utilization", Kind(_share, float | str, example=0.9), None,
         "Share of the GPU's memory for vLLM, from 0 to 1, without CUDA's context; without it, vLLM's own 0.92.",
+        is_vllms=True,
     ),
-    Setting("ram", _size, None, "RAM that may be used; without it, what is available less a reserve."),
-    Setting("offload_ram", _size, None, "Of this, RAM for idle KV; without it, what is left. 0 keeps none."),
+    Setting("ram", SIZE, None, "RAM that may be used; without it, what is available less a reserve."),
+    Setting("offload_ram", SIZE, None, "Of this, RAM for idle KV; without it, what is left. 0 keeps none."),
     Setting(
-        "weights_ram", _size, None,
+        "weights_ram", SIZE, None,
         "Of this, weights to keep in RAM (`4GiB`), in whole layers; without it, the plan chooses. 0 keeps none there.",
     ),
-    Setting("link", _text, None, "Speed of the link to the GPU, instead of a measured one: `25GB/s`."),
     Setting(
-        "dtype", _one_of("auto", "bfloat16", "float16", "float32", "half", "float"), "auto",
-        "What numbers the model computes in; `auto` as its config says.",
+        "link", TEXT, None, "Speed of the link to the GPU, instead of a measured one: `25GB/s`.", Scope.COMMANDS
     ),
-    Setting("kv_cache_dtype", _text, None, "What numbers KV is kept in: `auto` as the model's, `fp8` half of that."),
     Setting(
-        "kv_options", _kv_options, None,
+        "dtype", Kind(_one_of("auto", "bfloat16", "float16", "float32", "half", "float"), example="auto"), "auto",
+        "What numbers the model computes in; `auto` as its config says.", is_vllms=True,
+    ),
+    Setting(
+        "kv_cache_dtype", Kind(_text, example="fp8", max_length=20), None,
+        "What numbers KV is kept in: `auto` as the model's, `fp8` half of that.", is_vllms=True,
+    ),
+    Setting(
+        "kv_options", Kind(_kv_options, example="store=lazy,verify=all", max_length=200), None,
         "How KV is kept in RAM, beside the sizes that the plan finds: `store=lazy,eviction=arc,verify=all`.",
     ),
-    Setting("at_once", _count, AT_ONCE, "Requests of the full length whose KV is to fit at once."),
-    Setting("max_num_seqs", _count, MAX_NUM_SEQS, "Requests that may run at once."),
+    Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once."),
+    Setting("max_num_seqs", COUNT, MAX_NUM_SEQS, "Requests that may run at once.", is_vllms=True),
     Setting(
-        "max_num_batched_tokens", _length, None,
+        "max_num_batched_tokens", LENGTH, None,
         "Tokens that one step computes, so the length of a prompt's chunks; without it, the plan chooses.",
+        is_vllms=True,
     ),
-    Setting("enforce_eager", _flag, False, "Run without CUDA graphs: less memory, slower steps."),
-    Setting("host", _text, "127.0.0.1", "Address to listen on."),
-    Setting("port", _port, 8000, "Port to listen on."),
-    Setting("force", _flag, False, "Go on although the plan says that it does not fit."),
+    Setting(
+        "enforce_eager", YES_OR_NO, False, "Run without CUDA graphs: less memory, slower steps.", is_vllms=True
+    ),
+    Setting(
+        "vllm_args", Kind(_vllm_args, list[str] | str, example=["--seed", "7"]), (), "vLLM's own flags, after `--`.",
+        Scope.MODELS,
+    ),
+    Setting(
+        "ttl", Kind(parse_duration, int | str, example="10m"), None,
+        "Stop the model when it has not been used for so long: `10m`.", Scope.MODELS, takes_restart=False,
+    ),
+    Setting(
+        "keep", YES_OR_NO, None, "Once it runs, keep it: not stopped for another model, nor by its TTL.",
+        Scope.MODELS, takes_restart=False,
+    ),
+    Setting(
+        "preload", YES_OR_NO, None, "Start it with the manager, if there is room.", Scope.MODELS, takes_restart=False
+    ),
+    Setting(
+        "notes", Kind(_notes, max_length=_MAX_TEXT), None, "Anything worth knowing about it.", Scope.MODELS,
+        takes_restart=False,
+    ),
+    Setting("host", TEXT, "127.0.0.1", "Address to listen on.", Scope.COMMANDS),
+    Setting("port", Kind(_port, int), 8000, "Port to listen on.", Scope.COMMANDS),
+    Setting("force", YES_OR_NO, False, "Go on although the plan says that it does not fit.", Scope.COMMANDS),
 )  # fmt: skip
-_BY_NAME = {setting.name: setting for setting in SETTINGS}
+SETTINGS = tuple(setting for setting in TABLE if setting.scope is not Scope.MODELS)
+"""Those that commands take."""
+MODEL_SETTINGS = tuple(setting for setting in TABLE if setting.scope is not Scope.COMMANDS)
+"""Those that a model of the registry has."""
+BY_NAME = {setting.name: setting for setting in TABLE}
+SHARED = tuple(setting.name for setting in TABLE if setting.is_vllms)
+"""Settings that vLLM has too; it reads 4k as 4,000 where it is 4,096 here."""
+# vLLM's flags that would contradict a setting of a model.
+_OWN_FLAGS = {
+    **{setting.flag: setting for setting in TABLE if setting.is_vllms},
+    "--no-enforce-eager": BY_NAME["enforce_eager"],
+    "--cpu-offload-gb": BY_NAME["weights_ram"],
+}
+
+
+def parse_settings(given: Mapping[str, object], where: str = "") -> dict[str, Any]:
+    """Settings of a model, checked; None takes one back. `where` is the place in a file, for messages."""
+    known = {setting.name: setting for setting in MODEL_SETTINGS}
+    parsed = {}
+    for name, value in given.items():
+        if name not in known:
+            raise SettingsError(
+                f"{where}{': ' if where else ''}there is no setting {name!r:.80}; {nearest(str(name), known)}"
+            )
+        if value is None and name == "source":
+            raise SettingsError("the source of a model cannot be taken back; give another one with --source")
+        parsed[name] = known[name].default if value is None and name == "vllm_args" else None
+        if value is not None:
+            parsed[name] = _parse_kept(known[name], value, where)
+    return parsed
+
+
+def _parse_kept(setting: Setting, value: object, where: str) -> Any:
+    place = f"{where}: {setting.name}" if where else setting.flag
+    # What parsers repeat in their messages must be short; a file can hold anything.
+    if isinstance(value, dict | list) and setting.name != "vllm_args":
+        raise SettingsError(f"{place}: a single value is needed here, not a {type(value).__name__}")
+    # A command passes dtypes that the plan does not know on to vLLM without a plan; a model is always planned.
+    parse = _one_of("auto", *KV_CACHE_DTYPE_BYTES) if setting.name == "kv_cache_dtype" else setting.parse
+    try:
+        parsed = parse(value)
+    except OverspillError as error:
+        raise SettingsError(f"{place}: {error}") from error
+    except (ValueError, OverflowError) as error:  # int() of thousands of digits
+        raise SettingsError(f"{place}: {str(value)[:40]}… is too long for a number") from error
+    if isinstance(parsed, int) and parsed > _LARGEST:
+        raise SettingsError(f"{place}: {str(value)[:40]} is too large; at most {_LARGEST} can be kept")
+    return parsed
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Settings, parsed or as they were given, as words of a command; those that are None are left out."""
+    words: list[str] = []
+    for name, value in values.items():
+        setting = BY_NAME[name]
+        if isinstance(value, bool):
+            words.append(setting.flag if value else f"--no-{setting.flag.removeprefix('--')}")
+        elif value is not None:
+            words += [setting.flag, exact_size(value) if setting.is_size and isinstance(value, int) else str(value)]
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +395,13 @@ class Value:
 
 
 def resolve(
-    flags: Mapping[str, object], environment: Mapping[str, str] | None = None, file: Path | None = None
+    flags: Mapping[str, object],
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Value]:
-    """Every setting's value and where it comes from. `flags` holds those that were given, by name."""
+    """Every setting's value and where it comes from. `flags` holds those that were given, by name; `defaults` are a
+    caller's own."""
     environment = os.environ if environment is None else environment
     written = read_file(file) if file is not None else {}
     _refuse_unknown_variables(environment)
@@ -197,7 +414,9 @@ def resolve(
         elif setting.name in written:
             values[setting.name] = _value(setting, written[setting.name], GivenBy.FILE, f"{file}: {setting.name}")
         else:
-            values[setting.name] = Value(setting, setting.default, GivenBy.DEFAULT, "")
+            values[setting.name] = Value(
+                setting, {**(defaults or {})}.get(setting.name, setting.default), GivenBy.DEFAULT, ""
+            )
     return values
 
 
@@ -248,13 +467,14 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path} is not TOML: {error}") from error
+    known = [setting.name for setting in SETTINGS]
     for name in written:
-        if name not in _BY_NAME:
-            raise SettingsError(f"{path}: there is no setting {name!r}; {_nearest(name, list(_BY_NAME))}")
+        if name not in known:
+            raise SettingsError(f"{path}: there is no setting {name!r}; {nearest(name, known)}")
     return written
 
 
-# Variables with our prefix that are no settings.
+# Variables with our prefix that are not settings.
 _OTHER_VARIABLES = {"OVERSPILL_API_KEY", "OVERSPILL_CONFIG", "OVERSPILL_DATABASE_URL"}
 
 
@@ -263,8 +483,10 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     known = {setting.variable for setting in SETTINGS} | _OTHER_VARIABLES
     for name in environment:
         if name.startswith("OVERSPILL_") and name not in known:
-            raise SettingsError(f"there is no variable {name}; {_nearest(name, sorted(known))}")
+            raise SettingsError(f"there is no variable {name}; {nearest(name, sorted(known))}")
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    return f"did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}?"
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean …?`; empty where nothing is known."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f"did you mean {found[0]}?" if found else ""

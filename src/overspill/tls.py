@@ -4,7 +4,7 @@ import ssl
 from functools import cache
 from urllib.parse import urlsplit
 
-from overspill.serve.address import is_loopback
+from overspill.address import is_loopback
 
 
 def client_context(url: str) -> ssl.SSLContext | None:

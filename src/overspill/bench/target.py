@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from overspill.address import listener_on
 from overspill.bench.errors import BenchError, CannotBench
-from overspill.registry.names import nearest
-from overspill.serve.address import listener_on
-from overspill.serve.secret_flags import hide_in_value
+from overspill.flags import hide_in_value
+from overspill.settings import nearest
 from overspill.tls import client_context
 
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)

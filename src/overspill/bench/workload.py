@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from overspill.bench.errors import BenchError
-from overspill.registry.names import nearest
+from overspill.settings import nearest
 
 Number = int | float
 _MOST = 1_000_000_000

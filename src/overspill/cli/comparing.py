@@ -47,13 +47,13 @@ def ab(
 ) -> None:
     """Measure configurations of a model in turn, and compare them. Exits with 1 if something is missing."""
     from overspill.bench import CannotBench
+    from overspill.errors import CannotServe
     from overspill.experiment.asked import read_definition
     from overspill.experiment.errors import CannotCompare
     from overspill.experiment.files import require_writable, write_text
     from overspill.experiment.run import run
-    from overspill.named import NoRegistry
+    from overspill.launch.reference import NoRegistry
     from overspill.registry import CannotNow, open_registry
-    from overspill.serve.errors import CannotServe
 
     files = [file for file in (json_file, html_file) if file is not None]
     for file in files:

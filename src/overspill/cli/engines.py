@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from overspill.cli.flags import print_table
 from overspill.kv.errors import OverspillError
 
 if TYPE_CHECKING:
@@ -32,9 +33,7 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
     rows += [
         (one["name"], _state(one), _since(one["since"]), str(one["pid"] or "-"), one["url"] or "-") for one in told
     ]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print_table(rows)
 
 
 def stop(name: Name, api_key: ApiKey = None) -> None:

@@ -1,37 +1,74 @@
-"""Flags that several commands take: one for each setting, made from the table of settings."""
+"""What several commands have in common: flags made from the table of settings, launches, and the registry."""
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from typing import Annotated, Any
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.settings import SETTINGS, Setting, Value, config_path, resolve
+from overspill.settings import BY_NAME, MODEL_SETTINGS, SETTINGS, Scope, Setting
+
+if TYPE_CHECKING:
+    from overspill.launch.launch import Launch
+    from overspill.registry import Registry
 
 Model = Annotated[
     str, typer.Argument(help="A folder, a model of the registry, or a repository of Hugging Face's cache or hub.")
 ]
 Command = Callable[..., None]
-HELP = {setting.name: setting.help for setting in SETTINGS}
 
 SERVING = frozenset(setting.name for setting in SETTINGS)
 PLANNING = SERVING - {"host", "port"}
+# vLLM's own flags are words after the others, and not an option.
+OF_MODELS = frozenset(setting.name for setting in MODEL_SETTINGS) - {"vllm_args"}
+OF_MODELS_AND_COMMANDS = frozenset(name for name in OF_MODELS if BY_NAME[name].scope is Scope.EVERYWHERE)
 
 
 def with_settings(names: Collection[str]) -> Callable[[Command], Command]:
-    """Gives a command a flag for each of these settings, and the values of all of them as its argument `values`."""
-    settings = [setting for setting in SETTINGS if setting.name in names]
-
-    def values(given: dict[str, Any]) -> dict[str, Value]:
-        return resolve(given, file=config_path())
-
-    return with_flags("values", [_parameter(setting) for setting in settings], values)
+    """Gives a command a flag for each of these settings, and what was given with them as its argument `given`."""
+    return with_flags("given", [_parameter(setting) for setting in BY_NAME.values() if setting.name in names])
 
 
-def with_flags(
-    argument: str, flags: Sequence[inspect.Parameter], collect: Callable[[dict[str, Any]], Any] = dict
-) -> Callable[[Command], Command]:
+def launch_of(model: str, given: dict[str, Any], vllm_args: Sequence[str] = (), **how: Any) -> "Launch":
+    """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read."""
+    from overspill.launch.launch import Launch
+    from overspill.launch.reference import NoRegistry
+
+    try:
+        return Launch.of(model, given, vllm_args, note=to_stderr, **how)
+    except NoRegistry as error:
+        to_stderr(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def opened_registry() -> Iterator["Registry"]:
+    """Ends the command with 1 where the registry cannot be used now."""
+    from overspill.registry import CannotNow, open_registry
+
+    try:
+        with open_registry() as registry:
+            yield registry
+    except CannotNow as error:
+        to_stderr(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+def to_stderr(text: str) -> None:
+    """Standard output is for what a command prints as its result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def with_flags(argument: str, flags: Sequence[inspect.Parameter]) -> Callable[[Command], Command]:
     """Gives a command these flags in place of one argument, which gets what was given with them."""
 
     def decorate(command: Command) -> Command:
@@ -41,7 +78,7 @@ def with_flags(
         @functools.wraps(command)
         def with_collected(**arguments: Any) -> None:
             given = {flag.name: arguments.pop(flag.name) for flag in flags}
-            command(**{argument: collect(given)}, **arguments)
+            command(**{argument: given}, **arguments)
 
         with_collected.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_collected.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -56,7 +93,7 @@ def flag(name: str, option: Any, kind: Any = str | None, default: Any = None) ->
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    if not isinstance(setting.default, bool):
+    if not setting.is_yes_or_no:
         return flag(setting.name, typer.Option(setting.flag, help=setting.help))
     # What the registry, the environment or the file switched on can be switched off; not given leaves it to them.
     # Nobody leaves `--force` switched on.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.database import opened_registry
+from overspill.cli.flags import opened_registry
 from overspill.kv.errors import OverspillError
 
 manager = typer.Typer(
@@ -68,9 +68,9 @@ def run_manager(
         allow_origin=allow_origin, ram=ram, gpu_memory=gpu_memory, any_vllm_flag=any_vllm_flag,
         keep_engines=keep_engines,
     )  # fmt: skip
+    from overspill.errors import CannotServe
     from overspill.manager.errors import AlreadyManaged
     from overspill.manager.server import run_until_stopped
-    from overspill.serve.errors import CannotServe
 
     try:
         with opened_registry() as registry:
@@ -85,7 +85,7 @@ def password(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the password instead of setting one.")] = False,
 ) -> None:
     """Sets the password of the page; it is asked for, or read from standard input."""
-    from overspill.registry.logins import remove_password, set_password
+    from overspill.registry.access import remove_password, set_password
 
     with opened_registry() as registry:
         if remove:
@@ -101,7 +101,7 @@ def add(
     scope: Annotated[Scope, typer.Option(help="Everything, or requests to models under /v1 only.")] = Scope.ALL,
 ) -> None:
     """Makes an API key and prints it, once."""
-    from overspill.registry.keys import KeyScope, create_key
+    from overspill.registry.access import KeyScope, create_key
 
     with opened_registry() as registry:
         secret, _ = create_key(registry, name, KeyScope(scope))
@@ -112,7 +112,7 @@ def add(
 @keys.command("list", epilog="Example: overspill manager keys list")
 def list_all() -> None:
     """All keys by name, without their secrets."""
-    from overspill.registry.keys import list_keys
+    from overspill.registry.access import list_keys
 
     with opened_registry() as registry:
         found = list_keys(registry)
@@ -126,7 +126,7 @@ def list_all() -> None:
 @keys.command(epilog="Example: overspill manager keys rm laptop")
 def rm(name: KeyName) -> None:
     """Removes a key, and ends the sessions that were begun with it."""
-    from overspill.registry.keys import remove_key
+    from overspill.registry.access import remove_key
 
     with opened_registry() as registry:
         remove_key(registry, name)

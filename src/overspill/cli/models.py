@@ -1,15 +1,13 @@
 """`overspill models`."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.database import opened_registry
-from overspill.cli.flags import HELP, flag, with_flags
-from overspill.kv.sizes import format_size
+from overspill.cli.flags import OF_MODELS, opened_registry, print_table, with_settings
+from overspill.settings import MODEL_SETTINGS
 
 if TYPE_CHECKING:
     from overspill.registry import Model, Run
@@ -24,46 +22,17 @@ IfVersion = Annotated[
     int | None, typer.Option("--if-version", help="Only if it is at this version, which `show` tells.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes, times seconds.")]
-_SETTINGS = (
-    flag("source", typer.Option(help="The model: a folder, or a repository of Hugging Face's cache or hub.")),
-    flag("max_model_len", typer.Option(help=HELP["max_model_len"])),
-    flag("gpu_memory", typer.Option(help=HELP["gpu_memory"])),
-    flag("gpu_memory_utilization", typer.Option(help=HELP["gpu_memory_utilization"])),
-    flag("ram", typer.Option(help=HELP["ram"])),
-    flag("offload_ram", typer.Option(help=HELP["offload_ram"])),
-    flag("weights_ram", typer.Option(help=HELP["weights_ram"])),
-    flag("dtype", typer.Option(help=HELP["dtype"])),
-    flag("kv_cache_dtype", typer.Option(help=HELP["kv_cache_dtype"])),
-    flag("kv_options", typer.Option(help=HELP["kv_options"])),
-    flag("at_once", typer.Option(help=HELP["at_once"])),
-    flag("max_num_seqs", typer.Option(help=HELP["max_num_seqs"])),
-    flag("max_num_batched_tokens", typer.Option(help=HELP["max_num_batched_tokens"])),
-    flag("enforce_eager", typer.Option("--enforce-eager/--no-enforce-eager", help=HELP["enforce_eager"]), bool | None),
-    flag("ttl", typer.Option(help="Stop the model when it has not been used for so long: `10m`.")),
-    flag(
-        "keep",
-        typer.Option("--keep/--no-keep", help="Once it runs, keep it: not stopped for another model, nor by its TTL."),
-        bool | None,
-    ),
-    flag(
-        "preload",
-        typer.Option("--preload/--no-preload", help="Start it with the manager, if there is room."),
-        bool | None,
-    ),
-    flag("notes", typer.Option(help="Anything worth knowing about it.")),
-)
-_SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
 
 
 @models.command(epilog="Example: overspill models add qwen --source Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB")
-@with_flags("settings", _SETTINGS)
-def add(settings: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> None:
+@with_settings(OF_MODELS)
+def add(given: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> None:
     """Adds a model; without --source, the name is the repository. What is not set is left to the environment,
     config.toml and the plan."""
     from overspill.registry import add_model
 
     with opened_registry() as registry:
-        added = add_model(registry, name, {**settings, "vllm_args": vllm_args or None})
+        added = add_model(registry, name, {**given, "vllm_args": vllm_args or None})
     print(f"added {added.name}: {added.settings.source}")
 
 
@@ -87,9 +56,7 @@ def list_all(as_json: AsJson = False) -> None:
     for each in found:
         shown = _shown(each)
         rows.append((each.name, *(shown[column] for column in columns), "running" if each.name in running else ""))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print_table(rows)
 
 
 @models.command(epilog="Example: overspill models show qwen --json")
@@ -110,9 +77,9 @@ def show(name: Name, as_json: AsJson = False) -> None:
 
 
 @models.command(epilog="Example: overspill models edit qwen --ram 96GiB --unset ttl")
-@with_flags("settings", _SETTINGS)
+@with_settings(OF_MODELS)
 def edit(
-    settings: dict[str, Any],
+    given: dict[str, Any],
     name: Name,
     vllm_args: VllmArgs = None,
     unset: Annotated[list[str] | None, typer.Option(help="Take a setting back, by its name; may be repeated.")] = None,
@@ -121,7 +88,7 @@ def edit(
     """Changes what is given, and tells what a running server takes only when it is started again."""
     from overspill.registry import RegistryError, edit_model
 
-    given = {**settings, "vllm_args": vllm_args or None}
+    given = {**given, "vllm_args": vllm_args or None}
     changes = {key: value for key, value in given.items() if value is not None}
     taken_back = {key.removeprefix("--").replace("-", "_"): None for key in unset or ()}
     if both := sorted(changes.keys() & taken_back):
@@ -181,17 +148,9 @@ def import_all(
 
 
 def _shown(model: "Model") -> dict[str, str]:
-    values: dict[str, Any] = model.as_json()
-    shown = {
-        name: "-" if values[name] is None else str(values[name])
-        for name in values
-        if name not in ("name", "version", "created_at", "updated_at")
-    }
-    shown |= {name: format_size(values[name]) for name in _SIZES if values[name] is not None}
-    shown["vllm_args"] = shlex.join(values["vllm_args"]) or "-"
-    if values["ttl"] is not None:
-        shown["ttl"] = f"{values['ttl']} s"
-    return shown
+    values = model.settings.as_json()
+    shown = {setting.name: setting.shown(values[setting.name]) for setting in MODEL_SETTINGS}
+    return {**shown, "ttl": f"{values['ttl']} s"} if values["ttl"] is not None else shown
 
 
 def _run_line(run: "Run") -> str:

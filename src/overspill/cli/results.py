@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.database import opened_registry
+from overspill.cli.flags import opened_registry
 
 results = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="What was measured: list, show, compare, export."

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.database import opened_registry
-from overspill.cli.flags import SERVING, Model, with_flags, with_settings
+from overspill.cli.flags import SERVING, Model, launch_of, opened_registry, with_flags, with_settings
 from overspill.cli.managing import run_manager
-from overspill.cli.naming import find_named
 from overspill.kv.errors import OverspillError
-from overspill.settings import Value
 
 if TYPE_CHECKING:
     from overspill.manager.setup import Setup
@@ -53,7 +50,7 @@ _of_the_manager = with_flags(
 @service.command("print", epilog="Example: overspill service print Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB")
 @with_settings(_SETTINGS)
 def print_units(
-    values: dict[str, Value],
+    given: dict[str, Any],
     model: Model,
     vllm_args: VllmArgs = None,
     is_system: IsSystem = False,
@@ -63,7 +60,7 @@ def print_units(
     as_json: AsJson = False,
 ) -> None:
     """The units that `install` would write. Nothing is written. Exits with 1 if the model does not fit."""
-    planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
+    planned = _planned(model, given, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
     told = {"unit": planned.unit, "command": planned.command, "memory_max_bytes": planned.memory_max_bytes}
     _print(planned, folder, told if as_json else None)
 
@@ -71,7 +68,7 @@ def print_units(
 @service.command(epilog="Example: overspill service install Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB --now")
 @with_settings(_SETTINGS)
 def install(
-    values: dict[str, Value],
+    given: dict[str, Any],
     model: Model,
     vllm_args: VllmArgs = None,
     is_system: IsSystem = False,
@@ -84,7 +81,7 @@ def install(
     """Plans, and writes the units. Nothing is started unless asked for. Exits with 1 if the model does not fit."""
     from overspill.service import installation
 
-    planned = _planned(model, values, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
+    planned = _planned(model, given, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
     units = installation.units_of(planned.mode, folder)
     if now and units.systemctl is None:
         raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
@@ -213,11 +210,10 @@ def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "
 
 
 def _require_protection(setup: "Setup") -> None:
+    from overspill.address import is_loopback
     from overspill.manager.security.binding import require_protection
     from overspill.manager.setup import public_flag
-    from overspill.registry.keys import list_keys
-    from overspill.registry.logins import password_hash
-    from overspill.serve.address import is_loopback
+    from overspill.registry.access import list_keys, password_hash
 
     public = public_flag(setup)
     if is_loopback(setup.host) and not public:
@@ -228,14 +224,11 @@ def _require_protection(setup: "Setup") -> None:
 
 
 def _planned(
-    model: str, values: dict[str, Value], vllm_args: list[str], *, is_system: bool, name: str | None,
+    model: str, given: dict[str, Any], vllm_args: list[str], *, is_system: bool, name: str | None,
     run_as: str | None, folder: Path | None,
 ) -> "Service":  # fmt: skip
-    from overspill.planning.installed import installed_vllm
-    from overspill.planning.machine import plan_for
-    from overspill.serve.adopted import adopt
-    from overspill.serve.errors import CannotServe
-    from overspill.serve.prepared import prepare, require_this_machine
+    from overspill.errors import CannotServe
+    from overspill.launch.launch import require_this_machine
     from overspill.service.installation import units_of
     from overspill.service.planned import kept_environment, other_users_settings, planned_service
     from overspill.service.units import Mode
@@ -244,18 +237,11 @@ def _planned(
     user = _user(run_as, is_system=is_system)
     for warning in other_users_settings(user, getpass.getuser()):
         print(f"warning: {warning}", file=sys.stderr)
-    named, values = find_named(model, values)
-    adopted = adopt(values, vllm_args, registered=named.vllm_args)
-    settings = adopted.settings
     environment = kept_environment(sys.executable, os.environ, for_oneself=_is_oneself(user))
-    registered = named.name if named.is_registered else None
     try:
-        plan = plan_for(named.source, settings)
+        launch = launch_of(model, given, vllm_args)
         # What would end the server when it starts ends this now.
-        prepared = prepare(
-            named.source, plan, settings, adopted.vllm_args, vllm=installed_vllm(), environment=environment,
-            name=registered,
-        )  # fmt: skip
+        prepared = launch.prepared(environment=environment)
         require_this_machine(prepared)
     except CannotServe as error:
         print(f"error: {error}", file=sys.stderr)
@@ -263,13 +249,14 @@ def _planned(
     for warning in prepared.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     # A service's plan is fixed: the unit names what the registry says now, and needs no registry of its user's.
-    served = ["--served-model-name", prepared.served_name, named.source] if registered is not None else []
+    ref = launch.ref
+    served = ["--served-model-name", prepared.served_name, ref.source] if ref.is_registered else []
     if any(flag.name == "--served-model-name" for flag in prepared.combined.given):
         served = []
     return planned_service(
-        named.source, adopted.values, plan, [*served, *adopted.serve_args],
-        mode=mode, name=name or registered, run_as=user, program=sys.executable, environment=environment,
-        folder=units_of(mode, folder).folder,
+        ref.source, launch.values, launch.plan, [*served, *launch.adopted.serve_args],
+        mode=mode, name=name or (ref.name if ref.is_registered else None), run_as=user, program=sys.executable,
+        environment=environment, folder=units_of(mode, folder).folder,
     )  # fmt: skip
 
 

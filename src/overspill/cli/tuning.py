@@ -6,22 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import HELP, flag, with_flags
-
-# Settings that a model of the registry has: given here, they are not varied, and kept.
-_GIVEN = (
-    *(
-        flag(name, typer.Option(help=HELP[name]))
-        for name in (
-            "max_model_len", "gpu_memory", "gpu_memory_utilization", "ram", "offload_ram", "weights_ram", "dtype",
-            "kv_cache_dtype", "kv_options", "at_once", "max_num_seqs", "max_num_batched_tokens",
-        )
-    ),
-    flag("enforce_eager", typer.Option("--enforce-eager/--no-enforce-eager", help=HELP["enforce_eager"]), bool | None),
-)  # fmt: skip
+from overspill.cli.flags import OF_MODELS_AND_COMMANDS, with_settings
 
 
-@with_flags("given", _GIVEN)
+# Given here, settings are not varied, and kept.
+@with_settings(OF_MODELS_AND_COMMANDS)
 def tune(
     given: dict[str, Any],
     model: Annotated[
@@ -56,9 +45,9 @@ def tune(
     """Try settings in short runs, and keep the best as the model's. Exits with 1 if none was found."""
     from overspill.bench import CannotBench
     from overspill.bench.session import stopped_by_signals
+    from overspill.errors import CannotServe
     from overspill.experiment.errors import CannotCompare
     from overspill.registry import CannotNow, open_registry
-    from overspill.serve.errors import CannotServe
     from overspill.tune.asked import parse_budget, prepare
     from overspill.tune.errors import CannotTune
     from overspill.tune.keeping import keep

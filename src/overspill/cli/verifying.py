@@ -2,18 +2,16 @@
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import PLANNING, Model, with_settings
-from overspill.cli.naming import find_named
-from overspill.settings import Value
+from overspill.cli.flags import PLANNING, Model, launch_of, with_settings
 
 
 @with_settings(PLANNING)
 def verify(
-    values: dict[str, Value],
+    given: dict[str, Any],
     model: Model,
     quick: Annotated[bool, typer.Option("--quick", help="Every scenario once; so without --soak.")] = False,
     soak: Annotated[bool, typer.Option("--soak", help="Again and again, with other lengths and orders.")] = False,
@@ -27,17 +25,17 @@ def verify(
 ) -> None:
     """Prove that KV in RAM changes no token of this model on this machine. Exits with 1 if something differs."""
     from overspill.verify.errors import CannotVerify
-    from overspill.verify.proof import prove
+    from overspill.verify.proof import DEFAULTS, prove
     from overspill.verify.request import read_request
 
     request = read_request(
         quick=quick, soak=soak, minutes=minutes, seed=seed, scenarios=scenario or [], load_format=load_format
     )
-    named, values = find_named(model, values)
-    if named.vllm_args:
-        _tell(f"not used here: vLLM's own flags of the registry ({' '.join(named.vllm_args)})")
+    launch = launch_of(model, given, defaults=DEFAULTS)
+    if launch.vllm_args:
+        _tell(f"not used here: vLLM's own flags of the registry ({' '.join(launch.vllm_args)})")
     try:
-        proof = prove(named.source, values, request, _tell, name=named.name)
+        proof = prove(launch, request, _tell)
     except CannotVerify as error:
         _tell(f"error: {error}")
         raise typer.Exit(1) from None

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.experiment.errors import ExperimentError
+from overspill.flags import without_secrets
 from overspill.registry import Result, environment_that_matters
-from overspill.serve.secret_flags import without_secrets
 
 _SHOWN_CHARACTERS = 80
 

@@ -12,17 +12,11 @@ from typing import Any
 
 from overspill.experiment.errors import ExperimentError
 from overspill.experiment.peers import PeerSettings, read_peer
+from overspill.flags import Flag, hide_in_text, read_flags, refuse_secrets
 from overspill.kv.errors import OverspillError
-from overspill.serve.flags import Flag, read_flags
-from overspill.serve.secret_flags import hide_in_text, refuse_secrets
-from overspill.settings import SETTINGS, Setting
+from overspill.settings import SETTINGS, SHARED, Setting
 
 _SETTINGS = {setting.flag: setting for setting in SETTINGS}
-# Settings that vLLM has too, by the same flags; it reads 4k as 4,000 where it is 4,096 here.
-SHARED = (
-    "max_model_len", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
-    "enforce_eager",
-)  # fmt: skip
 # vLLM's own flags that say much the same.
 _INSTEAD = {"--gpu-memory": "--gpu-memory-utilization", "--weights-ram": "--cpu-offload-gb"}
 _NOT_HERE = {
@@ -138,7 +132,7 @@ def _planned(flags: Sequence[Flag]) -> tuple[dict[str, Any], list[str]]:
     settings: dict[str, Any] = {}
     vllm_args: list[str] = []
     for flag in flags:
-        if (setting := _SETTINGS.get(flag.name)) is None:
+        if (setting := _SETTINGS.get(flag.name.replace("--no-", "--", 1))) is None:
             vllm_args += flag.words
         else:
             settings[setting.name] = _given(setting, flag)
@@ -167,7 +161,7 @@ def _plain(place: str, kind: str, flags: Sequence[Flag]) -> list[str]:
 
 
 def _given(setting: Setting, flag: Flag) -> Any:
-    return True if isinstance(setting.default, bool) and not flag.value else flag.value
+    return flag.name == setting.flag if setting.is_yes_or_no and not flag.value else flag.value
 
 
 def _parse(setting: Setting, flag: Flag) -> Any:

@@ -3,29 +3,25 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from overspill.experiment.configurations import SHARED, Configuration
+from overspill.address import Address
+from overspill.errors import CannotServe
+from overspill.experiment.configurations import Configuration
 from overspill.experiment.errors import ExperimentError
 from overspill.experiment.peers import require_usable
+from overspill.flags import Flag, find, read_flags
 from overspill.kv.sizes import GiB
-from overspill.named import Named
-from overspill.planning.installed import Vllm, installed_vllm
-from overspill.planning.machine import plan_for
-from overspill.planning.planner import Plan
+from overspill.launch.launch import Launch as PlannedLaunch
+from overspill.launch.launch import Prepared, require_this_machine
+from overspill.launch.reference import ModelRef
+from overspill.launch.vllm import Vllm, installed_vllm, server_command
 from overspill.planning.report import plan_as_json
-from overspill.serve.address import Address
-from overspill.serve.adopted import adopt
-from overspill.serve.command import server_command
-from overspill.serve.errors import CannotServe
-from overspill.serve.flags import Flag, find, read_flags
-from overspill.serve.prepared import Prepared, prepare, require_this_machine
-from overspill.settings import SETTINGS, config_path, resolve
+from overspill.settings import BY_NAME, SHARED, as_flags
 
 _HOST = "127.0.0.1"
 _ANY_PORT = 1
-_FLAGS = {setting.name: setting.flag for setting in SETTINGS}
 # These become flags of vLLM's own, or are an experiment's to say.
 _TAKEN = (*SHARED, "weights_ram", "host", "port")
 
@@ -48,10 +44,10 @@ class Launcher:
     """Makes launches of a configuration, each for another port."""
 
     configuration: Configuration
-    model: Named
+    model: ModelRef
     vllm: Vllm
-    plan: Plan | None
-    settings: Mapping[str, Any]
+    planned: PlannedLaunch | None
+    """None for vLLM without a plan."""
     vllm_args: tuple[str, ...]
 
     def launch(self, port: int, environment: Mapping[str, str] = os.environ) -> Launch:
@@ -80,7 +76,7 @@ class Launcher:
 
     @property
     def plan_as_json(self) -> dict[str, Any] | None:
-        return plan_as_json(self.plan) if self.plan is not None else None
+        return plan_as_json(self.planned.plan) if self.planned is not None else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -103,7 +99,9 @@ class Launcher:
     def _unused(self) -> tuple[str, ...]:
         """What the registry says of the model, and vLLM without a plan cannot take."""
         names = [
-            _FLAGS[name] for name, value in self.model.settings.items() if value is not None and name not in _TAKEN
+            BY_NAME[name].flag
+            for name, value in self.model.settings.items()
+            if value is not None and name not in _TAKEN
         ]
         if not names:
             return ()
@@ -116,13 +114,10 @@ class Launcher:
         return list(prepared.combined.flags) if prepared is not None else read_flags(self.vllm_args)
 
     def _prepared(self, port: int) -> Prepared | None:
-        if self.plan is None:
-            return None
-        settings = {**self.settings, "host": _HOST, "port": port}
-        return prepare(self.model.source, self.plan, settings, self.vllm_args, vllm=self.vllm)
+        return self.planned.prepared(by_name=False, host=_HOST, port=port) if self.planned is not None else None
 
 
-def make_launcher(configuration: Configuration, model: Named) -> Launcher:
+def make_launcher(configuration: Configuration, model: ModelRef) -> Launcher:
     """Refuses what cannot be started, as far as that is known before an engine is."""
     if (vllm := installed_vllm()) is None:
         raise CannotServe(
@@ -131,20 +126,17 @@ def make_launcher(configuration: Configuration, model: Named) -> Launcher:
         )
     if configuration.peer is not None:
         require_usable(configuration.peer, on_cpu=vllm.is_cpu)
-    plan, settings = None, {}
+    planned = None
     if configuration.is_planned:
-        values = model.applied(resolve(configuration.settings, file=config_path()))
         registered = _not_replaced(model.vllm_args, configuration.vllm_args)
-        adopted = adopt(values, configuration.vllm_args, registered=registered)
-        settings, words = adopted.settings, adopted.vllm_args
-        plan = plan_for(model.source, settings)
+        ref = replace(model, vllm_args=tuple(registered))
+        planned = PlannedLaunch.of(ref, configuration.settings, configuration.vllm_args)
+        words = planned.vllm_args
     else:
         peer = configuration.peer
         given = (*configuration.vllm_args, *(peer.words if peer is not None else ()))
         words = (*_not_replaced((*_as_flags(model.settings), *model.vllm_args), given), *given)
-    launcher = Launcher(
-        configuration=configuration, model=model, vllm=vllm, plan=plan, settings=settings, vllm_args=words
-    )
+    launcher = Launcher(configuration=configuration, model=model, vllm=vllm, planned=planned, vllm_args=words)
     prepared = launcher._prepared(_ANY_PORT)
     if prepared is not None:
         require_this_machine(prepared)
@@ -167,13 +159,9 @@ def _not_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:
 
 def _as_flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings of a model of the registry that vLLM has too."""
-    words: list[str] = []
-    for name in SHARED:
-        if (value := settings.get(name)) is not None and not isinstance(value, bool):
-            words += [_FLAGS[name], str(value)]
-    if (weights := settings.get("weights_ram")) is not None:
-        words += ["--cpu-offload-gb", f"{weights / GiB:g}"]
-    return [*words, "--enforce-eager"] if settings.get("enforce_eager") else words
+    words = as_flags({name: settings[name] for name in SHARED if settings.get(name) not in (None, False)})
+    weights = settings.get("weights_ram")
+    return words if weights is None else [*words, "--cpu-offload-gb", f"{weights / GiB:g}"]
 
 
 def _extra_config(text: str) -> dict[str, Any]:

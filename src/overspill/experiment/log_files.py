@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from overspill.errors import CannotServe
 from overspill.folders import state_folder
-from overspill.serve.errors import CannotServe
 
 
 def logs_folder(command: str, experiment: str, environment: Mapping[str, str] = os.environ) -> Path:

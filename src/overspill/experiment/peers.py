@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from overspill.errors import CannotServe
 from overspill.experiment.errors import ExperimentError
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, parse_size
-from overspill.registry.names import nearest
-from overspill.serve.errors import CannotServe
+from overspill.settings import nearest
 
 Connector = Callable[[int], dict[str, Any]]
 

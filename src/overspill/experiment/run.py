@@ -11,7 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+from overspill.address import free_port
 from overspill.bench import BenchError, Outcome, Progress, Tier, Workload, measure, parse_workload, require_tier
+from overspill.errors import CannotServe
 from overspill.experiment.changes import Setup, changes, require_same_model
 from overspill.experiment.definition import Definition, new_name
 from overspill.experiment.errors import CannotCompare, ExperimentError
@@ -24,10 +26,8 @@ from overspill.experiment.report import Report
 from overspill.experiment.schedule import Step, is_last_of_life, remaining, steps
 from overspill.experiment.servers import Interrupted, Server
 from overspill.experiment.stored import load_experiment
-from overspill.named import Named, look_up
+from overspill.launch.reference import ModelRef, look_up
 from overspill.registry import CannotNow, Measurement, Registry, Result, UnknownRecord, save_result
-from overspill.serve.address import free_port
-from overspill.serve.errors import CannotServe
 
 INTERRUPTED = "interrupted"
 
@@ -90,7 +90,7 @@ class _Run:
     name: str
     definition: Definition
     workload: Workload
-    model: Named
+    model: ModelRef
     launchers: dict[str, Launcher]
     registry: Registry
     todo: list[Step]
@@ -228,7 +228,7 @@ class _Run:
             self.server = None
 
 
-def _with_whole_path(model: Named) -> Named:
+def _with_whole_path(model: ModelRef) -> ModelRef:
     """A resume may be asked for in another folder, where the same name is another model or none."""
     is_folder = not os.path.isabs(model.source) and os.path.isdir(model.source)
     return replace(model, source=os.path.abspath(model.source)) if is_folder else model

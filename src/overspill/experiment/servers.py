@@ -11,11 +11,11 @@ from typing import Self
 import httpx
 
 from overspill.bench import Target
+from overspill.errors import CannotServe
 from overspill.experiment.launches import Launch
 from overspill.serve import notice
 from overspill.serve.differences import differences
 from overspill.serve.engine import Engine
-from overspill.serve.errors import CannotServe
 from overspill.serve.log import open_log
 from overspill.serve.reasons import epitaph
 from overspill.serve.report import VARIABLE, Phase, earliest, read

@@ -29,7 +29,7 @@ from overspill.registry import (
     remove_model,
 )
 from overspill.registry.audit import AuditOutcome, record
-from overspill.registry.model_settings import parse_settings
+from overspill.settings import parse_settings
 
 logger = logging.getLogger(__name__)
 

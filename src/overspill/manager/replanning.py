@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.hardware import detect
+from overspill.launch.launch import Launch
+from overspill.launch.reference import ModelRef
 from overspill.manager.engines.memory import Memory
 from overspill.manager.engines.needs import with_more
-from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
-from overspill.planning.report import plan_as_json
-from overspill.planning.text import longest_as_text
-from overspill.registry import ModelSettings, serve_settings
-from overspill.serve.adopted import adopt
-from overspill.settings import config_path, resolve, with_registered
+from overspill.planning.report import longest_as_text, plan_as_json
+from overspill.registry import ModelSettings
 
 _LEAST_CONTEXT = 256
 _MOST_STEPS = 512
@@ -53,11 +51,6 @@ class Replanned:
 
 def replan(settings: ModelSettings, changes: Mapping[str, Any], own: Memory) -> Replanned:
     """`changes` are parsed values; `own` is what the model's engine holds now. Reads files and looks at the machine."""
-    registered, words = serve_settings(settings)
-    given = {**registered, **changes}
-    words = given.pop("vllm_args", words)
-    told = {name: value for name, value in given.items() if value is not None}
-    values = with_registered(resolve({}, file=config_path()), settings.source, told)
-    adopted = adopt(values, registered=words)
-    plan = plan_for(settings.source, adopted.settings, found=with_more(detect(), own))
+    ref = ModelRef.of_model(settings.source, settings.changed(changes))
+    plan = Launch.of(ref, {}, found=with_more(detect(), own)).plan
     return Replanned(plan=plan, limit=max(plan.facts.max_position_embeddings, plan.max_model_len))

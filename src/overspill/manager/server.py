@@ -10,6 +10,7 @@ from collections.abc import Callable
 import uvicorn
 import uvloop
 
+from overspill.address import Address, require_free
 from overspill.manager.announced import announce, withdraw
 from overspill.manager.app import make_app
 from overspill.manager.application import running
@@ -21,7 +22,6 @@ from overspill.manager.security.connections import BoundedProtocol
 from overspill.manager.security.log_text import OneLine
 from overspill.manager.setup import Setup, is_for_this_machine_only, public_flag
 from overspill.registry import Registry
-from overspill.serve.address import Address, require_free
 from overspill.serve.notice import notify
 
 _GRACE_S = 3

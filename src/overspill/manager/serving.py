@@ -19,8 +19,8 @@ from overspill.manager.engines.states import State
 from overspill.manager.errors import ManagerError
 from overspill.manager.setup import own_folder
 from overspill.processes import identity
-from overspill.registry.names import nearest
 from overspill.serve.status import Status, read_statuses
+from overspill.settings import nearest
 
 _STOP_S = 120.0
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from overspill.address import is_loopback
 from overspill.folders import state_folder
 from overspill.kv.sizes import parse_size
 from overspill.manager.engines.memory import Memory
 from overspill.manager.errors import ManagerError
 from overspill.manager.security.binding import DEFAULT_HOST
 from overspill.manager.security.sites import origin_of, origins
-from overspill.serve.address import is_loopback
 
 DEFAULT_PORT = 7999
 _NO_LIMIT = 1 << 60

@@ -7,9 +7,9 @@ the whole, and reads modules, templates, plugins and configuration files named b
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from overspill.flags import read_flags
 from overspill.kv.options import Options
 from overspill.manager.errors import ManagerError
-from overspill.serve.flags import read_flags
 
 ALLOWED = frozenset(
     {

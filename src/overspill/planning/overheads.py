@@ -1,12 +1,15 @@
 """GPU memory that is neither weights nor KV: assumed until a run has measured it."""
 
+import hashlib
+import json
+import re
 from dataclasses import dataclass
 
 from overspill.figures import Known, assumed, derived, measured
+from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
 from overspill.model.facts import ModelFacts
 from overspill.planning.parameters import expert_size
-from overspill.planning.profiles import Profile
 
 # Where no other source is named: H200, vLLM 0.32, Llama-3.1-8B in bf16, 64 requests; measured by benchmarks/spill.py
 # and benchmarks/prediction.py.
@@ -29,6 +32,18 @@ _SAMPLER_BYTES = 8
 _LARGEST_GRAPH = 512
 # How far from all this another model may be.
 _LEAST_DOUBT_BYTES, _DOUBT = GiB // 4, 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Memory that an engine was measured to take on one GPU, beside weights and KV."""
+
+    non_torch_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    """What vLLM set aside for CUDA graphs, be it more than they took."""
+    context_bytes: int
+    """CUDA's context, which vLLM does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,3 +123,33 @@ def _workspace(facts: ModelFacts) -> int:
         return 0
     expert, hidden = expert_size(facts), facts.hidden_size
     return facts.num_experts_per_tok * (max(expert, hidden) + max(2 * expert, hidden)) + hidden
+
+
+def fingerprint(
+    facts: ModelFacts, gpu: Gpu, *, vllm_version: str, max_num_batched_tokens: int, max_num_seqs: int,
+    enforce_eager: bool, kv_cache_dtype: str,
+) -> str:  # fmt: skip
+    """What a profile holds for: a few readable words, and a hash over everything it depends on."""
+    decides = {
+        "architecture": facts.architecture,
+        "dtype": facts.dtype,
+        "quantization": facts.quantization,
+        "num_layers": facts.num_layers,
+        "hidden_size": facts.hidden_size,
+        "intermediate_size": facts.intermediate_size,
+        "num_heads": facts.num_heads,
+        "num_experts": facts.num_experts,
+        "vocab_size": facts.vocab_size,
+        "weights_bytes": facts.weights.total_bytes,
+        "gpu": gpu.name,
+        "gpu_bytes": gpu.total_bytes.value,
+        "driver": gpu.driver_version,
+        "vllm": vllm_version,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs": max_num_seqs,
+        "enforce_eager": enforce_eager,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    words = f"{facts.architecture}-{gpu.name}-vllm{vllm_version}-{max_num_batched_tokens}x{max_num_seqs}"
+    return f"{re.sub(r'[^a-z0-9.]+', '-', words.lower())[:100]}-{digest}"

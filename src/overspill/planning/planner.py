@@ -8,20 +8,19 @@ from overspill.hardware.gpu import Gpu
 from overspill.model.facts import ModelFacts
 from overspill.planning.attempts import (
     Attempt,
+    CardFit,
     Fit,
     attempts,
     attempts_without_ram,
+    card_fits,
     fits,
     least_ram_bytes,
     longest_context,
 )
-from overspill.planning.budget import Budget, card_bytes
-from overspill.planning.card_fits import CardFit, card_fits
 from overspill.planning.connector_options import read_options, unused_options, write_options
-from overspill.planning.platform import CUDA, Platform
-from overspill.planning.setup import Profiles, Setup, nothing_measured
+from overspill.planning.memory import Budget, card_bytes
+from overspill.planning.setup import CUDA, Platform, Profiles, Setup, Wishes, nothing_measured
 from overspill.planning.ways import Way, make_way
-from overspill.planning.wishes import Wishes
 
 __all__ = ["Plan", "Way", "Wishes", "make_plan"]
 

@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 
 from overspill.kv.sizes import GiB, MiB, format_size
-from overspill.planning.attempts import PROCESS_RAM_BYTES
-from overspill.planning.budget import card_bytes
-from overspill.planning.card_fits import smallest_card
-from overspill.planning.installed import Vllm
+from overspill.planning.attempts import PROCESS_RAM_BYTES, smallest_card
+from overspill.planning.memory import card_bytes
 from overspill.planning.planner import Plan
-from overspill.planning.weight_choice import least_for_weights
+from overspill.planning.weights import least_for_weights
 
 CPU_BUILD = (
     "Planned for vLLM's CPU build, where --gpu-memory is RAM in place of a GPU's memory; to plan for a card, use --gpu "
@@ -21,17 +19,6 @@ def refusal(plan: Plan) -> str:
     need, have = need_and_have(plan)
     return f"{plan.facts.name} does not fit with {plan.max_model_len} tokens: it needs {need}; there is {have}. " + (
         " ".join(f"{remedy}." for remedy in remedies(plan))
-    )
-
-
-def wrong_build(plan: Plan, vllm: Vllm) -> str | None:
-    """A plan can be made for any machine; an engine needs the vLLM that is here."""
-    if vllm.is_cpu == plan.platform.is_cpu:
-        return None
-    build, other = ("CPU", "cpu") if vllm.is_cpu else ("CUDA", "cuda")
-    return (
-        f"the plan is for {plan.platform.name}, and vLLM's {build} build is installed, which cannot run it; use "
-        f"--device {other}, or install the other build"
     )
 
 

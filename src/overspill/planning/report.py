@@ -1,12 +1,15 @@
-"""A plan as JSON: bytes are integers, and every figure that is not exact says where it comes from."""
+"""A plan as JSON, and as text on one screen; every figure that is not exact says where it comes from."""
 
 from typing import Any
 
-from overspill.figures import as_json
+from overspill.figures import Known, as_json
+from overspill.kv.sizes import format_size
 from overspill.planning.arguments import vllm_args
-from overspill.planning.card_fits import smallest_card
+from overspill.planning.attempts import CardFit, smallest_card
 from overspill.planning.planner import Plan
+from overspill.planning.refusal import CPU_BUILD, need_and_have, remedies
 from overspill.planning.ways import SHORT_TOKENS, Way
+from overspill.planning.weights import WeightOffload
 
 CONCURRENCY_TOKENS = 8192
 
@@ -92,3 +95,142 @@ def _cards_as_json(plan: Plan) -> dict[str, Any]:
             for one in plan.cards
         ],
     }
+
+
+_LABEL, _VALUE = 18, 10
+
+
+def plan_as_text(plan: Plan) -> str:
+    lines = [f"{plan.facts.name}, {plan.max_model_len:,} tokens"]
+    lines += [f"warning: {warning}" for warning in plan.warnings]
+    if plan.recommended is None:
+        need, have = need_and_have(plan)
+        what = "is known here" if plan.lossy is None else "changes no token"
+        lines += [f"does not fit by any way that {what}", f"need: {need}", f"have: {have}", *remedies(plan)]
+    elif plan.platform.is_cpu:
+        lines.append(CPU_BUILD)
+    if (chosen := plan.chosen) is not None:
+        lines += ["", *_division(plan, chosen), *_link(plan), "", *_ways(plan, chosen), *_concurrency(plan, chosen)]
+    elif plan.ways:
+        lines += ["", *_link(plan), "", *_ways(plan, None)]
+    if plan.wishes.cards:
+        lines += ["", *_cards(plan.cards)]
+    return "\n".join(lines)
+
+
+def _division(plan: Plan, way: Way) -> list[str]:
+    overheads, budget = way.overheads, plan.budget
+    on_gpu = plan.facts.weights.total_bytes - way.weights.saved_bytes
+    is_cpu = plan.platform.is_cpu
+    rows = [
+        ("Memory" if is_cpu else "GPU", budget.limit_bytes.value, budget.limit_bytes.note),
+        ("  CUDA context", budget.context_bytes.value, _origin(budget.context_bytes)),
+        ("  for vLLM", 0 if is_cpu else budget.usable_bytes.value, budget.usable_bytes.note),
+        ("  weights", on_gpu, _weights_note(plan, way)),
+        ("  KV resident", way.kv.resident_bytes, way.kv_cache_dtype if way.kv_cache_dtype != "auto" else ""),
+        ("  window", way.kv.window_bytes, "for KV that is in RAM"),
+        ("  activations", overheads.activation_bytes.value, _origin(overheads.activation_bytes)),
+        ("  CUDA graphs", overheads.graph_bytes.value, _origin(overheads.graph_bytes)),
+        ("  libraries", overheads.non_torch_bytes.value, _origin(overheads.non_torch_bytes)),
+        ("RAM", plan.ram_bytes.value, plan.ram_bytes.note),
+        (
+            "  weights",
+            way.weights.ram_bytes,
+            f"read over the link in every step; take {_pinned(way.weights)}",
+        ),
+        (
+            "  KV spilled",
+            way.kv.spilled_bytes,
+            f"of requests that do not fit {'in memory' if is_cpu else 'on the GPU'}",
+        ),
+        ("  KV offloaded", way.offload_bytes, "of conversations that are kept warm"),
+    ]
+    return [
+        f"{label:{_LABEL}}{format_size(size):>{_VALUE}}   {note}".rstrip()
+        for label, size, note in rows
+        if size or not label.startswith(" ")
+    ]
+
+
+def _pinned(weights: WeightOffload) -> str:
+    taken = f"{format_size(weights.pinned_bytes)} pinned"
+    if weights.loading_bytes == weights.pinned_bytes:
+        return taken
+    return f"{taken}, {format_size(weights.loading_bytes)} while they are loaded"
+
+
+def _link(plan: Plan) -> list[str]:
+    """What speeds of everything in RAM come from. A CPU has none: its copies are within RAM."""
+    if plan.platform.is_cpu:
+        return []
+    link = plan.gpu.link.h2d_bytes_per_second
+    rate = f"{link.value / 1e9:.1f} GB/s"
+    how = "" if "--link" in link.note else "; --link states another"
+    return [f"{'link':{_LABEL}}{rate:>{_VALUE}}   {_origin(link)}{how}"]
+
+
+def _ways(plan: Plan, chosen: Way | None) -> list[str]:
+    """None is chosen where all of them round KV, and that was not asked for."""
+    ways = plan.ways or ((chosen,) if chosen is not None else ())
+    lines = [f"{'':2}{'way':56}{'decode':>12}{'first token':>14}{'in RAM':>11}"]
+    for way in ways:
+        mark = "*" if way is chosen else " "
+        speed, wait = way.at_once_tokens_per_s.value, way.ttft_s.value
+        name = way_name(plan, way)
+        lines.append(f"{mark} {name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(way.ram_bytes):>11}")
+    if chosen is None:
+        what = "None is taken unless asked for"
+    else:
+        what = "* recommended" if plan.recommended is chosen else "* forced"
+    at_once = plan.wishes.at_once
+    whose = "for one request" if at_once == 1 else f"decode of {at_once} requests together"
+    lines.append(f"{what}. Speeds are {ways[0].decode_tokens_per_s.origin}, at the full context, {whose}.")
+    return lines
+
+
+def way_name(plan: Plan, way: Way) -> str:
+    """As a user sees it: without a GPU nothing is on one."""
+    return way.name.replace("on the GPU", "in memory") if plan.platform.is_cpu else way.name
+
+
+def _concurrency(plan: Plan, way: Way) -> list[str]:
+    fitting = ", ".join(
+        f"{min(way.requests_at_once(length), plan.max_num_seqs)} of {length:,} tokens"
+        for length in concurrency_lengths(plan.max_model_len)
+    )
+    lines = [f"Requests that fit at once: {fitting}."]
+    if way.short_requests > 1:
+        tokens = min(SHORT_TOKENS, plan.max_model_len)
+        speed = way.short_tokens_per_s.value
+        lines.append(f"{way.short_requests} at once of {tokens:,} tokens: {speed:,.0f} t/s together.")
+    lines.append(longest_as_text(plan))
+    if way.warm_tokens:
+        lines.append(f"KV of idle conversations that is kept warm in RAM: {way.warm_tokens:,} tokens.")
+    if way.ram_bytes and plan.least_ram_bytes is not None:
+        lines.append(f"Least RAM for this context: {format_size(plan.least_ram_bytes)}, the engine's process included.")
+    return lines
+
+
+def longest_as_text(plan: Plan) -> str:
+    """What RAM makes of this GPU."""
+    each = "" if plan.wishes.at_once == 1 else f", {plan.wishes.at_once} at once"
+    alone = f"{plan.longest_on_gpu:,} tokens" if plan.longest_on_gpu else "none"
+    gpu = "memory" if plan.platform.is_cpu else "GPU"
+    return f"Longest context{each}: {alone} on the {gpu} alone, {plan.longest_context:,} tokens with this RAM."
+
+
+def _cards(cards: tuple[CardFit, ...]) -> list[str]:
+    lines = [f"{'card':18}{'memory':>10}   this context fits"]
+    for one in cards:
+        how = "on the GPU alone" if one.alone else "with this RAM" if one.with_ram else "-"
+        lines.append(f"{one.card.key:18}{format_size(one.card.total_bytes):>10}   {how}")
+    return lines
+
+
+def _weights_note(plan: Plan, way: Way) -> str:
+    note = f"{plan.facts.weights.source}, {format_size(plan.facts.weights.total_bytes)} in all"
+    return f"{note}; a slot for those in RAM included" if way.weights.slot_bytes else note
+
+
+def _origin(figure: Known[int]) -> str:
+    return f"{figure.origin}, {figure.note}" if figure.note else str(figure.origin)

@@ -1,19 +1,115 @@
-"""Everything a plan is made from: a model, a device, RAM, and what is wished for."""
+"""Everything a plan is made from: a model, a device, vLLM's platform, RAM, and what is wished for."""
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from overspill.figures import Known
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
-from overspill.model.caches import RecurrentState
+from overspill.kv.spill.geometry import CUDA_GRANULARITY
+from overspill.model.caches import LatentAttention, RecurrentState
 from overspill.model.facts import ModelFacts
 from overspill.model.kv import KVGeometry
-from overspill.planning.budget import Budget, gpu_budget, whole_budget
-from overspill.planning.overheads import NO_OVERHEADS, Overheads, assumed_overheads, measured_overheads
-from overspill.planning.platform import Platform
-from overspill.planning.profiles import Profile
-from overspill.planning.wishes import Wishes
+from overspill.planning.memory import Budget, gpu_budget, whole_budget
+from overspill.planning.overheads import NO_OVERHEADS, Overheads, Profile, assumed_overheads, measured_overheads
+
+MAX_NUM_SEQS = 64
+AT_ONCE = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """None leaves it to the plan."""
+
+    max_model_len: int | None = None
+    dtype: str = "auto"
+    """vLLM's --dtype; the model's facts must have been read with the same."""
+    kv_cache_dtype: str | None = None
+    gpu_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    """Of the whole card; None is vLLM's default."""
+    max_num_batched_tokens: int | None = None
+    at_once: int = AT_ONCE
+    """Requests of `max_model_len` tokens whose KV is to fit at a time."""
+    max_num_seqs: int = MAX_NUM_SEQS
+    enforce_eager: bool = False
+    offload_ram_bytes: int | None = None
+    """RAM for idle KV; None is what is left, 0 none."""
+    weights_ram_bytes: int | None = None
+    """Weights in RAM, rounded up to whole layers; 0 leaves them on the GPU."""
+    offload_groups: tuple[int, int] | None = None
+    """vLLM's offload_group_size and offload_num_in_group, where they say which weights go to RAM."""
+    tensor_parallel_size: int = 1
+    """Of vLLM's own flags; the plan is for one GPU all the same, and says so."""
+    kv_options: str = ""
+    """Of the connector, beside its sizes, as `overspill.planning.connector_options` reads them."""
+    force: bool = False
+    """Whether to give the nearest way where none fits."""
+    cards: bool = False
+    """Whether to tell which cards would do although this one does."""
+
+    @property
+    def num_seqs(self) -> int:
+        """vLLM's max_num_seqs: at least as many as are to fit at once."""
+        return max(self.max_num_seqs, self.at_once)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    name: str
+    """vLLM's: cuda, cpu."""
+    granularity: int
+    """How finely memory is mapped under spilled KV, in bytes."""
+    block_size: int
+    """Tokens, where the user asks for none."""
+    latent_block_size: int
+    """The same for multi-head latent attention."""
+    kernel_block_multiple: int
+    max_concurrent_batches: int
+    chunks: tuple[int, ...]
+    """Values of max_num_batched_tokens that are worth trying on a device of common size."""
+    profiles_memory: bool
+    """Whether vLLM takes a fraction of the device's memory, and looks what is left of it for KV."""
+    offloads_weights: bool
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+    def block_size_of(self, facts: ModelFacts) -> int:
+        is_latent = any(isinstance(entry.cache, LatentAttention) for entry in facts.caches)
+        return self.latent_block_size if is_latent else self.block_size
+
+
+CUDA = Platform(
+    name="cuda",
+    granularity=CUDA_GRANULARITY,
+    block_size=16,
+    latent_block_size=64,  # FlashMLA's
+    kernel_block_multiple=16,
+    max_concurrent_batches=2,
+    # Prefill hides the link only in long chunks, and long chunks cost activations: both are tried.
+    chunks=(2048, 8192),
+    profiles_memory=True,
+    offloads_weights=True,
+)
+# vllm/platforms/cpu.py. It schedules one batch at a time, and its offloaders need CUDA.
+CPU = Platform(
+    name="cpu",
+    # As overspill.kv.spill.aliased_memory, which cannot be imported without torch.
+    granularity=mmap.PAGESIZE,
+    block_size=128,
+    latent_block_size=16,
+    kernel_block_multiple=32,
+    max_concurrent_batches=1,
+    chunks=(2048,),
+    profiles_memory=False,
+    offloads_weights=False,
+)
+# With AMX, vLLM's CPU platform does not insist on blocks of 16 for latent attention.
+LATENT_BLOCK_SIZE_WITH_AMX = 128
+
 
 Profiles = Callable[[int, str], Profile | None]
 """What was measured for a max_num_batched_tokens and a kv_cache_dtype."""

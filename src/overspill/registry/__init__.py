@@ -1,7 +1,6 @@
 """The registry: models, runs, profiles and results, in one database that commands and pages write alike."""
 
 from overspill.registry.database import Registry, open_existing, open_registry
-from overspill.registry.entries import Entry, read_models_file, scan_hub_cache
 from overspill.registry.errors import (
     BadDatabaseUrl,
     BadModelsFile,
@@ -14,22 +13,33 @@ from overspill.registry.errors import (
     UnknownModel,
     UnknownRecord,
 )
-from overspill.registry.imports import Imported, Outcome, import_models
-from overspill.registry.model_settings import (
-    MODEL_SETTINGS,
-    ModelSetting,
-    ModelSettings,
-    needs_restart,
-    serve_settings,
-)
+from overspill.registry.imports import Entry, Imported, Outcome, import_models, read_models_file, scan_hub_cache
 from overspill.registry.models import Edit, Model, add_model, edit_model, get_model, list_models, remove_model
-from overspill.registry.profiles import MeasuredLink, MeasuredProfile, load_profile, save_profile
-from overspill.registry.recorded import environment_that_matters, installed_versions
-from overspill.registry.results import Measurement, Result, get_result, list_results, save_result
-from overspill.registry.runs import Run, RunEnd, end_lost_runs, end_run, list_runs, running_runs, start_run
+from overspill.registry.results import (
+    MeasuredLink,
+    MeasuredProfile,
+    Measurement,
+    Result,
+    get_result,
+    list_results,
+    load_profile,
+    save_profile,
+    save_result,
+)
+from overspill.registry.runs import (
+    Run,
+    RunEnd,
+    end_lost_runs,
+    end_run,
+    environment_that_matters,
+    installed_versions,
+    list_runs,
+    running_runs,
+    start_run,
+)
+from overspill.registry.tables import ModelSettings, needs_restart
 
 __all__ = [
-    "MODEL_SETTINGS",
     "BadDatabaseUrl",
     "BadModelsFile",
     "CannotNow",
@@ -42,7 +52,6 @@ __all__ = [
     "MeasuredProfile",
     "Measurement",
     "Model",
-    "ModelSetting",
     "ModelSettings",
     "Outcome",
     "Registry",
@@ -76,6 +85,5 @@ __all__ = [
     "save_profile",
     "save_result",
     "scan_hub_cache",
-    "serve_settings",
     "start_run",
 ]

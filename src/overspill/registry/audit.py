@@ -7,8 +7,7 @@ from enum import StrEnum
 from sqlalchemy import delete, select
 
 from overspill.registry.database import Registry
-from overspill.registry.schema import now
-from overspill.registry.tables import AuditRow
+from overspill.registry.tables import AuditRow, now
 
 MAX_ENTRIES = 10_000
 _MAX_LENGTH = 500

@@ -1,20 +1,143 @@
-"""The database: opened, brought up to date, its transactions, and what it says when something is wrong."""
+"""The database: opened, migrated, its transactions, and what it says when something is wrong."""
 
+import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
 from overspill.registry.errors import ChangedMeanwhile, RegistryError, RegistryUnavailable
-from overspill.registry.migrate import bring_up_to_date
 from overspill.registry.place import VARIABLE, Place, find_place, prepare_file
-from overspill.registry.sqlite import WRITES, set_up_sqlite, use_wal
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+# Execution options of an engine whose transactions write.
+WRITES = {"overspill_writes": True}
+
+
+def set_up_sqlite(engine: Engine) -> None:
+    event.listen(engine, "connect", _set_up_connection)
+    event.listen(engine, "begin", _begin)
+
+
+def _set_up_connection(connection: sqlite3.Connection, record: Any) -> None:
+    # Python's driver would begin transactions late, and commit before DDL; `_begin` does it instead.
+    connection.isolation_level = None
+    connection.execute("PRAGMA foreign_keys = ON")
+    # In WAL mode, less than FULL acknowledges what a power cut can take back.
+    connection.execute("PRAGMA synchronous = FULL")
+
+
+def _begin(connection: Connection) -> None:
+    # A transaction that reads first and writes later fails at once when another one wrote in between: waiting helps
+    # only those that ask for the lock from the beginning.
+    writes = connection.get_execution_options().get("overspill_writes")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def use_wal(engine: Engine, wait_seconds: float) -> None:
+    """Readers then do not wait for writers. The file remembers it, so this is needed once."""
+    connection = engine.raw_connection()
+    # SQLite does not always wait here: of two processes that switch at once, each may hold what the other needs.
+    deadline = time.monotonic() + wait_seconds
+    try:
+        while True:
+            try:
+                _switch_to_wal(connection.driver_connection)
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+    finally:
+        connection.close()
+
+
+def _switch_to_wal(connection: Any) -> None:
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        connection.execute("PRAGMA journal_mode = WAL")
+
+
+# The last of migrations/versions. Here, so that a registry that is up to date opens without loading Alembic.
+HEAD = "0007"
+# Not Alembic's usual name: another program's migrations may live in the same PostgreSQL database.
+VERSION_TABLE = "overspill_registry"
+_TABLES = {
+    "models", "runs", "profiles", "results", "manager_keys", "manager_passwords", "manager_sessions", "manager_audit",
+}  # fmt: skip
+# Any number will do that other programs are unlikely to lock.
+_POSTGRESQL_LOCK = 0x6F7665727370
+
+
+def bring_up_to_date(engine: Engine, place: Place) -> None:
+    with engine.connect() as connection:
+        if _revision(connection) == HEAD:
+            return
+    with engine.execution_options(**WRITES).begin() as connection:
+        # SQLite's transaction for writing is itself the lock.
+        if engine.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _POSTGRESQL_LOCK})
+        revision = _revision(connection)
+        if revision != HEAD:  # another process may have been faster
+            _refuse_others(connection, revision, place)
+            migrate(connection, HEAD)
+
+
+def migrate(connection: Connection, target: str) -> None:
+    """Up or down to a revision, in the transaction of `connection`; "base" is before the first."""
+    from alembic import command
+
+    order = ["base", *known_revisions()]
+    is_down = order.index(target) < order.index(_revision(connection) or "base")
+    (command.downgrade if is_down else command.upgrade)(_config(connection), target)
+
+
+def known_revisions() -> list[str]:
+    """From the first to the last."""
+    from alembic.script import ScriptDirectory
+
+    scripts = ScriptDirectory.from_config(_config()).walk_revisions()
+    return [script.revision for script in scripts][::-1]
+
+
+def _revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table(VERSION_TABLE):
+        return None
+    return connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+
+
+def _refuse_others(connection: Connection, revision: str | None, place: Place) -> None:
+    if revision is None:
+        if theirs := sorted(_TABLES & set(inspect(connection).get_table_names())):
+            raise RegistryUnavailable(
+                f"the database at {place} has a table {theirs[0]!r} that is not Overspill's; give the registry a "
+                f"database of its own with {VARIABLE}"
+            )
+    elif revision not in (known := known_revisions()):
+        raise RegistryUnavailable(
+            f"the registry at {place} was written by a newer Overspill (revision {revision}; this one knows {known[0]} "
+            f"to {known[-1]}); upgrade Overspill, or name another registry with {VARIABLE}"
+        )
+
+
+def _config(connection: Connection | None = None) -> "Config":
+    from alembic.config import Config
+
+    config = Config()
+    # ConfigParser reads % as the beginning of a name.
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
 
 _WAIT_SECONDS = 15
 BRIEFLY = 2.0

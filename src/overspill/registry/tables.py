@@ -1,14 +1,131 @@
-"""The registry's tables. Migrations make them; a test holds the two together."""
+"""The registry's tables, and what they have in common: constraint names, times in UTC, JSON."""
 
-from dataclasses import fields
-from datetime import datetime
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Double, ForeignKey, Integer, String, Text
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy import JSON, BigInteger, DateTime, Dialect, ForeignKey, Integer, MetaData, String, Text
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
 
-from overspill.registry.model_settings import ModelSettings
-from overspill.registry.schema import Base, Json
+from overspill.registry.errors import RegistryError
+from overspill.settings import MODEL_SETTINGS, Scope
+
+Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
+
+
+class UtcTime(TypeDecorator[datetime]):
+    """Aware going in and coming out; SQLite keeps no time zone."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is not None and value.tzinfo is None:
+            raise ValueError(f"{value} has no time zone")
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    # With names, a later migration can change a constraint on either database.
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    # Bytes outgrow 32 bits.
+    type_annotation_map = {  # noqa: RUF012 (SQLAlchemy's own declaration)
+        int: BigInteger,
+        datetime: UtcTime,
+        list[str]: Json,
+        dict[str, Any]: Json,
+        dict[str, str]: Json,
+    }
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def is_key(number: int) -> bool:
+    """Whether a row can have it; the databases answer a larger one with an error, each with its own."""
+    return 0 < number < 1 << 31
+
+
+# An even number of backslashes before it: otherwise it is the text `\\u0000`, and harmless.
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def storable(value: Any, what: str) -> Any:
+    """`value` as it comes back from a JSON column. Refuses what one of the two databases would refuse."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()  # PostgreSQL keeps no half of a surrogate pair,
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RegistryError(f"{what} cannot be kept as JSON: {error}") from error
+    if _NUL.search(text):  # and no NUL
+        raise RegistryError(f"{what} cannot be kept: a text in it holds a NUL character; leave it out")
+    return json.loads(text)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ModelSettings:
+    """A model's settings, as attributes named like those of `overspill.settings`; a setting that is None is left to the
+    environment, config.toml and the plan. Sizes are bytes, times seconds."""
+
+    values: Mapping[str, Any]
+
+    def __init__(self, *, source: str, **values: Any) -> None:
+        values = {"source": source, **values}
+        if unknown := values.keys() - _DEFAULTS.keys():
+            raise TypeError(f"a model has no setting {sorted(unknown)[0]}")
+        given = {name: values.get(name, default) for name, default in _DEFAULTS.items()}
+        object.__setattr__(self, "values", {**given, "vllm_args": tuple(given["vllm_args"] or ())})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DEFAULTS:
+            return self.values[name]
+        raise AttributeError(f"a model has no setting {name!r}")
+
+    @property
+    def for_commands(self) -> dict[str, Any]:
+        """Those that `overspill serve` takes too, as far as they are set."""
+        return {one.name: self.values[one.name] for one in _COMMON if self.values[one.name] is not None}
+
+    def changed(self, changes: Mapping[str, Any]) -> "ModelSettings":
+        """With parsed values in place of others; None takes one back."""
+        return ModelSettings(**{**self.values, **changes})
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.values, "vllm_args": list(self.vllm_args)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "ModelSettings":
+        """Names of later versions are left out."""
+        return cls(**{name: value for name, value in values.items() if name in _DEFAULTS})
+
+
+_DEFAULTS = {setting.name: None for setting in MODEL_SETTINGS}
+_COMMON = [setting for setting in MODEL_SETTINGS if setting.scope is Scope.EVERYWHERE]
+
+
+def needs_restart(before: ModelSettings, after: ModelSettings) -> list[str]:
+    """Of what differs, the settings that a running server takes only when it is started again."""
+    return [
+        one.name for one in MODEL_SETTINGS if one.takes_restart and before.values[one.name] != after.values[one.name]
+    ]
 
 
 class ModelRow(Base):
@@ -16,36 +133,14 @@ class ModelRow(Base):
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True)
     name: Mapped[str] = mapped_column(String(200), unique=True)
-    source: Mapped[str] = mapped_column(Text)
-    max_model_len: Mapped[int | None]
-    gpu_memory: Mapped[int | None]
-    gpu_memory_utilization: Mapped[float | None] = mapped_column(Double)
-    ram: Mapped[int | None]
-    offload_ram: Mapped[int | None]
-    weights_ram: Mapped[int | None]
-    dtype: Mapped[str | None] = mapped_column(Text)
-    kv_cache_dtype: Mapped[str | None] = mapped_column(Text)
-    kv_options: Mapped[str | None] = mapped_column(Text)
-    at_once: Mapped[int | None]
-    max_num_seqs: Mapped[int | None]
-    max_num_batched_tokens: Mapped[int | None]
-    enforce_eager: Mapped[bool | None]
-    vllm_args: Mapped[list[str]]
-    ttl: Mapped[int | None]
-    keep: Mapped[bool | None]
-    preload: Mapped[bool | None]
-    notes: Mapped[str | None] = mapped_column(Text)
+    # One column for all of them: a new setting needs no migration.
+    settings: Mapped[dict[str, Any]]
     version: Mapped[int] = mapped_column()
     created_at: Mapped[datetime]
     updated_at: Mapped[datetime]
 
     # Every UPDATE and DELETE then asks for the version that was read, and counts it up.
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 (SQLAlchemy's own declaration)
-
-    @property
-    def settings(self) -> ModelSettings:
-        values = {field.name: getattr(self, field.name) for field in fields(ModelSettings)}
-        return ModelSettings(**{**values, "vllm_args": tuple(self.vllm_args)})
 
 
 class RunRow(Base):

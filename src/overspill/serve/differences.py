@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from overspill.figures import Origin
 from overspill.kv.sizes import format_size
+from overspill.planning.overheads import Profile
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.serve.report import HostMemoryReport, Report
@@ -142,3 +143,12 @@ def _pinning(name: str, option: str, memory: HostMemoryReport | None) -> Iterato
             remedy=f"Raise the limit with ulimit -l unlimited, or give less RAM with --ram ({option}).",
             stops=True,
         )
+
+
+def profile_of(report: Report) -> Profile | None:
+    """None where vLLM did not profile."""
+    sizes = (report.non_torch_bytes, report.activation_bytes, report.graph_bytes, report.context_bytes)
+    non_torch, activation, graph, context = sizes
+    if non_torch is None or activation is None or graph is None or context is None:
+        return None
+    return Profile(non_torch_bytes=non_torch, activation_bytes=activation, graph_bytes=graph, context_bytes=context)

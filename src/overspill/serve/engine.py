@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from overspill.launch import vllm as plugins
 from overspill.processes import in_session, kill, wait_until_none
-from overspill.serve import plugins
 from overspill.serve.guard import PATIENCE_S, READY
 from overspill.serve.log import Log
 

@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from overspill.address import require_free
+from overspill.errors import CannotServe
 from overspill.kv.sizes import format_size
+from overspill.launch.launch import Prepared
+from overspill.launch.profiles import remember_profile
+from overspill.launch.traps import require_tokenizer
 from overspill.serve import notice
-from overspill.serve.address import require_free
-from overspill.serve.differences import Difference, confirmations, differences
+from overspill.serve.differences import Difference, confirmations, differences, profile_of
 from overspill.serve.engine import Engine
-from overspill.serve.errors import CannotServe
-from overspill.serve.measured import remember_profile
 from overspill.serve.notice import notify
-from overspill.serve.prepared import Prepared
 from overspill.serve.reasons import epitaph
 from overspill.serve.report import VARIABLE, Phase, Report, earliest, read
 from overspill.serve.status import read_statuses
 from overspill.serve.telling import Telling
-from overspill.serve.tokenizer import require_tokenizer
 
 _POLL_S = 0.2
 
@@ -32,7 +32,7 @@ def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path |
     address = prepared.address
     there = next((one.text for one in read_statuses() if one.is_alive and one.url == address.url), "")
     require_free(address, {prepared.model, prepared.served_name}, there)
-    require_tokenizer(prepared)
+    require_tokenizer(prepared.model, prepared.plan, prepared.combined)
     folder = Path(tempfile.mkdtemp(prefix="overspill-"))
     environment = {**prepared.full_environment(), VARIABLE: str(folder)}
     # Ours to answer: vLLM's processes are not the service's main one.
@@ -113,8 +113,10 @@ class _Life:
         found: list[Difference] = []
         for report in reports:
             found += [one for one in differences(plan, way, report) if one not in found]
-        if self.prepared.combined.follows_plan:  # what was measured with other flags is of another engine
-            remember_profile(plan, way, reports[0], self.prepared.vllm)
+        profile = profile_of(reports[0])
+        # What was measured with other flags is of another engine.
+        if profile is not None and self.prepared.combined.follows_plan:
+            remember_profile(plan, way, profile, self.prepared.vllm)
         for line in confirmations(way, reports[0], on_cpu=plan.platform.is_cpu):
             self.telling.say(f"as planned: {line}" if not found else line, keep=True)
         for one in found:

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from overspill.named import NoRegistry, using_registry
+from overspill.launch.launch import Prepared
+from overspill.launch.reference import NoRegistry, using_registry
 from overspill.planning.report import plan_as_json
 from overspill.processes import identity
 from overspill.serve.notice import notify
-from overspill.serve.prepared import Prepared
 from overspill.serve.report import Phase, Report
 from overspill.serve.status import (
     Reached,

@@ -1,16 +1,15 @@
 """The service for a model: the command that does what was planned, and the RAM it may take."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from overspill.flags import into_environment, read_flags, refuse_secrets
 from overspill.kv.options import Options
-from overspill.kv.sizes import GiB, exact_size
+from overspill.kv.sizes import GiB
 from overspill.planning.planner import Plan
-from overspill.serve.flags import read_flags
-from overspill.serve.secret_flags import into_environment, refuse_secrets
 from overspill.service.units import Mode, Service
-from overspill.settings import GivenBy, Value
+from overspill.settings import GivenBy, Value, as_flags
 
 # The process that answers HTTP, beside the engine's, which the plan counts.
 SERVER_RAM_BYTES = 2 * GiB
@@ -37,7 +36,9 @@ def planned_service(
     # Where RAM plays the GPU's memory, its share of what is free is not left to a later start either.
     stand_in_bytes = plan.budget.limit_bytes.value if plan.platform.is_cpu else 0
     fixed = {"ram": ram_bytes, "gpu_memory": stand_in_bytes or values["gpu_memory"].value}
-    flags = _flags(values, {name: size for name, size in fixed.items() if size is not None})
+    # Whatever was set, also by the environment or the file, which may change.
+    given_now = {name: one.value for name, one in values.items() if one.origin is not GivenBy.DEFAULT}
+    flags = as_flags({name: value for name, value in {**given_now, **fixed}.items() if value is not False})
     return Service(
         mode=mode,
         name=name or model,
@@ -68,20 +69,6 @@ def _ram_bytes(values: Mapping[str, Value], plan: Plan) -> int:
     if given is not None or way is None:
         return int(given if given is not None else plan.ram_bytes.value)
     return way.peak_ram_bytes
-
-
-def _flags(values: Mapping[str, Value], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Whatever was set, also by the environment or the file, which may change."""
-    for name, value in values.items():
-        flag = value.setting.flag
-        if name in sizes:
-            yield from (flag, exact_size(sizes[name]))
-        elif value.origin is GivenBy.DEFAULT or value.value is False:
-            continue
-        elif value.value is True:
-            yield flag
-        else:
-            yield from (flag, str(value.value))
 
 
 def other_users_settings(user: str | None, asking: str) -> list[str]:

@@ -11,8 +11,8 @@ from enum import StrEnum
 from itertools import pairwise
 from pathlib import PurePosixPath
 
+from overspill.flags import HIDDEN
 from overspill.kv.errors import OverspillError
-from overspill.serve.secret_flags import HIDDEN
 from overspill.service.quoting import (
     escape_instance,
     quote_assignment,

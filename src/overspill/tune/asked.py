@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overspill.kv.errors import OverspillError
-from overspill.registry import MODEL_SETTINGS, Registry, Result
-from overspill.registry.model_settings import parse_settings
+from overspill.registry import Registry, Result
+from overspill.settings import parse_duration, parse_settings
 from overspill.tune.definition import Definition, load
 from overspill.tune.errors import TuneError
 from overspill.tune.goals import Goal, parse_goal
@@ -14,7 +14,6 @@ from overspill.tune.report import candidates_of
 from overspill.tune.resumed import resumed
 from overspill.tune.subject import Subject, find_subject, registered_subject
 
-_DURATION = next(setting for setting in MODEL_SETTINGS if setting.name == "ttl")
 _NOT_OF_CONTEXT = {
     "workload": "sends one prompt of the length that is tried; leave out --workload",
     "repeats": "tries each length once; leave out --repeats",
@@ -25,7 +24,7 @@ _NOT_OF_CONTEXT = {
 
 def parse_budget(text: str) -> float:
     try:
-        return float(_DURATION.parse(text))
+        return float(parse_duration(text))
     except OverspillError as error:
         raise TuneError(f"--budget: {error}") from error
 

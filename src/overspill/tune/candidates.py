@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from overspill.flags import read_flags
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size
 from overspill.planning.arguments import kv_transfer_config, vllm_args
@@ -15,8 +16,7 @@ from overspill.planning.parameters import pinned_share
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.planning.weights import WeightOffload, groupings, uva_offloads
-from overspill.serve.flags import read_flags
-from overspill.settings import SETTINGS
+from overspill.settings import as_flags
 
 Replan = Callable[[Mapping[str, Any]], Plan]
 """The plan that `overspill serve` would make with these settings too."""
@@ -32,7 +32,6 @@ _LEAST_CHUNK, _MOST_CHUNK = 512, 16384
 # Of the planned amount of weights in RAM: slower steps, and more KV on the GPU. And the nearest amount below it, which
 # the plan holds for too little.
 _MORE_WEIGHTS = (1.25, 1.5, 2, 4)
-_FLAGS = {setting.name: setting for setting in SETTINGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +65,6 @@ class Candidate:
     def from_json(cls, values: Mapping[str, Any]) -> "Candidate":
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(**{**known, "vllm_args": tuple(known["vllm_args"])})
-
-
-def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Of `overspill serve`."""
-    words = []
-    for name, value in settings.items():
-        if isinstance(value, bool):
-            words.append(f"{_FLAGS[name].flag}={str(value).lower()}")
-        else:
-            words += [_FLAGS[name].flag, str(value)]
-    return words
 
 
 def find_candidates(

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.kv.sizes import format_size
 from overspill.registry import Edit, Model, Registry, add_model, edit_model
+from overspill.settings import BY_NAME
 from overspill.tune.candidates import TUNABLE, Candidate
 from overspill.tune.subject import Subject
-
-_SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +62,4 @@ def _set(values: Mapping[str, Any]) -> list[str]:
 
 
 def shown(name: str, value: Any) -> str:
-    if name in _SIZES and value is not None:
-        return format_size(value)
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value)) or "-"
-    return "-" if value is None else str(value)
+    return BY_NAME[name].shown(value)

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overspill.hardware import Hardware, detect
-from overspill.planning.machine import plan_for
+from overspill.launch.launch import Launch
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.setup import Setup, nothing_measured
-from overspill.serve.adopted import adopt
-from overspill.settings import config_path, resolve
 from overspill.tune.candidates import TUNABLE, Replan, find_candidates
 from overspill.tune.definition import Definition
 from overspill.tune.errors import CannotTune
@@ -58,8 +56,7 @@ def define(
 
 def _replan(subject: Subject, given: Mapping[str, Any], hardware: Hardware) -> Replan:
     def replan(settings: Mapping[str, Any]) -> Plan:
-        values = subject.named.applied(resolve({**given, **settings}, file=config_path()))
-        return plan_for(subject.source, adopt(values, registered=subject.vllm_args).settings, found=hardware)
+        return Launch.of(subject.named, {**given, **settings}, found=hardware).plan
 
     return replan
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from overspill.registry import ChangedMeanwhile
-from overspill.registry.model_settings import parse_settings
+from overspill.settings import parse_settings
 from overspill.tune.candidates import Candidate
 from overspill.tune.keeping import settings_to_keep, shown
 from overspill.tune.subject import Subject

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from overspill.named import Named
-from overspill.registry import Model, Registry, UnknownModel, get_model, serve_settings
-from overspill.registry.model_settings import parse_settings
-from overspill.registry.names import parse_name
-from overspill.serve.flags import Flag, read_flags
+from overspill.flags import Flag, read_flags
+from overspill.launch.reference import ModelRef
+from overspill.registry import Model, Registry, UnknownModel, get_model
+from overspill.registry.models import parse_name
+from overspill.settings import parse_settings
 from overspill.tune.candidates import CONNECTOR, TRANSFER, TUNABLE, TUNABLE_FLAGS, Candidate, Replan
 from overspill.tune.errors import TuneError
 
@@ -33,9 +33,9 @@ class Subject:
     """The same of vLLM's own flags."""
 
     @property
-    def named(self) -> Named:
+    def named(self) -> ModelRef:
         """For plans and servers; the candidates say the rest."""
-        return Named(
+        return ModelRef(
             name=self.name, source=self.source, is_registered=True, settings=self.settings, vllm_args=self.vllm_args
         )
 
@@ -112,8 +112,7 @@ def _registered(registry: Registry, name: str) -> Model | None:
 
 
 def _subject(model: Model, opens: tuple[str, ...]) -> Subject:
-    settings, words = serve_settings(model.settings)
-    flags = read_flags(words)
+    settings, flags = model.settings.for_commands, read_flags(model.settings.vllm_args)
     opened = (*TUNABLE, *opens)
     tuned = {name: settings[name] for name in opened if name in settings}
     kept = [word for flag in flags if not _is_tunable(flag) for word in flag.words]

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from overspill.address import free_port
 from overspill.bench import Progress, Workload, measure
 from overspill.experiment.configurations import read_configuration
 from overspill.experiment.launches import Launch, Launcher, make_launcher
@@ -14,9 +15,8 @@ from overspill.experiment.log_files import log_name
 from overspill.experiment.provenance import Provenance
 from overspill.experiment.servers import Interrupted, Server
 from overspill.kv.errors import OverspillError
-from overspill.named import Named
+from overspill.launch.reference import ModelRef
 from overspill.registry import Measurement, Registry, Result, save_result
-from overspill.serve.address import free_port
 from overspill.tune.candidates import Candidate
 from overspill.tune.definition import Definition
 from overspill.tune.progress import Telling
@@ -47,7 +47,7 @@ class _Made:
 class Trials:
     experiment: str
     definition: Definition
-    model: Named
+    model: ModelRef
     registry: Registry
     provenance: Provenance
     folder: Path

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overspill.kv.errors import OverspillError
-from overspill.planning.installed import Vllm, installed_vllm
+from overspill.launch.vllm import Vllm, installed_vllm, wrong_build
 from overspill.planning.planner import Plan
-from overspill.planning.refusal import refusal, wrong_build
+from overspill.planning.refusal import refusal
 from overspill.verify.errors import CannotVerify
 from overspill.verify.scenarios import NAMES, Scenario, chosen
 

@@ -1,11 +1,11 @@
 """Bodies and answers of the API, for validation and for its documentation."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-Size = Annotated[int | str, Field(description="Bytes, or for example 8GiB.", examples=["8GiB", 8589934592])]
-Length = Annotated[int | str, Field(description="Tokens, or for example 128k.", examples=["128k", 131072])]
+from overspill.settings import MODEL_SETTINGS, Setting
+
 MAX_TEXT = 10_000
 
 
@@ -13,28 +13,22 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ModelChanges(Strict):
-    """Settings of a model; null takes one back."""
+def _field(setting: Setting) -> tuple[Any, Any]:
+    kind = setting.kind
+    examples = [kind.example] if kind.example is not None else None
+    said = Field(None, description=kind.note or None, examples=examples, max_length=kind.max_length)
+    return kind.json | None, said
 
-    source: str | None = Field(None, max_length=1024, examples=["Qwen/Qwen3-8B"])
-    max_model_len: Length | None = None
-    gpu_memory: Size | None = None
-    gpu_memory_utilization: float | str | None = Field(None, examples=[0.9])
-    ram: Size | None = None
-    offload_ram: Size | None = None
-    weights_ram: Size | None = None
-    dtype: str | None = Field(None, max_length=20, examples=["auto"])
-    kv_cache_dtype: str | None = Field(None, max_length=20, examples=["fp8"])
-    kv_options: str | None = Field(None, max_length=200, examples=["store=lazy,verify=all"])
-    at_once: int | str | None = None
-    max_num_seqs: int | str | None = None
-    max_num_batched_tokens: Length | None = None
-    enforce_eager: bool | None = None
-    vllm_args: list[str] | str | None = Field(None, examples=[["--seed", "7"]])
-    ttl: int | str | None = Field(None, examples=["10m"])
-    keep: bool | None = None
-    preload: bool | None = None
-    notes: str | None = Field(None, max_length=MAX_TEXT)
+
+if TYPE_CHECKING:
+    ModelChanges = Strict
+else:
+    ModelChanges = create_model(
+        "ModelChanges",
+        __base__=Strict,
+        __doc__="Settings of a model; null takes one back.",
+        **{setting.name: _field(setting) for setting in MODEL_SETTINGS},
+    )
 
 
 class NewModel(ModelChanges):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overspill.address import free_port
 from overspill.manager import logs
 from overspill.manager.engines.launch import Backend, Launched, Order
 from overspill.manager.engines.memory import NOTHING, Memory
@@ -25,7 +26,6 @@ from overspill.manager.engines.timing import Timing
 from overspill.manager.engines.upstream import Upstream, address
 from overspill.manager.errors import StartFailed
 from overspill.processes import signal_name
-from overspill.serve.address import free_port
 from overspill.serve.stop_reason import leave_reason, take_reason
 
 logger = logging.getLogger(__name__)

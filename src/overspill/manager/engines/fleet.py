@@ -31,9 +31,8 @@ from overspill.manager.engines.swaps import Swaps
 from overspill.manager.engines.timing import Timing
 from overspill.manager.engines.upstream import Upstream
 from overspill.manager.errors import AlreadyManaged, NotServed, StillLoading, Stopped
-from overspill.registry import Model, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
-from overspill.registry.model_settings import settings_from_json
-from overspill.registry.names import nearest
+from overspill.registry import Model, ModelSettings, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
+from overspill.settings import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class Engines:
         told, failure, record = engine.told, engine.failure, engine.record
         changed: tuple[str, ...] = ()
         if record is not None and record.settings and model is not None:
-            changed = tuple(needs_restart(settings_from_json(record.settings), model.settings))
+            changed = tuple(needs_restart(ModelSettings.from_json(record.settings), model.settings))
         return Snapshot(
             name=name,
             state=engine.state,

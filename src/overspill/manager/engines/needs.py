@@ -7,15 +7,14 @@ from typing import Any
 from overspill.figures import Known, derived
 from overspill.hardware import Hardware, detect
 from overspill.kv.errors import OverspillError
+from overspill.launch.launch import Launch
+from overspill.launch.machine import TooMuchRam
+from overspill.launch.reference import ModelRef
 from overspill.manager.engines.memory import NOTHING, Memory
 from overspill.planning.attempts import peak_ram_bytes
-from overspill.planning.host_ram import TooMuchRam
-from overspill.planning.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
-from overspill.registry import ModelSettings, serve_settings
-from overspill.serve.adopted import adopt
-from overspill.settings import config_path, resolve, with_registered
+from overspill.registry import ModelSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +30,13 @@ class Need:
 def reckon(settings: ModelSettings, evictable: Memory) -> Need:
     """Reads the model's files and looks at the machine: not for the event loop. What cannot be planned needs nothing:
     starting it says why."""
-    registered, words = serve_settings(settings)
     try:
-        values = with_registered(resolve({}, file=config_path()), settings.source, registered)
-        adopted = adopt(values, registered=words)
-        plan = plan_for(settings.source, adopted.settings, found=with_more(detect(), evictable))
+        launch = Launch.of(ModelRef.of_model(settings.source, settings), {}, found=with_more(detect(), evictable))
     except TooMuchRam as error:
         return Need(refused=str(error))
     except OverspillError:
         return Need()
-    return need_of(plan, adopted.settings)
+    return need_of(launch.plan, launch.settings)
 
 
 def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:

@@ -16,7 +16,6 @@ from overspill.manager.engines.states import State
 from overspill.manager.engines.timing import Timing
 from overspill.manager.errors import NoRoom, StartFailed
 from overspill.registry import Model
-from overspill.registry.model_settings import settings_as_json
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class Swaps:
         name = engine.name
         match choice.verdict:
             case Verdict.FITS:
-                engine.want_up(settings_as_json(model.settings), need.takes)
+                engine.want_up(model.settings.as_json(), need.takes)
                 self._end_drains()  # there was room without those that were to go for it
                 return True
             case Verdict.NEVER if self._is_in_motion():

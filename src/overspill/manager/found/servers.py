@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
+from overspill.flags import without_secrets
 from overspill.manager.found.listening import Listener, listeners_by_inode, ports_of, shares_our_network
 from overspill.manager.found.vllm_argv import has_tls, is_titled, is_vllm, served_name, stated_port
 from overspill.manager.watching.procfs import children_of_all, kilobytes, read_argv, read_stat, tree
 from overspill.processes import identity
-from overspill.serve.secret_flags import without_secrets
 
 _ANSWER_S = 1.5
 _MAX_ANSWER_BYTES = 1 << 20

@@ -9,10 +9,9 @@ from overspill.kv.sizes import exact_size
 from overspill.manager.engines.snapshots import Snapshot
 from overspill.manager.engines.states import State
 from overspill.manager.pages.words import element_id
-from overspill.registry import MODEL_SETTINGS, Model, Registry, list_results
-from overspill.registry.model_settings import settings_as_json
+from overspill.registry import Model, Registry, list_results
+from overspill.settings import MODEL_SETTINGS
 
-_SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
 _SPEEDS = ("output_throughput", "mean_ttft_ms")
 
 
@@ -138,7 +137,7 @@ def last_speeds(registry: Registry, names: Sequence[str]) -> dict[str, dict[str,
 
 def form_values(model: Model | None) -> dict[str, str]:
     """Settings as a form has them: sizes as people write them, empty for what is not set."""
-    values = settings_as_json(model.settings) if model is not None else {}
+    values = model.settings.as_json() if model is not None else {}
     shown = {}
     for setting in MODEL_SETTINGS:
         value = values.get(setting.name)
@@ -146,7 +145,7 @@ def form_values(model: Model | None) -> dict[str, str]:
             shown[setting.name] = " ".join(_quoted(word) for word in value or ())
         elif value is None:
             shown[setting.name] = ""
-        elif setting.name in _SIZES:
+        elif setting.is_size:
             shown[setting.name] = exact_size(int(value))
         else:
             shown[setting.name] = str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,7 +14,8 @@ from overspill.manager.errors import ManagerError
 from overspill.manager.pages.cards import Card, changes_of, form_values, last_speeds
 from overspill.manager.pages.rendering import form_of, fragment, page, part
 from overspill.manager.pages.words import element_id
-from overspill.registry import MODEL_SETTINGS, get_model
+from overspill.registry import get_model
+from overspill.settings import MODEL_SETTINGS
 
 router = APIRouter()
 _DOING = ("start", "stop", "restart", "switch")

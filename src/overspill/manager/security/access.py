@@ -7,22 +7,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from overspill.registry.database import Registry
-from overspill.registry.errors import RegistryUnavailable
-from overspill.registry.hashes import digest, key_prefix, new_session_id, password_matches, same
-from overspill.registry.keys import Key, KeyScope, keys_were_used, list_keys
-from overspill.registry.logins import (
+from overspill.registry.access import (
     BY_PASSWORD,
     MAX_PASSWORD_LENGTH,
+    Key,
+    KeyScope,
     Login,
+    digest,
     end_session,
     end_sessions_before,
+    key_prefix,
+    keys_were_used,
+    list_keys,
     list_sessions,
+    new_session_id,
     password_hash,
+    password_matches,
+    same,
     sessions_were_seen,
     start_session,
 )
-from overspill.registry.schema import now
+from overspill.registry.database import Registry
+from overspill.registry.errors import RegistryUnavailable
+from overspill.registry.tables import now
 
 # A key that another process made or removed counts after so long at most,
 _MAX_AGE_S = 2.0

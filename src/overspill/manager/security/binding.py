@@ -1,7 +1,7 @@
 """Where the manager may listen: anywhere but on loopback only with a key or a password."""
 
+from overspill.address import is_loopback
 from overspill.manager.errors import ManagerError
-from overspill.serve.address import is_loopback
 
 DEFAULT_HOST = "127.0.0.1"
 SET_PASSWORD = "overspill manager password"

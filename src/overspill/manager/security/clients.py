@@ -4,7 +4,7 @@ import ipaddress
 
 from starlette.types import Scope
 
-from overspill.serve.address import is_loopback
+from overspill.address import is_loopback
 
 
 def client_address(scope: Scope, *, is_proxied: bool) -> str:

@@ -16,8 +16,8 @@ from overspill.manager.security.headers import SecurityHeaders
 from overspill.manager.security.hosts import HostGuard, allowed_names
 from overspill.manager.security.origins import OriginHeaders
 from overspill.manager.security.revocation import Revocable
+from overspill.registry.access import KeyScope
 from overspill.registry.errors import RegistryUnavailable
-from overspill.registry.keys import KeyScope
 
 # The page to log in, what it is made of, and whether the manager lives.
 PUBLIC = ("/login", "/static/", "/healthz")

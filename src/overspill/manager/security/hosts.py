@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from overspill.address import is_loopback
 from overspill.manager.security.answers import refuse
-from overspill.serve.address import is_loopback
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::\d{1,5})?")
 

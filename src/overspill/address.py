@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from overspill.errors import CannotServe
 from overspill.kv.errors import OverspillError
-from overspill.serve.errors import CannotServe
 
 # Below are those of services that many machines have; what Linux gives unless it is told otherwise.
 _FIRST_PORT, _LAST_PORT = 10000, 65535

@@ -1,24 +1,33 @@
-"""A plan for a named model on this machine, or on one that is stated: the effects around the arithmetic."""
+"""The machine that a plan is for: what is found here or stated, and a plan for a model on it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from overspill.figures import Known, assumed, derived
 from overspill.hardware import Gpu, Hardware, detect, with_stated
 from overspill.hardware.link import same_both_ways
+from overspill.hardware.machine import Machine
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import format_size
+from overspill.kv.options import Options
+from overspill.kv.sizes import GiB, format_size, parse_size
+from overspill.launch.profiles import Remembered
+from overspill.launch.vllm import installed_vllm
 from overspill.model.facts import ModelFacts
 from overspill.model.read import read_model
-from overspill.planning.host_ram import RESERVE_BYTES, require_total
-from overspill.planning.installed import installed_vllm
+from overspill.planning.connector_options import read_options
+from overspill.planning.overheads import Profile, fingerprint
 from overspill.planning.planner import Plan, make_plan
-from overspill.planning.platform import CPU, CUDA, LATENT_BLOCK_SIZE_WITH_AMX, Platform
-from overspill.planning.profiles import Profile, Remembered, fingerprint
-from overspill.planning.setup import Profiles
-from overspill.planning.wishes import AT_ONCE, MAX_NUM_SEQS, Wishes
+from overspill.planning.setup import (
+    CPU,
+    CUDA,
+    LATENT_BLOCK_SIZE_WITH_AMX,
+    MAX_NUM_SEQS,
+    Platform,
+    Profiles,
+    Wishes,
+)
 
 _BF16_CAPABILITY = (8, 0)
 # Of the RAM that is available, what plays the GPU's memory on a machine without one.
@@ -38,31 +47,22 @@ class Device:
 
 def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False, found: Hardware | None = None) -> Plan:
     """`settings` are the values of `overspill.settings`, by name, and what vLLM's own flags say beside them
-    (`overspill.serve.adopted`); `found` is the machine, if not as it is now."""
-    dtype, chunk = settings.get("dtype") or "auto", settings.get("max_num_batched_tokens")
-    facts = read_model(model, dtype=dtype)
-    wishes = Wishes(
-        max_model_len=settings.get("max_model_len"),
-        dtype=dtype,
-        kv_cache_dtype=settings.get("kv_cache_dtype"),
-        gpu_memory_bytes=settings.get("gpu_memory"),
-        gpu_memory_utilization=settings.get("gpu_memory_utilization"),
-        max_num_batched_tokens=chunk,
-        at_once=settings.get("at_once") or AT_ONCE,
-        max_num_seqs=settings.get("max_num_seqs") or min(MAX_NUM_SEQS, chunk or MAX_NUM_SEQS),
-        enforce_eager=bool(settings.get("enforce_eager")),
-        offload_ram_bytes=settings.get("offload_ram"),
-        weights_ram_bytes=settings.get("weights_ram"),
-        offload_groups=settings.get("offload_groups"),
-        tensor_parallel_size=settings.get("tensor_parallel_size") or 1,
-        kv_options=settings.get("kv_options") or "",
-        force=bool(settings.get("force")),
-        cards=cards,
-    )
+    (`overspill.launch.arguments`); `found` is the machine, if not as it is now."""
+    wishes = wishes_of(settings, cards=cards)
+    facts = read_model(model, dtype=wishes.dtype)
     device = find_device(settings, found)
     require_possible(wishes, device.gpu)
     profiles = _measured_profiles(facts, device.gpu, wishes)
     return make_plan(facts, device.gpu, device.ram_bytes, wishes, platform=device.platform, profiles=profiles)
+
+
+def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
+    """Every wish has the name of its setting; bytes say that they are."""
+    found = {field.name: settings.get(field.name.removesuffix("_bytes")) for field in fields(Wishes)}
+    given = {name: value for name, value in found.items() if value is not None}
+    # A step has a token of each request at least.
+    given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, settings.get("max_num_batched_tokens") or MAX_NUM_SEQS))
+    return Wishes(**{**given, "cards": cards})
 
 
 def require_possible(wishes: Wishes, gpu: Gpu) -> None:
@@ -171,3 +171,53 @@ def _measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes) -> Profiles:
 def _less_reserve(available: Known[int]) -> Known[int]:
     note = "; ".join(filter(None, (available.note, "less 4 GiB for the rest of the machine")))
     return derived(max(0, available.value - RESERVE_BYTES), available, note=note)
+
+
+# Left to the rest of the machine where the RAM to use is not given.
+RESERVE_BYTES = 4 * GiB
+
+
+class TooMuchRam(OverspillError):
+    """More RAM than this machine has, or has available."""
+
+
+def require_total(machine: Machine, ram_bytes: int, stand_in_bytes: int = 0) -> None:
+    """`--ram` is at most what the machine, or its cgroup, could ever give, beside the RAM that plays a GPU's memory."""
+    limit, need = machine.ram_limit_bytes, ram_bytes + stand_in_bytes
+    asked = f"--ram {format_size(ram_bytes)}"
+    if stand_in_bytes:
+        asked += f" beside {format_size(stand_in_bytes)} in place of a GPU's memory (--gpu-memory)"
+    which = f"{limit.note} allows" if limit is machine.cgroup_limit_bytes else "this machine has"
+    _require(
+        need, limit.value, stand_in_bytes,
+        f"{asked} needs {format_size(need)} of RAM, and {which} {format_size(limit.value)}",
+        "To plan for another machine, state its card too, as with --gpu rtx4090",
+    )  # fmt: skip
+
+
+def require_available(machine: Machine, plan: Plan) -> None:
+    """What the plan takes is there now: otherwise the engine would say so after loading the model."""
+    way, available = plan.chosen, machine.ram_available_bytes
+    if way is None:
+        return
+    stand_in = plan.budget.limit_bytes.value if plan.platform.is_cpu else 0
+    takes, pools = way.peak_ram_bytes + stand_in, sum(way.connector_sizes.values())
+    # The engine insists on its reserve beside its pools, and on none where it has no pools.
+    reserve = parse_size(read_options(plan.wishes.kv_options).get("reserve_bytes", Options.reserve_bytes))
+    reserved = f", of which {format_size(pools)} must leave {format_size(reserve)} free" if pools else ""
+    _require(
+        max(takes, pools + reserve if pools else 0), available.value, stand_in,
+        f"the plan takes {format_size(takes)} of RAM{reserved}; {format_size(available.value)} is available now "
+        f"({available.note})",
+        "End other programs, or start it all the same with --force",
+    )  # fmt: skip
+
+
+def _require(need: int, have: int, stand_in: int, said: str, otherwise: str) -> None:
+    if need <= have:
+        return
+    most = (have - stand_in - RESERVE_BYTES) // GiB
+    advice = f"Use --ram {most}GiB, or leave" if most > 0 else "Leave"
+    raise TooMuchRam(
+        f"{said}. {advice} --ram out to use what is available less {format_size(RESERVE_BYTES)}. {otherwise}"
+    )

@@ -1,14 +1,84 @@
-"""vLLM's own flags that say what a setting says: they become the setting, so that the plan is made with them."""
+"""vLLM's own flags: those that become settings of the plan, and the rest combined with the plan's."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from overspill.flags import Flag, find, matches, read_flags
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB
-from overspill.serve.flags import Flag, find, matches, read_flags
 from overspill.settings import GivenBy, SettingsError, Value, plain
+
+_OFFLOAD = ("--offload-backend", "--offload-group-size", "--offload-num-in-group", "--offload-prefetch-step")
+# A flag of the left makes vLLM ignore, or replace, those of the right.
+_REPLACES = {
+    "--kv-cache-memory-bytes": ("--gpu-memory-utilization",),
+    "--num-gpu-blocks-override": ("--gpu-memory-utilization",),
+    "--cpu-offload-gb": _OFFLOAD,
+    "--offload-group-size": ("--offload-backend", "--cpu-offload-gb"),
+    "--kv-offloading-size": ("--kv-transfer-config",),
+}
+# The plan does not set these, but its numbers depend on them.
+_CHANGES = (
+    "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--quantization", "--dtype",
+    "--block-size", "--speculative-config", "--hf-overrides", "--enable-lora", "--num-gpu-blocks-override",
+    "--kv-cache-memory-bytes", "--cpu-offload-gb", "--kv-offloading-size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combined:
+    """vLLM's flags, and what the user's changed."""
+
+    words: tuple[str, ...]
+    flags: tuple[Flag, ...]
+    given: tuple[Flag, ...]
+    """Those of them that are the user's."""
+    contradictions: tuple[str, ...]
+    """A sentence for each flag of the plan that was replaced."""
+    changes: tuple[str, ...]
+    """A sentence for each flag that the plan does not know of, and that changes its numbers."""
+
+    @property
+    def follows_plan(self) -> bool:
+        return not self.contradictions and not self.changes
+
+    def value(self, name: str) -> str | None:
+        flag = find(self.flags, name)
+        return flag.value if flag is not None else None
+
+
+def combine(planned: Sequence[str], given: Sequence[str]) -> Combined:
+    """A replaced flag is left out: given twice, vLLM would warn of a mistake of ours."""
+    own, users = read_flags(planned), read_flags(given)
+    kept, contradictions = [], []
+    for flag in own:
+        winner = next((user for user in reversed(users) if _replaces(user, flag)), None)
+        if winner is None:
+            kept.append(flag)
+        elif winner.value != flag.value or winner.name != flag.name:
+            contradictions.append(f"{winner} replaces the plan's {flag}")
+    changes = [
+        f"{flag} changes what the plan was made for; its sizes and speeds may not hold"
+        for flag in users
+        if flag.name in _CHANGES
+        and not (flag.name.endswith("-parallel-size") and flag.value == "1")
+        and not any(_replaces(flag, one) for one in own)
+    ]
+    flags = (*kept, *users)
+    return Combined(
+        words=tuple(word for flag in flags for word in flag.words),
+        flags=flags,
+        given=tuple(users),
+        contradictions=tuple(contradictions),
+        changes=tuple(changes),
+    )
+
+
+def _replaces(user: Flag, planned: Flag) -> bool:
+    return matches(user.name, planned.name) or planned.name in _REPLACES.get(user.name, ())
+
 
 _UTILIZATION, _UVA, _BACKEND = "--gpu-memory-utilization", "--cpu-offload-gb", "--offload-backend"
 _GROUPS, _IN_GROUP, _PARALLEL = "--offload-group-size", "--offload-num-in-group", "--tensor-parallel-size"
@@ -53,7 +123,7 @@ def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
     uva, backend, grouped = (find(flags, name) for name in (_UVA, _BACKEND, _GROUPS))
     num_bytes, group_size = _bytes(uva), _number(grouped, 0)
     which = backend.value if backend is not None else "auto"
-    # Flags of both offloaders, or of one without its size, are left to overspill.serve.traps, which refuses them.
+    # Flags of both offloaders, or of one without its size, are left to overspill.launch.traps, which refuses them.
     if uva is not None and not group_size and which in (("auto", "uva") if num_bytes else ("auto",)):
         if _set(values, "weights_ram", f"{num_bytes}B", uva, origin):  # a unit, since few bytes without one are refused
             groups = None

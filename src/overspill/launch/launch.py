@@ -1,24 +1,30 @@
-"""Everything that is decided before vLLM starts: the plan, the exact command, its environment, and what to warn of."""
+"""Everything that is decided before vLLM starts: settings, plan, exact command, environment and warnings.
+
+`Launch.of` is the one way from a model's name to its plan; `Launch.prepared` goes on to the command of vLLM's server.
+"""
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from overspill.address import Address
+from overspill.errors import CannotServe
+from overspill.flags import HIDDEN, VARIABLES, into_environment, without_secrets
+from overspill.hardware import Hardware
 from overspill.kv.errors import OverspillError
+from overspill.launch import traps
+from overspill.launch.arguments import Adopted, Combined, adopt, combine
+from overspill.launch.machine import plan_for
+from overspill.launch.reference import ModelRef, look_up
+from overspill.launch.vllm import Vllm, installed_vllm, server_command, wrong_build
 from overspill.planning.arguments import vllm_args
-from overspill.planning.installed import Vllm
 from overspill.planning.planner import Plan
-from overspill.planning.refusal import refusal, wrong_build
+from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json
 from overspill.planning.ways import Way
-from overspill.serve.address import Address
-from overspill.serve.command import Combined, combine, server_command
-from overspill.serve.errors import CannotServe
-from overspill.serve.positions import require_positions
-from overspill.serve.secret_flags import HIDDEN, VARIABLES, into_environment, without_secrets
-from overspill.serve.traps import check
+from overspill.settings import Value, config_path, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +84,69 @@ class Prepared:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A model with its settings and its plan."""
+
+    ref: ModelRef
+    adopted: Adopted
+    plan: Plan
+
+    @classmethod
+    def of(
+        cls,
+        ref: str | ModelRef,
+        given: Mapping[str, object],
+        vllm_args: Sequence[str] = (),
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        found: Hardware | None = None,
+        cards: bool = False,
+        note: Callable[[str], None] | None = None,
+    ) -> "Launch":
+        """`given` are settings by name and `vllm_args` vLLM's own flags, as a user gave them; both win over the
+        registry's, the environment and config.toml. `defaults` are the caller's own, `found` is the machine if not as
+        it is now, and `note` gets a line for what came from the registry before the plan is made.
+
+        Raises `NoRegistry` where a name needs a registry that cannot be read, and `OverspillError` for mistakes; a
+        context that does not fit is for the caller to see in the plan.
+        """
+        ref = look_up(ref) if isinstance(ref, str) else ref
+        values = ref.applied(resolve(given, file=config_path(), defaults=defaults))
+        if note is not None:
+            for line in ref.notes(values):
+                note(line)
+        adopted = adopt(values, vllm_args, registered=ref.vllm_args)
+        return cls(ref=ref, adopted=adopted, plan=plan_for(ref.source, adopted.settings, cards=cards, found=found))
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        """Settings, and where each comes from."""
+        return self.adopted.values
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Plain values by name, and what vLLM's own flags say beside them."""
+        return self.adopted.settings
+
+    @property
+    def vllm_args(self) -> tuple[str, ...]:
+        """vLLM's own flags that did not become settings."""
+        return self.adopted.vllm_args
+
+    def prepared(
+        self, *, environment: Mapping[str, str] = os.environ, by_name: bool = True, **place: object
+    ) -> "Prepared":
+        """The server's command. `by_name`, clients may use the registry's name too; `place` is another host or port
+        than the settings'."""
+        name = self.ref.name if self.ref.is_registered and by_name else None
+        settings = {**self.settings, **place}
+        return prepare(
+            self.ref.source, self.plan, settings, self.vllm_args, vllm=installed_vllm(), environment=environment,
+            name=name,
+        )  # fmt: skip
+
+
 def prepare(
     model: str,
     plan: Plan,
@@ -103,8 +172,8 @@ def prepare(
     port = combined.value("--port") or ""
     if not port.isdigit() or not 1 <= int(port) <= 65535:
         raise OverspillError(f"--port {port!r} is not a port; ports are 1 to 65535")
-    require_positions(plan, combined, environment)
-    checked = check(combined, environment, on_cpu=plan.platform.is_cpu)
+    traps.require_positions(plan, combined, environment)
+    checked = traps.check(combined, environment, on_cpu=plan.platform.is_cpu)
     flags, secrets = into_environment(combined.flags)
     return Prepared(
         model=model,

@@ -1,16 +1,25 @@
-"""Flags and variables that vLLM takes in silence and that do something else than they say: refused, or corrected."""
+"""What vLLM would refuse minutes later, or take in silence and do otherwise: refused before, or corrected."""
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
 
+from overspill.address import is_loopback
+from overspill.errors import CannotServe
+from overspill.flags import find, matches
 from overspill.kv.errors import OverspillError
+from overspill.launch.arguments import Combined
+from overspill.launch.vllm import PLUGINS
+from overspill.model.config import Config
+from overspill.model.facts import ModelFacts
+from overspill.model.folder import CONFIG, Folder
 from overspill.planning.arguments import CONTRADICTING_VARIABLES
-from overspill.serve.address import is_loopback
-from overspill.serve.command import Combined
-from overspill.serve.flags import find, matches
-from overspill.serve.plugins import PLUGINS
+from overspill.planning.planner import Plan
 from overspill.settings import SETTINGS
 
 _SETTINGS = [setting.flag for setting in SETTINGS]
@@ -67,7 +76,7 @@ def _check_spelling(combined: Combined, checked: Checked) -> None:
 
 
 def _check_weight_offload(combined: Combined) -> None:
-    """Of flags that became no part of the plan (overspill.serve.adopted): those that contradict each other."""
+    """Of flags that became no part of the plan (overspill.launch.arguments): those that contradict each other."""
     has_uva = float(combined.value("--cpu-offload-gb") or 0) > 0
     backend = combined.value("--offload-backend") or "auto"
     groups = combined.value("--offload-group-size") or "0"
@@ -133,3 +142,94 @@ def _check_exposure(combined: Combined, environment: Mapping[str, str], checked:
             f"--host {host} lets other machines in, and no --api-key is given: whoever reaches the port can use the "
             "model"
         )
+
+
+ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+# With these, vLLM derives the length from something else than config.json as it stands.
+_OTHER_CONFIG = ("--hf-overrides", "--hf-config-path", "--config-format")
+_MISTRAL_CONFIG = "params.json"  # which vLLM prefers where there are both
+# Rope types whose positions are counted with the scaling in them (vllm/config/model.py, _get_and_verify_max_len).
+_COUNTED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+def require_positions(plan: Plan, combined: Combined, environment: Mapping[str, str]) -> None:
+    """Raises if vLLM would refuse the length, unless the user has said that it is to be tried."""
+    asked = combined.value("--max-model-len") or ""
+    is_allowed = environment.get(ALLOWED, "").strip().lower() in ("1", "true")  # as vllm/envs.py reads it
+    is_other = any(matches(flag.name, name) for flag in combined.given for name in _OTHER_CONFIG)
+    if plan.wishes.force or is_allowed or is_other or not asked.isdecimal():
+        return
+    limit = longest_context(plan.facts)
+    if limit is not None and int(asked) > limit:
+        raise CannotServe(
+            f"{int(asked):,} tokens are more than the {limit:,} that {plan.facts.name} was made for, and vLLM refuses "
+            f"that. Use --max-model-len {limit}. If its positions may be stretched, give vLLM its rope scaling with "
+            f"--hf-overrides, or set {ALLOWED}=1; --force leaves it to vLLM."
+        )
+
+
+def longest_context(facts: ModelFacts) -> int | None:
+    """None if it cannot be told. Of a model that is not on this machine, its positions without a scaling."""
+    if facts.folder is None:
+        return facts.max_position_embeddings
+    folder = Folder(facts.folder)
+    content = folder.content(CONFIG)
+    if content is None or folder.content(_MISTRAL_CONFIG) is not None:
+        return None
+    config = Config.parse(content, where=f"{CONFIG} in {folder.where}")
+    stated = config.text.get("model_max_length")  # Cohere's; it wins over the positions
+    positions = stated if isinstance(stated, int) and stated > 0 else facts.max_position_embeddings
+    return int(positions * _scaling(config))
+
+
+def _scaling(config: Config) -> float:
+    if "gemma3" in config.model_type:
+        return 1.0
+    scaling = 1.0
+    for rope in _ropes(config.text):
+        factor = rope.get("factor")
+        if rope.get("rope_type", rope.get("type", "default")) not in _COUNTED and isinstance(factor, int | float):
+            scaling = float(factor)
+    return scaling
+
+
+def _ropes(text: Mapping[str, object]) -> list[dict[str, Any]]:
+    """One for the model, or one for each type of layer."""
+    found = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(found, dict):
+        return []
+    nested = [one for one in found.values() if isinstance(one, dict)]
+    return nested or [found]
+
+
+# Tokenizers come in too many files to know them all; these are surely none. Whatever else is there may be one.
+_NO_TOKENIZER = (
+    CONFIG, "generation_config.json", "hf_quant_config.json", "quantize_config.json", "preprocessor_config.json",
+    "chat_template.jinja", "*.safetensors", "*.safetensors.index.json", "*.bin.index.json", "pytorch_model*.bin",
+    "*.md", "LICENSE*", "NOTICE*", ".*",
+)  # fmt: skip
+# Classes that need no files, and code that comes from elsewhere, are named in the config.
+_NAMED = (b'"tokenizer_class"', b'"auto_map"')
+# With these, vLLM looks elsewhere, in another way, or not at all.
+_OTHER_TOKENIZER = ("--skip-tokenizer-init", "--tokenizer", "--tokenizer-mode", "--hf-overrides", "--hf-config-path")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Also where it only may have one."""
+    if any(not any(fnmatch(entry.name, known) for known in _NO_TOKENIZER) for entry in folder.iterdir()):
+        return True
+    config = Folder(folder).content(CONFIG) or b""
+    return any(named in config for named in _NAMED)
+
+
+def require_tokenizer(model: str, plan: Plan, combined: Combined) -> None:
+    """Without one, vLLM ends only after it has loaded half of itself."""
+    folder = Path(os.path.expanduser(model))
+    if plan.wishes.force or not folder.is_dir() or has_tokenizer(folder):
+        return
+    if any(matches(flag.name, name) for flag in combined.given for name in _OTHER_TOKENIZER):
+        return
+    raise CannotServe(
+        f"there is no tokenizer in {folder}; copy its files there, name a model that has the same one with "
+        "--tokenizer, or add --skip-tokenizer-init, and send and get token ids"
+    )

@@ -1,17 +1,18 @@
 """Memory that engines were seen to take beside weights and KV, kept between runs in the registry."""
 
-import hashlib
-import json
 import logging
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
+from overspill.figures import Origin
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import TiB
-from overspill.model.facts import ModelFacts
-from overspill.named import NoRegistry, has_registry, using_registry
+from overspill.launch.reference import NoRegistry, has_registry, using_registry
+from overspill.launch.vllm import Vllm
+from overspill.planning.overheads import Profile, fingerprint
+from overspill.planning.planner import Plan
+from overspill.planning.ways import Way
 
 logger = logging.getLogger(__name__)
 
@@ -19,48 +20,6 @@ logger = logging.getLogger(__name__)
 _MOST = TiB
 # An engine starts meanwhile.
 _WAIT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """Of one GPU."""
-
-    non_torch_bytes: int
-    activation_bytes: int
-    graph_bytes: int
-    """What vLLM set aside for CUDA graphs, be it more than they took."""
-    context_bytes: int
-    """CUDA's context, which vLLM does not count."""
-
-
-def fingerprint(
-    facts: ModelFacts, gpu: Gpu, *, vllm_version: str, max_num_batched_tokens: int, max_num_seqs: int,
-    enforce_eager: bool, kv_cache_dtype: str,
-) -> str:  # fmt: skip
-    """What a profile holds for: a few readable words, and a hash over everything it depends on."""
-    decides = {
-        "architecture": facts.architecture,
-        "dtype": facts.dtype,
-        "quantization": facts.quantization,
-        "num_layers": facts.num_layers,
-        "hidden_size": facts.hidden_size,
-        "intermediate_size": facts.intermediate_size,
-        "num_heads": facts.num_heads,
-        "num_experts": facts.num_experts,
-        "vocab_size": facts.vocab_size,
-        "weights_bytes": facts.weights.total_bytes,
-        "gpu": gpu.name,
-        "gpu_bytes": gpu.total_bytes.value,
-        "driver": gpu.driver_version,
-        "vllm": vllm_version,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_num_seqs": max_num_seqs,
-        "enforce_eager": enforce_eager,
-        "kv_cache_dtype": kv_cache_dtype,
-    }
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-    words = f"{facts.architecture}-{gpu.name}-vllm{vllm_version}-{max_num_batched_tokens}x{max_num_seqs}"
-    return f"{re.sub(r'[^a-z0-9.]+', '-', words.lower())[:100]}-{digest}"
 
 
 def remember(
@@ -112,3 +71,24 @@ class Remembered:
         if not all(0 <= size < _MOST for size in sizes):
             raise NoRegistry(f"sizes of {sizes} for {fingerprint}")
         return found.overheads
+
+
+def remember_profile(plan: Plan, way: Way, profile: Profile, vllm: Vllm) -> None:
+    """What an engine was measured to take that did as planned."""
+    remember(
+        fingerprint(
+            plan.facts, plan.gpu, vllm_version=vllm.version, max_num_batched_tokens=way.max_num_batched_tokens,
+            max_num_seqs=plan.max_num_seqs, enforce_eager=plan.wishes.enforce_eager,
+            kv_cache_dtype=way.kv_cache_dtype,
+        ),
+        profile,
+        measured_link(plan.gpu),
+    )  # fmt: skip
+
+
+def measured_link(gpu: Gpu) -> tuple[int, int] | None:
+    """Bytes per second to the device and back; None where they are not measured."""
+    rates = (gpu.link.h2d_bytes_per_second, gpu.link.d2h_bytes_per_second)
+    if any(rate.origin is not Origin.MEASURED for rate in rates):
+        return None
+    return rates[0].value, rates[1].value

@@ -1,6 +1,6 @@
 """What a model's name stands for: a folder, a model of the registry, or a repository.
 
-The registry is loaded, and asked, only where there is one: most commands can do without it.
+The registry is loaded, and read, only where there is one: most commands can do without it.
 """
 
 import os
@@ -12,22 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from overspill.folders import state_folder
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import exact_size
-from overspill.settings import GivenBy, Value, with_registered
+from overspill.settings import GivenBy, Value, as_flags, with_registered
 
 if TYPE_CHECKING:
-    from overspill.registry import Model, Registry
-
-
-_SIZES = ("gpu_memory", "ram", "offload_ram", "weights_ram")
+    from overspill.registry import Model, ModelSettings
 
 
 class NoRegistry(OverspillError):
-    """The registry cannot be used, and the message says why; what needs none of it goes on."""
+    """The registry cannot be used, and the message says why; what does not need it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class ModelRef:
     name: str
     """As it was given."""
     source: str
@@ -38,7 +34,18 @@ class Named:
     vllm_args: tuple[str, ...] = ()
     """vLLM's own flags, of the registry."""
     warning: str = ""
-    """Why the registry could not be asked."""
+    """Why the registry could not be read."""
+
+    @classmethod
+    def of_model(cls, name: str, settings: "ModelSettings") -> "ModelRef":
+        """A model as the registry has it."""
+        return cls(
+            name=name,
+            source=settings.source,
+            is_registered=True,
+            settings=settings.for_commands,
+            vllm_args=settings.vllm_args,
+        )
 
     def applied(self, values: Mapping[str, Value]) -> dict[str, Value]:
         return with_registered(values, self.name, self.settings)
@@ -47,20 +54,20 @@ class Named:
         """What was taken from the registry, or why nothing was; `values` are those that it was applied to."""
         if not self.is_registered:
             return [f"warning: {self.warning}"] if self.warning else []
-        taken = [_as_flag(value) for value in values.values() if value.origin is GivenBy.REGISTRY]
+        taken = as_flags({name: one.value for name, one in values.items() if one.origin is GivenBy.REGISTRY})
         own = [f"-- {shlex.join(self.vllm_args)}"] if self.vllm_args else []
         what = f"{self.name} is a model of the registry: {self.source}"
         return [f"{what}; from there: {' '.join([*taken, *own])}" if taken or own else what]
 
 
-def look_up(name: str, environ: Mapping[str, str] | None = None) -> Named:
+def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
     """A model's folder is taken as it is; else the registry wins over the hub.
 
-    A registry that cannot be asked is a warning where the name can be a repository's, and an error where it is most
+    A registry that cannot be read is a warning where the name can be a repository's, and an error where it is most
     likely the registry's own.
     """
     environ = os.environ if environ is None else environ
-    plain = Named(name=name, source=name)
+    plain = ModelRef(name=name, source=name)
     if name.startswith(("/", ".", "~")) or _is_model_folder(name) or not has_registry(environ):
         return plain
     try:
@@ -69,11 +76,9 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> Named:
         if "/" not in name and not os.path.exists(name):
             raise
         warning = f"{str(error).rstrip('.')}. So {name} is taken for a repository or a folder"
-        return Named(name=name, source=name, warning=warning)
+        return ModelRef(name=name, source=name, warning=warning)
     if model is None:
         return plain
-    from overspill.registry import serve_settings
-
     if not os.path.isabs(model.settings.source) and os.path.lexists(model.settings.source):
         # Whoever may name a repository must not thereby reach into folders.
         raise OverspillError(
@@ -81,14 +86,11 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> Named:
             "vLLM would take instead; run this somewhere else, or give the model the folder's whole path with: "
             f"overspill models edit {name} --source"
         )
-    settings, vllm_args = serve_settings(model.settings)
-    return Named(
-        name=name, source=model.settings.source, is_registered=True, settings=settings, vllm_args=tuple(vllm_args)
-    )
+    return ModelRef.of_model(name, model.settings)
 
 
 def has_registry(environ: Mapping[str, str]) -> bool:
-    """Whether there is one to ask; found without loading what opens it."""
+    """Whether there is one to read; found without loading what opens it."""
     if environ.get("OVERSPILL_DATABASE_URL"):
         return True
     folder = state_folder(environ)
@@ -99,6 +101,7 @@ def has_registry(environ: Mapping[str, str]) -> bool:
 def using_registry() -> Iterator[None]:
     """Whatever keeps the registry from being used, as `NoRegistry`."""
     try:
+        # Loading SQLAlchemy takes as long as a plan.
         from overspill.registry import RegistryError
     except ImportError as error:
         raise NoRegistry(f"the registry cannot be used: {error}; run: pip install overspill") from error
@@ -114,8 +117,7 @@ def _registered(name: str, environ: Mapping[str, str]) -> "Model | None":
     with using_registry():
         from overspill.registry import UnknownModel, get_model, open_existing
 
-        registry: Registry | None = open_existing(environ)
-        if registry is None:
+        if (registry := open_existing(environ)) is None:
             return None
         with registry:
             try:
@@ -126,11 +128,3 @@ def _registered(name: str, environ: Mapping[str, str]) -> "Model | None":
 
 def _is_model_folder(name: str) -> bool:
     return os.path.isfile(os.path.join(name, "config.json"))
-
-
-def _as_flag(value: Value) -> str:
-
-    if isinstance(value.value, bool):
-        return value.setting.flag if value.value else f"--no-{value.setting.flag.removeprefix('--')}"
-    shown = exact_size(value.value) if value.setting.name in _SIZES else value.value
-    return f"{value.setting.flag} {shown}"

@@ -1,16 +1,76 @@
-"""Flags that hold secrets: which do, how they are shown, and the variables that can hold them instead.
-
-Whatever stores or shows flags or command lines asks here, so that all of them agree on what a secret is.
-"""
+"""vLLM's flags: how its parser reads them, and which of them hold secrets."""
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from overspill.kv.errors import OverspillError
 
-if TYPE_CHECKING:
-    from overspill.serve.flags import Flag
+# vLLM's short names (engine/arg_utils.py) of flags that matter to a plan.
+_SHORT = {
+    "-q": "--quantization",
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-sc": "--speculative-config",
+    "-cc": "--compilation-config",
+    "-asc": "--api-server-count",
+}
+_NUMBER = re.compile(r"-\d")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    name: str
+    """In full, with dashes: `--max-model-len`."""
+    value: str
+    """Empty for a flag that takes none."""
+    words: tuple[str, ...]
+    """As it was written."""
+
+    def __str__(self) -> str:
+        """Short, and without secrets: it is for messages."""
+        first, *rest = without_secrets(self.words)
+        name, equals, value = first.partition("=")
+        value = value if equals else " ".join(rest)
+        return f"{name} {value if len(value) <= 40 else f'{value[:37]}...'}".strip()
+
+
+def read_flags(words: Sequence[str]) -> list[Flag]:
+    """A word that starts with a dash begins a flag, unless it is a negative number; the rest are values."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("-") and not _NUMBER.match(word) and word != "-":
+            groups.append([word])
+        elif groups:
+            groups[-1].append(word)
+        else:
+            raise OverspillError(
+                f"{word!r} is neither a flag nor a flag's value: one model is served, and vLLM's flags follow it"
+            )
+    return [_flag(group) for group in groups]
+
+
+def find(flags: Iterable[Flag], *names: str) -> Flag | None:
+    """The last with one of these names: it is the one that vLLM takes."""
+    return next((flag for flag in reversed(list(flags)) if flag.name in names), None)
+
+
+def matches(given: str, name: str) -> bool:
+    """Whether a flag that was given sets `name`: itself, its opposite, or the start of it, which vLLM's parser
+    completes (none of vLLM's flags is the start of one that a plan sets)."""
+    given = "--" + given.removeprefix("--no-") if given.startswith("--no-") else given
+    return given == name or (len(given) > len("--x") and name.startswith(given))
+
+
+def _flag(words: list[str]) -> Flag:
+    written, equals, value = words[0].partition("=")
+    name = _SHORT.get(written, written)
+    if name.startswith("--"):
+        # vLLM replaces underscores before the first dot only: what follows are keys of a JSON value.
+        name = name.partition(".")[0].replace("_", "-")
+    return Flag(name, value if equals else " ".join(words[1:]), tuple(words))
+
 
 HIDDEN = "***"
 # vLLM and huggingface_hub read these as well. A process's environment is its user's to read, its command line
@@ -55,7 +115,7 @@ def hide_in_text(text: str) -> str:
     return " ".join(without_secrets(text.split()))
 
 
-def refuse_secrets(flags: Iterable["Flag"], where: str) -> None:
+def refuse_secrets(flags: Iterable[Flag], where: str) -> None:
     """`where` is a place that others may read."""
     for flag in flags:
         if list(flag.words) != without_secrets(flag.words):
@@ -65,7 +125,7 @@ def refuse_secrets(flags: Iterable["Flag"], where: str) -> None:
             raise OverspillError(f"{flag.name} would put a secret into {where}; {instead}")
 
 
-def into_environment(flags: Sequence["Flag"]) -> tuple[tuple["Flag", ...], dict[str, str]]:
+def into_environment(flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, str]]:
     """The flags without those whose secret a variable can hold, and these variables.
 
     A variable holds one key. Several stay a flag, and so does none: an empty one takes the variable's key away.

@@ -1,0 +1,100 @@
+"""`overspill plan`, `overspill serve` and `overspill config`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from overspill.cli.flags import PLANNING, SERVING, Model, launch_of, to_stderr, with_settings
+from overspill.kv.errors import OverspillError
+from overspill.settings import Value, config_path, origins, resolve
+
+# vLLM's own flags are not known here; they follow the model, and are passed on.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@with_settings(PLANNING)
+def plan(
+    given: dict[str, Any],
+    model: Model,
+    cards: Annotated[bool, typer.Option("--cards", help="Tell which cards would serve this context.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
+) -> None:
+    """What fits, what goes to RAM, and how fast it will be. Exits with 1 if it does not fit."""
+    from overspill.planning.report import plan_as_json, plan_as_text
+
+    launch = launch_of(model, given, cards=cards)
+    made = launch.plan
+    print(json.dumps({**plan_as_json(made), **origins(launch.values)}, indent=2) if as_json else plan_as_text(made))
+    if made.chosen is None:
+        raise typer.Exit(1)
+
+
+@with_settings(SERVING)
+def serve(
+    given: dict[str, Any],
+    context: typer.Context,
+    model: Model,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command that would run, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="vLLM's log to a file only.")] = False,
+    log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
+) -> None:
+    """Plan, then run vLLM's server with these flags. Flags of vLLM's own follow the model, and win."""
+    from overspill.errors import CannotServe
+    from overspill.flags import into_environment, read_flags
+    from overspill.hardware.machine import read_machine
+    from overspill.launch.launch import require_this_machine
+    from overspill.launch.machine import require_available
+    from overspill.planning.report import plan_as_text
+    from overspill.serve.log import open_log
+    from overspill.serve.server import run_server
+
+    if model.startswith("-"):
+        raise OverspillError(f"the model comes first, before vLLM's own flags; {model} is a flag")
+    if as_json and not dry_run:
+        raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
+    try:
+        launch = launch_of(model, given, context.args)
+        force = bool(launch.settings["force"])
+        to_stderr(plan_as_text(launch.plan))
+        prepared = launch.prepared()
+        for warning in prepared.warnings:
+            to_stderr(f"warning: {warning}")
+        if dry_run:
+            print(json.dumps(prepared.as_json(), indent=2) if as_json else prepared.line)
+            return
+        require_this_machine(prepared)
+        if not force:
+            require_available(read_machine(), launch.plan)
+        for variable in into_environment(read_flags(context.args))[1]:
+            to_stderr(
+                "warning: every user of this machine can read a secret in this command's arguments while it runs; set "
+                f"{variable} in the environment instead"
+            )
+        if quiet or log_file is not None:
+            log_file = open_log(log_file, prepared.address.port)
+            to_stderr(f"vLLM's log: {log_file}")
+        run_server(prepared, force=force, quiet=quiet, log_file=log_file)
+    except CannotServe as error:
+        to_stderr(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+def config(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Every setting, its value, and whether a flag, the environment, the file or the default gave it."""
+    values = resolve({}, file=config_path())
+    if as_json:
+        told = {name: {"value": value.value, "origin": str(value.origin)} for name, value in values.items()}
+        print(json.dumps(told, indent=2))
+        return
+    width = max(len(name) for name in values)
+    for value in values.values():
+        print(_setting_line(value, width))
+    print(f"file: {config_path()}")
+
+
+def _setting_line(value: Value, width: int) -> str:
+    shown = "-" if value.value is None else str(value.value)
+    return f"{value.setting.name:{width}}{shown:>16}   {value.place or value.origin}"
