@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from overspill.hardware import parse_gpu, parse_ram
 from overspill.hardware.cards import find_card
 from overspill.kv.sizes import GiB, format_size
+from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
-from overspill.model.describe import describe
+from overspill.model.description import describe
 from overspill.model.facts import ModelFacts
 from overspill.model.kv import kv_geometry
-from overspill.model.tensors import Tensor
 from overspill.planning.attempts import Attempt, attempts, fits, longest_context
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.setup import CUDA, Setup, Wishes, nothing_measured

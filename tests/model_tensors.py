@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from overspill.model import ModelFacts, UnknownWeights
+from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
-from overspill.model.describe import describe
-from overspill.model.tensors import Tensor
+from overspill.model.description import describe
 
 
 def describe_config(config: dict[str, Any], dtype: str = "auto") -> ModelFacts:

@@ -13,7 +13,7 @@ import pytest
 
 from overspill.figures import Origin
 from overspill.hardware import Gpu, Hardware, describe, detect, parse_gpu
-from overspill.hardware.visibility import visible_gpus
+from overspill.hardware.gpu import visible_gpus
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, MiB
 from tests.test_hardware_machine import Tree

@@ -13,9 +13,8 @@ import pytest
 
 from overspill.figures import Origin, assumed, derived, measured
 from overspill.hardware import Gpu, Link, LinkNotMeasured, measure_link, parse_gpu
-from overspill.hardware.link import link_from_pcie, pcie_bytes_per_second
-from overspill.hardware.link_cache import Fingerprint, fingerprint_of, load_link, store_link
-from overspill.hardware.link_measurement import copy_bytes
+from overspill.hardware.gpu import link_from_pcie, pcie_bytes_per_second
+from overspill.hardware.link import Fingerprint, copy_bytes, fingerprint_of, load_link, store_link
 from overspill.kv.sizes import MiB
 
 HERE = Fingerprint("GPU-1", "580.1", 5, 16, "6.8.0")

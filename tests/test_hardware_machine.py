@@ -11,8 +11,7 @@ import pytest
 
 from overspill.figures import Origin
 from overspill.folders import cache_folder
-from overspill.hardware.machine import Machine, find_container, read_machine
-from overspill.hardware.numa import NumaNode, read_numa_nodes
+from overspill.hardware.machine import Machine, NumaNode, find_container, read_machine, read_numa_nodes
 from overspill.kv.errors import OverspillError
 from overspill.kv.numa import parse_cpulist
 from overspill.kv.ram import available_ram

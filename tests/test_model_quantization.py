@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from overspill.model.config import Config
-from overspill.model.quantization import Quantization, quantization_of
+from overspill.model.description import Quantization, quantization_of
 
 FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
 

@@ -24,9 +24,9 @@ from overspill.model import (
     read_folder,
     read_model,
 )
+from overspill.model.checkpoint import MAX_HEADER_BYTES, Tensor
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
-from overspill.model.tensors import MAX_HEADER_BYTES, Tensor
 from tests import model_configs as models
 from tests.model_tensors import header_of, write_safetensors
 

@@ -12,11 +12,11 @@ from overspill.hardware import parse_gpu, parse_ram
 from overspill.hardware.stated import parse_link
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
+from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
-from overspill.model.describe import describe
+from overspill.model.description import describe
 from overspill.model.facts import ModelFacts
-from overspill.model.tensors import Tensor
 from overspill.planning.arguments import vllm_args
 from overspill.planning.attempts import smallest_card
 from overspill.planning.overheads import Profile

@@ -11,7 +11,7 @@ from overspill.hardware import parse_gpu, parse_ram
 from overspill.hardware.stated import parse_link
 from overspill.kv.sizes import parse_size
 from overspill.model.config import Config
-from overspill.model.describe import describe
+from overspill.model.description import describe
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.setup import Wishes
 from overspill.planning.ways import Way

@@ -10,7 +10,7 @@ from overspill.hardware import parse_gpu
 from overspill.kv.errors import OverspillError
 from overspill.kv.spill.geometry import num_resident_blocks
 from overspill.model.kv import kv_geometry
-from overspill.model.settings import CacheSettings
+from overspill.model.pages import CacheSettings
 from overspill.planning.attempts import PROCESS_RAM_BYTES, peak_ram_bytes
 from overspill.planning.memory import KvSplit, gpu_budget, split_kv, table_bytes
 from overspill.planning.overheads import Profile, assumed_overheads, measured_overheads, num_graph_sizes

@@ -11,7 +11,7 @@ import pytest
 
 from overspill.figures import assumed, measured
 from overspill.hardware import parse_gpu
-from overspill.hardware.link import Link
+from overspill.hardware.gpu import Link
 from overspill.launch.profiles import Remembered, measured_link, remember
 from overspill.planning.overheads import Profile, fingerprint
 from overspill.registry import load_profile, open_registry

@@ -10,7 +10,7 @@ from vllm.model_executor.models.registry import _TRANSFORMERS_SUPPORTED_MODELS
 from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 from vllm.model_executor.offloader.uva import UVAOffloader
 
-from overspill.model.transformers_backend import RUN_BY_TRANSFORMERS
+from overspill.model.architectures import RUN_BY_TRANSFORMERS
 from overspill.weights import pinned_leftovers
 from overspill.weights.transformers_layers import decoder_layers, register
 from tests.engine import engine

@@ -18,7 +18,7 @@ from typing import Any
 from overspill.flags import hide_in_text, read_flags, refuse_secrets
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import MiB, exact_size, format_size, parse_size
-from overspill.model.settings import KV_CACHE_DTYPE_BYTES
+from overspill.model.pages import KV_CACHE_DTYPE_BYTES
 from overspill.planning.connector_options import read_options, write_options
 from overspill.planning.setup import AT_ONCE, MAX_NUM_SEQS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.bench.script import Piece
-from overspill.model.hub_cache import cache_folder, find_snapshot
+from overspill.model.source import cache_folder, find_snapshot
 
 # Every tokenizer of a language model has these.
 _SAFE = (100, 1000)

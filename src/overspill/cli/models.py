@@ -130,7 +130,7 @@ def import_all(
     as_json: AsJson = False,
 ) -> None:
     """Adds the models of a file or of Hugging Face's cache. Exits with 1 if some of them cannot be added."""
-    from overspill.model.hub_cache import cache_folder
+    from overspill.model.source import cache_folder
     from overspill.registry import Outcome, import_models, read_models_file, scan_hub_cache
 
     entries = read_models_file(file) if file is not None else scan_hub_cache(cache_folder())

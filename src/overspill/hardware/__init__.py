@@ -1,12 +1,10 @@
 """Hardware facts: what a planner needs to know about a machine, each figure with its origin."""
 
 from overspill.hardware.cards import CARDS, Card
-from overspill.hardware.detection import Hardware, describe, detect, find_link
-from overspill.hardware.gpu import Gpu, GpuProcess
-from overspill.hardware.link import Link
-from overspill.hardware.link_measurement import LinkNotMeasured, measure_link
-from overspill.hardware.machine import Machine
-from overspill.hardware.numa import NumaNode
+from overspill.hardware.detection import Hardware, describe, detect
+from overspill.hardware.gpu import Gpu, GpuProcess, Link
+from overspill.hardware.link import LinkNotMeasured, find_link, measure_link
+from overspill.hardware.machine import Machine, NumaNode
 from overspill.hardware.stated import parse_gpu, parse_link, parse_ram, with_stated
 
 __all__ = [

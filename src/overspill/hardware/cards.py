@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from overspill.figures import Known, assumed, combine
-from overspill.hardware.link import LINK_EFFICIENCY, Link, link_from_pcie, same_both_ways
+from overspill.hardware.gpu import LINK_EFFICIENCY, Link, link_from_pcie, same_both_ways
 from overspill.kv.sizes import MiB
 
 # What the driver keeps of the memory nvidia-smi shows; CUDA counts the rest. 360 MiB on an RTX 4090, 490 on an RTX

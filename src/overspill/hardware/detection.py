@@ -1,6 +1,5 @@
 """What this machine has: one call for a planner."""
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from overspill.figures import Known, as_json, derived
-from overspill.hardware.gpu import Gpu
-from overspill.hardware.link import Link
-from overspill.hardware.link_cache import fingerprint_of, load_link, store_link
-from overspill.hardware.link_measurement import LinkNotMeasured, measure_link
+from overspill.hardware.gpu import Gpu, visible_gpus
+from overspill.hardware.link import find_link
 from overspill.hardware.machine import Machine, read_machine
 from overspill.hardware.nvml import read_gpus
-from overspill.hardware.visibility import visible_gpus
 from overspill.kv.errors import OverspillError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +75,3 @@ def without_gpu_memory(machine: Machine, gpus: tuple[Gpu, ...]) -> Machine:
         ram_available_bytes=less(available, sum(node.free_bytes for node in taken)),
         numa_nodes=tuple(node for node in machine.numa_nodes if node not in taken),
     )
-
-
-def find_link(gpu: Gpu, machine: Machine, *, measure: bool) -> Link:
-    """The link as it was measured, now or earlier; else as it stands with the GPU, from PCIe or a data sheet."""
-    fingerprint = fingerprint_of(gpu, machine.kernel)
-    folder = machine.cache_folder
-    known = None if folder is None else load_link(folder, fingerprint)
-    if known is not None or not measure:
-        return known or gpu.link
-    near = gpu.numa_node.value if gpu.numa_node else None
-    cpus = next((node.cpus for node in machine.numa_nodes if node.index == near), frozenset[int]())
-    try:
-        link = measure_link(gpu, cpus)
-    except LinkNotMeasured as error:
-        logger.warning("Overspill: %s; its speed is taken from PCIe", error)
-        return gpu.link
-    # Beside another program's copies the link looks slower than it is: good for now, not to be kept.
-    if folder is not None and not gpu.processes:
-        store_link(folder, fingerprint, link)
-    return link

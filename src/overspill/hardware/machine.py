@@ -3,15 +3,48 @@
 import os
 import platform
 import resource
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from overspill.figures import Known, assumed, derived, measured
 from overspill.folders import cache_folder
-from overspill.hardware.numa import NumaNode, read_numa_nodes
 from overspill.kv.errors import OverspillError
+from overspill.kv.numa import parse_cpulist
 from overspill.kv.ram import available_ram, cgroup_limit
+
+_CGROUP_HINTS = {
+    "kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "containerd": "containerd", "lxc": "lxc",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    index: int
+    total_bytes: int
+    free_bytes: int
+    cpus: frozenset[int]  # none where the node is memory only: CXL, or the memory of a GPU such as a GH200's
+
+
+def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """In order of their numbers; none where the kernel was built without NUMA."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    nodes = [node for folder in folders if (node := _read_node(folder)) is not None]
+    return tuple(sorted(nodes, key=lambda node: node.index))
+
+
+def _read_node(folder: Path) -> NumaNode | None:
+    try:
+        meminfo, cpulist = (folder / "meminfo").read_text(), (folder / "cpulist").read_text()
+    except OSError:  # sandboxes show the folder and not the files
+        return None
+    sizes = {}
+    for line in meminfo.splitlines():
+        _, _, name, value, *_ = line.replace(":", " ").split()  # "Node 0 MemTotal:       24682740 kB"
+        sizes[name] = int(value) * 1024
+    cpus = parse_cpulist(cpulist)
+    return NumaNode(int(folder.name.removeprefix("node")), sizes["MemTotal"], sizes["MemFree"], cpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +101,10 @@ def read_machine(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
         numa_nodes=read_numa_nodes(root),
         cpu_count=os.cpu_count() or 1,
         cpu_affinity=frozenset(os.sched_getaffinity(0)),
-        shm_total_bytes=None if shm is None else measured(shm.total_bytes),
-        shm_free_bytes=None if shm is None else measured(shm.free_bytes),
+        shm_total_bytes=None if shm is None else measured(shm.total),
+        shm_free_bytes=None if shm is None else measured(shm.free),
         cache_folder=folder,
-        cache_free_bytes=None if disk is None else measured(disk.free_bytes),
+        cache_free_bytes=None if disk is None else measured(disk.free),
         architecture=platform.machine(),
         kernel=kernel,
         container=find_container(root, environ),
@@ -80,12 +113,8 @@ def read_machine(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
 
 
 def _read_meminfo(root: Path) -> dict[str, int]:
-    sizes = {}
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if rest.endswith("kB"):
-            sizes[name] = int(rest.split()[0]) * 1024
-    return sizes
+    lines = (line.partition(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in lines if rest.endswith("kB")}
 
 
 def _read_kernel(root: Path) -> str:
@@ -108,32 +137,16 @@ def _memlock_stops_pinning(*, is_wsl: bool) -> Known[bool]:
     return derived(False, note="NVIDIA's driver does not count pinned memory against it")
 
 
-@dataclass(frozen=True, slots=True)
-class _Filesystem:
-    total_bytes: int
-    free_bytes: int
-
-
-def _filesystem(path: Path) -> _Filesystem | None:
+def _filesystem(path: Path) -> "shutil._ntuple_diskusage | None":
     try:
-        stat = os.statvfs(path)
+        return shutil.disk_usage(path)
     except OSError:
         return None
-    return _Filesystem(stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail)
 
 
 def _existing(path: Path) -> Path:
     """The folder itself, or the nearest above it that is there: its filesystem is the one it would be made on."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
-
-
-_CGROUP_HINTS = {
-    "kubepods": "kubernetes",
-    "docker": "docker",
-    "libpod": "podman",
-    "containerd": "containerd",
-    "lxc": "lxc",
-}
 
 
 def find_container(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> str | None:

@@ -2,14 +2,15 @@
 
 import contextlib
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from overspill.figures import Known, assumed, derived, measured
 from overspill.hardware.cards import Card, card_in_machine, link_of_card, tensor_flops
-from overspill.hardware.gpu import Gpu, GpuProcess
-from overspill.hardware.link import link_from_pcie
+from overspill.hardware.gpu import Gpu, GpuProcess, link_from_pcie
+from overspill.kv.errors import OverspillError
 
 # Codes of nvmlReturn_t.
 _NO_PERMISSION, _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND = 4, 9, 12
@@ -38,24 +39,38 @@ class GpuReport:
     problems: tuple[str, ...] = ()  # one sentence for each GPU that is missing from `gpus`, or for all of them
 
 
-def read_gpus(nvml: Any | None = None, root: Path = Path("/")) -> GpuReport:
-    """All GPUs of the machine. Starts no CUDA context, so it takes no GPU memory and may be called at any time."""
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            return GpuReport(problems=(_NOT_INSTALLED,))
+class NoNvml(OverspillError):
+    """NVML cannot be used here; says why, in words."""
+
+
+@contextlib.contextmanager
+def opened_nvml(nvml: Any | None = None) -> Iterator[Any]:
+    """The library, started, and shut down afterwards; `nvml` stands in for pynvml in tests."""
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+    except ImportError as error:
+        raise NoNvml(_NOT_INSTALLED) from error
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return GpuReport(problems=(_NO_NVML.get(_code(error), f"NVML did not start: {error}"),))
+        raise NoNvml(_NO_NVML.get(_code(error), f"NVML did not start: {error}")) from error
     try:
-        return _read_all(nvml, root)
-    except nvml.NVMLError as error:
-        return GpuReport(problems=(f"the GPUs could not be listed: {error}",))
+        yield nvml
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
+
+
+def read_gpus(nvml: Any | None = None, root: Path = Path("/")) -> GpuReport:
+    """All GPUs of the machine. Starts no CUDA context, so it takes no GPU memory and may be called at any time."""
+    try:
+        with opened_nvml(nvml) as opened:
+            try:
+                return _read_all(opened, root)
+            except opened.NVMLError as error:
+                return GpuReport(problems=(f"the GPUs could not be listed: {error}",))
+    except NoNvml as error:
+        return GpuReport(problems=(str(error),))
 
 
 def _code(error: Exception) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from overspill.figures import Known, assumed, derived
 from overspill.hardware import Gpu, Hardware, detect, with_stated
-from overspill.hardware.link import same_both_ways
+from overspill.hardware.gpu import same_both_ways
 from overspill.hardware.machine import Machine
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
@@ -15,7 +15,7 @@ from overspill.kv.sizes import GiB, format_size, parse_size
 from overspill.launch.profiles import Remembered
 from overspill.launch.vllm import installed_vllm
 from overspill.model.facts import ModelFacts
-from overspill.model.read import read_model
+from overspill.model.source import read_model
 from overspill.planning.connector_options import read_options
 from overspill.planning.overheads import Profile, fingerprint
 from overspill.planning.planner import Plan, make_plan

@@ -17,7 +17,7 @@ from overspill.launch.arguments import Combined
 from overspill.launch.vllm import PLUGINS
 from overspill.model.config import Config
 from overspill.model.facts import ModelFacts
-from overspill.model.folder import CONFIG, Folder
+from overspill.model.source import CONFIG, Folder
 from overspill.planning.arguments import CONTRADICTING_VARIABLES
 from overspill.planning.planner import Plan
 from overspill.settings import SETTINGS

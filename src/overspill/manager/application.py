@@ -16,7 +16,7 @@ from overspill.manager.security.access import Access
 from overspill.manager.security.login_limit import LoginLimit
 from overspill.manager.setup import Setup
 from overspill.manager.watching.watcher import Watching
-from overspill.model.hub_cache import cache_folder
+from overspill.model.source import cache_folder
 from overspill.registry import Registry
 
 _NOTE_USE_S = 60.0

@@ -1,6 +1,5 @@
 """What a model is made of, and what vLLM makes of it; found out without a GPU, the weights, torch or vLLM."""
 
-from overspill.model.caches import Attention, LatentAttention, LayerCache, RecurrentState
 from overspill.model.errors import (
     AccessDenied,
     BadCheckpoint,
@@ -12,13 +11,18 @@ from overspill.model.errors import (
     UnknownArchitecture,
     UnknownWeights,
 )
-from overspill.model.facts import ModelFacts, Weights, active_bytes
-from overspill.model.folder import read_folder
-from overspill.model.groups import CacheGroup
-from overspill.model.kv import KVGeometry, kv_geometry
-from overspill.model.pages import Kind, Page
-from overspill.model.read import read_model
-from overspill.model.settings import CacheSettings
+from overspill.model.facts import (
+    Attention,
+    LatentAttention,
+    LayerCache,
+    ModelFacts,
+    RecurrentState,
+    Weights,
+    active_bytes,
+)
+from overspill.model.kv import CacheGroup, KVGeometry, kv_geometry
+from overspill.model.pages import CacheSettings, Kind, Page
+from overspill.model.source import read_folder, read_model
 
 __all__ = [
     "AccessDenied",

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from overspill.model.caches import Attention, Cache, LatentAttention, LayerCache, RecurrentState
 from overspill.model.config import EXPERT_KEYS, Config
 from overspill.model.errors import BadConfig, UnknownArchitecture
+from overspill.model.facts import Attention, Cache, LatentAttention, LayerCache, RecurrentState
 
 Rule = Callable[[Config], list[LayerCache]]
 
@@ -284,3 +284,28 @@ RULES: dict[str, Rule] = {
     "SmolLM3ForCausalLM": _by_layer_type,
     "Starcoder2ForCausalLM": _by_layer_type,
 }
+
+# vLLM 0.32 has no code of its own for these: Transformers makes their layers.
+RUN_BY_TRANSFORMERS = frozenset(
+    {
+        "ArceeForCausalLM",
+        "CwmForCausalLM",
+        "FlexOlmoForCausalLM",
+        "GPTBigCodeForCausalLM",
+        "GPTNeoXForCausalLM",
+        "GlmForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "Jais2ForCausalLM",
+        "MellumForCausalLM",
+        "NanbeigeForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "OlmoForCausalLM",
+        "PhiForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+        "VaultGemmaForCausalLM",
+    }
+)

@@ -1,12 +1,126 @@
-"""The tensors of a checkpoint, from its index and the headers of its files, wherever these are."""
+"""The tensors of a checkpoint, from its index and the safetensors headers of its files, never their content."""
 
+import json
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Protocol
 
 from overspill.model.config import parse_object
 from overspill.model.errors import BadCheckpoint, BadConfig
-from overspill.model.tensors import Tensor, parse_header
+
+# The format's own limit (safetensors, MAX_HEADER_SIZE): a longer header is not a header.
+MAX_HEADER_BYTES = 100_000_000
+LENGTH_BYTES = 8
+
+DTYPE_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16,
+    "F8_E4M3": 8, "F8_E4M3FNUZ": 8, "F8_E5M2": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8,
+    "U64": 64, "U32": 32, "U16": 16, "U8": 8,
+    "BOOL": 8, "C64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    name: str
+    dtype: str
+    """In safetensors' words: BF16, F32, U8."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * DTYPE_BITS[self.dtype] // 8
+
+
+def header_length(first_bytes: bytes, file_bytes: int, file: str) -> int:
+    """Bytes of the JSON header that follows the first eight; `file` names it in a complaint."""
+    if len(first_bytes) < LENGTH_BYTES:
+        raise BadCheckpoint(
+            f"{file} is {file_bytes} bytes long, and a safetensors file begins with 8 bytes that give the length of "
+            "its header; the download was cut short, fetch it again"
+        )
+    length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise BadCheckpoint(
+            f"{file} announces a header of {length} bytes, and safetensors allows {MAX_HEADER_BYTES}; it is not a "
+            "safetensors file (a Git LFS pointer or an error page saved under its name?), fetch it again"
+        )
+    if length + LENGTH_BYTES > file_bytes:
+        raise BadCheckpoint(
+            f"{file} announces a header of {length} bytes, and the file has {file_bytes}; the download was cut short, "
+            "fetch it again"
+        )
+    return length
+
+
+def parse_header(header: bytes, file_bytes: int, file: str) -> list[Tensor]:
+    """The tensors of one file, checked as safetensors itself does: no gaps, no overlaps, nothing past the end."""
+    try:
+        entries = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} has a header that is not JSON ({error}); fetch it again") from error
+    if not isinstance(entries, dict):
+        raise BadCheckpoint(f"{file} has a header that is not a table of tensors; fetch it again")
+    spans = [_span(name, entry, file) for name, entry in entries.items() if name != "__metadata__"]
+    spans.sort(key=lambda span: span[:2])
+    _check_spans(spans, file_bytes - LENGTH_BYTES - len(header), file)
+    return [tensor for _, _, tensor in spans]
+
+
+def _span(name: str, entry: object, file: str) -> tuple[int, int, Tensor]:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if all(
+            isinstance(size, int) and size >= 0 for size in shape
+        ):
+            pass
+        case _:
+            raise BadCheckpoint(
+                f"{file} describes tensor {name!r} as {_short(entry)}, and a dtype, a shape and data_offsets were "
+                "expected; fetch it again"
+            )
+    if dtype not in DTYPE_BITS:
+        raise BadCheckpoint(
+            f"{file} holds tensor {name!r} of type {dtype!r}, which is none of safetensors' ({', '.join(DTYPE_BITS)})"
+        )
+    tensor = Tensor(name=name, dtype=dtype, shape=tuple(shape))
+    if not 0 <= begin <= end or end - begin != tensor.num_bytes:
+        raise BadCheckpoint(
+            f"{file} gives tensor {name!r} the bytes from {begin} to {end}, and {dtype} of shape {shape} takes "
+            f"{tensor.num_bytes}; fetch it again"
+        )
+    return begin, end, tensor
+
+
+def _check_spans(spans: Iterable[tuple[int, int, Tensor]], data_bytes: int, file: str) -> None:
+    expected = 0
+    for begin, end, tensor in spans:
+        if begin != expected:
+            what = "they overlap" if begin < expected else "there is a gap"
+            raise BadCheckpoint(
+                f"{file}: tensor {tensor.name!r} begins at byte {begin}, and the one before it ends at {expected} "
+                f"({what}); fetch it again"
+            )
+        expected = end
+    if expected != data_bytes:
+        how = "cut short" if expected > data_bytes else "changed"
+        raise BadCheckpoint(
+            f"{file} holds {data_bytes} bytes of weights, and its header describes {expected}; the download was {how}, "
+            "fetch it again"
+        )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
 
 INDEX = "model.safetensors.index.json"
 

@@ -1,12 +1,22 @@
-"""What a config.json may leave out: the defaults of transformers' config classes, by model_type.
+"""Keys that a config.json may leave out: the defaults of transformers' config classes, by model_type.
 
-Nested configs are written as differences from these (gemma-3-4b-it names neither its heads nor its
-vocabulary). Only what the rest of this package reads and what is neither null nor false is here.
+Nested configs are written as differences from these (gemma-3-4b-it names neither its heads nor its vocabulary). Only
+keys that the rest of this package reads, and values that are neither null nor false, are here.
 """
 
-SHAPE_KEYS = frozenset(
-    {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
-)  # fmt: skip
+
+def _shape(*, vocab: int, hidden: int, layers: int, heads: int, mlp: int | None = None) -> dict[str, object]:
+    mlps = {} if mlp is None else {"intermediate_size": mlp}
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        **mlps,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+SHAPE_KEYS = frozenset(_shape(vocab=1, hidden=1, layers=1, heads=1, mlp=1))
 
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 
@@ -42,11 +52,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
     },
     "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
+        **_shape(vocab=262208, hidden=2304, mlp=9216, layers=26, heads=8),
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,
@@ -54,11 +60,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
     },
     "gemma4_text": {
-        "vocab_size": 262144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
+        **_shape(vocab=262144, hidden=2304, mlp=9216, layers=30, heads=8),
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131072,
@@ -107,11 +109,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
     },
     "llama4_text": {
-        "vocab_size": 202048,
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
+        **_shape(vocab=202048, hidden=5120, mlp=8192, layers=48, heads=40),
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 131072,
@@ -121,21 +119,13 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 1,
     },
     "ministral3": {
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 34,
-        "num_attention_heads": 32,
+        **_shape(vocab=131072, hidden=4096, mlp=14336, layers=34, heads=32),
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 262144,
     },
     "mistral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
+        **_shape(vocab=32000, hidden=4096, mlp=14336, layers=32, heads=32),
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
@@ -145,11 +135,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
     "qwen2": {"num_key_value_heads": 32, **_QWEN_WINDOW},
     "qwen2_5_vl_text": {
-        "vocab_size": 152064,
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
+        **_shape(vocab=152064, hidden=8192, mlp=29568, layers=80, heads=64),
         "num_key_value_heads": 8,
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
@@ -166,21 +152,14 @@ DEFAULTS: dict[str, dict[str, object]] = {
     },
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
     "qwen3_5_text": {
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
+        **_shape(vocab=248320, hidden=4096, mlp=12288, layers=32, heads=16),
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 32768,
         **_DELTA_NET,
     },
     "qwen3_5_moe_text": {
-        "vocab_size": 248320,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
+        **_shape(vocab=248320, hidden=2048, layers=40, heads=16),
         "num_key_value_heads": 2,
         "head_dim": 256,
         "max_position_embeddings": 32768,
@@ -204,22 +183,14 @@ DEFAULTS: dict[str, dict[str, object]] = {
         **_DELTA_NET,
     },
     "qwen3_vl_moe_text": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
+        **_shape(vocab=151936, hidden=2048, mlp=5632, layers=24, heads=16),
         "num_key_value_heads": 16,
         "max_position_embeddings": 128000,
         "num_experts": 60,
         "num_experts_per_tok": 4,
     },
     "qwen3_vl_text": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
+        **_shape(vocab=151936, hidden=4096, mlp=22016, layers=32, heads=32),
         "num_key_value_heads": 32,
         "head_dim": 128,
         "max_position_embeddings": 128000,

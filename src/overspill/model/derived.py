@@ -1,22 +1,165 @@
 """The weights of a model that is not at hand: every tensor its checkpoint would hold, from config.json alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from overspill.model.architectures import num_experts
+from overspill.model.architectures import head_dim, num_experts, num_kv_heads
+from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
-from overspill.model.decoders import (
-    ROUTER_BIAS,
-    Shapes,
-    Style,
-    decoder,
-    deepseek,
-    fused_mlp,
-    gpt_oss_experts,
-    mixtral_experts,
-    qwen3_experts,
-)
 from overspill.model.errors import UnknownWeights
-from overspill.model.tensors import Tensor
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+ROUTER_BIAS = "e_score_correction_bias"
+
+
+def _linear(name: str, out: int, width: int, *, bias: bool = False) -> Shapes:
+    yield f"{name}.weight", (out, width)
+    if bias:
+        yield f"{name}.bias", (out,)
+
+
+def _gated(at: str, hidden: int, width: int, *, bias: bool = False) -> Shapes:
+    for name in ("gate_proj", "up_proj"):
+        yield from _linear(f"{at}{name}", width, hidden, bias=bias)
+    yield from _linear(f"{at}down_proj", hidden, width, bias=bias)
+
+
+def dense_mlp(config: Config, _: int, layer: str) -> Shapes:
+    bias = config.boolean("mlp_bias", False)
+    return _gated(f"{layer}mlp.", config.integer("hidden_size"), config.integer("intermediate_size"), bias=bias)
+
+
+def fused_mlp(config: Config, _: int, layer: str) -> Shapes:
+    hidden, width = config.integer("hidden_size"), config.integer("intermediate_size")
+    yield from _linear(f"{layer}mlp.gate_up_proj", 2 * width, hidden)
+    yield from _linear(f"{layer}mlp.down_proj", hidden, width)
+
+
+def mixtral_experts(config: Config, _: int, layer: str) -> Shapes:
+    hidden, width = config.integer("hidden_size"), config.integer("intermediate_size")
+    experts = num_experts(config)
+    yield f"{layer}block_sparse_moe.gate.weight", (experts, hidden)
+    for expert in range(experts):
+        at = f"{layer}block_sparse_moe.experts.{expert}."
+        yield f"{at}w1.weight", (width, hidden)
+        yield f"{at}w2.weight", (hidden, width)
+        yield f"{at}w3.weight", (width, hidden)
+
+
+def qwen3_experts(config: Config, i: int, layer: str) -> Shapes:
+    dense_layers = config.integers("mlp_only_layers") or ()
+    if i in dense_layers or (i + 1) % config.integer("decoder_sparse_step") or not num_experts(config):
+        yield from dense_mlp(config, i, layer)
+        return
+    yield from _routed(config, layer)
+
+
+def _routed(config: Config, layer: str) -> Shapes:
+    hidden, experts = config.integer("hidden_size"), num_experts(config)
+    yield f"{layer}mlp.gate.weight", (experts, hidden)
+    for expert in range(experts):
+        yield from _gated(f"{layer}mlp.experts.{expert}.", hidden, config.integer("moe_intermediate_size"))
+
+
+def gpt_oss_experts(config: Config, _: int, layer: str) -> Shapes:
+    hidden, width, experts = config.integer("hidden_size"), config.integer("intermediate_size"), num_experts(config)
+    yield f"{layer}self_attn.sinks", (config.integer("num_attention_heads"),)
+    yield from _linear(f"{layer}mlp.router", experts, hidden, bias=True)
+    at = f"{layer}mlp.experts."
+    yield f"{at}gate_up_proj_bias", (experts, 2 * width)
+    yield f"{at}down_proj_bias", (experts, hidden)
+    if "quantization_config" in config.raw:
+        # MXFP4: 32 numbers share a scale of one byte and take half a byte each.
+        for name, out, inner in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+            yield f"{at}{name}_blocks", (experts, out, inner // 32, 16)
+            yield f"{at}{name}_scales", (experts, out, inner // 32)
+    else:
+        yield f"{at}gate_up_proj", (experts, hidden, 2 * width)
+        yield f"{at}down_proj", (experts, width, hidden)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Style:
+    """How a family's decoder layers depart from Llama's."""
+
+    qkv_bias: bool | None = None
+    """None: as attention_bias says, and the output projection likewise."""
+    fused_qkv: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    """A norm of queries and keys as wide as a head, or as all of them."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    mlp: Callable[[Config, int, str], Shapes] = dense_mlp
+
+
+def decoder(style: Style, prefix: str = "model.") -> Callable[[Config], Shapes]:
+    def shapes(config: Config) -> Shapes:
+        hidden = config.integer("hidden_size")
+        yield f"{prefix}embed_tokens.weight", (config.integer("vocab_size"), hidden)
+        for i in range(config.integer("num_hidden_layers")):
+            layer = f"{prefix}layers.{i}."
+            for norm in style.norms:
+                yield f"{layer}{norm}.weight", (hidden,)
+            yield from _attention(config, style, f"{layer}self_attn.")
+            yield from style.mlp(config, i, layer)
+        yield f"{prefix}norm.weight", (hidden,)
+
+    return shapes
+
+
+def _attention(config: Config, style: Style, at: str) -> Shapes:
+    hidden, head = config.integer("hidden_size"), head_dim(config)
+    q, kv = config.integer("num_attention_heads") * head, num_kv_heads(config) * head
+    written = config.boolean("attention_bias", False)
+    qkv_bias, out_bias = (written, written) if style.qkv_bias is None else (style.qkv_bias, False)
+    parts = [("qkv_proj", q + 2 * kv)] if style.fused_qkv else [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+    for name, width in parts:
+        yield from _linear(f"{at}{name}", width, hidden, bias=qkv_bias)
+    yield from _linear(f"{at}o_proj", hidden, q, bias=out_bias)
+    if style.qk_norm is not None:
+        yield f"{at}q_norm.weight", (head if style.qk_norm == "head" else q,)
+        yield f"{at}k_norm.weight", (head if style.qk_norm == "head" else kv,)
+
+
+def deepseek(config: Config) -> Shapes:
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    yield "model.embed_tokens.weight", (config.integer("vocab_size"), hidden)
+    for i in range(config.integer("num_hidden_layers")):
+        layer = f"model.layers.{i}."
+        yield f"{layer}input_layernorm.weight", (hidden,)
+        yield f"{layer}post_attention_layernorm.weight", (hidden,)
+        yield from _latent_attention(config, f"{layer}self_attn.", hidden, heads)
+        first, every = config.integer("first_k_dense_replace", minimum=0), config.integer("moe_layer_freq", 1)
+        if i < first or i % every or not num_experts(config):
+            yield from _gated(f"{layer}mlp.", hidden, config.integer("intermediate_size"))
+            continue
+        yield from _routed(config, layer)
+        if config.architecture == "DeepseekV3ForCausalLM":
+            yield f"{layer}mlp.gate.{ROUTER_BIAS}", (num_experts(config),)
+        shared = config.optional_integer("n_shared_experts")
+        if shared:
+            width = shared * config.integer("moe_intermediate_size")
+            yield from _gated(f"{layer}mlp.shared_experts.", hidden, width)
+    yield "model.norm.weight", (hidden,)
+
+
+def _latent_attention(config: Config, at: str, hidden: int, heads: int) -> Shapes:
+    bias = config.boolean("attention_bias", False)
+    rank, rope = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
+    nope, value = config.integer("qk_nope_head_dim"), config.integer("v_head_dim")
+    q_rank = config.optional_integer("q_lora_rank")
+    if q_rank is None:
+        yield from _linear(f"{at}q_proj", heads * (nope + rope), hidden)
+    else:
+        yield from _linear(f"{at}q_a_proj", q_rank, hidden, bias=bias)
+        yield f"{at}q_a_layernorm.weight", (q_rank,)
+        yield from _linear(f"{at}q_b_proj", heads * (nope + rope), q_rank)
+    yield from _linear(f"{at}kv_a_proj_with_mqa", rank + rope, hidden, bias=bias)
+    yield f"{at}kv_a_layernorm.weight", (rank,)
+    yield from _linear(f"{at}kv_b_proj", heads * (nope + value), rank)
+    yield from _linear(f"{at}o_proj", hidden, heads * value, bias=bias)
+
 
 # Ten times those of the largest models.
 MAX_EXPERTS = 250_000

@@ -1,15 +1,4 @@
-"""What keeps Overspill from knowing a model.
-
-ModelError
-├── ModelNotFound       nothing of that name on disk, in the cache or on the hub
-├── AccessDenied        it is there, but may not be read
-├── HubUnreachable      the hub is off limits (offline) or did not answer
-├── BadConfig           config.json is broken, or a key in it makes no sense
-├── BadCheckpoint       the index or a safetensors header is broken
-├── UnknownArchitecture vLLM may serve it; how it keeps KV is not known here
-├── UnknownWeights      no weights to measure, and no formula that gives their size
-└── BadSettings         block size, KV dtype or tensor parallelism that vLLM would refuse
-"""
+"""Why a model cannot be described."""
 
 from overspill.kv.errors import OverspillError
 

@@ -8,13 +8,10 @@ from urllib.parse import quote
 
 import httpx
 
-from overspill.model.checkpoint import INDEX, read_tensors
-from overspill.model.config import Config, parse_object
-from overspill.model.describe import describe
+from overspill.model.checkpoint import INDEX, LENGTH_BYTES, header_length
 from overspill.model.errors import AccessDenied, BadCheckpoint, HubUnreachable, ModelNotFound
 from overspill.model.facts import ModelFacts
-from overspill.model.folder import CONFIG, MAX_FILE_BYTES, QUANT_CONFIG
-from overspill.model.tensors import LENGTH_BYTES, header_length
+from overspill.model.source import MAX_FILE_BYTES, read_files
 
 ENDPOINT = "https://huggingface.co"
 SINGLE = "model.safetensors"
@@ -103,12 +100,7 @@ class Repository:
 
 
 def read_repository(
-    repo_id: str,
-    *,
-    revision: str = "main",
-    token: str | None = None,
-    endpoint: str = ENDPOINT,
-    dtype: str = "auto",
+    repo_id: str, *, revision: str = "main", token: str | None = None, endpoint: str = ENDPOINT, dtype: str = "auto"
 ) -> ModelFacts:
     # Compressed, a range would be one of other bytes.
     headers = {"Accept-Encoding": "identity"}
@@ -119,19 +111,7 @@ def read_repository(
         _explained(repo_id),
         httpx.Client(base_url=endpoint, headers=headers, timeout=TIMEOUT, follow_redirects=True) as client,
     ):
-        repository = Repository(client, repo_id, revision)
-        content = repository.content(CONFIG)
-        if content is None:
-            raise ModelNotFound(f"{repository.where} holds no {CONFIG}; vLLM needs a model in Hugging Face's format")
-        config = Config.parse(content, where=f"{CONFIG} of {repository.where}")
-        quant_file = None if "quantization_config" in config.raw else repository.content(QUANT_CONFIG)
-        return describe(
-            config,
-            read_tensors(repository),
-            name=repo_id,
-            quant_file=None if quant_file is None else parse_object(quant_file, f"{QUANT_CONFIG} of {repo_id}"),
-            dtype=dtype,
-        )
+        return read_files(Repository(client, repo_id, revision), name=repo_id, dtype=dtype)
 
 
 def _read(response: httpx.Response, length: int) -> bytes:

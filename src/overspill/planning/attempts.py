@@ -7,7 +7,7 @@ from overspill.hardware.cards import CARDS, Card
 from overspill.hardware.stated import parse_gpu
 from overspill.kv.sizes import GiB
 from overspill.model.kv import KVGeometry, kv_geometry
-from overspill.model.settings import CacheSettings
+from overspill.model.pages import CacheSettings
 from overspill.planning.memory import Budget, KvSplit, split_kv
 from overspill.planning.overheads import Overheads
 from overspill.planning.setup import CUDA, Setup, can_spill, nothing_measured

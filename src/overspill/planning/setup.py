@@ -8,8 +8,7 @@ from overspill.figures import Known
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
 from overspill.kv.spill.geometry import CUDA_GRANULARITY
-from overspill.model.caches import LatentAttention, RecurrentState
-from overspill.model.facts import ModelFacts
+from overspill.model.facts import LatentAttention, ModelFacts, RecurrentState
 from overspill.model.kv import KVGeometry
 from overspill.planning.memory import Budget, gpu_budget, whole_budget
 from overspill.planning.overheads import NO_OVERHEADS, Overheads, Profile, assumed_overheads, measured_overheads

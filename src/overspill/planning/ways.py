@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from overspill.figures import Known, derived
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
-from overspill.model.caches import Attention, LatentAttention
-from overspill.model.facts import ModelFacts, active_bytes
+from overspill.model.facts import Attention, LatentAttention, ModelFacts, active_bytes
 from overspill.model.kv import KVGeometry
 from overspill.planning.attempts import PROCESS_RAM_BYTES, Fit, peak_ram_bytes
 from overspill.planning.memory import KvSplit

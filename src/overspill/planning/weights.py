@@ -6,8 +6,8 @@ from itertools import accumulate, pairwise
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, format_size
+from overspill.model.architectures import RUN_BY_TRANSFORMERS
 from overspill.model.facts import ModelFacts
-from overspill.model.transformers_backend import RUN_BY_TRANSFORMERS
 from overspill.planning.memory import Budget
 from overspill.planning.parameters import pinned_share
 from overspill.planning.setup import Setup

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from overspill.figures import Origin
-from overspill.model.caches import RecurrentState
+from overspill.model.facts import RecurrentState
 from overspill.planning.planner import Plan
 from overspill.verify.answers import Answer
 from overspill.verify.children import Children

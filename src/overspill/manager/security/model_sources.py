@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from overspill.manager.errors import ManagerError
-from overspill.model.hub_cache import cache_folder
+from overspill.model.source import cache_folder
 
 _MAX_LENGTH = 1024
 _MAX_REPO_ID = 96

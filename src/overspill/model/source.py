@@ -1,0 +1,170 @@
+"""A model by name: a folder, a repository in Hugging Face's cache, or one on the hub."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from overspill.model.checkpoint import LENGTH_BYTES, Files, header_length, read_tensors
+from overspill.model.config import Config, parse_object
+from overspill.model.description import describe
+from overspill.model.errors import AccessDenied, BadCheckpoint, HubUnreachable, ModelNotFound
+from overspill.model.facts import ModelFacts
+
+CONFIG = "config.json"
+QUANT_CONFIG = "hf_quant_config.json"
+# The longest index known is some 20 MB (1000 experts); a config is a few KB.
+MAX_FILE_BYTES = 200_000_000
+_REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_REVISION = re.compile(r"[\w][\w./-]*")
+_TRUE = {"1", "on", "yes", "true"}
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Of Hugging Face's tools: HF_HUB_CACHE, else hub in HF_HOME, else in XDG_CACHE_HOME, else in ~/.cache
+    (huggingface_hub/constants.py)."""
+    if cache := environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    if home := environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return Path(environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface" / "hub"
+
+
+def find_snapshot(cache: Path, repo_id: str, revision: str) -> Path | None:
+    """The folder of a branch, a tag or a commit; None if it was never fetched."""
+    repository = cache / f"models--{repo_id.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / revision).read_text().strip()
+    except OSError:
+        commit = revision  # a commit needs no ref
+    snapshot = repository / "snapshots" / commit
+    # A ref that points out of its folder is not one that huggingface_hub wrote.
+    is_plain = Path(commit).name == commit
+    return snapshot if is_plain and (snapshot / CONFIG).is_file() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    path: Path
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
+
+    def content(self, name: str) -> bytes | None:
+        try:
+            with _opened(self.path / name) as (file, _):
+                return file.read(MAX_FILE_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def safetensors(self) -> list[str]:
+        with _explained(self.path):
+            return sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors"))
+
+    def headers(self, names: Sequence[str]) -> Iterator[tuple[bytes, int]]:
+        for name in names:
+            yield self._header(name)
+
+    def _header(self, name: str) -> tuple[bytes, int]:
+        try:
+            with _opened(self.path / name) as (file, size):
+                length = header_length(file.read(LENGTH_BYTES), size, f"{name} in {self.where}")
+                return file.read(length), size
+        except FileNotFoundError as error:
+            raise BadCheckpoint(
+                f"{self.where} should hold {name}, and does not; the download was cut short, fetch it again"
+            ) from error
+
+
+def read_folder(path: Path, *, name: str | None = None, dtype: str = "auto") -> ModelFacts:
+    """`name` is what the model is called, if not as the folder; `dtype` is vLLM's --dtype."""
+    with _explained(path):
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "does not exist"
+            raise ModelNotFound(f"{path} {what}, and a folder with a {CONFIG} was expected; check the path")
+    return read_files(Folder(path), name=name or path.resolve().name, folder=path, dtype=dtype)
+
+
+def read_files(files: Files, *, name: str, folder: Path | None = None, dtype: str = "auto") -> ModelFacts:
+    content = files.content(CONFIG)
+    if content is None:
+        instead = _instead(files) if isinstance(files, Folder) else ""
+        raise ModelNotFound(f"{files.where} holds no {CONFIG}{instead}; vLLM needs a model in Hugging Face's format")
+    config = Config.parse(content, where=f"{CONFIG} in {files.where}")
+    quant_file = files.content(QUANT_CONFIG) if config.raw.get("quantization_config") is None else None
+    quant = None if quant_file is None else parse_object(quant_file, f"{QUANT_CONFIG} in {files.where}")
+    return describe(config, read_tensors(files), name=name, folder=folder, quant_file=quant, dtype=dtype)
+
+
+def _instead(folder: Folder) -> str:
+    with _explained(folder.path):
+        names = sorted(entry.name for entry in folder.path.iterdir())
+    return f" (it holds {', '.join(names[:5])}{', ...' if names[5:] else ''})" if names else " and nothing else"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A file and its size; FileNotFoundError is left to the caller, which knows whether it must be there."""
+    with _explained(path):
+        # Before it is opened: a pipe would keep us waiting for a writer.
+        if path.exists() and not path.is_file():
+            raise ModelNotFound(f"{path} is not a file, and one was expected; remove it")
+        with path.open("rb") as file:
+            yield file, os.fstat(file.fileno()).st_size
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """A refusal of the operating system, as a sentence."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except PermissionError as error:
+        raise AccessDenied(f"{path} may not be read by this user; change its permissions, or run as another") from error
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read ({error}); check the path") from error
+
+
+def read_model(
+    name: str, *, revision: str = "main", dtype: str = "auto", environ: Mapping[str, str] = os.environ
+) -> ModelFacts:
+    """As vLLM looks for it: a folder of that name first, then the hub's cache, then the hub itself.
+
+    HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN count, as they do for vLLM.
+    """
+    path = Path(os.path.expanduser(name))
+    if not name or "\0" in name:
+        raise ModelNotFound(
+            f"{name!r} is not the name of a model; give a folder, or a repository such as Qwen/Qwen3-8B"
+        )
+    if os.path.exists(path) or not _is_repo_id(name):
+        return read_folder(path, dtype=dtype)
+    if not _REVISION.fullmatch(revision) or ".." in revision:
+        raise ModelNotFound(f"{revision!r} is not a revision; use a branch, a tag or a commit")
+    snapshot = find_snapshot(cache_folder(environ), name, revision)
+    offline = environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
+    if snapshot is not None and (offline or _has_weights(snapshot)):
+        return read_folder(snapshot, name=name, dtype=dtype)
+    if offline:
+        raise HubUnreachable(
+            f"{name} is neither a folder nor in the cache ({cache_folder(environ)}), and HF_HUB_OFFLINE forbids the "
+            "hub; fetch it, or unset HF_HUB_OFFLINE"
+        )
+    # Here, so that nothing but the hub needs httpx.
+    from overspill.model.hub import ENDPOINT, read_repository
+
+    endpoint = environ.get("HF_ENDPOINT") or ENDPOINT
+    return read_repository(name, revision=revision, token=environ.get("HF_TOKEN"), endpoint=endpoint, dtype=dtype)
+
+
+def _is_repo_id(name: str) -> bool:
+    return _REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
+def _has_weights(snapshot: Path) -> bool:
+    return any(entry.name.endswith(".safetensors") for entry in snapshot.iterdir())
