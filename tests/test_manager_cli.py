@@ -17,7 +17,7 @@ import pytest
 
 from overspill.address import free_port
 from overspill.processes import identity
-from overspill.serve.report import Phase
+from overspill.serve.engine_report import Phase
 from overspill.serve.status import Status, folder_of, write_status
 from tests.managed import Managed, managed
 

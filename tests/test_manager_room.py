@@ -23,7 +23,7 @@ from overspill.manager.engines.needs import Need
 from overspill.manager.engines.states import State
 from overspill.manager.errors import NoRoom, StartFailed, StillLoading
 from overspill.registry import Model
-from overspill.serve.report import Phase
+from overspill.serve.engine_report import Phase
 from overspill.serve.status import Reached, Status, folder_of, write_status
 from tests.manager_process import IMPATIENT, ROOT, Place, eventually, managing, of_folder, reckon
 

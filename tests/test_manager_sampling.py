@@ -23,7 +23,7 @@ from overspill.manager.watching.memory_map import Claim, Kind, gpu_claim, memory
 from overspill.manager.watching.procfs import children_of_all, kilobytes, parse_stat, read_stat, tree
 from overspill.manager.watching.sampler import Sampler
 from overspill.manager.watching.samples import chart_values
-from overspill.serve.report import HostMemoryReport, Phase, Report
+from overspill.serve.engine_report import HostMemoryReport, Phase, Report
 from tests.test_hardware_nvml import LOST, NOT_SUPPORTED, Device, FakeNvml, NVMLError, used
 
 

@@ -14,7 +14,7 @@ from overspill.manager.engines.process import identify
 from overspill.manager.engines.states import State
 from overspill.manager.engines.systemd import Unit, Units, backend_here, unit_in
 from overspill.service.installation import install, units_of
-from overspill.service.units import Mode, Service, unit_name
+from overspill.service.units import Mode, ModelService, unit_name
 from tests.managed_here import managed_here
 from tests.manager_process import ROOT, Place, eventually, managing, of_folder
 
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from overspill.processes import identity
 from overspill.address import free_port
-from overspill.serve.report import Phase
+from overspill.serve.engine_report import Phase
 from overspill.serve.status import Status, folder_of, write_status
 folder = Path(__file__).parent
 asked = [word for word in sys.argv[1:] if not word.startswith("-")]
@@ -58,7 +58,7 @@ def units(place: Place) -> Units:
     program, folder = place.folder / "systemctl", place.folder / "units"
     program.write_text(SYSTEMCTL)
     program.chmod(0o755)
-    service = Service(mode=Mode.USER, name="a", command=("/usr/bin/true",), memory_max_bytes=1 << 30)
+    service = ModelService(mode=Mode.USER, name="a", command=("/usr/bin/true",), memory_max_bytes=1 << 30)
     install(units_of(Mode.USER, folder), service)
     own = place.options().backend
     assert isinstance(own, OwnProcesses)

@@ -21,7 +21,7 @@ import pytest
 from overspill.address import free_port
 from overspill.processes import below, in_session
 from overspill.registry import Run, RunEnd, add_model, list_runs, open_registry
-from overspill.serve.report import Phase
+from overspill.serve.engine_report import Phase
 from overspill.serve.status import Status, read_statuses
 from overspill.tiny import VOCAB, make_llama
 from tests.dying_core import DEATH_S, dying_after_loading, engine_cores

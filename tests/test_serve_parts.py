@@ -36,11 +36,10 @@ from overspill.planning.ways import Way
 from overspill.processes import identity
 from overspill.registry import RunEnd, add_model, list_runs, open_registry, running_runs, start_run
 from overspill.serve.differences import differences, profile_of
-from overspill.serve.notice import notify
-from overspill.serve.report import HostMemoryReport, Phase, Report, earliest, read, write
-from overspill.serve.server import run_server
-from overspill.serve.status import Status, memory_of, read_statuses, write_status
-from overspill.serve.stop_reason import leave_reason, take_reason
+from overspill.serve.engine_report import HostMemoryReport, Phase, Report, earliest, read, write
+from overspill.serve.reporter import notify
+from overspill.serve.run import run_server
+from overspill.serve.status import Status, leave_reason, memory_of, read_statuses, take_reason, write_status
 from overspill.settings import resolve, with_registered
 
 MIB = 2**20
@@ -378,9 +377,9 @@ def test_a_gpu_workers_report_holds_what_vllms_profiling_found() -> None:
 
     from vllm.v1.worker import gpu_worker
 
-    from overspill.serve.engine_report import Reporter
+    from overspill.serve.engine_report import WorkerReporter
 
-    reporter = Reporter.__new__(Reporter)
+    reporter = WorkerReporter.__new__(WorkerReporter)
     reporter._free_before = 100
     snapshot = SimpleNamespace(free_memory=60)
     profiled = {"total_consumed": 50, "peak_activation_memory": 9, "cudagraph_memory_estimate": 4}
@@ -544,7 +543,7 @@ def test_nothing_that_cannot_be_told_stops_a_server(
         run(prepared)
     told = capfd.readouterr()
     assert "/v1 serves" in told.out and told.err.count("warning: this run is not recorded") == 1
-    assert told.err.count("warning: other programs cannot be told") == (trouble == "no folder")
+    assert told.err.count("warning: other programs cannot see") == (trouble == "no folder")
     assert "hush" not in told.err
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.serve.log_lines import without_tracebacks
-from overspill.serve.reasons import epitaph, reason
+from overspill.serve.log import epitaph, reason, without_tracebacks
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill import tls
+from overspill import address
 from overspill.address import free_port
 from overspill.bench.errors import CannotBench
 from overspill.bench.target import Target, ask
@@ -52,7 +52,7 @@ def test_a_server_on_this_machine_is_measured_whatever_its_certificate(server: s
 
 
 def test_a_certificate_from_elsewhere_must_be_trusted(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "is_loopback", lambda host: False)
+    monkeypatch.setattr(address, "is_loopback", lambda host: False)
     with pytest.raises(CannotBench, match="in SSL_CERT_FILE"):
         ask(Target(url=server, model="a"), "/v1/models")
     with pytest.raises(Broken, match="CERTIFICATE_VERIFY_FAILED"):
@@ -60,6 +60,6 @@ def test_a_certificate_from_elsewhere_must_be_trusted(server: str, monkeypatch: 
 
 
 def test_plain_http_has_no_context() -> None:
-    assert tls.client_context("http://127.0.0.1:8000") is None
-    here, elsewhere = tls.client_context("https://localhost"), tls.client_context("https://gpu.example")
+    assert address.client_context("http://127.0.0.1:8000") is None
+    here, elsewhere = address.client_context("https://localhost"), address.client_context("https://gpu.example")
     assert here is not None and elsewhere is not None and here is not elsewhere and elsewhere.check_hostname

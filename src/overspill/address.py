@@ -1,21 +1,23 @@
-"""Where the server will listen, whether it can, and who is there if not."""
+"""Where a server listens: its address, TLS towards it, a free port, and which program has a port that is taken."""
 
 import errno
 import http.client
 import ipaddress
 import json
-import os
 import random
 import socket
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from overspill.errors import CannotServe
 from overspill.kv.errors import OverspillError
+from overspill.processes import argv_of, listeners
 
-# Below are those of services that many machines have; what Linux gives unless it is told otherwise.
+# Below are the ports of services that many machines have. Between the others Linux chooses, unless it is configured.
 _FIRST_PORT, _LAST_PORT = 10000, 65535
 _LINUX_GIVES = (32768, 60999)
 _TRIES = 100
@@ -38,15 +40,14 @@ class Address:
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
 
     def get(self, path: str, timeout: float = 2.0) -> tuple[int, bytes] | None:
-        """Status and body; None if nobody answers."""
+        """Status and body; None if nothing answers."""
+        host, port = self.reachable_host, self.port
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
         if self.is_tls:
-            # It is our own server, and asked only whether it is there.
-            context = ssl._create_unverified_context()
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self.reachable_host, self.port, timeout=timeout, context=context
+            # Our own server, which gets no secret: the question is only whether it is there.
+            connection = http.client.HTTPSConnection(
+                host, port, timeout=timeout, context=_tls_context(is_verified=False)
             )
-        else:
-            connection = http.client.HTTPConnection(self.reachable_host, self.port, timeout=timeout)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -58,8 +59,8 @@ class Address:
 
 
 def require_free(address: Address, model_names: set[str], known: str = "") -> None:
-    """Before the model loads: vLLM finds a taken port after a minute, and a wrong host after several. `known` is who
-    serves there, where that is known."""
+    """Before the model loads: vLLM finds a taken port after a minute, and a wrong host after several. `known` describes
+    the server that is known to be there."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -96,7 +97,8 @@ def _given_to_anybody(proc: Path) -> tuple[int, int]:
 
 def _why(address: Address, model_names: set[str], error: OSError, known: str) -> CannotServe:
     if error.errno == errno.EADDRINUSE:
-        listener = known or listener_on(address.port)
+        pid = None if known else listening_pid(address.port)
+        listener = known if pid is None else f"process {pid} ({' '.join(argv_of(pid))[:80]})"
         served = _served_models(address) & model_names
         if served:
             who = f" by {listener}" if listener else ""
@@ -108,43 +110,13 @@ def _why(address: Address, model_names: set[str], error: OSError, known: str) ->
     if error.errno == errno.EACCES:
         return CannotServe(f"port {address.port} needs rights that this user lacks; use --port 1024 or above")
     if error.errno == errno.EADDRNOTAVAIL:
-        return CannotServe(f"{address.host} is no address of this machine; use --host 127.0.0.1, or 0.0.0.0 for all")
+        return CannotServe(f"this machine has no address {address.host}; use --host 127.0.0.1, or 0.0.0.0 for all")
     return CannotServe(f"cannot listen on {address.host} port {address.port}: {error.strerror}")
 
 
-def listener_on(port: int, proc: Path = Path("/proc")) -> str:
-    """The program that listens on a port, in words; empty if this user may not know."""
-    inodes = _listening_inodes(port, proc)
-    for entry in proc.iterdir():
-        if entry.name.isdigit() and inodes & _socket_inodes(entry):
-            with suppress(OSError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                command = " ".join(word.decode(errors="replace") for word in words if word)
-                return f"process {entry.name} ({command[:80]})"
-    return ""
-
-
-def _listening_inodes(port: int, proc: Path) -> set[str]:
-    listening = "0A"
-    found = set()
-    for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (proc / "net" / name).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == listening and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.add(fields[9])
-    return found
-
-
-def _socket_inodes(process: Path) -> set[str]:
-    found = set()
-    with suppress(OSError):
-        for descriptor in (process / "fd").iterdir():
-            with suppress(OSError):
-                target = os.readlink(descriptor)
-                if target.startswith("socket:["):
-                    found.add(target[8:-1])
-    return found
+def listening_pid(port: int) -> int | None:
+    """The process that listens on a port; None if there is none that this user may look into."""
+    return next((one.pid for one in listeners() if one.port == port), None)
 
 
 def _served_models(address: Address) -> set[str]:
@@ -160,3 +132,19 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def client_context(url: str) -> ssl.SSLContext | None:
+    """TLS towards a server, which may have a certificate of its own making; None if `url` is not encrypted."""
+    parts = urlsplit(url)
+    return _tls_context(is_verified=not is_loopback(parts.hostname or "")) if parts.scheme == "https" else None
+
+
+@cache
+def _tls_context(*, is_verified: bool) -> ssl.SSLContext:
+    """A certificate is for the names that clients use for an engine; on this machine's own loopback address nobody is
+    between. Others are checked against the system's authorities, or those of SSL_CERT_FILE."""
+    context = ssl.create_default_context()
+    if not is_verified:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

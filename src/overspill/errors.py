@@ -1,7 +1,7 @@
-"""Why a model is not served."""
+"""Errors of several packages."""
 
 from overspill.kv.errors import OverspillError
 
 
 class CannotServe(OverspillError):
-    """What was asked for is clear, and cannot be: the port is taken, RAM is short, vLLM does not start."""
+    """The request is clear and cannot be met: the port is taken, RAM is short, vLLM does not start."""

@@ -1,15 +1,17 @@
-"""Living processes, as /proc tells of them: those of a session, those below a process, and which is which.
+"""Processes of this machine: which live, which is which, where they listen, how they ended, and signals.
 
-Standard library only: the guard is one of the processes of every server, and should stay small.
+Standard library only, but for `listeners`: the guard is one of the processes of every server, and should start fast.
 """
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import signal
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,81 +19,150 @@ from typing import NamedTuple
 # How /proc says that a process is gone, or not for us to see. Another error, as that no more files can be opened, says
 # nothing about it.
 _GONE = (FileNotFoundError, NotADirectoryError, PermissionError, ProcessLookupError)
-# Of a handle (linux/pidfd.h): the mask, 13 fields that are not asked for, and the wait status.
+# Of a handle (linux/pidfd.h): the mask, 13 fields that are not needed here, and the wait status.
 _PIDFD_INFO = struct.Struct("QQ11Ii")
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC000FF0B | _PIDFD_INFO.size << 16, 1 << 3
 
 
 class Process(NamedTuple):
+    """One line of /proc/PID/stat."""
+
     pid: int
     state: str
     parent: int
     session: int
+    cpu_ticks: int
+    start_ticks: int
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in "ZX"
+
+
+class Listener(NamedTuple):
+    """A TCP port that a process listens on."""
+
+    host: str
+    """Where this machine reaches it."""
+    port: int
+    pid: int
+
+
+def parse_stat(pid: int, text: bytes) -> Process:
+    fields = _stat_fields(text)
+    cpu_ticks = int(fields[11]) + int(fields[12])
+    return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), cpu_ticks, int(fields[19]))
+
+
+def read_process(pid: int) -> Process | None:
+    """None for one that is gone; what is left of one until its parent reads its exit code is not alive."""
+    with contextlib.suppress(*_GONE, ValueError, IndexError):
+        return parse_stat(pid, Path(f"/proc/{pid}/stat").read_bytes())
+    return None
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def processes() -> Iterator[Process]:
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(*_GONE, IndexError):
-            # The name is in brackets and may hold spaces and brackets, so fields are counted from the last one.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            yield Process(int(entry.name), fields[0], int(fields[1]), int(fields[3]))
+    for pid in all_pids():
+        if (one := read_process(pid)) is not None:
+            yield one
 
 
 def identity(pid: int) -> str | None:
     """Boot and start time of a living process: numbers of processes are used again."""
-    with contextlib.suppress(*_GONE, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else f"{boot()}:{fields[19]}"
-    return None
+    one = read_process(pid)
+    return f"{boot()}:{one.start_ticks}" if one is not None and one.is_alive else None
 
 
 @cache
 def boot() -> str:
-    """The machine's, since which it runs."""
+    """Names the time since the machine was started."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def in_session(session: int) -> list[int]:
-    return [one.pid for one in processes() if one.session == session and one.state not in "ZX"]
+    return [one.pid for one in processes() if one.session == session and one.is_alive]
 
 
 def below(pid: int) -> list[int]:
-    """Children, and theirs."""
-    children: dict[int, list[Process]] = {}
-    for one in processes():
-        children.setdefault(one.parent, []).append(one)
-    found, level = [], [pid]
-    while level:
-        next_level = [one for parent in level for one in children.get(parent, ())]
-        found += [one.pid for one in next_level if one.state not in "ZX"]
-        level = [one.pid for one in next_level]
+    """Living children, and theirs."""
+    every = list(processes())
+    alive = {one.pid for one in every if one.is_alive}
+    return [child for child in family(pid, every)[1:] if child in alive]
+
+
+def family(pid: int, every: Iterable[Process]) -> list[int]:
+    """A process and all below it, parents first, whether they live or wait to be reaped."""
+    children: dict[int, list[int]] = {}
+    for one in every:
+        children.setdefault(one.parent, []).append(one.pid)
+    found = [pid]
+    for parent in found:  # grows meanwhile
+        found += children.get(parent, ())
     return found
+
+
+def argv_of(pid: int) -> list[str]:
+    """Empty for a process that is gone, or one of the kernel's."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return [word.decode(errors="replace") for word in words if word]
+    return []
 
 
 def title_of(pid: int) -> str:
     """First word of its command line, which a process may have replaced by a name; empty if it is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode(errors="replace")
-    return ""
+    return next(iter(argv_of(pid)), "")
+
+
+def listeners(pids: Iterable[int] | None = None) -> list[Listener]:
+    """Lowest port first: of all processes whose files this user may see, or of `pids`, each in the network that it
+    sees, which in a container may be another one than ours."""
+    import psutil  # 0.1 s, for which the guard has no use
+
+    found: set[Listener] = set()
+    if pids is None:
+        found = {
+            _listener(one.laddr, one.pid) for one in psutil.net_connections("tcp") if one.status == "LISTEN" and one.pid
+        }
+    for pid in pids or ():
+        with contextlib.suppress(psutil.Error):
+            sockets = psutil.Process(pid).net_connections("tcp")
+            found |= {_listener(one.laddr, pid) for one in sockets if one.status == "LISTEN"}
+    return sorted(found, key=lambda listener: (listener.port, listener.pid))
+
+
+def _listener(address: tuple[str, int], pid: int) -> Listener:
+    host = ipaddress.ip_address(address[0])
+    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
+        host = host.ipv4_mapped
+    # A socket for all IPv6 addresses takes IPv4 as well, unless that was switched off, which is rare.
+    return Listener("127.0.0.1" if host.is_unspecified else str(host), address[1], pid)
 
 
 def exit_code_of(pid: int, handle: int) -> int | None:
     """Of a process that has ended and is another one's child, by its number and pidfd; negative is a signal's number.
 
-    /proc knows until the parent has asked for it, and Linux 6.15 afterwards too; None where neither does.
+    /proc knows until the parent has read it, and Linux 6.15 afterwards too; None where neither does.
     """
     with contextlib.suppress(*_GONE, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] == "Z":
+        fields = _stat_fields(Path(f"/proc/{pid}/stat").read_bytes())
+        if fields[0] == b"Z":
             return os.waitstatus_to_exitcode(int(fields[49]))
     with contextlib.suppress(OSError):
-        asked = _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13)
-        mask, *_, status = _PIDFD_INFO.unpack(fcntl.ioctl(handle, _PIDFD_GET_INFO, asked))
+        request = _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13)
+        mask, *_, status = _PIDFD_INFO.unpack(fcntl.ioctl(handle, _PIDFD_GET_INFO, request))
         if mask & _PIDFD_INFO_EXIT:
             return os.waitstatus_to_exitcode(status)
     return None
+
+
+def _stat_fields(text: bytes) -> list[bytes]:
+    # The name is in brackets and may hold spaces and brackets, so fields are counted from the last one.
+    return text.rpartition(b")")[2].split()
 
 
 def signal_name(number: int) -> str:
@@ -99,6 +170,34 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time one
         return f"signal {number}"
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Signals that ask a program to end; a SIGHUP that nohup has switched off stays so."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
+
+
+@contextlib.contextmanager
+def on_stop_signals(call: Callable[[], object], *, once: bool = False) -> Iterator[None]:
+    """Call on each of them instead of ending; with `once`, a second signal ends the program. Only a program's main
+    thread gets signals: in another one nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = stop_signals()
+
+    def handle(*_: object) -> None:
+        call()
+        for sign in signals if once else ():
+            signal.signal(sign, signal.SIG_DFL)
+
+    before = {sign: signal.signal(sign, handle) for sign in signals}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def kill(pids: list[int], sign: signal.Signals = signal.SIGKILL) -> None:

@@ -1,7 +1,6 @@
 """A server under test: where it is, and what can be known of it before anything is measured."""
 
 import ipaddress
-import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,11 +9,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from overspill.address import listener_on
+from overspill.address import client_context, listening_pid
 from overspill.bench.errors import BenchError, CannotBench
 from overspill.flags import hide_in_value
 from overspill.settings import nearest
-from overspill.tls import client_context
 
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 
@@ -154,5 +152,4 @@ def _listening_pid(url: str) -> int | None:
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if not _is_this_machine(parts.hostname or ""):
         return None
-    found = re.match(r"process (\d+) ", listener_on(port))
-    return None if found is None else int(found[1])
+    return listening_pid(port)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-from overspill.tls import client_context
+from overspill.address import client_context
 
 _READ_BYTES = 1 << 16
 _LONGEST_HEAD = 1 << 16

@@ -49,7 +49,7 @@ def serve(
     from overspill.launch.machine import require_available
     from overspill.planning.report import plan_as_text
     from overspill.serve.log import open_log
-    from overspill.serve.server import run_server
+    from overspill.serve.run import run_server
 
     if model.startswith("-"):
         raise OverspillError(f"the model comes first, before vLLM's own flags; {model} is a flag")

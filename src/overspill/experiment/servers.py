@@ -1,7 +1,5 @@
 """A server for a measurement: started, waited for, its caches emptied, and surely gone afterwards."""
 
-import shutil
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,12 +11,10 @@ import httpx
 from overspill.bench import Target
 from overspill.errors import CannotServe
 from overspill.experiment.launches import Launch
-from overspill.serve import notice
+from overspill.serve import server
 from overspill.serve.differences import differences
-from overspill.serve.engine import Engine
+from overspill.serve.engine_report import Phase
 from overspill.serve.log import open_log
-from overspill.serve.reasons import epitaph
-from overspill.serve.report import VARIABLE, Phase, earliest, read
 
 _POLL_S = 0.2
 _RESET_S = 120.0
@@ -36,10 +32,8 @@ class Server:
     def __init__(self, launch: Launch, *, log_file: Path, stop: threading.Event, can_reset: bool = False) -> None:
         self.launch, self.log_file = launch, log_file
         self._stop, self._can_reset = stop, can_reset
-        self._folder: Path | None = None
-        self._engine: Engine | None = None
+        self._server: server.Server | None = None
         self.load_s = 0.0
-        self.phase = Phase.STARTING
 
     def __enter__(self) -> Self:
         try:
@@ -53,14 +47,14 @@ class Server:
         self.close()
 
     def target(self, api_key: str | None) -> Target:
-        assert self._engine is not None
+        assert self._server is not None
         return Target(
-            url=self.launch.address.url, model=self.launch.served_name, api_key=api_key, pid=self._engine.session
+            url=self.launch.address.url, model=self.launch.served_name, api_key=api_key, pid=self._server.session
         )
 
     @property
     def is_running(self) -> bool:
-        return self._engine is not None and self._engine.poll() is None
+        return self._server is not None and self._server.poll() is None
 
     def reset(self, api_key: str | None) -> None:
         """Empties the KV cache and what is in RAM. vLLM refuses while copies are under way, so it is asked again."""
@@ -83,63 +77,48 @@ class Server:
                 )
             time.sleep(_POLL_S)
 
+    @property
+    def phase(self) -> Phase:
+        return Phase.STARTING if self._server is None else self._server.phase
+
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.stop()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._server is not None:
+            self._server.stop()
 
     def epitaph(self) -> str:
         """Why it ended, with the end of its log, once it has."""
-        assert self._engine is not None
-        return epitaph(
-            self._engine.poll(), self._engine.log.lines(), during=f"while {self.phase}", log=str(self.log_file),
-            is_planned=self.launch.prepared is not None,
-        )  # fmt: skip
+        assert self._server is not None
+        return self._server.epitaph()
 
     def _start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="overspill-ab-"))
-        environment = {**self.launch.environment, VARIABLE: str(self._folder)}
-        environment.pop(notice.VARIABLE, None)
-        if self._can_reset:
-            environment[DEV_MODE] = "1"
-        log_file = open_log(self.log_file, self.launch.address.port)
-        began = time.monotonic()
-        self._engine = Engine(self.launch.command, environment, quiet=True, log_file=log_file)
-        while not self._is_healthy():
+        launch = self.launch
+        environment = {**launch.environment, **({DEV_MODE: "1"} if self._can_reset else {})}
+        self._server = server.Server(
+            launch.command, environment, launch.address, log_file=open_log(self.log_file, launch.address.port),
+            is_planned=launch.prepared is not None,
+        )  # fmt: skip
+        for _ in self._server.starting():
             self._go_on()
-        self.load_s = time.monotonic() - began
-        self._engine.ready()
-        self.phase = Phase.READY
+        self.load_s = self._server.seconds
         self._require_planned()
-        self._wait_for_ram(time.monotonic() + _PINNING_S)
+        deadline = time.monotonic() + _PINNING_S
+        # RAM is filled and pinned while requests are answered already; a measurement would be disturbed by it.
+        for _ in self._server.pinning():
+            self._go_on()
+            if time.monotonic() > deadline:
+                break
+        self._server.require_alive()
 
     def _go_on(self) -> None:
-        assert self._engine is not None and self._folder is not None
         if self._stop.is_set():
             raise Interrupted
-        if self._engine.poll() is not None:
-            raise CannotServe(self.epitaph())
-        self.phase = earliest(read(self._folder))
-        time.sleep(_POLL_S)
-
-    def _is_healthy(self) -> bool:
-        answer = self.launch.address.get("/health")
-        return answer is not None and answer[0] == 200
 
     def _require_planned(self) -> None:
         """Numbers of an engine that did not become what was planned would be of something else."""
-        assert self._folder is not None
+        assert self._server is not None
         prepared = self.launch.prepared
         if prepared is None or not prepared.combined.follows_plan or prepared.plan.wishes.force:
             return
-        found = [one for report in read(self._folder) for one in differences(prepared.plan, prepared.way, report)]
+        found = [one for report in self._server.reports for one in differences(prepared.plan, prepared.way, report)]
         if stopping := [str(one) for one in found if one.stops]:
             raise CannotServe(f"the engine did not become what was planned: {'; '.join(dict.fromkeys(stopping))}")
-
-    def _wait_for_ram(self, deadline: float) -> None:
-        """RAM is filled and pinned while requests are answered already; a measurement would be disturbed by it."""
-        assert self._folder is not None
-        while not all(report.is_prepared for report in read(self._folder)) and time.monotonic() < deadline:
-            self._go_on()
-        self.phase = Phase.READY

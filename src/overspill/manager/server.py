@@ -22,7 +22,7 @@ from overspill.manager.security.connections import BoundedProtocol
 from overspill.manager.security.log_text import OneLine
 from overspill.manager.setup import Setup, is_for_this_machine_only, public_flag
 from overspill.registry import Registry
-from overspill.serve.notice import notify
+from overspill.serve.reporter import notify
 
 _GRACE_S = 3
 

@@ -8,7 +8,7 @@ from overspill.kv.sizes import format_size
 from overspill.planning.overheads import Profile
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
-from overspill.serve.report import HostMemoryReport, Report
+from overspill.serve.engine_report import HostMemoryReport, Report
 
 # What the plan promises of memory (docs/plan.md). Below it lie the roundings of vLLM's profiler, which measures anew
 # in every start, and of blocks; a mechanism that did not work at all is far above it.

@@ -1,24 +1,115 @@
-"""A vLLM plugin: workers tell `overspill serve` how far their start has come, and what became of the plan.
+"""Start reports: how far each vLLM worker has come, and what became of the plan, one JSON file for each worker.
 
-It does nothing unless serve asks for it with a variable, and nothing that it does may stop an engine.
+`register` is a vLLM plugin, which writes them from inside the workers; `overspill serve` reads them. It does nothing
+unless serve names a folder with a variable, and nothing that it does may stop an engine.
 """
 
+import dataclasses
 import functools
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from vllm.logger import init_logger
-
+from overspill.files import replace_file
 from overspill.kv.wrapping import Method, wrap_once
-from overspill.serve.report import VARIABLE, HostMemoryReport, Phase, Report, write
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
-
+# Names a folder. No OVERSPILL_ in front: it is not a setting, and serve gives it to the processes it starts.
+VARIABLE = "_OVERSPILL_START_REPORT"
 _PINNING_EVERY_S = 0.5
+
+
+class Phase(StrEnum):
+    """Phases of a start, in order; each value is the line that is shown."""
+
+    STARTING = "starting vLLM"
+    LOADING = "loading the model"
+    PROFILING = "profiling its memory"
+    ALLOCATING = "allocating the KV cache"
+    WARMING_UP = "compiling and capturing graphs"
+    STARTED = "starting to listen"
+    READY = "ready"
+
+
+_ORDER = list(Phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemoryReport:
+    """RAM of the connector: the pool of offload or the arena of spill."""
+
+    num_bytes: int
+    pinned_bytes: int
+    is_prepared: bool
+    """Whether filling and pinning it, which goes on in the background, is over."""
+    refused: str
+    """Why pinning was refused; empty if it was not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One worker. None is not known yet, or not on this platform."""
+
+    phase: Phase
+    weights_bytes: int | None = None
+    """On the device, slots for those in RAM included."""
+    offloader: str | None = None
+    """vLLM's class."""
+    weights_in_ram_bytes: int | None = None
+    num_blocks: int | None = None
+    kv_bytes: int | None = None
+    """Of all blocks, resident and spilled."""
+    resident_bytes: int | None = None
+    spilled_bytes: int | None = None
+    window_bytes: int | None = None
+    pool: HostMemoryReport | None = None
+    arena: HostMemoryReport | None = None
+    activation_bytes: int | None = None
+    non_torch_bytes: int | None = None
+    graph_bytes: int | None = None
+    """Set aside for CUDA graphs."""
+    captured_graph_bytes: int | None = None
+    """What they took."""
+    context_bytes: int | None = None
+    cudagraph_mode: str | None = None
+    attention_backend: str | None = None
+    max_model_len: int | None = None
+
+    @property
+    def host_memory(self) -> list[HostMemoryReport]:
+        return [memory for memory in (self.pool, self.arena) if memory is not None]
+
+    @property
+    def is_prepared(self) -> bool:
+        return all(memory.is_prepared for memory in self.host_memory)
+
+
+def write(report: Report, folder: Path, rank: int) -> None:
+    replace_file(folder / f"rank-{rank}.json", json.dumps(dataclasses.asdict(report)))
+
+
+def read(folder: Path) -> list[Report]:
+    """Of all ranks, in order; ranks without a report are left out."""
+    paths = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
+    return [_parse(path.read_text()) for path in paths]
+
+
+def earliest(reports: list[Report]) -> Phase:
+    """The phase of the slowest worker."""
+    return min((report.phase for report in reports), key=_ORDER.index, default=Phase.STARTING)
+
+
+def _parse(text: str) -> Report:
+    fields = json.loads(text)
+    for name in ("pool", "arena"):
+        if fields[name] is not None:
+            fields[name] = HostMemoryReport(**fields[name])
+    return Report(**{**fields, "phase": Phase(fields["phase"])})
 
 
 def register() -> None:
@@ -26,13 +117,13 @@ def register() -> None:
     folder = os.environ.get(VARIABLE)
     if not folder or not Path(folder).is_dir():
         return
-    # Whatever worker class an engine uses, on whatever platform, this one holds it. Plugins are loaded while it makes
-    # the worker, and the next that it does is this call.
+    # This class holds the worker of every platform. It loads plugins while it makes the worker, and its next call is
+    # the wrapped one.
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def reported(init_device: Method) -> Method:
         def init_reported_device(self: Any) -> None:
-            _never_fail(Reporter, self.worker, Path(folder))
+            _never_fail(WorkerReporter, self.worker, Path(folder))
             init_device(self)
 
         return init_reported_device
@@ -40,7 +131,7 @@ def register() -> None:
     wrap_once(WorkerWrapperBase, "init_device", reported)
 
 
-class Reporter:
+class WorkerReporter:
     """Follows one worker through the calls that vLLM starts it with."""
 
     def __init__(self, worker: Any, folder: Path) -> None:
@@ -48,13 +139,13 @@ class Reporter:
         self._kv_cache_config: Any = None
         self._captured_graph_bytes: int | None = None
         self._free_before = _free_bytes(worker)
-        self._around("load_model", before=lambda *_: self._tell(Phase.LOADING))
-        self._around("determine_available_memory", before=lambda *_: self._tell(Phase.PROFILING))
+        self._around("load_model", before=lambda *_: self._write(Phase.LOADING))
+        self._around("determine_available_memory", before=lambda *_: self._write(Phase.PROFILING))
         self._around("initialize_from_config", before=self._allocating)
         self._around("compile_or_warm_up_model", before=self._warming_up, after=self._started)
 
     def _around(self, name: str, *, before: Callable[..., object], after: Callable[[], None] | None = None) -> None:
-        """An attribute of this one worker; its class, and what other plugins did to it, stay as they are."""
+        """Wraps a method of this one worker; its class, and the wrappers of other plugins, stay as they are."""
         call = getattr(self._worker, name)
 
         @functools.wraps(call)
@@ -69,10 +160,10 @@ class Reporter:
 
     def _allocating(self, kv_cache_config: Any) -> None:
         self._kv_cache_config = kv_cache_config
-        self._tell(Phase.ALLOCATING)
+        self._write(Phase.ALLOCATING)
 
     def _warming_up(self) -> None:
-        self._tell(Phase.WARMING_UP)
+        self._write(Phase.WARMING_UP)
         runner = self._worker.model_runner
         capture = getattr(runner, "capture_model", None)
         if capture is None:
@@ -85,16 +176,16 @@ class Reporter:
         runner.capture_model = capture_model
 
     def _started(self) -> None:
-        report = self._tell(Phase.STARTED)
+        report = self._write(Phase.STARTED)
         if not report.is_prepared:
             threading.Thread(target=_never_fail, args=(self._follow_pinning,), daemon=True).start()
 
     def _follow_pinning(self) -> None:
         """Hundreds of GiB take minutes, and the engine serves meanwhile."""
-        while not self._tell(Phase.STARTED).is_prepared:
+        while not self._write(Phase.STARTED).is_prepared:
             time.sleep(_PINNING_EVERY_S)
 
-    def _tell(self, phase: Phase) -> Report:
+    def _write(self, phase: Phase) -> Report:
         report = self._report() if phase is Phase.STARTED else Report(phase=phase)
         write(report, self._folder, self._worker.rank)
         return report
@@ -119,7 +210,7 @@ class Reporter:
         )
 
     def _profile(self, weights_bytes: int | None) -> dict[str, Any]:
-        """As vLLM's own profiling found it; nothing where it did not profile."""
+        """As vLLM's own profiling found it; empty where it did not profile."""
         worker = self._worker
         if weights_bytes is None or not hasattr(worker, "total_consumed"):
             return {}
@@ -138,10 +229,13 @@ class Reporter:
 
 
 def _never_fail(call: Callable[..., Any], *args: Any) -> None:
-    """An engine must not stop for what is only told of it."""
+    """A report must not stop an engine."""
     try:
         call(*args)
     except Exception:
+        from vllm.logger import init_logger
+
+        logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
         logger.warning("Overspill: the start could not be reported", exc_info=True)
 
 
@@ -164,17 +258,17 @@ def _connector_memory() -> dict[str, Any]:
     ours = [one for one in (group, *getattr(group, "_connectors", ())) if isinstance(one, OverspillConnector)]
     if not ours:
         return {}
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if (offload := ours[0]._worker) is not None:
-        told["pool"] = _host_memory(offload.memory)
+        found["pool"] = _host_memory(offload.memory)
     if (spill := ours[0].spill_worker) is not None:
         geometry = spill.geometry
         block_bytes = geometry.buffer_bytes // geometry.num_blocks
-        told["arena"] = _host_memory(spill.arena)
-        told["resident_bytes"] = geometry.num_resident * block_bytes
-        told["spilled_bytes"] = geometry.num_spilled * block_bytes
-        told["window_bytes"] = geometry.num_halves * geometry.half_bytes
-    return told
+        found["arena"] = _host_memory(spill.arena)
+        found["resident_bytes"] = geometry.num_resident * block_bytes
+        found["spilled_bytes"] = geometry.num_spilled * block_bytes
+        found["window_bytes"] = geometry.num_halves * geometry.half_bytes
+    return found
 
 
 def _host_memory(memory: Any) -> HostMemoryReport:
@@ -193,7 +287,7 @@ def _attention_backend(runner: Any) -> str | None:
 
 
 def _free_bytes(worker: Any) -> int | None:
-    """By the driver, before this process has a context of its own: asking CUDA would make one."""
+    """By the driver, before this process has a CUDA context: a question to CUDA would make one."""
     if worker.device_config.device_type != "cuda":
         return None
     from overspill.hardware import detect

@@ -1,12 +1,12 @@
 """The process between `overspill serve` and vLLM: when serve or vLLM's engine core is gone, all of vLLM goes too.
 
 `python -m overspill.serve.guard COMMAND…` runs the command until it ends, or until standard input is closed, which the
-kernel does for a process that was killed; what is written there says that the server is ready. A death signal
+kernel does for a process that was killed; a byte written there says that the server is ready. A death signal
 (PR_SET_PDEATHSIG) alone would not do: it reaches the server only, and vLLM's engine, a child of the server, survives it
-and keeps the GPU. The guard is a subreaper: what is orphaned below it becomes its child, and is found.
+and keeps the GPU. The guard is a subreaper: orphans below it become its children, and are found.
 
-vLLM's server may outlive its engine core: one that starts waits for it for ever, and one that serves ends as if all
-were well. So the guard looks for the core's process, and how that ended is a line in vLLM's log.
+vLLM's server may outlive its engine core: a starting server waits for the core for ever, and a serving one ends as if
+all were well. So the guard watches the core's process, and writes how it ended into vLLM's log.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from overspill.kv.ram import num_oom_kills
 from overspill.processes import below, exit_code_of, kill, signal_name, title_of, wait_until_none
 
-# vLLM ends within a second or two; a worker inside a kernel may not. One that is still starting has nothing to save,
-# and its server waits for it in vain.
+# vLLM ends within a second or two; a worker inside a kernel may not. A worker that is still starting has nothing to
+# save, and its server waits for it in vain.
 PATIENCE_S, PATIENCE_WHILE_STARTING_S = 20.0, 3.0
 READY = b"r"
-# A server whose core is dead tells its clients, and may end by itself; then it is asked to, and then killed.
+# A server whose core is dead answers its clients, and may end by itself; then it is terminated, and then killed.
 _FAREWELL_S, _PATIENCE_WITHOUT_CORE_S = 1.0, 2.0
 _LOOK_S = 0.5
 # The kernel counts OOM kills, and does not say when they were: those of so long before the core's end count.
@@ -53,13 +53,13 @@ def main(command: Sequence[str]) -> int:
         wait_s = _LOOK_S if patience == PATIENCE_WHILE_STARTING_S else _OOM_LOOK_S
         ready, _, _ = select.select([0, woken, *cores.handles], [], [], wait_s)
         if dead := cores.handles.keys() & set(ready):
-            return _without_core(server, cores.tell_end(dead.pop()))
+            return _without_core(server, cores.write_end(dead.pop()))
         if woken in ready and signal.SIGTERM in os.read(woken, 512):
             break
         if 0 in ready:
-            if not (told := os.read(0, 512)):
+            if not (message := os.read(0, 512)):
                 break
-            patience = PATIENCE_S if READY in told else patience
+            patience = PATIENCE_S if READY in message else patience
         cores.look(is_starting=patience == PATIENCE_WHILE_STARTING_S or 0 in ready)
     return stop(server, patience)
 
@@ -86,8 +86,8 @@ class _Cores:
                 except ProcessLookupError:  # vLLM looks after it that early
                     continue
 
-    def tell_end(self, handle: int) -> int | None:
-        """Its exit code, if it is known; in vLLM's log, in words that overspill.serve.reasons reads."""
+    def write_end(self, handle: int) -> int | None:
+        """Writes it into vLLM's log, in words that overspill.serve.log reads; returns the exit code, if it is known."""
         pid = self.handles[handle]
         code, before, now = exit_code_of(pid, handle), self._oom_kills[0], num_oom_kills()
         how = "is gone" if code is None else f"ended with exit code {code}" if code else "ended without an error"
@@ -105,8 +105,8 @@ def _without_core(server: subprocess.Popen[bytes], code: int | None) -> int:
 
 
 def stop(server: subprocess.Popen[bytes], patience: float) -> int:
-    """End the server and everything below us. vLLM's server ends its engine itself, and cleanly, if it is asked alone;
-    a signal to the whole group would take the engine from under it."""
+    """End the server and everything below us. vLLM's server ends its engine itself, and cleanly, if it alone gets the
+    signal; a signal to the whole group would take the engine from under it."""
     if server.poll() is None:
         server.terminate()
     else:

@@ -1,4 +1,5 @@
-"""What a server is doing, for other processes: a small file that `overspill serve` keeps while it runs.
+"""The state of running servers, for other processes: a small file that `overspill serve` keeps while it runs, and one
+by which a process that stops it leaves the reason, since a signal carries none.
 
 In the state folder and not in XDG_RUNTIME_DIR: that is removed when the user logs out, which a server may outlive, and
 a timer or a service of the system has none. A process is known by its start time and the machine's boot as well.
@@ -17,7 +18,7 @@ from typing import Any
 from overspill.files import replace_file
 from overspill.folders import state_folder
 from overspill.processes import boot, identity
-from overspill.serve.report import Phase, Report
+from overspill.serve.engine_report import Phase, Report
 
 _FORMAT = 1
 
@@ -32,7 +33,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Of all workers together, in bytes; None is what is not known yet, or not on this platform."""
+    """Bytes of all workers together; None is not known yet, or not on this platform."""
 
     weights_bytes: int | None = None
     weights_in_ram_bytes: int | None = None
@@ -58,16 +59,16 @@ class Status:
     run_id: int | None = None
     """In the registry; None if it could not be recorded."""
     model: str
-    """The name by which it was asked for: the registry's, a folder, or a repository."""
+    """The name that the user gave: the registry's, a folder, or a repository."""
     source: str
     served_name: str
     url: str
     session: int | None = None
-    """Of everything that belongs to the engine."""
+    """Of all processes of the engine."""
     phase: Phase = Phase.STARTING
     phases: tuple[Reached, ...] = ()
     lines: tuple[str, ...] = ()
-    """What was told: as planned, or not."""
+    """What was reported: as planned, or not."""
     log_file: str | None = None
     plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     memory: Memory = Memory()
@@ -103,7 +104,7 @@ class Status:
 
     @property
     def text(self) -> str:
-        """Who it is, in words."""
+        """The server, in words."""
         run = f", run {self.run_id} of the registry" if self.run_id is not None else ""
         return f"overspill serve of {self.model}, process {self.pid}{run}, since {self.started_at}"
 
@@ -121,8 +122,8 @@ def path_of(status: Status, folder: Path) -> Path:
 
 def write_status(status: Status, folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    told = {"format": _FORMAT, **dataclasses.asdict(status)}
-    replace_file(path_of(status, folder), json.dumps(told, default=str) + "\n")
+    content = {"format": _FORMAT, **dataclasses.asdict(status)}
+    replace_file(path_of(status, folder), json.dumps(content, default=str) + "\n")
 
 
 def remove_status(status: Status, folder: Path) -> None:
@@ -130,14 +131,14 @@ def remove_status(status: Status, folder: Path) -> None:
 
 
 def read_statuses(environ: Mapping[str, str] = os.environ) -> list[Status]:
-    """Of all servers, the oldest first: those that run, and those that ended badly. What cannot be read is left out."""
+    """Servers that run or ended badly, the oldest first. Files that cannot be read are left out."""
     folder = folder_of(environ)
     found = [] if folder is None else list(_read(folder))
     return sorted(found, key=lambda status: (status.started_at, status.pid))
 
 
 def forget_ended(status: Status, known: Iterable[Status], folder: Path) -> None:
-    """How the same model, or what listened at the same place, ended before: a new start takes its place."""
+    """A new start replaces how the same model, or a server at the same address, ended before."""
     for other in known:
         if not other.is_alive and (other.model == status.model or other.url == status.url):
             with suppress(OSError):
@@ -147,30 +148,19 @@ def forget_ended(status: Status, known: Iterable[Status], folder: Path) -> None:
 def memory_of(reports: Sequence[Report]) -> Memory:
     """Pinned are the pools and arenas of the connector."""
 
-    def total(name: str) -> int | None:
-        known = [size for report in reports if (size := getattr(report, name)) is not None]
+    def total(sizes: Iterable[int | None]) -> int | None:
+        known = [size for size in sizes if size is not None]
         return sum(known) if known else None
 
-    resident = [size for report in reports if (size := _resident(report)) is not None]
-    host = [one for report in reports for one in report.host_memory]
-    pools = [report.pool.num_bytes for report in reports if report.pool is not None]
+    same = {one.name for one in dataclasses.fields(Memory)} & {one.name for one in dataclasses.fields(Report)}
     return Memory(
-        weights_bytes=total("weights_bytes"),
-        weights_in_ram_bytes=total("weights_in_ram_bytes"),
-        resident_kv_bytes=sum(resident) if resident else None,
-        window_bytes=total("window_bytes"),
-        activation_bytes=total("activation_bytes"),
-        graph_bytes=total("graph_bytes"),
-        non_torch_bytes=total("non_torch_bytes"),
-        context_bytes=total("context_bytes"),
-        spilled_bytes=total("spilled_bytes"),
-        pool_bytes=sum(pools) if pools else None,
-        pinned_bytes=sum(one.pinned_bytes for one in host) if host else None,
+        **{name: total(getattr(report, name) for report in reports) for name in same},
+        resident_kv_bytes=total(
+            report.kv_bytes if report.resident_bytes is None else report.resident_bytes for report in reports
+        ),
+        pool_bytes=total(report.pool.num_bytes for report in reports if report.pool is not None),
+        pinned_bytes=total(one.pinned_bytes for report in reports for one in report.host_memory),
     )
-
-
-def _resident(report: Report) -> int | None:
-    return report.resident_bytes if report.resident_bytes is not None else report.kv_bytes
 
 
 def _read(folder: Path) -> Iterator[Status]:
@@ -180,12 +170,49 @@ def _read(folder: Path) -> Iterator[Status]:
             yield _parse(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _parse(told: dict[str, Any]) -> Status:
-    if told["format"] != _FORMAT:
+def _parse(content: dict[str, Any]) -> Status:
+    if content["format"] != _FORMAT:
         raise ValueError("of another version")
-    del told["format"]
-    reached = tuple(Reached(phase=Phase(one["phase"]), at=one["at"]) for one in told["phases"])
-    memory = Memory(**told["memory"])
+    del content["format"]
+    reached = tuple(Reached(phase=Phase(one["phase"]), at=one["at"]) for one in content["phases"])
+    memory = Memory(**content["memory"])
     return Status(
-        **{**told, "phase": Phase(told["phase"]), "phases": reached, "lines": tuple(told["lines"]), "memory": memory}
+        **{
+            **content,
+            "phase": Phase(content["phase"]),
+            "phases": reached,
+            "lines": tuple(content["lines"]),
+            "memory": memory,
+        }
     )
+
+
+def leave_reason(pid: int, process: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
+    """For the process of this number and identity, before a signal stops it."""
+    path = _reason_path(pid, environ)
+    if path is not None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, json.dumps({"process": process, "reason": reason}) + "\n")
+
+
+def take_reason(pid: int, process: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Once; empty if there is none, or if it was left for another process that had the same number."""
+    path = _reason_path(pid, environ)
+    if path is None:
+        return ""
+    try:
+        left = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""
+    except ValueError:
+        left = {}
+    with suppress(FileNotFoundError):  # the process that left it removes it too
+        path.unlink()
+    is_ours = isinstance(left, dict) and process is not None and left.get("process") == process
+    return str(left.get("reason", "")) if is_ours else ""
+
+
+def _reason_path(pid: int, environ: Mapping[str, str]) -> Path | None:
+    """Beside the status files, which have another ending. Homes may be shared between machines."""
+    folder = folder_of(environ)
+    return None if folder is None else folder / f"{platform.node()}-{pid}.stop"

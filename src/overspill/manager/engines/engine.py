@@ -26,7 +26,7 @@ from overspill.manager.engines.timing import Timing
 from overspill.manager.engines.upstream import Upstream, address
 from overspill.manager.errors import StartFailed
 from overspill.processes import signal_name
-from overspill.serve.stop_reason import leave_reason, take_reason
+from overspill.serve.status import leave_reason, take_reason
 
 logger = logging.getLogger(__name__)
 

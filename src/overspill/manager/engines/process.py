@@ -7,9 +7,8 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from overspill.processes import identity, kill, processes
+from overspill.processes import family, identity, kill, listeners, processes
 
 _POLL_S = 0.1
 
@@ -47,9 +46,9 @@ class EngineProcess:
     def living(self) -> list[int]:
         """All that is left. Reads the whole of /proc: not for the event loop."""
         every = list(processes())
-        ours = set()
+        ours = set[int]()
         if self.root.is_alive:
-            ours = _family(self.root.pid, every)
+            ours = set(family(self.root.pid, every))
             # Only sessions of their own: one that a terminal began holds a shell that is not ours to kill.
             self.sessions |= {one.session for one in every if one.pid in ours and one.session in ours}
         left = [one for one in every if one.state not in "ZX" and (one.pid in ours or one.session in self.sessions)]
@@ -93,33 +92,4 @@ class EngineProcess:
 
 def listens(pids: Iterable[int], port: int) -> bool:
     """Whether one of these processes has the port, and not somebody who took it meanwhile."""
-    inodes = _listening_inodes(port)
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if os.readlink(descriptor) in inodes:
-                        return True
-    return False
-
-
-def _listening_inodes(port: int) -> set[str]:
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.add(f"socket:[{fields[9]}]")
-    return found
-
-
-def _family(root: int, every: Iterable[tuple[int, str, int, int]]) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for pid, _, parent, _ in every:
-        children.setdefault(parent, []).append(pid)
-    found, level = {root}, [root]
-    while level:
-        level = [child for parent in level for child in children.get(parent, ())]
-        found.update(level)
-    return found
+    return any(one.port == port for one in listeners(pids))

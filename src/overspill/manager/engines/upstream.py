@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from overspill.tls import client_context
+from overspill.address import client_context
 
 Headers = Sequence[tuple[bytes, bytes]]
 

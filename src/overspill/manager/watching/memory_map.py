@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from overspill.serve.report import Report
+from overspill.serve.engine_report import Report
 
 
 class Kind(StrEnum):

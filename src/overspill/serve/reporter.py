@@ -1,12 +1,14 @@
-"""Everybody who is told of a server's life: the terminal, systemd, other processes by its status file, the registry.
+"""Reports of a server's life: to the terminal, to systemd, to other processes by its status file, to the registry.
 
-None of them may stop a server: what cannot be told is a warning, once.
+None of them may stop a server: a report that fails is a warning, once.
 """
 
 import os
 import platform
+import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,8 +18,7 @@ from overspill.launch.launch import Prepared
 from overspill.launch.reference import NoRegistry, using_registry
 from overspill.planning.report import plan_as_json
 from overspill.processes import identity
-from overspill.serve.notice import notify
-from overspill.serve.report import Phase, Report
+from overspill.serve.engine_report import Phase, Report
 from overspill.serve.status import (
     Reached,
     Status,
@@ -26,20 +27,20 @@ from overspill.serve.status import (
     memory_of,
     read_statuses,
     remove_status,
+    take_reason,
     write_status,
 )
-from overspill.serve.stop_reason import take_reason
 
 if TYPE_CHECKING:
     from overspill.registry import Registry
 
-# The registry is of use, and the engine starts meanwhile: a database that does not answer is not waited for.
+# The engine starts meanwhile: a database that does not answer must not delay it.
 _WAIT_S = 5.0
 _KEPT_LINES = 100
 
 
-class Telling:
-    """One server's."""
+class Reporter:
+    """Reports of one server."""
 
     def __init__(self, prepared: Prepared, *, log_file: Path | None) -> None:
         self._prepared = prepared
@@ -94,7 +95,7 @@ class Telling:
         notify("READY=1", f"STATUS={line}")
 
     def stops(self) -> None:
-        """As it was asked to: nothing is left to tell but why, if who asked said so."""
+        """On request: with the reason, if the process that stopped it left one."""
         why = self._stop_reason()
         self.say(f"stopped: {why}" if why else "stopped")
         self._recorded_end("stopped", exit_code=0, detail=why or None)
@@ -105,7 +106,7 @@ class Telling:
                 self.say(f"warning: the status file could not be removed ({error})")
 
     def fails(self, why: str, exit_code: int | None) -> None:
-        """By itself, or because it must not go on; the status file stays, and says why."""
+        """It ended by itself, or must not go on; the status file stays, with the reason."""
         self._change(error=why, ended_at=_now())
         was_killed = exit_code is not None and exit_code > 128
         self._recorded_end("killed" if was_killed else "failed", exit_code=exit_code, detail=why.splitlines()[0])
@@ -125,9 +126,7 @@ class Telling:
             write_status(self._status, self._folder)
         except OSError as error:
             folder, self._folder = self._folder, None
-            self.say(f"warning: other programs cannot be told what this one does: {folder}: {error.strerror}")
-
-    # The registry.
+            self.say(f"warning: other programs cannot see what this one does: {folder}: {error.strerror}")
 
     def _recorded_start(self) -> int | None:
         prepared = self._prepared
@@ -160,8 +159,7 @@ class Telling:
 
 
 def _registered_name(registry: "Registry", prepared: Prepared) -> str:
-    """A service names a model by where it is, and serves it by the registry's name: it is the registry's all the
-    same."""
+    """A service names a model by its source, and serves it by the registry's name: it still is the registry's."""
     from overspill.registry import UnknownModel, get_model
 
     try:
@@ -173,3 +171,17 @@ def _registered_name(registry: "Registry", prepared: Prepared) -> str:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def notify(*lines: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Notices to systemd (sd_notify): a service counts as started when the server answers, not when it begins to load.
+    Without a service manager, or with one that does not listen any more, nothing happens."""
+    path = environment.get("NOTIFY_SOCKET", "")
+    if not path.startswith(("/", "@")):
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notices:
+            # "@" stands for the zero byte that begins an abstract name.
+            notices.sendto("\n".join(lines).encode(), f"\0{path[1:]}" if path[0] == "@" else path)
+    except OSError as error:
+        print(f"overspill: warning: systemd could not be told ({error})", file=sys.stderr, flush=True)
