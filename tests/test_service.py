@@ -16,10 +16,9 @@ import pytest
 
 from overspill.kv.errors import OverspillError
 from overspill.service import installation
+from overspill.service.definition import other_users_settings
 from overspill.service.installation import ServiceError, SystemctlFailed, Units
-from overspill.service.planned import other_users_settings
-from overspill.service.quoting import escape_instance, quote_program
-from overspill.service.units import MARKER, TEMPLATE, Mode, Service, unit_files, unit_name
+from overspill.service.units import MARKER, TEMPLATE, Mode, ModelService, escape_instance, quote_program, unit_name
 from tests.test_service_cli import SMALL, overspill
 
 SYSTEMD = Path("/lib/systemd/systemd")
@@ -41,7 +40,7 @@ ODD_NAMES = [
 ]
 
 
-def service(name: str = "Qwen/Qwen3-8B", mode: Mode = Mode.USER, *more: str, **changes: object) -> Service:
+def service(name: str = "Qwen/Qwen3-8B", mode: Mode = Mode.USER, *more: str, **changes: object) -> ModelService:
     arguments: dict[str, object] = {
         "mode": mode,
         "name": name,
@@ -50,7 +49,7 @@ def service(name: str = "Qwen/Qwen3-8B", mode: Mode = Mode.USER, *more: str, **c
         "run_as": "root" if mode is Mode.SYSTEM else None,
         **changes,
     }
-    return Service(**arguments)  # type: ignore[arg-type]
+    return ModelService(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -158,7 +157,7 @@ def test_systemd_reads_the_limits_that_were_meant(folder: Path, mode: Mode) -> N
 
 @needs_systemd
 def test_the_template_alone_serves_the_model_it_is_named_after(folder: Path) -> None:
-    template, _ = unit_files(service())
+    template, _ = service().files
     (folder / template.path).write_text(template.text)
     told = as_read_by_systemd(folder, unit_name("Qwen/Qwen3-8B"), Mode.USER)
     assert words(told) == [sys.executable, "-m", "overspill", "serve", "Qwen/Qwen3-8B"]
@@ -188,13 +187,13 @@ def test_names_are_escaped_as_systemd_escape_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_no_name_leaves_the_folder(name: str) -> None:
-    for file in unit_files(service(name)):
+    for file in service(name).files:
         assert not file.path.is_absolute() and ".." not in file.path.parts and len(file.path.parts) <= 2
 
 
 def test_devices_stay_within_reach() -> None:
     """ProtectClock implies a list of allowed devices, which has no GPU in it."""
-    template, _ = unit_files(service(mode=Mode.SYSTEM))
+    template, _ = service(mode=Mode.SYSTEM).files
     for directive in ("PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock", "MemoryDenyWriteExecute"):
         assert f"{directive}=" not in template.text
 
@@ -215,7 +214,7 @@ def test_a_name_that_is_too_long_is_refused_with_the_flag_for_a_shorter_one() ->
 @pytest.mark.parametrize("name", ["zero\0byte", "not utf-8 \udcff"])
 def test_a_name_that_no_file_could_have_is_refused(name: str) -> None:
     with pytest.raises(OverspillError):
-        unit_files(service(name))
+        assert service(name).files
 
 
 # Files.

@@ -12,7 +12,7 @@ import pytest
 
 from overspill.kv.options import Options
 from overspill.planning.attempts import PROCESS_RAM_BYTES
-from overspill.service.planned import SERVER_RAM_BYTES
+from overspill.service.definition import SERVER_RAM_BYTES
 from overspill.service.units import TEMPLATE
 
 GiB = 1 << 30

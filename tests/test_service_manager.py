@@ -15,10 +15,10 @@ import pytest
 from overspill.registry.access import set_password
 from overspill.registry.place import find_place
 from overspill.service import installation
+from overspill.service.definition import left_out, manager_environment, manager_service, other_users_registry
 from overspill.service.installation import ServiceError, Units
-from overspill.service.manager import UNIT, ManagerService, left_out, manager_environment, manager_service
-from overspill.service.planned import other_users_registry
-from overspill.service.units import MARKER, Mode
+from overspill.service.units import MANAGER_UNIT as UNIT
+from overspill.service.units import MARKER, ManagerService, Mode
 from tests.managed import Managed, managed
 from tests.test_service import (
     as_read_by_systemd,

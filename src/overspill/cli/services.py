@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import SERVING, Model, launch_of, opened_registry, with_flags, with_settings
+from overspill.cli.flags import SERVING, Model, launch_of, opened_registry, to_stderr, with_flags, with_settings
 from overspill.cli.managing import run_manager
 from overspill.kv.errors import OverspillError
 
 if TYPE_CHECKING:
     from overspill.manager.setup import Setup
     from overspill.service.installation import Units
-    from overspill.service.manager import ManagerService
-    from overspill.service.units import Service
+    from overspill.service.units import Mode, ModelService, Service
 
 service = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="systemd units that serve models: print, install or remove them."
@@ -79,30 +78,25 @@ def install(
     force: Force = False,
 ) -> None:
     """Plans, and writes the units. Nothing is started unless asked for. Exits with 1 if the model does not fit."""
-    from overspill.service import installation
+    from overspill.service.installation import on_port, units_of
 
     planned = _planned(model, given, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
-    units = installation.units_of(planned.mode, folder)
-    if now and units.systemctl is None:
-        raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
-    if others := installation.on_port(units.folder, planned):
-        print(
+    if others := on_port(units_of(planned.mode, folder).folder, planned):
+        to_stderr(
             f"warning: port {planned.port} is also that of {' and '.join(others)}: the one that is started later "
-            "fails. Give another --port",
-            file=sys.stderr,
+            "fails. Give another --port"
         )
-    _install(units, planned, force=force, now=now)
+    _install(planned, folder, force=force, now=now)
 
 
 @service.command(epilog="Example: overspill service remove Qwen/Qwen3-8B")
 def remove(model: Model, is_system: IsSystem = False, name: Name = None, folder: Folder = None) -> None:
     """Stops a service and removes what `install` wrote for it."""
     from overspill.service import installation
-    from overspill.service.planned import absolute
-    from overspill.service.units import Mode
+    from overspill.service.definition import absolute
 
-    units = installation.units_of(Mode.SYSTEM if is_system else Mode.USER, folder)
-    _tell_removed(units, installation.remove(units, name or absolute(model)))
+    units = installation.units_of(_mode(is_system=is_system), folder)
+    _print_removed(units, installation.remove(units, name or absolute(model)))
 
 
 @manager.command("print", epilog="Example: overspill service manager print --models-folder /models")
@@ -130,70 +124,77 @@ def install_manager(
     force: Force = False,
 ) -> None:
     """Writes the manager's unit. Nothing is started unless asked for."""
-    from overspill.service import installation
-
-    made = _manager(given, is_system=is_system, run_as=run_as)
-    units = installation.units_of(made.mode, folder)
-    if now and units.systemctl is None:
-        raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
-    _install(units, made, force=force, now=now)
+    _install(_manager(given, is_system=is_system, run_as=run_as), folder, force=force, now=now)
 
 
 @manager.command("remove", epilog="Example: overspill service manager remove")
 def remove_manager(is_system: IsSystem = False, folder: Folder = None) -> None:
     """Stops the manager, which ends its engines, and removes its unit."""
     from overspill.service import installation
+
+    units = installation.units_of(_mode(is_system=is_system), folder)
+    _print_removed(units, installation.remove_manager(units))
+
+
+def _mode(*, is_system: bool) -> "Mode":
     from overspill.service.units import Mode
 
-    units = installation.units_of(Mode.SYSTEM if is_system else Mode.USER, folder)
-    _tell_removed(units, installation.remove_manager(units))
+    return Mode.SYSTEM if is_system else Mode.USER
 
 
-def _print(made: "Service | ManagerService", folder: Path | None, told: dict[str, Any] | None) -> None:
-    """As JSON, with what else is `told`, or as text."""
+def _print(made: "Service", folder: Path | None, described: dict[str, Any] | None) -> None:
+    """As JSON, with `described` beside the files, or as text."""
     from overspill.service.installation import units_of
 
     where = units_of(made.mode, folder).folder
     files = {str(where / file.path): file.shown or file.text for file in made.files}
-    if told is not None:
-        print(json.dumps({**told, "files": files}, indent=2))
+    if described is not None:
+        print(json.dumps({**described, "files": files}, indent=2))
     else:
         print("\n".join(f"# {path}\n{text}" for path, text in files.items()), end="")
 
 
-def _install(units: "Units", made: "Service | ManagerService", *, force: bool, now: bool) -> None:
+def _install(made: "Service", folder: Path | None, *, force: bool, now: bool) -> None:
     from overspill.service import installation
     from overspill.service.units import Mode
 
+    units, is_system = installation.units_of(made.mode, folder), made.mode is Mode.SYSTEM
+    if now and units.systemctl is None:
+        raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
     for path in installation.install(units, made, force=force, now=now):
         print(f"wrote {path}")
-    is_system = made.mode is Mode.SYSTEM
-    systemctl = "systemctl" if is_system else "systemctl --user"
-    if units.systemctl is None:
-        print(f"systemd was not told; where it runs: {systemctl} daemon-reload")
+    _print_reload(units)
     if not now:
-        print(f"to start it, now and whenever the machine starts: {systemctl} enable --now {shlex.quote(made.unit)}")
+        print(
+            f"to start it, now and whenever the machine starts: {_systemctl(units)} enable --now "
+            f"{shlex.quote(made.unit)}"
+        )
     print(f"its log: journalctl {'' if is_system else '--user '}-u {shlex.quote(made.unit)}")
     if not is_system:
         print("to keep it when you log out: loginctl enable-linger")
 
 
-def _tell_removed(units: "Units", paths: list[Path]) -> None:
-    from overspill.service.units import Mode
-
+def _print_removed(units: "Units", paths: list[Path]) -> None:
     for path in paths:
         print(f"removed {path}")
+    _print_reload(units)
+
+
+def _print_reload(units: "Units") -> None:
     if units.systemctl is None:
-        systemctl = "systemctl" if units.mode is Mode.SYSTEM else "systemctl --user"
-        print(f"systemd was not told; where it runs: {systemctl} daemon-reload")
+        print(f"systemd was not told; where it runs: {_systemctl(units)} daemon-reload")
 
 
-def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "ManagerService":
-    """What would end the manager when it starts ends this now."""
-    from overspill.manager.setup import make_setup
-    from overspill.service.manager import left_out, manager_environment, manager_service
-    from overspill.service.planned import other_users_registry
+def _systemctl(units: "Units") -> str:
     from overspill.service.units import Mode
+
+    return "systemctl" if units.mode is Mode.SYSTEM else "systemctl --user"
+
+
+def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "Service":
+    """A mistake that would end the manager when it starts ends this now."""
+    from overspill.manager.setup import make_setup
+    from overspill.service.definition import left_out, manager_environment, manager_service, other_users_registry
 
     user = _user(run_as, is_system=is_system)
     for_oneself = _is_oneself(user)
@@ -202,9 +203,9 @@ def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "
     if for_oneself:
         _require_protection(setup)
     for warning in [*other_users_registry(user, getpass.getuser()), *left_out(os.environ, for_oneself=for_oneself)]:
-        print(f"warning: {warning}", file=sys.stderr)
+        to_stderr(f"warning: {warning}")
     return manager_service(
-        given, mode=Mode.SYSTEM if is_system else Mode.USER, run_as=user, program=sys.executable,
+        given, mode=_mode(is_system=is_system), run_as=user, program=sys.executable,
         environment=manager_environment(sys.executable, os.environ, for_oneself=for_oneself),
     )  # fmt: skip
 
@@ -226,29 +227,28 @@ def _require_protection(setup: "Setup") -> None:
 def _planned(
     model: str, given: dict[str, Any], vllm_args: list[str], *, is_system: bool, name: str | None,
     run_as: str | None, folder: Path | None,
-) -> "Service":  # fmt: skip
+) -> "ModelService":  # fmt: skip
     from overspill.errors import CannotServe
     from overspill.launch.launch import require_this_machine
+    from overspill.service.definition import kept_environment, other_users_settings, planned_service
     from overspill.service.installation import units_of
-    from overspill.service.planned import kept_environment, other_users_settings, planned_service
-    from overspill.service.units import Mode
 
-    mode = Mode.SYSTEM if is_system else Mode.USER
+    mode = _mode(is_system=is_system)
     user = _user(run_as, is_system=is_system)
     for warning in other_users_settings(user, getpass.getuser()):
-        print(f"warning: {warning}", file=sys.stderr)
+        to_stderr(f"warning: {warning}")
     environment = kept_environment(sys.executable, os.environ, for_oneself=_is_oneself(user))
     try:
         launch = launch_of(model, given, vllm_args)
-        # What would end the server when it starts ends this now.
+        # A mistake that would end the server when it starts ends this now.
         prepared = launch.prepared(environment=environment)
         require_this_machine(prepared)
     except CannotServe as error:
-        print(f"error: {error}", file=sys.stderr)
+        to_stderr(f"error: {error}")
         raise typer.Exit(1) from None
     for warning in prepared.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    # A service's plan is fixed: the unit names what the registry says now, and needs no registry of its user's.
+        to_stderr(f"warning: {warning}")
+    # A service's plan is fixed: the unit holds the registry's settings of now, and needs no registry of its user's.
     ref = launch.ref
     served = ["--served-model-name", prepared.served_name, ref.source] if ref.is_registered else []
     if any(flag.name == "--served-model-name" for flag in prepared.combined.given):

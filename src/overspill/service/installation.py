@@ -1,21 +1,21 @@
-"""Units on disk and systemd's attention: the effects. Nothing is written or removed outside the folder of units."""
+"""Units on disk, and systemd's attention. Nothing is written or removed outside the folder of units."""
 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from overspill.files import replace_file
 from overspill.kv.errors import OverspillError
-from overspill.service.manager import UNIT as MANAGER_UNIT
-from overspill.service.manager import ManagerService
 from overspill.service.units import (
+    MANAGER_UNIT,
     MARKER,
     TEMPLATE,
     Mode,
+    ModelService,
     Service,
     UnitFile,
     drop_in_path,
@@ -30,17 +30,27 @@ class ServiceError(OverspillError):
 
 
 class SystemctlFailed(ServiceError):
-    """systemd refused; carries what it said."""
+    """systemd refused; carries its message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """A folder of units, and the manager that reads it."""
+    """A folder of units, and the systemd that reads it."""
 
     mode: Mode
     folder: Path
     systemctl: tuple[str, ...] | None
-    """How to talk to the manager; None where it does not run, or does not read this folder."""
+    """How to talk to systemd; None where it does not run, or does not read this folder."""
+
+    def run(self, *arguments: str) -> None:
+        """Nothing without a systemd."""
+        if self.systemctl is None:
+            return
+        command = [*self.systemctl, *arguments]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode:
+            said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+            raise SystemctlFailed(f"{' '.join(command)} failed: {said}. The units are in place; run it again")
 
 
 def units_of(mode: Mode, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Units:
@@ -50,19 +60,18 @@ def units_of(mode: Mode, folder: Path | None = None, environment: Mapping[str, s
     return Units(mode, _usual_folder(mode, environment), _systemctl(mode, environment))
 
 
-def install(units: Units, service: Service | ManagerService, *, force: bool = False, now: bool = False) -> list[Path]:
+def install(units: Units, service: Service, *, force: bool = False, now: bool = False) -> list[Path]:
     """The files that were written, or were there already."""
     files = [(units.folder / file.path, file) for file in service.files]
     for path, _ in files:
         _refuse_others(units.folder, path, force=force)
     for path, file in files:
         _write(path, file)
-    if isinstance(service, Service) and not service.secrets:
+    if isinstance(service, ModelService) and not service.secrets:
         _remove_secrets(units, service.name)
-    if units.systemctl is not None:
-        _run(units.systemctl, "daemon-reload")
-        if now:
-            _run(units.systemctl, "enable", "--now", service.unit)
+    units.run("daemon-reload")
+    if now:
+        units.run("enable", "--now", service.unit)
     return [path for path, _ in files]
 
 
@@ -72,25 +81,22 @@ def remove(units: Units, name: str) -> list[Path]:
     if not drop_in.is_file():
         raise ServiceError(f"{drop_in} does not exist; {_installed_there(units.folder)}")
     _refuse_others(units.folder, drop_in, force=False)
-    if units.systemctl is not None:
-        _run(units.systemctl, "disable", "--now", unit_name(name))
+    units.run("disable", "--now", unit_name(name))
     removed = [*_remove_secrets(units, name), drop_in]
     template = units.folder / TEMPLATE
     with _explained(drop_in):
         drop_in.unlink()
-        # What else somebody put there stays.
+        # Files that somebody else put there stay.
         with suppress(OSError):
             drop_in.parent.rmdir()
         if not installed(units.folder) and _is_ours(template):
             template.unlink()
             removed.append(template)
-    if units.systemctl is not None:
-        _run(units.systemctl, "daemon-reload")
+    units.run("daemon-reload")
     return removed
 
 
 def _remove_secrets(units: Units, name: str) -> list[Path]:
-    """Of a service that has some no more."""
     secrets = units.folder / secrets_path(name)
     if not _is_ours(secrets):
         return []
@@ -100,17 +106,15 @@ def _remove_secrets(units: Units, name: str) -> list[Path]:
 
 
 def remove_manager(units: Units) -> list[Path]:
-    """What the manager started ends with it, as at every proper stop."""
+    """Engines that the manager started end with it, as at every proper stop."""
     unit = units.folder / MANAGER_UNIT
     if not os.path.lexists(unit):
         raise ServiceError(f"{unit} does not exist; the manager is not installed there")
     _refuse_others(units.folder, unit, force=False)
-    if units.systemctl is not None:
-        _run(units.systemctl, "disable", "--now", MANAGER_UNIT)
+    units.run("disable", "--now", MANAGER_UNIT)
     with _explained(unit):
         unit.unlink()
-    if units.systemctl is not None:
-        _run(units.systemctl, "daemon-reload")
+    units.run("daemon-reload")
     return [unit]
 
 
@@ -120,7 +124,7 @@ def installed(folder: Path) -> list[str]:
     return sorted(path.parent.name.removesuffix(".d") for path in found if _is_ours(path))
 
 
-def on_port(folder: Path, service: Service) -> list[str]:
+def on_port(folder: Path, service: ModelService) -> list[str]:
     """Other units of ours that listen on the same port."""
     found = []
     for unit in installed(folder):
@@ -150,20 +154,12 @@ def _usual_folder(mode: Mode, environment: Mapping[str, str]) -> Path:
 
 def _systemctl(mode: Mode, environment: Mapping[str, str]) -> tuple[str, ...] | None:
     program = shutil.which("systemctl", path=environment.get("PATH"))
-    # As sd_booted(3) tells; a user's manager has a socket of its own.
+    # As in sd_booted(3); a user's manager has a socket of its own.
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     sign = Path("/run/systemd/system") if mode is Mode.SYSTEM else Path(runtime) / "systemd/private"
     if program is None or not sign.is_absolute() or not sign.exists():
         return None
     return (program, "--user") if mode is Mode.USER else (program,)
-
-
-def _run(systemctl: Sequence[str], *arguments: str) -> None:
-    command = [*systemctl, *arguments]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
-        raise SystemctlFailed(f"{' '.join(command)} failed: {said}. The units are in place; run it again")
 
 
 def _refuse_others(folder: Path, path: Path, *, force: bool) -> None:
@@ -191,7 +187,7 @@ def _write(path: Path, file: UnitFile) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What the operating system refuses, as a sentence."""
+    """A refusal of the operating system, as a sentence."""
     try:
         yield
     except PermissionError as error:

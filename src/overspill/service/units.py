@@ -1,34 +1,33 @@
-"""What the units hold: pure functions from a service to the text of its files.
+"""systemd units: the text of their files, from the templates beside this module, quoted as systemd reads it.
 
-A template for every model and a drop-in for each. What is the same for all is written once, `overspill@*` names them
-all, and the template alone serves any model (`overspill@Qwen-Qwen3\\x2d8B` is Qwen/Qwen3-8B) as `overspill serve` plans
-it. The drop-in holds what was planned for one: the exact command and the RAM it may take.
+A template unit for every model and a drop-in for each. The template alone serves any model
+(`overspill@Qwen-Qwen3\\x2d8B` is Qwen/Qwen3-8B) as `overspill serve` plans it, and `overspill@*` names them all. The
+drop-in holds the plan for one: the exact command and the RAM it may take. The manager has a unit of its own, which
+leaves engines alone when the manager crashes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from overspill.flags import HIDDEN
 from overspill.kv.errors import OverspillError
-from overspill.service.quoting import (
-    escape_instance,
-    quote_assignment,
-    quote_environment,
-    quote_path,
-    quote_program,
-    quote_word,
-)
 
 TEMPLATE = "overspill@.service"
+MANAGER_UNIT = "overspill-manager.service"
 MARKER = "# Written by `overspill service "
 _USUAL_PORT = "8000"
 # systemd refuses longer ones, and most file systems longer file names: `.d` and a temporary name need some too.
 _LONGEST_UNIT_NAME = 240
-# Where nothing loaded nvidia-uvm yet, CUDA does so through a setuid program, which NoNewPrivileges stops.
-LOAD_UVM = "ExecStartPre=-+/usr/bin/nvidia-modprobe -c=0 -u"
+# Nothing in it means anything to systemd, so that most command lines stay as people write them.
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9_./:=,@+-]+")
+_KEPT = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789:_.")
 
 
 class Mode(StrEnum):
@@ -36,23 +35,60 @@ class Mode(StrEnum):
     SYSTEM = "system"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class UnitFile:
+    path: PurePosixPath
+    """Below the folder of units."""
+    text: str
+    mode: int = 0o644
+    shown: str = ""
+    """What `print` shows of it, if not the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Service:
-    """One model to serve."""
+    """A command of Overspill's that systemd runs: the manager, or the server of one model."""
 
     mode: Mode
-    name: str
-    """What systemd's instance is called: the model, or a shorter name for it."""
     command: tuple[str, ...]
     """The interpreter and its arguments."""
-    memory_max_bytes: int
     environment: tuple[tuple[str, str], ...] = ()
+    run_as: str | None = None
+    """The user of a system service; a user's service is that user's."""
+
+    @property
+    def unit(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def files(self) -> tuple[UnitFile, ...]:
+        """In the order to write them in."""
+        raise NotImplementedError
+
+    def _rendered(self, template: str, **more: object) -> str:
+        values = {**vars(self), "is_system": self.mode is Mode.SYSTEM, **more}
+        return _templates().get_template(f"{template}.j2").render(values)
+
+
+class ManagerService(Service):
+    @property
+    def unit(self) -> str:
+        return MANAGER_UNIT
+
+    @property
+    def files(self) -> tuple[UnitFile, ...]:
+        return (UnitFile(PurePosixPath(MANAGER_UNIT), _marked(self._rendered("manager.service"), "manager ")),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelService(Service):
+    name: str
+    """Of systemd's instance: the model, or a shorter name for it."""
+    memory_max_bytes: int
     secrets: tuple[tuple[str, str], ...] = ()
     """Variables that only the owner of the units may read; they are in a file of their own."""
     folder: PurePosixPath | None = None
     """Where the units will lie, by its whole path: the unit names the file of secrets, which needs it."""
-    run_as: str | None = None
-    """The user of a system service; a user's service is that user's."""
 
     @property
     def unit(self) -> str:
@@ -63,18 +99,17 @@ class Service:
         return port_of(self.command)
 
     @property
-    def files(self) -> tuple["UnitFile", ...]:
-        return unit_files(self)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitFile:
-    path: PurePosixPath
-    """Below the folder of units."""
-    text: str
-    mode: int = 0o644
-    shown: str = ""
-    """What others are shown of it, if not the text."""
+    def files(self) -> tuple[UnitFile, ...]:
+        """Template, secrets if there are some, and drop-in."""
+        files = [UnitFile(PurePosixPath(TEMPLATE), _marked(self._rendered("model.service")))]
+        secrets = secrets_path(self.name)
+        if self.secrets:
+            text = "".join(f"{name}={quote_environment(value)}\n" for name, value in self.secrets)
+            shown = "".join(f"{name}={HIDDEN}\n" for name, _ in self.secrets)
+            files.append(UnitFile(secrets, _marked(text), mode=0o600, shown=_marked(shown)))
+        secrets_file = str(self.folder / secrets) if self.secrets and self.folder is not None else None
+        drop_in = self._rendered("model.conf", secrets_file=secrets_file)
+        return (*files, UnitFile(drop_in_path(self.name), _marked(drop_in)))
 
 
 def unit_name(name: str) -> str:
@@ -105,113 +140,94 @@ def secrets_path(name: str) -> PurePosixPath:
     return drop_in_path(name).with_name("secrets.env")
 
 
-def unit_files(service: Service) -> tuple[UnitFile, ...]:
-    """Template, secrets if there are some, and drop-in, in the order to write them in."""
-    files = [UnitFile(PurePosixPath(TEMPLATE), marked(_template(service)))]
-    if service.secrets:
-        text = marked(f"{name}={quote_environment(value)}" for name, value in service.secrets)
-        shown = marked(f"{name}={HIDDEN}" for name, _ in service.secrets)
-        files.append(UnitFile(secrets_path(service.name), text, mode=0o600, shown=shown))
-    return (*files, UnitFile(drop_in_path(service.name), marked(_drop_in(service))))
+def _marked(text: str, command: str = "") -> str:
+    """A file that is known as Overspill's own, and names the command below `overspill service` for it."""
+    return f"{MARKER}{command}install`; `overspill service {command}remove` takes it away.\n{text}"
 
 
-def marked(lines: Iterator[str], command: str = "") -> str:
-    """The text of a file that is known as Overspill's own, and names the command below `overspill service` for it."""
-    first = f"{MARKER}{command}install`; `overspill service {command}remove` takes it away."
-    return "\n".join([first, *lines]) + "\n"
+@cache
+def _templates() -> Environment:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    templates.filters |= {
+        "program": quote_program,
+        "exec": lambda command: " ".join([quote_program(command[0]), *map(quote_word, command[1:])]),
+        "assignment": lambda value, name: quote_assignment(name, value),
+        "path": quote_path,
+        "percent": lambda text: text.replace("%", "%%"),
+    }
+    return templates
 
 
-def _template(service: Service) -> Iterator[str]:
-    is_system = service.mode is Mode.SYSTEM
-    yield "[Unit]"
-    yield "Description=Overspill serving %I"
-    if is_system:
-        # A model may have to be fetched. A user's manager knows no such targets.
-        yield "Wants=network-online.target"
-        yield "After=network-online.target nvidia-persistenced.service"
-    # A start takes minutes, so that only a long interval ever counts several.
-    yield "StartLimitIntervalSec=1h"
-    yield "StartLimitBurst=4"
-    yield ""
-    yield "[Service]"
-    # Started is a server that answers; `overspill serve` says so.
-    yield "Type=notify"
-    yield "NotifyAccess=main"
-    if is_system:
-        yield LOAD_UVM
-    yield f"ExecStart={quote_program(service.command[0])} -m overspill serve %I"
-    yield from run_as(service.run_as)
-    yield "WorkingDirectory=~"
-    yield "Environment=PYTHONUNBUFFERED=1"
-    # Settings and secrets (HF_TOKEN) that do not belong in a unit, which everybody may read.
-    yield "EnvironmentFile=-%E/overspill/environment"
-    yield "Restart=on-failure"
-    yield "RestartSec=10s"
-    # A mistake in the settings stays one.
-    yield "RestartPreventExitStatus=2"
-    # Weights come from disk, or from the hub.
-    yield "TimeoutStartSec=1h"
-    # The server ends its engine itself; what is left after this time is killed, and the GPU with it is free.
-    yield "KillMode=mixed"
-    yield "TimeoutStopSec=2min"
-    yield "LimitMEMLOCK=infinity"
-    yield "LimitNOFILE=65536"
-    yield "StandardOutput=journal"
-    yield "StandardError=journal"
-    yield "SyslogIdentifier=overspill"
-    if is_system:
-        yield "PrivateTmp=yes"
-        yield from hardening()
-    yield from wanted_by(service.mode)
+def escape_instance(name: str) -> str:
+    """As systemd-escape(1) does, so that %I gives the name back. No character is left that could leave a folder."""
+    escaped = ""
+    for index, byte in enumerate(_utf8(name)):
+        if byte == ord("/"):
+            escaped += "-"
+        elif byte in _KEPT and not (index == 0 and byte == ord(".")):
+            escaped += chr(byte)
+        else:
+            escaped += f"\\x{byte:02x}"
+    return escaped
 
 
-def _drop_in(service: Service) -> Iterator[str]:
-    yield "[Service]"
-    # Empty first: a second ExecStart= would be added to the template's.
-    yield "ExecStart="
-    yield exec_start(service.command)
-    yield f"MemoryMax={service.memory_max_bytes}"
-    yield from run_as(service.run_as)
-    yield from environment(service.environment)
-    if service.secrets and service.folder is not None:
-        # Without a `-`: a server that lost its key must not start open to all.
-        yield f"EnvironmentFile={quote_path(str(service.folder / secrets_path(service.name)))}"
+def quote_word(word: str) -> str:
+    """One word of ExecStart=, after the program's own."""
+    return word if _PLAIN_WORD.fullmatch(word) else f'"{_escaped(word).replace("$", "$$")}"'
 
 
-# Lines that the manager's unit has too.
+def quote_program(path: str) -> str:
+    """The first word of ExecStart=, where systemd takes no quotes and no backslashes, and takes a `$` for itself in one
+    of the two places it passes the path on, and not in the other."""
+    if strange := sorted({each for each in path if each in "$\\\"'" or not each.isprintable()}):
+        raise OverspillError(
+            f"systemd cannot start {path!r}: its path holds {' '.join(strange)!r}; install the unit with a Python "
+            "whose path is without it"
+        )
+    return path if _PLAIN_WORD.fullmatch(path) else f'"{_escaped(path)}"'
 
 
-def exec_start(command: Sequence[str]) -> str:
-    program, *arguments = command
-    return "ExecStart=" + " ".join([quote_program(program), *map(quote_word, arguments)])
+def quote_assignment(name: str, value: str) -> str:
+    """One of Environment=, where a `$` is only a `$`."""
+    return f'"{_escaped(f"{name}={value}")}"'
 
 
-def run_as(user: str | None) -> Iterator[str]:
-    if user is not None:
-        yield f"User={user.replace('%', '%%')}"
+def quote_environment(value: str) -> str:
+    """A value in the file of EnvironmentFile=, where a `%` is only a `%` and one line holds one variable."""
+    _utf8(value)
+    if not value.isprintable():
+        raise OverspillError("a secret holds a line break or another control character; use one without")
+    return '"' + re.sub(r'(["\\`$])', r"\\\1", value) + '"'
 
 
-def environment(variables: Iterable[tuple[str, str]]) -> Iterator[str]:
-    for name, value in variables:
-        yield f"Environment={quote_assignment(name, value)}"
+def quote_path(path: str) -> str:
+    """The path of EnvironmentFile=, which is the rest of the line."""
+    if not path.isprintable() or path != path.strip():
+        raise OverspillError(f"systemd cannot read {path!r}; give another --folder or --name")
+    return path.replace("%", "%%")
 
 
-def hardening() -> Iterator[str]:
-    """Of a system service; a user's manager may not make the namespaces these need."""
-    # Not PrivateDevices, DevicePolicy or ProtectClock (which implies a list of devices): CUDA needs /dev/nvidia*.
-    # Not MemoryDenyWriteExecute: kernels are compiled. Not ProtectHome: models are in the cache of a home.
-    yield "NoNewPrivileges=yes"
-    yield "ProtectSystem=full"
-    yield "ProtectControlGroups=yes"
-    yield "ProtectKernelLogs=yes"
-    yield "ProtectKernelModules=yes"
-    yield "ProtectHostname=yes"
-    yield "RestrictSUIDSGID=yes"
-    yield "RestrictRealtime=yes"
-    yield "LockPersonality=yes"
+def _escaped(text: str) -> str:
+    _utf8(text)
+    for character, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):
+        text = text.replace(character, written)
+    return "".join(each if each.isprintable() else _hexadecimal(each) for each in text)
 
 
-def wanted_by(mode: Mode) -> Iterator[str]:
-    yield ""
-    yield "[Install]"
-    yield f"WantedBy={'multi-user' if mode is Mode.SYSTEM else 'default'}.target"
+def _hexadecimal(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in character.encode())
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        raise OverspillError(
+            f"{text!r} is not valid UTF-8, and systemd reads nothing else; rename the folder"
+        ) from error
+    if b"\0" in content:
+        raise OverspillError(f"{text!r} holds a zero byte, and no name can; remove it")
+    return content

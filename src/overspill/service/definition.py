@@ -1,25 +1,26 @@
-"""The service for a model: the command that does what was planned, and the RAM it may take."""
+"""Services: the command that does what was planned for a model, the RAM it may take, and the manager's own."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from overspill.flags import into_environment, read_flags, refuse_secrets
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB
 from overspill.planning.planner import Plan
-from overspill.service.units import Mode, Service
-from overspill.settings import GivenBy, Value, as_flags
+from overspill.registry.place import VARIABLE as DATABASE_URL
+from overspill.registry.place import find_place
+from overspill.service.units import ManagerService, Mode, ModelService
+from overspill.settings import SETTINGS, GivenBy, Value, as_flags
 
 # The process that answers HTTP, beside the engine's, which the plan counts.
 SERVER_RAM_BYTES = 2 * GiB
-# A unit starts with a bare environment. What decides which GPUs and which files are found is kept, and no secret.
+# A unit starts with a bare environment. Variables that decide which GPUs and files are found are kept, and no secret.
 _KEPT_VARIABLES = (
     "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
     "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME",
 )  # fmt: skip
-# Where the registry, the settings and the status of running servers are, of the one who installs it; somebody else has
-# others.
+# Where the installing user's registry, settings and status of running servers are; another user has others.
 _OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_STATE_HOME")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -27,7 +28,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 def planned_service(
     model: str, values: Mapping[str, Value], plan: Plan, vllm_args: Sequence[str], *,
     mode: Mode, name: str | None, run_as: str | None, program: str, environment: Mapping[str, str], folder: Path,
-) -> Service:  # fmt: skip
+) -> ModelService:  # fmt: skip
     """`folder` is where its units will lie."""
     given, secrets = into_environment(read_flags(vllm_args))
     refuse_secrets(given, "a unit, which everybody may read")
@@ -39,7 +40,7 @@ def planned_service(
     # Whatever was set, also by the environment or the file, which may change.
     given_now = {name: one.value for name, one in values.items() if one.origin is not GivenBy.DEFAULT}
     flags = as_flags({name: value for name, value in {**given_now, **fixed}.items() if value is not False})
-    return Service(
+    return ModelService(
         mode=mode,
         name=name or model,
         command=(program, "-m", "overspill", "serve", model, *flags, *(word for flag in given for word in flag.words)),
@@ -72,7 +73,7 @@ def _ram_bytes(values: Mapping[str, Value], plan: Plan) -> int:
 
 
 def other_users_settings(user: str | None, asking: str) -> list[str]:
-    """What was looked up is of the one who asks, and with sudo that is root."""
+    """Settings are those of the user who installs, and with sudo that is root."""
     if user is None or user == asking:
         return []
     return [
@@ -82,7 +83,7 @@ def other_users_settings(user: str | None, asking: str) -> list[str]:
 
 
 def other_users_registry(user: str | None, asking: str) -> list[str]:
-    """The same of the manager, which has its user's registry, and so its user's models, password and keys."""
+    """The same for the manager, which has its user's registry, and so its user's models, password and keys."""
     if user is None or user == asking:
         return []
     return [
@@ -92,8 +93,55 @@ def other_users_registry(user: str | None, asking: str) -> list[str]:
 
 
 def kept_environment(program: str, environment: Mapping[str, str], *, for_oneself: bool) -> dict[str, str]:
-    """What the unit sets. Kernels are compiled with tools that are installed beside Python (ninja), and with the
+    """Variables of the unit. Kernels are compiled with tools that are installed beside Python (ninja), and with the
     system's."""
     names = (*_KEPT_VARIABLES, *_OWN_FOLDERS) if for_oneself else _KEPT_VARIABLES
     kept = {name: environment[name] for name in names if environment.get(name)}
     return {"PATH": f"{Path(program).parent}:{_SYSTEM_PATH}", **kept}
+
+
+def manager_service(
+    given: Mapping[str, object], *, mode: Mode, run_as: str | None, program: str, environment: Mapping[str, str]
+) -> ManagerService:
+    """`given` holds the values of the manager's flags by their names; folders by their whole paths."""
+    return ManagerService(
+        mode=mode,
+        command=(program, "-m", "overspill", "manager", *_manager_flags(given)),
+        environment=tuple(environment.items()),
+        run_as=run_as,
+    )
+
+
+def manager_environment(program: str, environment: Mapping[str, str], *, for_oneself: bool) -> dict[str, str]:
+    """Engines are planned when they start, so variables that decide their plans are kept too, and no secret."""
+    kept = kept_environment(program, environment, for_oneself=for_oneself)
+    if not for_oneself:
+        return kept
+    # A model is not served on a GPU that is only stated; and nobody leaves `--force` switched on.
+    settings = [one.variable for one in SETTINGS if one.name not in ("gpu", "force")]
+    kept |= {name: environment[name] for name in settings if environment.get(name)}
+    if not left_out(environment, for_oneself=True) and environment.get(DATABASE_URL):
+        kept[DATABASE_URL] = environment[DATABASE_URL]
+    return kept
+
+
+def left_out(environment: Mapping[str, str], *, for_oneself: bool) -> list[str]:
+    """Warnings about variables that the unit would need, and cannot hold."""
+    if not for_oneself or not environment.get(DATABASE_URL) or find_place(environ=environment).file is not None:
+        return []
+    return [
+        f"{DATABASE_URL} names a server and may hold a password, and everybody may read a unit: it is not in the unit. "
+        "Write it into the file that the unit's EnvironmentFile= names, readable by its owner only"
+    ]
+
+
+def _manager_flags(given: Mapping[str, object]) -> Iterator[str]:
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            yield flag
+        elif isinstance(value, list | tuple):
+            for each in value:
+                yield from (flag, str(each))
+        elif value is not None and value is not False:
+            yield from (flag, str(value))
