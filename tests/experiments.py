@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from overspill.experiment.definition import Definition
+from overspill.measure.experiment import Experiment
 
 
-def definition(**changes: Any) -> Definition:
+def definition(**changes: Any) -> Experiment:
     values: dict[str, Any] = {
         "model": "tiny", "configurations": (("a", "none"), ("b", "native:1GiB")), "common": "--max-model-len 4k",
         "workload": "multi-turn:turns=2", "seed": 7, "repeats": 3, "keeps_engines": False, "expects": "offload",
     }  # fmt: skip
-    return Definition(**{**values, **changes})
+    return Experiment(**{**values, **changes})

@@ -17,10 +17,11 @@ import pytest
 from sqlalchemy import text
 
 from overspill.cli import app, main
-from overspill.experiment import Definition, run
-from overspill.experiment.errors import CannotCompare, ExperimentError
-from overspill.experiment.provenance import find_provenance
-from overspill.experiment.stored import load_experiment
+from overspill.measure import CannotMeasure, MeasureError
+from overspill.measure.ab import run
+from overspill.measure.experiment import Experiment
+from overspill.measure.provenance import find_provenance
+from overspill.measure.trial import stopped_by_signals
 from overspill.processes import below, identity
 from overspill.registry import Registry, RegistryUnavailable, add_model, list_results, open_registry
 from overspill.tiny import make_llama
@@ -104,17 +105,17 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN)
     monkeypatch.setattr(
-        "overspill.experiment.launches.server_command",
+        "overspill.measure.launch.server_command",
         lambda model, vllm: [sys.executable, str(program), "--model", model],
     )
 
 
-def asked(model: Path, *texts: str, **changes: Any) -> Definition:
+def asked(model: Path, *texts: str, **changes: Any) -> Experiment:
     workload = "multi-turn:conversations=2,turns=2,first=20,input=5,output=4,think_time=0,concurrency=1"
     values: dict[str, Any] = {
         "model": str(model), "configurations": tuple(zip("abcdef", texts)), "workload": workload, "repeats": 2,
     }  # fmt: skip
-    return Definition(**{**values, **changes})
+    return Experiment(**{**values, **changes})
 
 
 def stored(registry: Registry) -> list[tuple[str | None, int | None, bool]]:
@@ -137,7 +138,7 @@ def test_repeats_are_measured_in_turn_and_saved_with_everything(
     assert list_results(registry)[0].metrics["tokens_from_ram"] == 0
     assert "--kv-transfer-config" in one.argv and one.versions["overspill"] and one.plan is None
     assert one.config["seed"] == 1 and one.config["parameters"]["turns"] == 2
-    assert Definition.from_json(one.config["experiment"]) == asked(model, "none", native, expects="offload")
+    assert Experiment.from_json(one.config["experiment"]) == asked(model, "none", native, expects="offload")
     assert "All 8 answers of offload are those of none." in report.as_text()
     assert any(line.startswith("[2/4] offload, repeat 1 of 2: starting vLLM; ") for line in told)
 
@@ -232,7 +233,7 @@ def test_a_stop_keeps_what_is_finished_and_resume_does_what_is_missing(
     assert not [line for line in told if "warning" in line]
     assert second.is_complete and second.experiment == first.experiment
     assert stored(registry)[2:] == [("slow", 1, True)]
-    assert len(load_experiment(registry, second.experiment or "").done) == 2
+    assert sum(one.is_complete for one in list_results(registry, experiment=second.experiment)) == 2
 
 
 def test_a_resume_tells_if_engines_are_not_started_as_before(
@@ -254,8 +255,7 @@ def test_a_resume_tells_of_another_version_variable_and_gpu(
     first = run(asked(model, "none", "b = vllm", repeats=1), registry, str, logs=tmp_path)
     known = find_provenance()
     other = dataclasses.replace(known, gpu="H200", versions={**known.versions, "torch": "99"})
-    # `overspill.experiment.run` names the function, and not its module.
-    monkeypatch.setattr(sys.modules["overspill.experiment.run"], "find_provenance", lambda: other)
+    monkeypatch.setattr("overspill.measure.ab.find_provenance", lambda: other)
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "OTHER")
     told: list[str] = []
     run(first.definition or pytest.fail(), registry, told.append, resume=first.experiment, logs=tmp_path)
@@ -276,7 +276,7 @@ def test_a_folder_of_the_same_name_elsewhere_is_not_the_model_that_was_measured(
     first = run(definition, registry, str, logs=tmp_path / "logs")
     assert first.is_complete and str(tmp_path / "here" / "tiny") in list_results(registry)[0].argv
     monkeypatch.chdir(tmp_path / "there")
-    with pytest.raises(ExperimentError, match=f"measured {tmp_path}/here/tiny, and tiny is {tmp_path}/there/tiny here"):
+    with pytest.raises(MeasureError, match=f"measured {tmp_path}/here/tiny, and tiny is {tmp_path}/there/tiny here"):
         run(definition, registry, str, resume=first.experiment, logs=tmp_path / "logs")
 
 
@@ -290,7 +290,7 @@ def test_an_experiment_that_is_being_measured_is_not_resumed_beside_it(
     def resuming(line: str) -> None:
         if line.startswith("[2/2]") and "ready" in line:
             (name,) = {one.experiment for one in list_results(registry)}
-            with pytest.raises(CannotCompare) as refused:
+            with pytest.raises(CannotMeasure) as refused:
                 run(definition, registry, str, resume=name, logs=tmp_path)
             refusals.append(str(refused.value))
 
@@ -317,7 +317,8 @@ def test_a_signal_ends_it_while_the_first_request_hangs(
         if "ready" in line:
             threading.Thread(target=interrupt, daemon=True).start()
 
-    report = run(asked(model, "stuck = vllm --hang 60", "none"), registry, watching, logs=tmp_path)
+    with stopped_by_signals() as stop:
+        report = run(asked(model, "stuck = vllm --hang 60", "none"), registry, watching, logs=tmp_path, stop=stop)
     assert stored(registry) == [("stuck", 1, False)] and "stuck is not complete: interrupted" in report.as_text()
     assert log.read_text().split("\n") == ["hangs", ""], "and did not wait for the answer"
 
@@ -325,7 +326,7 @@ def test_a_signal_ends_it_while_the_first_request_hangs(
 def test_a_stop_before_anything_is_measured_says_so(model: Path, registry: Registry, stand_in: None) -> None:
     stop = threading.Event()
     stop.set()
-    with pytest.raises(CannotCompare, match="before anything was measured"):
+    with pytest.raises(CannotMeasure, match="before anything was measured"):
         run(asked(model, "none", "vllm"), registry, str, stop=stop)
 
 
@@ -354,7 +355,7 @@ def test_a_full_disk_ends_the_engine_and_keeps_what_was_saved(
 def test_a_tier_that_nobody_has_or_uses_is_told(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
-    with pytest.raises(ExperimentError, match="--expect spill: none of the configurations has it"):
+    with pytest.raises(MeasureError, match="--expect spill: none of the configurations has it"):
         run(asked(model, "none", "ram = overspill-lazy:1MiB", expects="spill"), registry, str)
     unused = asked(model, "none", "ram = overspill-lazy:1MiB", expects="offload", repeats=1)
     report = run(unused, registry, str, logs=tmp_path)
@@ -364,8 +365,8 @@ def test_a_tier_that_nobody_has_or_uses_is_told(
 def test_engines_of_lmcache_cannot_be_kept(
     model: Path, registry: Registry, stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overspill.experiment.launches.require_usable", lambda peer, on_cpu: None)
-    with pytest.raises(ExperimentError, match="LMCache's cache cannot be emptied"):
+    monkeypatch.setattr("overspill.measure.launch.require_usable", lambda peer, on_cpu: None)
+    with pytest.raises(MeasureError, match="LMCache's cache cannot be emptied"):
         run(asked(model, "none", "lmcache:1GiB", keeps_engines=True), registry, str)
 
 
@@ -399,7 +400,7 @@ def overspill(folder: Path, *words: str, timeout: float = 120) -> subprocess.Com
         (["MODEL", "--a", "none", "--b", "natve:1GiB"], "did you mean native?"),
         (["MODEL", "--a", "none", "--b", "vllm", "--repeats", "0"], "--repeats 0 is not possible"),
         (["MODEL", "--a", "none", "--b", "vllm", "--workload", "multi-trun"], "did you mean multi-turn?"),
-        (["MODEL", "--a", "none", "--b", "vllm", "--expect", "disk"], "is no tier"),
+        (["MODEL", "--a", "none", "--b", "vllm", "--expect", "disk"], "is not a tier"),
         (["MODEL", "--a", "none", "--b", "vllm", "--common", "--ram 1GiB"], "--ram is a setting of Overspill's"),
         (["MODEL", "--a", "none", "--b", "vllm", "--html", "/nonexistent/x.html"], "there is no folder /nonexistent"),
         (["MODEL", "--a", "none", "--b", "vllm", "--json", "/tmp"], "/tmp is a folder"),
@@ -490,7 +491,7 @@ def test_a_resumed_comparison_is_complete_and_tells_what_came_from_ram(
     )
     assert answer.returncode == 0, answer.stderr + answer.stdout
     with open_folder(folder) as registry:
-        results = load_experiment(registry, name).results
+        results = list_results(registry, experiment=name)[::-1]
     finished = [one for one in results if one.is_complete]
     assert [(one.label, one.repeat) for one in finished] == [("none", 1), ("none", 2), ("ram", 1), ("ram", 2)]
     from_ram = {one.label: one.metrics["tokens_from_ram"] for one in finished}

@@ -19,9 +19,13 @@ from typing import Any
 import pytest
 
 from overspill.address import free_port
-from overspill.bench import WORKLOADS, CannotBench, Target, find_target, measure, parse_workload
-from overspill.bench.client import Answer
-from overspill.bench.metrics import serving_metrics
+from overspill.measure import CannotMeasure
+from overspill.measure.client import Answer
+from overspill.measure.measurement import measure
+from overspill.measure.metrics import serving_metrics
+from overspill.measure.provenance import Provenance
+from overspill.measure.target import Target, find_target
+from overspill.measure.workload import WORKLOADS, parse_workload
 from overspill.registry import Result, get_result, list_results, open_registry
 from tests.test_serve import (
     Serve,
@@ -354,7 +358,7 @@ def test_sigterm_keeps_what_is_finished(killable: Callable[..., Killable], tmp_p
 def test_stopping_from_another_thread_returns_what_is_finished_and_so_does_save(
     killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overspill.bench.measuring._SAVE_S", 0.2)
+    monkeypatch.setattr("overspill.measure.measurement._SAVE_S", 0.2)
     server, stop = killable("--pause", "0.02"), threading.Event()
     kept: list[dict[str, Any]] = []
 
@@ -383,7 +387,7 @@ def test_a_stop_ends_it_while_the_first_request_hangs(killable: Callable[..., Ki
 
     stopping = threading.Thread(target=stop_when_asked)
     stopping.start()
-    with pytest.raises(CannotBench, match=r"it was stopped before the server at \S+ had answered"):
+    with pytest.raises(CannotMeasure, match=r"it was stopped before the server at \S+ had answered"):
         measure(find_target(server.url), parse_workload(TURNS), stop=stop)
     stopping.join()
 
@@ -391,7 +395,7 @@ def test_a_stop_ends_it_while_the_first_request_hangs(killable: Callable[..., Ki
 def test_what_is_saved_of_a_resumed_measurement_has_its_first_part(
     killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overspill.bench.measuring._SAVE_S", 0.1)
+    monkeypatch.setattr("overspill.measure.measurement._SAVE_S", 0.1)
     server, workload = killable("--pause", "0.02"), parse_workload(TURNS)
     parts: list[dict[str, Any]] = []
     for least in (3, 8):
@@ -434,14 +438,17 @@ def test_a_resume_goes_to_the_server_of_the_first_part_and_to_no_other(
 def test_a_resume_with_another_version_of_the_server_is_refused(
     bench: Bench, killable: Callable[..., Killable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts: dict[str, Any] = {"versions": {"server": "0.32.0"}, "gpu": None, "driver": None}
-    monkeypatch.setattr("overspill.bench.session.server_facts", lambda target: facts)
+    versions = {"server": "0.32.0"}
+    monkeypatch.setattr(
+        "overspill.measure.bench.server_provenance",
+        lambda target: Provenance(gpu=None, driver=None, versions={**versions}, git_revision=None),
+    )
     first, part = incomplete(bench, killable, tmp_path)
     killable(port=first.port)
-    facts["versions"] = {"server": "0.33.0"}
+    versions["server"] = "0.33.0"
     refused = bench("--resume", str(part.id))
     assert refused.returncode == 1 and "was 0.32.0, and is 0.33.0. Serve as before, or " in refused.stderr
-    facts["versions"] = {}
+    versions.clear()
     assert bench("--resume", str(part.id)).returncode == 0, "one that does not tell is not refused"
 
 

@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overspill.bench import WORKLOADS, BenchError, CannotBench, Outcome, parse_workload, require_tier
-from overspill.bench.client import Answer, RequestFailed, Unavailable, _Stream
-from overspill.bench.counters import difference, parse_counters, total
-from overspill.bench.memory import MemorySampler, Sample, _Gpus, machine_ram_bytes, process_ram_bytes, thinned
-from overspill.bench.metrics import deviation, mean, percentile, serving_metrics
-from overspill.bench.part import Part, joined, part_as_json, part_from_json
-from overspill.bench.progress import ProgressPrinter, progress_of
-from overspill.bench.prompts import Vocabulary, find_vocabulary
-from overspill.bench.record import git_revision
-from overspill.bench.script import Piece, require_fit, write_script
-from overspill.bench.target import Target, parse_url
+from overspill.measure import CannotMeasure, MeasureError
+from overspill.measure.client import Answer, RequestFailed, Unavailable, _Stream
+from overspill.measure.measurement import Outcome, Part, joined, part_as_json, part_from_json, require_tier
+from overspill.measure.memory import MemorySampler, Sample, _Gpus, machine_ram_bytes, process_ram_bytes, thinned
+from overspill.measure.metrics import deviation, difference, mean, parse_counters, percentile, serving_metrics, total
+from overspill.measure.progress import Progress, ProgressPrinter
+from overspill.measure.provenance import git_revision
+from overspill.measure.script import Piece, Vocabulary, find_vocabulary, require_fit, write_script
+from overspill.measure.target import Target, parse_url
+from overspill.measure.workload import WORKLOADS, parse_workload
 
 # Workloads.
 
@@ -58,7 +57,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES)
 def test_a_mistake_in_a_workload_is_one_sentence(text: str) -> None:
-    with pytest.raises(BenchError, match=re.escape(MISTAKES[text])):
+    with pytest.raises(MeasureError, match=re.escape(MISTAKES[text])):
         parse_workload(text)
 
 
@@ -124,7 +123,7 @@ def test_requests_of_a_fixed_rate_are_sent_at_that_rate() -> None:
 
 
 def test_what_is_too_long_is_told_with_what_would_fit() -> None:
-    with pytest.raises(CannotBench) as told:
+    with pytest.raises(CannotMeasure) as told:
         require_fit(parse_workload("overhead:requests=2"), 0, 4096)
     assert "needs 9,216 tokens; the server takes 4,096" in str(told.value)
     assert "Use --workload overhead:requests=2,input=3072, or serve with --max-model-len 9216" in str(told.value)
@@ -138,7 +137,7 @@ def test_what_is_said_to_fit_does(name: str, have: int) -> None:
     workload = parse_workload(name)
     if write_script(workload, 0).longest <= have:
         return
-    with pytest.raises(CannotBench) as told:
+    with pytest.raises(CannotMeasure) as told:
         require_fit(workload, 0, have)
     found = re.search(r"Use --workload (\S+), or", str(told.value))
     assert found is not None
@@ -362,7 +361,7 @@ def test_parts_follow_each_other() -> None:
 
 @pytest.mark.parametrize("kept", [{}, {"index": [0]}, {"packed_gaps": "!"}])
 def test_a_part_that_is_damaged_is_not_guessed(kept: dict[str, Any]) -> None:
-    with pytest.raises(BenchError, match="measure it anew"):
+    with pytest.raises(MeasureError, match="measure it anew"):
         part_from_json(kept)
 
 
@@ -398,9 +397,9 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_one_line_on_a_terminal_and_few_elsewhere() -> None:
-    told = progress_of(done=3, total=9, earlier=1, elapsed_s=4.0, gpu_bytes=3 << 30, ram_bytes=None)
+    told = Progress(done=3, total=9, earlier=1, elapsed_s=4.0, gpu_bytes=3 << 30, ram_bytes=None)
     assert told.as_text() == "3/9 requests in 4 s, 0.50/s, 12 s left, GPU 3 GiB"
-    none = progress_of(done=0, total=9, earlier=0, elapsed_s=0.0, gpu_bytes=None, ram_bytes=1 << 30)
+    none = Progress(done=0, total=9, earlier=0, elapsed_s=0.0, gpu_bytes=None, ram_bytes=1 << 30)
     assert none.eta_s is None and none.as_text() == "0/9 requests in 0 s, 0.00/s, RAM 1 GiB"
     terminal = Terminal()
     printer = ProgressPrinter(terminal)
@@ -437,7 +436,7 @@ def test_addresses_are_taken_as_people_write_them(text: str, url: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "ftp://host", "http://", "http://host:99999", "http://a b", "host:port", "/v1"])
 def test_what_is_no_address_is_told(text: str) -> None:
-    with pytest.raises(BenchError, match="write for example http"):
+    with pytest.raises(MeasureError, match="write for example http"):
         parse_url(text)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from overspill.errors import CannotServe
-from overspill.experiment.configurations import Configuration, read_configuration, read_configurations
-from overspill.experiment.definition import Definition, new_name, require_same, written_configurations
-from overspill.experiment.errors import ExperimentError
-from overspill.experiment.peers import PEERS, read_peer, require_usable
-from overspill.experiment.schedule import Step, is_last_of_life, remaining, steps
+from overspill.measure import MeasureError
+from overspill.measure.ab import is_last_of_life, remaining, schedule
+from overspill.measure.configuration import Configuration, read_configuration, read_configurations
+from overspill.measure.experiment import Experiment, require_same, written_configurations
+from overspill.measure.peers import PEERS, read_peer, require_usable
+from overspill.measure.trial import Step
 from tests.experiments import definition
 
 # Configurations.
@@ -86,7 +87,7 @@ def test_vllm_and_overspill_accept_what_peers_are_made_of() -> None:
 def test_lmcache_takes_its_size_from_the_environment_and_must_be_installed() -> None:
     settings = read_peer("lmcache:2GiB")
     assert settings.environment == {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "2"}
-    with pytest.raises(ExperimentError, match="pip install lmcache"):
+    with pytest.raises(MeasureError, match="pip install lmcache"):
         require_usable(settings, on_cpu=False)
 
 
@@ -167,23 +168,23 @@ def test_vllm_gets_numbers_written_out_because_it_reads_4k_as_4000() -> None:
     ],
 )
 def test_a_mistake_in_a_configuration_is_named(text: str, message: str) -> None:
-    with pytest.raises(ExperimentError, match=re.escape(message)):
+    with pytest.raises(MeasureError, match=re.escape(message)):
         read_configuration("a", text)
 
 
 @pytest.mark.parametrize("text", ["--api-key hunter2", "--api-key=hunter2 'open", "what --api-key hunter2 'open"])
 def test_a_secret_is_not_repeated_in_the_message(text: str) -> None:
-    with pytest.raises(ExperimentError) as caught:
+    with pytest.raises(MeasureError) as caught:
         read_configuration("a", text)
     assert "hunter2" not in str(caught.value)
 
 
 def test_two_configurations_at_least_and_no_two_of_one_name() -> None:
-    with pytest.raises(ExperimentError, match="nothing to compare"):
+    with pytest.raises(MeasureError, match="nothing to compare"):
         read_configurations([("a", "none")])
-    with pytest.raises(ExperimentError, match="two configurations are called 'native'"):
+    with pytest.raises(MeasureError, match="two configurations are called 'native'"):
         read_configurations([("a", "native:1GiB"), ("b", "native:2GiB")])
-    with pytest.raises(ExperimentError, match="--ram is a setting of Overspill's"):
+    with pytest.raises(MeasureError, match="--ram is a setting of Overspill's"):
         read_configurations([("a", "none"), ("b", "--ram 1GiB")], "--ram 8GiB")
 
 
@@ -192,10 +193,10 @@ def test_two_configurations_at_least_and_no_two_of_one_name() -> None:
 
 def test_a_definition_survives_json() -> None:
     asked = definition()
-    assert Definition.from_json(json.loads(json.dumps(asked.as_json()))) == asked
-    assert Definition.from_json({**asked.as_json(), "of a later version": 1}) == asked
-    with pytest.raises(ExperimentError, match="cannot be read"):
-        Definition.from_json({"model": "tiny"})
+    assert Experiment.from_json(json.loads(json.dumps(asked.as_json()))) == asked
+    assert Experiment.from_json({**asked.as_json(), "of a later version": 1}) == asked
+    with pytest.raises(MeasureError, match="cannot be read"):
+        Experiment.from_json({"model": "tiny"})
 
 
 def test_the_command_of_a_definition_says_all_of_it() -> None:
@@ -215,11 +216,11 @@ def test_each_repeat_has_a_seed_of_its_own() -> None:
         ({"repeats": 0}, "--repeats 0 is not possible"),
         ({"repeats": 100_000}, "--repeats 100000 is not possible"),
         ({"seed": -1}, "--seed -1 is negative"),
-        ({"expects": "disk"}, "--expect 'disk' is no tier; use offload or spill"),
+        ({"expects": "disk"}, "--expect 'disk' is not a tier; use offload or spill"),
     ],
 )
 def test_a_mistake_in_a_definition_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ExperimentError, match=message):
+    with pytest.raises(MeasureError, match=message):
         definition(**changes)
 
 
@@ -236,7 +237,7 @@ def test_a_mistake_in_a_definition_is_named(changes: dict[str, Any], message: st
     ],
 )
 def test_a_resume_of_something_else_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ExperimentError, match=message):
+    with pytest.raises(MeasureError, match=message):
         require_same(definition(), given, "ab-1")
 
 
@@ -246,25 +247,26 @@ def test_a_resume_may_leave_out_or_repeat_what_it_was() -> None:
 
 def test_letters_are_used_in_order() -> None:
     assert written_configurations(["none", "native:1GiB", None, None]) == (("a", "none"), ("b", "native:1GiB"))
-    with pytest.raises(ExperimentError, match="--b is missing, and --c is given"):
+    with pytest.raises(MeasureError, match="--b is missing, and --c is given"):
         written_configurations(["none", None, "native:1GiB"])
 
 
 def test_names_of_experiments_are_in_the_order_of_time_and_differ() -> None:
     at = datetime(2026, 11, 15, 12, 0, 1, tzinfo=UTC)
-    assert new_name(at).startswith("ab-20261115-120001-") and len({new_name(at) for _ in range(20)}) > 1
+    names = {Experiment.new_name(at) for _ in range(20)}
+    assert len(names) > 1 and all(name.startswith("ab-20261115-120001-") for name in names)
 
 
 # Order.
 
 
 def test_repeats_are_interleaved_and_every_second_one_is_turned_round() -> None:
-    order = [(step.repeat, step.label) for step in steps(["a", "b"], 3, keeps_engines=False)]
+    order = [(step.repeat, step.label) for step in schedule(["a", "b"], 3, keeps_engines=False)]
     assert order == [(1, "a"), (1, "b"), (2, "b"), (2, "a"), (3, "a"), (3, "b")]
 
 
 def test_kept_engines_have_their_repeats_one_after_the_other() -> None:
-    planned = steps(["a", "b"], 2, keeps_engines=True)
+    planned = schedule(["a", "b"], 2, keeps_engines=True)
     assert [(step.label, step.repeat) for step in planned] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
     ends = [is_last_of_life(planned, index, keeps_engines=True) for index in range(4)]
     assert ends == [False, True, False, True]
@@ -272,5 +274,5 @@ def test_kept_engines_have_their_repeats_one_after_the_other() -> None:
 
 
 def test_what_is_done_is_not_done_again() -> None:
-    planned = steps(["a", "b"], 2, keeps_engines=False)
+    planned = schedule(["a", "b"], 2, keeps_engines=False)
     assert remaining(planned, {Step(1, "a"), Step(2, "b")}) == [Step(1, "b"), Step(2, "a")]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from overspill.experiment.errors import ExperimentError
-from overspill.experiment.files import require_writable, write_text
+from overspill.measure import MeasureError
+from overspill.measure.report.file import require_writable, write_text
 
 
 def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path) -> None:
 
 def test_a_link_into_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "report")
-    with pytest.raises(ExperimentError, match=r"there is no folder \S+/nowhere"):
+    with pytest.raises(MeasureError, match=r"there is no folder \S+/nowhere"):
         require_writable(tmp_path / "link")
 
 
@@ -58,7 +58,7 @@ def test_standard_output_gets_the_report_between_what_else_is_printed(tmp_path: 
     link = tmp_path / "stdout"
     link.symlink_to("/proc/self/fd/1")
     program = (
-        "import sys; from pathlib import Path; from overspill.experiment.files import require_writable, write_text\n"
+        "import sys; from pathlib import Path; from overspill.measure.report.file import require_writable, write_text\n"
         "out = Path(sys.argv[1]); require_writable(out)\n"
         "print('before'); write_text(out, 'report\\n'); print('after')"
     )
@@ -78,5 +78,5 @@ def test_the_folder_where_the_file_is_made_anew_must_be_writable(
     file = tmp_path / "report"
     file.write_text("old")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may do anything
-    with pytest.raises(ExperimentError, match=f"may make no file in {tmp_path}"):
+    with pytest.raises(MeasureError, match=f"may make no file in {tmp_path}"):
         require_writable(file)

@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
-from overspill.experiment.comparison import Column, Repeat, compare, verdict_words
-from overspill.experiment.intervals import (
+from overspill.measure.compare import (
+    BY_KEY,
     Basis,
+    Column,
     Ratio,
+    Repeat,
     Verdict,
     centre,
+    compare,
     own_interval,
     paired_ratio,
     resampled_ratio,
     t_quantile,
     unpaired_ratio,
+    verdict_words,
 )
-from overspill.experiment.measures import BY_KEY
-from overspill.experiment.text import comparison_as_text
+from overspill.measure.report.text import comparison_as_text
 
 # Intervals.
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from overspill.experiment.errors import CannotCompare
-from overspill.experiment.lock import locked
+from overspill.measure import CannotMeasure
+from overspill.measure.trial import locked
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from overspill.experiment.lock import locked
+from overspill.measure.trial import locked
 with locked(Path(sys.argv[1]), "ab-1"):
     print("has it", flush=True)
     time.sleep(600)
@@ -25,13 +25,13 @@ def test_another_process_is_named_and_a_killed_one_leaves_nothing_locked(tmp_pat
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "has it\n"
             sentence = f"ab-1 is being measured by process {holder.pid}; wait"
-            with pytest.raises(CannotCompare, match=sentence), locked(folder, "ab-1"):
+            with pytest.raises(CannotMeasure, match=sentence), locked(folder, "ab-1"):
                 pytest.fail("it was taken twice")
             with locked(folder, "ab-2"):
                 pass  # another experiment is nobody's
         finally:
             holder.kill()
-    with locked(folder, "ab-1"), pytest.raises(CannotCompare), locked(folder, "ab-1"):
+    with locked(folder, "ab-1"), pytest.raises(CannotMeasure), locked(folder, "ab-1"):
         pytest.fail("it was taken twice")
     with locked(folder, "ab-1"):
         pass
@@ -40,5 +40,5 @@ def test_another_process_is_named_and_a_killed_one_leaves_nothing_locked(tmp_pat
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     sentence = r"cannot be written: .*name another with XDG_STATE_HOME"
-    with pytest.raises(CannotCompare, match=sentence), locked(tmp_path / "file" / "logs", "ab-1"):
+    with pytest.raises(CannotMeasure, match=sentence), locked(tmp_path / "file" / "logs", "ab-1"):
         pytest.fail("there is no such folder")

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
-from overspill.experiment.charts import shares
-from overspill.experiment.intervals import (
-    Basis,
-)
-from overspill.experiment.progress import Telling, duration, eta
-from overspill.experiment.report import Report
-from overspill.experiment.schedule import Step
-from overspill.experiment.stored import compare_results
+from overspill.measure.compare import Basis
+from overspill.measure.progress import Reporter, duration, eta
+from overspill.measure.report import Report
+from overspill.measure.report.page import shares
+from overspill.measure.results import compare_results
 from overspill.registry import Result
 from tests.experiments import definition
 
@@ -208,7 +205,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else() -> None:
     assert not {"src", "href", "onload", "onclick", "xlink:href"} & names
     assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
     assert "prefers-color-scheme:dark" in text and "width=device-width" in text
-    for part in ("102 ms", "3 GiB", "vllm serve --x &#x27;a b&#x27;", "VLLM_X=&lt;b&gt;", "0.32.0", "H200", "abc"):
+    for part in ("102 ms", "3 GiB", "vllm serve --x &#39;a b&#39;", "VLLM_X=&lt;b&gt;", "0.32.0", "H200", "abc"):
         assert part in text
 
 
@@ -250,11 +247,11 @@ def test_the_time_left_follows_from_the_steps_before() -> None:
 
 def test_what_is_told_names_configuration_repeat_and_phase() -> None:
     said: list[str] = []
-    telling = Telling(said.append, [Step(1, "none"), Step(1, "native")], 1)
-    telling.begin(Step(1, "none"))
-    telling.say("starting vLLM")
-    telling.end()
-    telling.begin(Step(1, "native"))
-    telling.say("starting vLLM")
+    reporter = Reporter(said.append, total=2, repeats=1)
+    reporter.begin("none", 1, 2)
+    reporter.say("starting vLLM")
+    reporter.end()
+    reporter.begin("native", 1, 1)
+    reporter.say("starting vLLM")
     assert said[0] == "[1/2] none, repeat 1 of 1: starting vLLM"
     assert re.fullmatch(r"\[2/2\] native, repeat 1 of 1: starting vLLM; \d+ s left in all", said[1])

@@ -13,14 +13,14 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from overspill.bench.counters import parse_counters, read_counters
-from overspill.bench.target import Target
 from overspill.kv.options import Options
 from overspill.manager.exports import PREFIX, machine_families
 from overspill.manager.exposition import merged
 from overspill.manager.pages.charts import _CHARTS, charts_of
 from overspill.manager.watching.samples import CpuSample, DiskSample, GpuSample, RamSample, Sample, chart_values
 from overspill.manager.watching.watcher import Moment
+from overspill.measure.metrics import parse_counters, read_counters
+from overspill.measure.target import Target
 from tests.chat_model import make_chat_model
 from tests.managed import SETTINGS, managed
 from tests.managed_here import Here, managed_here

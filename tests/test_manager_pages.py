@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from overspill.bench.session import DEFAULT_WORKLOAD
-from overspill.experiment.definition import Definition
 from overspill.kv.sizes import GiB, MiB
 from overspill.manager.engines.snapshots import Snapshot
 from overspill.manager.engines.states import State
@@ -23,9 +21,11 @@ from overspill.manager.jobs.records import Job, JobState
 from overspill.manager.pages import words
 from overspill.manager.pages.cards import Card
 from overspill.manager.pages.rendering import fragment
+from overspill.measure.bench import DEFAULT_WORKLOAD
+from overspill.measure.experiment import Experiment
+from overspill.measure.tuning import Tuning
 from overspill.registry import Model, get_model
 from overspill.registry.access import set_password
-from overspill.tune.definition import Definition as Tuning
 from tests.experiments import definition
 from tests.managed_here import Here, managed_here
 from tests.manager_process import Place
@@ -252,7 +252,7 @@ def test_forms_offer_what_there_is_and_show_what_is_taken_otherwise(client: http
     assert 'placeholder="multi-turn"' in shown and '<option value="long-context">' in shown
     fields = {(kind, one.name): one.default for kind, some in FIELDS.items() for one in some}
     assert fields[JobKind.BENCH, "workload"] == fields[JobKind.AB, "workload"] == DEFAULT_WORKLOAD
-    assert fields[JobKind.AB, "repeats"] == str(Definition(model="a", configurations=()).repeats)
+    assert fields[JobKind.AB, "repeats"] == str(Experiment(model="a", configurations=()).repeats)
     tuning = Tuning.__dataclass_fields__
     assert fields[JobKind.TUNE, "repeats"] == str(tuning["repeats"].default)
     wrong = client.post("/api/jobs", json={"kind": "tune", "model": "a", "given": {"goal": "speed"}})

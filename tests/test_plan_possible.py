@@ -8,14 +8,13 @@ import pytest
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB
 from overspill.launch.machine import plan_for
+from overspill.measure import CannotMeasure
+from overspill.measure.goals import Goal
+from overspill.measure.subject import Subject
+from overspill.measure.tuning import Tuning, define
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.speed import Load, Machine, prefill_s
-from overspill.tune.definition import Definition
-from overspill.tune.errors import CannotTune
-from overspill.tune.goals import Goal
-from overspill.tune.planned import define
-from overspill.tune.subject import Subject
 from tests import model_configs as models
 from tests.test_plan import LLAMA_8B, OLMO_7B, plan
 
@@ -71,10 +70,10 @@ def test_what_fits_with_rounded_kv_only_is_tuned_if_that_is_allowed(llama_8b: st
     subject = Subject(name="model", source=llama_8b)
     given = {"gpu": "rtx4090", "ram": 10 * GiB, "max_model_len": 131_072}
 
-    def defined(**how: Any) -> Definition:
+    def defined(**how: Any) -> Tuning:
         return define(subject, model="model", goal=Goal.TTFT, given=given, **how)
 
-    with pytest.raises(CannotTune, match="fit with KV in fp8 only, which may change answers; use --allow-fp8"):
+    with pytest.raises(CannotMeasure, match="fit with KV in fp8 only, which may change answers; use --allow-fp8"):
         defined()
     found = {each.label: each for each in defined(allow_fp8=True).candidates}
     assert next(iter(found)) == "plan" and "chunks of 4096" in found

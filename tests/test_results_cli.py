@@ -12,12 +12,12 @@ import pytest
 import typer
 
 from overspill.cli import app, main
-from overspill.experiment.definition import Definition
+from overspill.measure.experiment import Experiment
 from overspill.registry import Measurement, open_registry, save_result
 
 Overspill = Callable[..., tuple[int, str, str]]
 EVIL = "<script>alert(1)</script>"
-DEFINITION = Definition(
+DEFINITION = Experiment(
     model="qwen", configurations=(("a", "none"), ("b", f"{EVIL} = native:8GiB")), workload="multi-turn", repeats=2
 )
 

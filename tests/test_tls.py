@@ -11,9 +11,9 @@ import pytest
 
 from overspill import address
 from overspill.address import free_port
-from overspill.bench.errors import CannotBench
-from overspill.bench.target import Target, ask
-from overspill.bench.wire import Broken, Wire
+from overspill.measure import CannotMeasure
+from overspill.measure.client import Broken, Wire
+from overspill.measure.target import Target, ask
 from tests.certificates import make_certificate
 
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
@@ -53,7 +53,7 @@ def test_a_server_on_this_machine_is_measured_whatever_its_certificate(server: s
 
 def test_a_certificate_from_elsewhere_must_be_trusted(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "is_loopback", lambda host: False)
-    with pytest.raises(CannotBench, match="in SSL_CERT_FILE"):
+    with pytest.raises(CannotMeasure, match="in SSL_CERT_FILE"):
         ask(Target(url=server, model="a"), "/v1/models")
     with pytest.raises(Broken, match="CERTIFICATE_VERIFY_FAILED"):
         complete(server)

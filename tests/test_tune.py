@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 
 from overspill.cli import app, main
-from overspill.experiment.report import Report as Compared
-from overspill.experiment.stored import find_results
+from overspill.measure import CannotMeasure
+from overspill.measure.report import Report as Compared
+from overspill.measure.results import find_results
+from overspill.measure.subject import Subject, keep
+from overspill.measure.tune import run
+from overspill.measure.tuning import Tuning, prepare
+from overspill.measure.tuning_report import TuningReport
 from overspill.processes import below, identity
 from overspill.registry import (
     ChangedMeanwhile,
@@ -32,13 +37,6 @@ from overspill.registry import (
     open_registry,
 )
 from overspill.tiny import make_llama
-from overspill.tune.asked import prepare
-from overspill.tune.definition import Definition
-from overspill.tune.errors import CannotTune
-from overspill.tune.keeping import keep
-from overspill.tune.report import Report
-from overspill.tune.run import run
-from overspill.tune.subject import Subject
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -134,14 +132,14 @@ def environment(folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def asked(registry: Registry, model: Path | str, **changes: Any) -> tuple[Definition, Subject]:
+def asked(registry: Registry, model: Path | str, **changes: Any) -> tuple[Tuning, Subject]:
     how: dict[str, Any] = {"goal": "throughput", "name": None, "given": TIGHT, "most": 3, "repeats": 1}
     if changes.get("goal") != "context":
         how["workload"] = WORKLOAD
     return prepare(registry, None, model=str(model), **{**how, **changes})
 
 
-def go(registry: Registry, made: tuple[Definition, Subject], told: list[str] | None = None, **how: Any) -> Report:
+def go(registry: Registry, made: tuple[Tuning, Subject], told: list[str] | None = None, **how: Any) -> TuningReport:
     return run(*made, registry, (told if told is not None else []).append, **how)
 
 
@@ -306,7 +304,7 @@ def test_a_context_that_is_too_slow_is_not_taken(model: Path, registry: Registry
 
 
 def test_what_does_not_fit_is_refused_before_anything_starts(model: Path, registry: Registry) -> None:
-    with pytest.raises(CannotTune, match="does not fit with 32768 tokens"):
+    with pytest.raises(CannotMeasure, match="does not fit with 32768 tokens"):
         asked(registry, model, given={**TIGHT, "max_model_len": "32k", "ram": "3GiB"})
     assert not list_results(registry)
 

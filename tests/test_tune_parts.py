@@ -14,14 +14,28 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from overspill.bench import CannotBench, parse_workload
-from overspill.bench.script import write_script
 from overspill.cli import app
-from overspill.experiment.errors import CannotCompare
-from overspill.experiment.lock import locked
-from overspill.experiment.measures import Better
-from overspill.experiment.schedule import Step
 from overspill.kv.sizes import GiB, exact_size
+from overspill.measure import CannotMeasure, MeasureError
+from overspill.measure.candidates import Candidate, Replan, find_candidates
+from overspill.measure.compare import Better
+from overspill.measure.goals import Goal, choose_workload, does_return, one_prompt, parse_goal
+from overspill.measure.script import write_script
+from overspill.measure.search import MARGINS, NEAR, Scores, choose, longest_working, next_length, standing, trials_left
+from overspill.measure.subject import (
+    Subject,
+    current_candidate,
+    find_subject,
+    keep,
+    registered_subject,
+    resumed,
+    settings_to_keep,
+)
+from overspill.measure.trial import Step, locked
+from overspill.measure.tune import run
+from overspill.measure.tuning import Tuning, parse_budget
+from overspill.measure.tuning_report import TuningReport
+from overspill.measure.workload import parse_workload
 from overspill.planning.planner import Plan
 from overspill.registry import (
     ChangedMeanwhile,
@@ -34,18 +48,6 @@ from overspill.registry import (
     get_model,
     remove_model,
 )
-from overspill.tune.asked import parse_budget
-from overspill.tune.candidates import Candidate, Replan, find_candidates
-from overspill.tune.definition import Definition, new_name
-from overspill.tune.errors import TuneError
-from overspill.tune.goals import Goal, choose_workload, does_return, one_prompt, parse_goal
-from overspill.tune.keeping import keep, settings_to_keep
-from overspill.tune.lengths import longest_working, next_length, trials_left
-from overspill.tune.report import Report, scores_of, tried_lengths
-from overspill.tune.resumed import resumed
-from overspill.tune.run import run
-from overspill.tune.search import MARGINS, NEAR, Scores, choose, standing
-from overspill.tune.subject import Subject, current_candidate, find_subject, registered_subject
 from tests.test_plan import LLAMA_8B, OLMO_7B, model, plan_of
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -139,9 +141,9 @@ def test_where_kv_spills_other_shares_of_time_are_tried() -> None:
 def test_a_tuning_that_another_process_goes_on_with_is_refused(registry: Registry, tmp_path: Path) -> None:
     add_model(registry, "org/m", {})
     subject = find_subject(registry, "org/m", None)
-    definition = Definition(model="org/m", name="org/m", goal=Goal.TTFT, workload="offline")
+    definition = Tuning(model="org/m", name="org/m", goal=Goal.TTFT, workload="offline")
     said = f"tune-1 is being measured by process {os.getpid()}"
-    with locked(tmp_path, "tune-1"), pytest.raises(CannotCompare, match=said):
+    with locked(tmp_path, "tune-1"), pytest.raises(CannotMeasure, match=said):
         run(definition, subject, registry, print, resume="tune-1", logs=tmp_path)
     with pytest.raises(UnknownRecord, match="tune-1"):
         run(definition, subject, registry, print, resume="tune-1", logs=tmp_path)
@@ -215,7 +217,7 @@ def test_what_is_set_already_is_tried_once() -> None:
 
 
 def test_a_candidate_is_a_configuration_of_ab_and_survives_storage() -> None:
-    from overspill.experiment.configurations import read_configuration
+    from overspill.measure.configuration import read_configuration
 
     for each in [*candidates_of(SPILLS).values(), *candidates_of(WEIGHTS).values()]:
         read = read_configuration("a", each.text({"ram": "64GiB", "enforce_eager": True}))
@@ -318,9 +320,9 @@ def test_a_simpler_one_is_seldom_taken_for_a_faster_one(gain: float, least: floa
     assert least <= kept / 1000 <= most
 
 
-def tuning(*candidates: Candidate, repeats: int = 3, **values: list[float]) -> Report:
+def tuning(*candidates: Candidate, repeats: int = 3, **values: list[float]) -> TuningReport:
     """The report on these throughputs."""
-    asked = Definition(model="m", name="m", goal=Goal.THROUGHPUT, workload="offline", repeats=repeats,
+    asked = Tuning(model="m", name="m", goal=Goal.THROUGHPUT, workload="offline", repeats=repeats,
                        candidates=candidates)  # fmt: skip
     now = datetime(2026, 1, 1, tzinfo=UTC)
     results = [
@@ -331,9 +333,7 @@ def tuning(*candidates: Candidate, repeats: int = 3, **values: list[float]) -> R
         for label, found in values.items()
         for repeat, value in enumerate(found, start=1)
     ]  # fmt: skip
-    scores = scores_of(asked, results)
-    alive = standing(candidates, scores, repeats, Better.HIGHER).alive
-    return Report(experiment="t", definition=asked, results=tuple(results), winner=choose(alive, scores, Better.HIGHER))
+    return TuningReport(experiment="t", definition=asked, results=tuple(results))
 
 
 def test_a_best_that_was_measured_once_is_called_so() -> None:
@@ -393,14 +393,15 @@ def answered(length: int, **metrics: Any) -> Result:
 
 def test_an_answer_that_came_in_one_piece_is_an_answer() -> None:
     """Its time per token is 0, and it was taken for one that was not measured: a shorter context was kept."""
-    asked = Definition(model="m", name="n", goal=Goal.CONTEXT, workload="offline", longest=1024, least_tokens_per_s=20)
+    asked = Tuning(model="m", name="n", goal=Goal.CONTEXT, workload="offline", longest=1024, least_tokens_per_s=20)
     whole = {"mean_tpot_ms": 0.0, "total_output_tokens": 32}
     found = [
         answered(512, mean_tpot_ms=10.0), answered(768, mean_tpot_ms=100.0),
         answered(896, **whole, mean_e2el_ms=4.0), answered(1024, **whole, mean_e2el_ms=4000.0), answered(640),
     ]  # fmt: skip
-    assert tried_lengths(asked, found) == {512: True, 768: False, 896: True, 1024: False, 640: False}
-    assert scores_of(asked, found).failed == {
+    report = TuningReport(experiment="t", definition=asked, results=tuple(found))
+    assert report.lengths == {512: True, 768: False, 896: True, 1024: False, 640: False}
+    assert report.scores.failed == {
         "768 tokens": "too slow: 10 tok/s, and 20 are wanted", "1024 tokens": "too slow: 8 tok/s, and 20 are wanted",
         "640 tokens": "TPOT, mean was not measured",
     }  # fmt: skip
@@ -423,7 +424,7 @@ def test_one_prompt_fills_a_context() -> None:
 
 
 def test_a_workload_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(CannotBench, match="needs 9,216 tokens"):
+    with pytest.raises(CannotMeasure, match="needs 9,216 tokens"):
         choose_workload(Goal.TTFT, "overhead", 4096)
     assert choose_workload(Goal.TTFT, "offline", 4096) == parse_workload("offline")
 
@@ -433,18 +434,18 @@ def test_a_workload_that_does_not_fit_is_refused() -> None:
 )
 def test_a_budget_is_a_duration(words: str, message: str) -> None:
     assert parse_budget("10m") == 600 and parse_budget("90") == 90
-    with pytest.raises(TuneError, match=message):
+    with pytest.raises(MeasureError, match=message):
         parse_budget(words)
 
 
 def test_goals_are_known_by_name() -> None:
     assert parse_goal("ttft") is Goal.TTFT
-    with pytest.raises(TuneError, match="use throughput, ttft, context"):
+    with pytest.raises(MeasureError, match="use throughput, ttft, context"):
         parse_goal("latency")
 
 
 def test_a_definition_survives_storage() -> None:
-    asked = Definition(
+    asked = Tuning(
         model="m", name="n", goal=Goal.TTFT, workload="multi-turn", given={"ram": "4GiB"}, pinned={"gpu_memory": 8},
         candidates=tuple(candidates_of(SPILLS).values()),
         subject=Subject(
@@ -453,14 +454,14 @@ def test_a_definition_survives_storage() -> None:
         ),
     )  # fmt: skip
     stored = json.loads(json.dumps(asked.as_json()))
-    assert Definition.from_json(stored) == asked
+    assert Tuning.from_json(stored) == asked
     del stored["subject"]
-    assert Definition.from_json(stored) == replace(asked, subject=None), "as before it was kept"
-    assert new_name() != new_name()
-    with pytest.raises(TuneError, match="cannot be read"):
-        Definition.from_json({"model": "m"})
-    with pytest.raises(TuneError, match="--repeats 0"):
-        Definition(model="m", name="n", goal=Goal.TTFT, workload="offline", repeats=0)
+    assert Tuning.from_json(stored) == replace(asked, subject=None), "as before it was kept"
+    assert Tuning.new_name() != Tuning.new_name()
+    with pytest.raises(MeasureError, match="cannot be read"):
+        Tuning.from_json({"model": "m"})
+    with pytest.raises(MeasureError, match="--repeats 0"):
+        Tuning(model="m", name="n", goal=Goal.TTFT, workload="offline", repeats=0)
 
 
 # The model, and what is kept of it.
@@ -584,12 +585,12 @@ def test_a_name_that_another_model_has_is_refused(registry: Registry, tmp_path: 
     (folder / "config.json").write_text("{}")
     assert find_subject(registry, str(folder), None) == Subject(name="tiny", source=str(folder))
     add_model(registry, "tiny", {"source": "org/tiny"})
-    with pytest.raises(TuneError, match="it is org/tiny; give this one another name with --name"):
+    with pytest.raises(MeasureError, match="it is org/tiny; give this one another name with --name"):
         find_subject(registry, str(folder), None)
     assert find_subject(registry, str(folder), "other").name == "other"
     add_model(registry, "other", {"source": str(folder)})
     assert find_subject(registry, str(folder), "other").version == 1, "the same model, so it is changed"
-    with pytest.raises(TuneError, match="leave out --name"):
+    with pytest.raises(MeasureError, match="leave out --name"):
         find_subject(registry, "tiny", "other")
 
 

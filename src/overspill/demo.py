@@ -346,12 +346,12 @@ def main() -> int:
 
 def compare_servers(model: Path, folder: Path) -> str:
     """A/B: what returns is loaded instead of computed, and how much sooner it begins. Empty if all is well."""
-    from overspill.experiment.example import MEASURES, run_example
+    from overspill.measure.ab import EXAMPLE_MEASURES, run_example
 
     print("\nA/B: two servers, the same long conversations", flush=True)
     told: list[str] = []
     report = run_example(model, folder, told.append)
-    print(f"\n{report.as_table(*MEASURES)}", flush=True)
+    print(f"\n{report.as_table(*EXAMPLE_MEASURES)}", flush=True)
     return "\n".join(["the servers could not be compared:", *told]) if report.exit_code else ""
 
 

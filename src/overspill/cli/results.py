@@ -36,7 +36,7 @@ def list_all(
     as_json: AsJson = False,
 ) -> None:
     """All results, the newest first."""
-    from overspill.experiment.listing import results_as_text
+    from overspill.measure.report.text import results_as_text
     from overspill.registry import list_results
 
     with opened_registry() as registry:
@@ -52,8 +52,8 @@ def show(
     result_id: Annotated[str, typer.Argument(metavar="ID", help="The number of a result.")], as_json: AsJson = False
 ) -> None:
     """One result: its numbers, and everything needed to repeat it."""
-    from overspill.experiment.listing import result_as_text
-    from overspill.experiment.stored import find_result
+    from overspill.measure.report.text import result_as_text
+    from overspill.measure.results import find_result
 
     with opened_registry() as registry:
         found = find_result(registry, result_id)
@@ -63,7 +63,7 @@ def show(
 @results.command(epilog="Example: overspill results compare 12 13")
 def compare(ids: Names, as_json: AsJson = False) -> None:
     """Results, or the configurations of an experiment, side by side; each is compared with the first."""
-    from overspill.experiment.report import Report
+    from overspill.measure.report import Report
 
     with opened_registry() as registry:
         report = Report.of_names(registry, ids)
@@ -77,9 +77,9 @@ def export(
     out: Annotated[Path | None, typer.Option(help="The file; without it, standard output.")] = None,
 ) -> None:
     """Results with everything that is known of them, in a file."""
-    from overspill.experiment.errors import CannotCompare
-    from overspill.experiment.files import require_writable, write_text
-    from overspill.experiment.report import Report
+    from overspill.measure import CannotMeasure
+    from overspill.measure.report import Report
+    from overspill.measure.report.file import require_writable, write_text
 
     if out is not None:
         require_writable(out)
@@ -96,7 +96,7 @@ def export(
         return
     try:
         write_text(out, text)
-    except CannotCompare as error:
+    except CannotMeasure as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     print(f"wrote {out}")

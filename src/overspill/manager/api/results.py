@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from overspill.experiment.report import Report
 from overspill.manager.api import shapes
 from overspill.manager.asking import App
+from overspill.measure.report import Report
 from overspill.registry import Registry, get_result, list_results, list_runs
 
 router = APIRouter(tags=["results"], responses=shapes.REFUSALS)

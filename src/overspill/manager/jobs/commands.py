@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from overspill.bench.session import DEFAULT_WORKLOAD
-from overspill.bench.workload import WORKLOADS
-from overspill.experiment.configurations import read_configuration
-from overspill.experiment.definition import TIERS
 from overspill.manager.errors import ManagerError
 from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed, require_harmless
-from overspill.tune.goals import Goal
+from overspill.measure.bench import DEFAULT_WORKLOAD
+from overspill.measure.configuration import read_configuration
+from overspill.measure.goals import Goal
+from overspill.measure.measurement import TIERS
+from overspill.measure.workload import WORKLOADS
 
 _MAX_TEXT = 500
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from overspill.experiment.stored import compare_results
 from overspill.manager import logs
 from overspill.manager.jobs.commands import JobKind
 from overspill.manager.jobs.records import Job, JobState
+from overspill.measure.results import compare_results
 from overspill.registry import Registry, Result, UnknownRecord, get_result, list_results
 
 # As `overspill ab` and `overspill tune` begin, and as `overspill bench` ends. Another of the same model may run in a

@@ -8,8 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 
-from overspill.experiment.listing import result_as_text
-from overspill.experiment.measures import BY_KEY
 from overspill.manager import logs, sse
 from overspill.manager.api.results import report_of
 from overspill.manager.application import Application
@@ -18,13 +16,14 @@ from overspill.manager.errors import ManagerError
 from overspill.manager.jobs.commands import FIELDS, JobKind, known_kinds, needs_engine
 from overspill.manager.jobs.measured import given_to_resume, measured
 from overspill.manager.jobs.records import Job
-from overspill.manager.pages.comparing import comparison_charts, comparison_rows
 from overspill.manager.pages.rendering import form_of, page, part
 from overspill.manager.watching.samples import ProcessSample
+from overspill.measure.compare import BY_KEY
+from overspill.measure.report.page import bar_charts, table_heads, table_rows
+from overspill.measure.report.text import LISTED, listed_values, result_as_text
 from overspill.registry import get_result, list_results, list_runs
 
 router = APIRouter()
-_LISTED = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "tokens_from_ram")
 _MOST_LISTED = 100
 _STOP_ASKING = 286
 """htmx's own status: what was asked every second is not asked again."""
@@ -142,8 +141,8 @@ async def compare(request: Request, app: App) -> Response:
     ids = ",".join(named)
     report = await asyncio.to_thread(report_of, app.registry, ids)
     return page(
-        request, "compare.html", report=report, ids=ids, rows=comparison_rows(report.comparison),
-        charts=comparison_charts(report.comparison),
+        request, "compare.html", report=report, ids=ids, heads=table_heads(report.comparison),
+        rows=table_rows(report.comparison), charts=bar_charts(report.comparison),
     )  # fmt: skip
 
 
@@ -165,8 +164,8 @@ def _listed(app: Application) -> dict[str, Any]:
 
 async def _results(app: Application) -> dict[str, Any]:
     found = await asyncio.to_thread(list_results, app.registry, limit=_MOST_LISTED)
-    rows = [(one, [BY_KEY[key].shown(BY_KEY[key].value(one.metrics)) for key in _LISTED]) for one in found]
-    return {"results": rows, "heads": [BY_KEY[key].name.strip() for key in _LISTED]}
+    rows = [(one, listed_values(one)) for one in found]
+    return {"results": rows, "heads": [BY_KEY[key].name.strip() for key in LISTED]}
 
 
 async def _doing(app: Application, one: Job) -> dict[str, Any]:

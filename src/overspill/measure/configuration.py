@@ -1,0 +1,171 @@
+"""What is compared: a configuration as people write it, and what it means.
+
+[LABEL =] [overspill] FLAGS     `overspill serve` with these flags, vLLM's own among them
+[LABEL =] vllm FLAGS            vLLM without a plan
+[LABEL =] PEER[:SIZE] FLAGS     vLLM with a way to keep KV in RAM, by name
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.flags import Flag, hide_in_text, read_flags, refuse_secrets
+from overspill.kv.errors import OverspillError
+from overspill.measure import MeasureError
+from overspill.measure.peers import PeerSettings, read_peer
+from overspill.settings import SETTINGS, SHARED, Setting
+
+_SETTINGS = {setting.flag: setting for setting in SETTINGS}
+# vLLM's own flags that say much the same.
+_INSTEAD = {"--gpu-memory": "--gpu-memory-utilization", "--weights-ram": "--cpu-offload-gb"}
+_NOT_HERE = {
+    "--model": "the model is given once, as the first argument",
+    "--config": "its flags could not be recorded; write them out",
+    "--uds": "servers are reached over a port of 127.0.0.1",
+    "--grpc": "servers are reached over HTTP",
+    "--headless": "there would be no server to ask",
+    "--ssl-certfile": "servers are reached over plain HTTP, on 127.0.0.1",
+    "--root-path": "servers are reached at the root of their address",
+    "--host": "servers listen on 127.0.0.1, each on a free port",
+    "--port": "servers listen on 127.0.0.1, each on a free port",
+}
+_LONGEST_LABEL = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    label: str
+    text: str
+    """As it was written, without the label."""
+    is_planned: bool
+    """Whether `overspill serve` starts it."""
+    settings: dict[str, Any]
+    """Of Overspill, by name, as they were given."""
+    vllm_args: tuple[str, ...]
+    peer: PeerSettings | None = None
+
+
+def read_configuration(key: str, written: str, common: str = "") -> Configuration:
+    """`key` is the letter of its flag, and its label if none is given; `common` are flags of all configurations."""
+    place = f"--{key}"
+    label, text = _split_label(written)
+    try:
+        first, words = _first_word(_split(place, text))
+        shared = read_flags(_split("--common", common))
+        own = read_flags(words)
+    except MeasureError:
+        raise
+    except OverspillError:
+        raise MeasureError(
+            f"{place} {hide_in_text(written)!r:.80}: write flags of overspill serve, vllm and its flags, or a peer "
+            "such as native:8GiB"
+        ) from None
+    for flag in (*shared, *own):
+        _refuse(place, flag)
+    is_planned = first in ("", "overspill")
+    peer = read_peer(first) if not is_planned and first != "vllm" else None
+    # What a configuration says itself wins over what is common.
+    flags = [*(flag for flag in shared if flag.name not in {one.name for one in own}), *own]
+    if is_planned:
+        settings, vllm_args = _planned(flags)
+    else:
+        settings, vllm_args = {}, _plain(place, first, flags)
+    if peer is not None and any(flag.name == "--kv-transfer-config" for flag in flags):
+        raise MeasureError(f"{place}: {first} sets --kv-transfer-config itself; use vllm with the flag, or the name")
+    return Configuration(
+        label=label or (peer.peer.name if peer is not None else key),
+        text=text.strip(), is_planned=is_planned, settings=settings, vllm_args=tuple(vllm_args), peer=peer,
+    )  # fmt: skip
+
+
+def read_configurations(written: Sequence[tuple[str, str]], common: str = "") -> tuple[Configuration, ...]:
+    """Of letters and texts, in order; labels are kept apart."""
+    if len(written) < 2:
+        raise MeasureError('there is nothing to compare; give at least --a "…" and --b "…"')
+    read = tuple(read_configuration(key, text, common) for key, text in written)
+    labels = [one.label for one in read]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise MeasureError(f'two configurations are called {label!r}; name them: --a "first = …"')
+    return read
+
+
+def _split_label(written: str) -> tuple[str, str]:
+    """A label ends with `=`, and holds neither flags, `:` nor quotation marks; so `--x=1` and `native:8GiB,k=v` have
+    none."""
+    head, equals, rest = written.partition("=")
+    label = " ".join(head.split())
+    if not equals or not label or any(word.startswith("-") for word in label.split()) or set(label) & set(":\"'"):
+        return "", written
+    if len(label) > _LONGEST_LABEL or not label.isprintable():
+        raise MeasureError(f"a label has at most {_LONGEST_LABEL} characters that can be printed, not {label!r:.90}")
+    return label, rest
+
+
+def _split(place: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise MeasureError(f"{place}: {hide_in_text(text)!r:.80} cannot be split into words: {error}") from error
+
+
+def _first_word(words: list[str]) -> tuple[str, list[str]]:
+    """The kind or the peer, and the flags after it."""
+    if not words:
+        raise MeasureError(
+            "a configuration is empty; write overspill for the plan's own choice, none for plain vLLM, or flags"
+        )
+    return ("", words) if words[0].startswith("-") else (words[0], words[1:])
+
+
+def _refuse(place: str, flag: Flag) -> None:
+    try:
+        refuse_secrets([flag], "the results")
+    except OverspillError as error:
+        raise MeasureError(f"{place}: {error}") from None
+    if (why := _NOT_HERE.get(flag.name)) is not None:
+        raise MeasureError(f"{place}: {flag.name} cannot be used here: {why}")
+
+
+def _planned(flags: Sequence[Flag]) -> tuple[dict[str, Any], list[str]]:
+    settings: dict[str, Any] = {}
+    vllm_args: list[str] = []
+    for flag in flags:
+        if (setting := _SETTINGS.get(flag.name.replace("--no-", "--", 1))) is None:
+            vllm_args += flag.words
+        else:
+            settings[setting.name] = _given(setting, flag)
+            _parse(setting, flag)
+    return settings, vllm_args
+
+
+def _plain(place: str, kind: str, flags: Sequence[Flag]) -> list[str]:
+    """vLLM's words; numbers are written out, since vLLM reads `4k` otherwise."""
+    words: list[str] = []
+    for flag in flags:
+        setting = _SETTINGS.get(flag.name)
+        if setting is None:
+            words += flag.words
+        elif setting.name not in SHARED:
+            also = f", or vLLM's own {_INSTEAD[flag.name]} to this one" if flag.name in _INSTEAD else ""
+            raise MeasureError(
+                f"{place}: {flag.name} is a setting of Overspill's, and {kind} is vLLM without a plan; give it to the "
+                f"configurations that it is for{also}"
+            )
+        elif isinstance(setting.default, bool):
+            words += flag.words
+        else:
+            words += [setting.flag, str(_parse(setting, flag))]
+    return words
+
+
+def _given(setting: Setting, flag: Flag) -> Any:
+    return flag.name == setting.flag if setting.is_yes_or_no and not flag.value else flag.value
+
+
+def _parse(setting: Setting, flag: Flag) -> Any:
+    try:
+        return setting.parse(_given(setting, flag))
+    except OverspillError as error:
+        raise MeasureError(f"{setting.flag}: {error}") from error

@@ -1,0 +1,122 @@
+"""A configuration as a command: planned once, so that every repeat starts the same engine."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overspill.address import Address
+from overspill.errors import CannotServe
+from overspill.flags import Flag, find, read_flags
+from overspill.kv.sizes import GiB
+from overspill.launch.launch import Launch, Prepared, require_this_machine
+from overspill.launch.reference import ModelRef
+from overspill.launch.vllm import installed_vllm, server_command
+from overspill.measure import MeasureError
+from overspill.measure.configuration import Configuration
+from overspill.measure.peers import require_usable
+from overspill.planning.report import plan_as_json
+from overspill.settings import BY_NAME, SHARED, as_flags
+
+_HOST, _ANY_PORT = "127.0.0.1", 1
+# These become flags of vLLM's own, or are an experiment's to say.
+_TAKEN = (*SHARED, "weights_ram", "host", "port")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLaunch:
+    label: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    served_name: str
+    tiers: frozenset[str]
+    """Which of offload and spill the engine has."""
+    warnings: tuple[str, ...]
+    prepared: Prepared | None
+    """What the engine of a planned configuration must become."""
+    address: Address = Address(_HOST, _ANY_PORT)
+
+    def on(self, port: int) -> "MeasuredLaunch":
+        """One start of it."""
+        place = self.command.index("--port") + 1
+        command = (*self.command[:place], str(port), *self.command[place + 1 :])
+        return replace(self, command=command, address=Address(_HOST, port))
+
+    @property
+    def plan_as_json(self) -> dict[str, Any] | None:
+        return plan_as_json(self.prepared.plan) if self.prepared is not None else None
+
+
+def make_launch(configuration: Configuration, model: ModelRef) -> MeasuredLaunch:
+    """Refuses what cannot be started, as far as that is known before an engine is."""
+    if (vllm := installed_vllm()) is None:
+        raise CannotServe(
+            "vLLM is not installed in this Python environment, and comparing needs it; install it with: "
+            "pip install 'overspill[cuda]'"
+        )
+    peer = configuration.peer
+    if peer is not None:
+        require_usable(peer, on_cpu=vllm.is_cpu)
+    prepared = None
+    if configuration.is_planned:
+        registered = tuple(_not_replaced(model.vllm_args, configuration.vllm_args))
+        planned = Launch.of(replace(model, vllm_args=registered), configuration.settings, configuration.vllm_args)
+        prepared = planned.prepared(by_name=False, host=_HOST, port=_ANY_PORT)
+        require_this_machine(prepared)
+        flags, warnings = list(prepared.combined.flags), prepared.warnings
+        command, environment = prepared.command, prepared.full_environment()
+    else:
+        given = (*configuration.vllm_args, *(peer.words if peer is not None else ()))
+        words = (*_not_replaced((*_as_flags(model.settings), *model.vllm_args), given), *given)
+        flags, warnings = read_flags(words), _unused(model)
+        command = (*server_command(model.source, vllm), *words, "--host", _HOST, "--port", str(_ANY_PORT))
+        environment = {**os.environ, **(peer.environment if peer is not None else {})}
+    name = find(flags, "--served-model-name")
+    return MeasuredLaunch(
+        label=configuration.label, command=tuple(command), environment=environment,
+        served_name=name.value.split()[0] if name is not None and name.value else model.source, tiers=_tiers(flags),
+        warnings=warnings, prepared=prepared,
+    )  # fmt: skip
+
+
+def require_emptied(configurations: Sequence[Configuration]) -> None:
+    """For engines that are kept, a cache that vLLM cannot empty would answer with what was there before."""
+    if any(one.peer is not None and one.peer.peer.name == "lmcache" for one in configurations):
+        raise MeasureError("LMCache's cache cannot be emptied while its engine runs; leave out --keep")
+
+
+def _tiers(flags: Sequence[Flag]) -> frozenset[str]:
+    transfer = find(flags, "--kv-transfer-config")
+    found = {"offload"} if find(flags, "--kv-offloading-size") is not None else set()
+    if transfer is not None:
+        try:
+            options = dict(json.loads(transfer.value).get("kv_connector_extra_config") or {})
+        except (ValueError, AttributeError, TypeError):
+            options = {}  # vLLM says what is wrong with it
+        has_spill = bool(options.get("spill_bytes"))
+        found |= {"spill"} if has_spill else set()
+        found |= {"offload"} if options.get("host_bytes") or not has_spill else set()
+    return frozenset(found)
+
+
+def _unused(model: ModelRef) -> tuple[str, ...]:
+    """Settings of the registry that vLLM without a plan cannot take."""
+    names = [BY_NAME[name].flag for name, value in model.settings.items() if value is not None and name not in _TAKEN]
+    if not names:
+        return ()
+    what = f"{', '.join(names)} of {model.name} in the registry {'is' if len(names) == 1 else 'are'} not used"
+    return (f"{what}: this is vLLM without a plan. Its own flags can be given, such as --gpu-memory-utilization",)
+
+
+def _not_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Flags given once: the later ones win."""
+    names = {flag.name for flag in read_flags(given)}
+    return [word for flag in read_flags(before) if flag.name not in names for word in flag.words]
+
+
+def _as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings of a model of the registry that vLLM has too."""
+    words = as_flags({name: settings[name] for name in SHARED if settings.get(name) not in (None, False)})
+    weights = settings.get("weights_ram")
+    return words if weights is None else [*words, "--cpu-offload-gb", f"{weights / GiB:g}"]

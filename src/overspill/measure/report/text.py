@@ -1,0 +1,195 @@
+"""Measurements as text for a terminal: comparisons, single outcomes, and lists of results, by one table renderer."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from overspill.kv.sizes import format_size
+from overspill.measure.compare import BY_KEY, MEASURES, Basis, Comparison, Ratio, Row, Verdict, verdict_words
+from overspill.measure.measurement import Outcome
+from overspill.measure.metrics import LATENCIES
+from overspill.registry import Result
+
+LISTED = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "tokens_from_ram")
+_STATISTICS = ("mean", "median", "p99", "std")
+
+
+def aligned(lines: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
+    """Columns of the width of their widest cell, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def comparison_as_text(comparison: Comparison) -> str:
+    """One table for two configurations; for more, the ratios of each in a table of its own."""
+    labels = [column.label for column in comparison.columns]
+    first = comparison.first.label
+    head = ["", *labels]
+    pair = comparison.others[0] if len(labels) == 2 and all(column.finished for column in comparison.columns) else None
+    if pair is not None:
+        head += [f"{labels[pair]} / {first}", ""]
+    values = [
+        [row.measure.name, *map(row.measure.shown, row.values), *(() if pair is None else _ratio_cells(row, pair))]
+        for row in comparison.rows
+    ]
+    parts = [aligned([head, *values], left=(0, len(labels) + 2))]
+    for index in comparison.others if len(labels) > 2 else ():
+        found = [row for row in comparison.rows if row.ratios[index] is not None]
+        lines = [[row.measure.name, *_ratio_cells(row, index)] for row in found]
+        parts.append(aligned([[f"{labels[index]} / {first}", "", ""], *lines], left=(0, 2)) if lines else "")
+    parts.append("\n".join(notes(comparison)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _ratio_cells(row: Row, index: int) -> list[str]:
+    ratio = row.ratios[index]
+    return ["", ""] if ratio is None else [ratio_as_text(ratio), verdict_words(row.measure, ratio)]
+
+
+def ratio_as_text(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.value:.3g}"
+    low, high = (f"{end:.3g}" if 0.001 <= end < 1000 else "0" if end < 1 else "∞" for end in (ratio.low, ratio.high))
+    return f"{ratio.value:.3g} ({low} to {high})"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What a reader must know beside the numbers."""
+    first = comparison.first.label
+    lines = []
+    for each in comparison.answers:
+        if each.compared and each.same == each.compared:
+            lines.append(f"All {each.compared} answers of {each.label} are those of {first}.")
+        elif each.compared:
+            lines.append(
+                f"{each.compared - each.same} of {each.compared} answers of {each.label} are not those of {first}: "
+                "computed in other batches, a token can differ by rounding. overspill verify tells whether it is more."
+            )
+    ratios = [ratio for row in comparison.rows for ratio in row.ratios if ratio is not None]
+    bases = {ratio.basis for ratio in ratios}
+    if bases - {Basis.NONE}:
+        over = "; ".join(basis for basis in (Basis.PAIRS, Basis.GROUPS, Basis.REQUESTS) if basis in bases)
+        lines.append(f"In brackets: 95 % confidence intervals, {over}.")
+    if bases & {Basis.NONE, Basis.REQUESTS}:
+        lines.append("One repeat of each tells nothing about how they vary; --repeats 3 and more does.")
+    if Verdict.NOT_SHOWN in {ratio.verdict for ratio in ratios}:
+        lines.append("Where no difference is shown there may be one; more --repeats would tell.")
+    if comparison.uneven:
+        had = "; ".join(f"{label} has {', '.join(map(str, each))}" for label, each in comparison.uneven.items())
+        lines.append(
+            f"Not all repeats are there: {had}. Values are over those that all have, and a ratio over those that its "
+            "two have."
+        )
+    # How two starts of the same engine differ is in no interval then, and a verdict does not know of it.
+    if comparison.shares_starts and any(len(column.finished) > 1 for column in comparison.columns):
+        lines.append(
+            "With --keep, the repeats of a configuration share one start of its engine: differences of a few percent "
+            "are not to be trusted, whatever is said of them here."
+        )
+    if (label := comparison.cold_start) is not None:
+        lines.append(
+            f"The first start of all, of {label}, reads its weights from disk and may compile what others then find: "
+            "its load time is not compared."
+        )
+    for column in comparison.columns:
+        if column.problem is not None:
+            lines.append(f"{column.label} is not complete: {column.problem.splitlines()[0]}")
+    return lines
+
+
+def outcome_as_text(outcome: Outcome) -> str:
+    """One measurement, as `overspill bench` prints it."""
+    metrics = outcome.metrics
+    served, failed = f"{metrics['completed']:,} answered", f"{metrics['failed']:,} failed"
+    prompts, ram, gpu = metrics["total_input_tokens"], metrics["tokens_from_ram"], metrics["tokens_from_gpu_cache"]
+    # A server without a second tier does not count it.
+    tiers = "" if ram is None and gpu is None else f": {ram or 0:,} from RAM, {gpu or 0:,} from the GPU's cache"
+    facts = [
+        ("requests", f"{served}, {failed}, in {metrics['duration']:.2f} s"),
+        ("requests/s", f"{metrics['request_throughput']:.3f}"),
+        ("output tokens/s", f"{metrics['output_throughput']:,.1f}"),
+        ("all tokens/s", f"{metrics['total_token_throughput']:,.1f}"),
+        ("prompt tokens", f"{prompts:,}{tiers}"),
+        ("output tokens", f"{metrics['total_output_tokens']:,}"),
+    ]
+    if metrics.get("preemptions"):
+        facts.append(("preemptions", f"{metrics['preemptions']:,}"))
+    if metrics.get("spilled_steps"):
+        streamed = format_size(int(metrics["spill_in_bytes"] or 0))
+        facts.append(("spill", f"{metrics['spilled_steps']:,} steps streamed {streamed} from RAM"))
+    if metrics["peak_gpu_bytes"] is not None:
+        facts.append(("GPU memory", f"{format_size(metrics['peak_gpu_bytes'])} at most"))
+    if metrics["peak_ram_bytes"] is not None:
+        facts.append(("RAM", f"{format_size(metrics['peak_ram_bytes'])} at most, of the {metrics['ram_of']}"))
+    prefixes = {name.upper(): ("", name) for name in LATENCIES}
+    prefixes |= {f"TTFT {one}": (f"{one}_", "ttft") for one in ("cold", "returning") if metrics.get(f"{one}_completed")}
+    rows = [
+        [head, *(f"{metrics[f'{prefix}{each}_{name}_ms']:,.2f}" for each in _STATISTICS)]
+        for head, (prefix, name) in prefixes.items()
+    ]
+    parts = [aligned(facts, left=(0, 1)), "", aligned([["ms", *_STATISTICS], *rows], left=(0,))]
+    return "\n".join([*parts, *(f"note: {note}" for note in outcome.notes)])
+
+
+def results_as_text(results: Sequence[Result]) -> str:
+    if not results:
+        return "no results yet; measure with overspill bench or overspill ab"
+    rows = [["id", "when (UTC)", "model", "workload", "experiment", "label", "repeat", "output", "TTFT", "TPOT",
+             "from RAM", ""]]  # fmt: skip
+    for one in results:
+        rows.append(
+            [str(one.id), f"{one.started_at:%Y-%m-%d %H:%M}", one.model, one.benchmark, one.experiment or "-",
+             one.label or "-", str(one.repeat or "-"), *listed_values(one), "" if one.is_complete else "not complete"]
+        )  # fmt: skip
+    return aligned(rows, left=(1, 2, 3, 4, 5, 11))
+
+
+def listed_values(result: Result) -> list[str]:
+    return [BY_KEY[key].shown(BY_KEY[key].value(result.metrics)) for key in LISTED]
+
+
+def result_as_text(result: Result) -> str:
+    """One result with all that is known of it."""
+    environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in result.environment.items())
+    facts = {
+        **result_facts(result),
+        "command": shlex.join(result.argv),
+        "environment": environment,
+        "plan": json.dumps(result.plan) if result.plan is not None else "",
+    }
+    lines = [f"{name:16}{value}" for name, value in facts.items() if value]
+    values = [(measure, measure.value(result.metrics)) for measure in MEASURES]
+    numbers = [[measure.name, measure.shown(value)] for measure, value in values if value is not None]
+    found = [f"note: {note}" for note in result.metrics.get("notes") or []]
+    return "\n".join([*lines, "", *([aligned(numbers, left=(0,))] if numbers else []), *found])
+
+
+def result_facts(result: Result) -> dict[str, str]:
+    """Where, when and with what it was measured, by name; empty for what is not known."""
+    config: dict[str, Any] = dict(result.config)
+    machine = config.get("machine") if isinstance(config.get("machine"), dict) else {}
+    return {
+        "result": str(result.id),
+        "model": result.model,
+        "workload": f"{config.get('workload') or result.benchmark}, seed {config.get('seed', '-')}",
+        "experiment": result.experiment or "",
+        "configuration": result.label or "",
+        "repeat": str(result.repeat or ""),
+        "started": f"{result.started_at:%Y-%m-%d %H:%M:%S} UTC",
+        "complete": "yes" if result.is_complete else f"no: {result.metrics.get('problem') or 'not finished'}",
+        "GPU": result.gpu or "",
+        "driver": result.driver or "",
+        "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
+        "revision": result.git_revision or "",
+        "machine": ", ".join(f"{name} {value}" for name, value in (machine or {}).items()),
+        "log": str(config.get("log_file") or ""),
+    }

@@ -1,0 +1,199 @@
+"""What `overspill tune` tries, complete: found from the plan for a new tuning, or stored with every result of one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from overspill.hardware import Hardware, detect
+from overspill.kv.errors import OverspillError
+from overspill.launch.launch import Launch
+from overspill.measure import CannotMeasure, MeasureError
+from overspill.measure.candidates import TUNABLE, Candidate, Replan, find_candidates
+from overspill.measure.goals import Goal, choose_workload, does_return, one_prompt, parse_goal
+from overspill.measure.subject import Subject, current_candidate, find_subject, registered_subject, resumed
+from overspill.measure.trial import Definition
+from overspill.planning.planner import Plan
+from overspill.planning.refusal import refusal
+from overspill.planning.setup import Setup, nothing_measured
+from overspill.registry import Registry, Result
+from overspill.settings import parse_duration, parse_settings
+
+_NOT_OF_CONTEXT = {
+    "workload": "sends one prompt of the length that is tried; leave out --workload",
+    "repeats": "tries each length once; leave out --repeats",
+    "most": "tries lengths, each chosen by the result of the last one; leave out --candidates, and give --budget to "
+    "end it in time",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning(Definition):
+    COMMAND: ClassVar[str] = "tune"
+    KEY: ClassVar[str] = "tuning"
+    MOST_REPEATS: ClassVar[int] = 100
+
+    name: str
+    """In the registry, now or once it is kept."""
+    goal: Goal
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the command: not varied, and kept."""
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    """Memory as it was when candidates were planned, so that all are planned alike; not kept."""
+    candidates: tuple[Candidate, ...] = ()
+    """Empty for `context`."""
+    longest: int = 0
+    """For `context`: where it begins."""
+    least_tokens_per_s: float = 0.0
+    kv_cache_dtype: str | None = None
+    """For `context`, where it was allowed to be a smaller one."""
+    subject: Subject | None = None
+    """The model as it was; None in tunings that were begun before this was kept."""
+
+    def of_length(self, length: int) -> Candidate:
+        settings: dict[str, Any] = {"max_model_len": length}
+        if self.kv_cache_dtype is not None:
+            settings["kv_cache_dtype"] = self.kv_cache_dtype
+        return Candidate(label=f"{length} tokens", settings=settings, is_exact=self.kv_cache_dtype is None)
+
+    def tried(self, results: Sequence[Result]) -> Sequence[Candidate]:
+        """The candidates; for `context`, the lengths that were tried, the longest first."""
+        if self.goal is not Goal.CONTEXT:
+            return self.candidates
+        return [self.of_length(length) for length in sorted({length_of(one) for one in results}, reverse=True)]
+
+    @classmethod
+    def nested(cls, known: Mapping[str, Any]) -> dict[str, Any]:
+        subject = known.get("subject")
+        return {
+            "goal": Goal(known["goal"]),
+            "candidates": tuple(Candidate.from_json(each) for each in known["candidates"]),
+            "subject": Subject.from_json(subject) if subject is not None else None,
+        }
+
+
+def length_of(result: Result) -> int:
+    return int(result.config["candidate"]["settings"]["max_model_len"])
+
+
+def parse_budget(text: str) -> float:
+    try:
+        return float(parse_duration(text))
+    except OverspillError as error:
+        raise MeasureError(f"--budget: {error}") from error
+
+
+def prepare(
+    registry: Registry, resume: str | None, *, model: str | None, name: str | None, goal: str | None,
+    given: Mapping[str, Any], **how: Any,
+) -> tuple[Tuning, Subject]:  # fmt: skip
+    """What is to be tried, and the model as the registry has it now. None for what was not given."""
+    settings = {key: value for key, value in given.items() if value is not None}
+    how = {key: value for key, value in how.items() if value is not None}
+    if resume is not None:
+        stored, results = Tuning.load(registry, resume)
+        if extra := [*settings, *how, *(key for key, value in (("name", name), ("goal", goal)) if value is not None)]:
+            flag = {"most": "candidates"}.get(extra[0], extra[0]).replace("_", "-")
+            raise MeasureError(f"--{flag} cannot be given with --resume: it is that of {resume}; leave it out")
+        if model not in (None, stored.model):
+            raise MeasureError(f"{resume} is a tuning of {stored.model}, and not of {model}; leave out the model")
+        if stored.subject is None:
+            return stored, find_subject(registry, stored.model, stored.name, opens=_opens(stored.goal))
+        now = registered_subject(registry, stored.name)
+        return stored, resumed(stored.subject, now, stored.given, stored.tried(results))
+    if model is None:
+        raise MeasureError("name a model: overspill tune MODEL --goal throughput")
+    if model.startswith("-"):
+        raise MeasureError(f"the model comes first; {model!r:.60} is a flag")
+    aim = parse_goal(goal or Goal.THROUGHPUT)
+    if "least_tokens_per_s" in how and aim is not Goal.CONTEXT:
+        raise MeasureError("--least-tokens-per-s is for --goal context; leave it out")
+    if aim is Goal.CONTEXT and (extra := [key for key in _NOT_OF_CONTEXT if key in how]):
+        raise MeasureError(f"--goal context {_NOT_OF_CONTEXT[extra[0]]}")
+    parse_settings(settings)
+    subject = find_subject(registry, model, name, opens=_opens(aim))
+    return define(subject, model=model, goal=aim, given=settings, **how), subject
+
+
+def _opens(goal: Goal) -> tuple[str, ...]:
+    return ("max_model_len",) if goal is Goal.CONTEXT else ()
+
+
+def define(
+    subject: Subject,
+    *,
+    model: str,
+    goal: Goal,
+    given: Mapping[str, Any],
+    workload: str | None = None,
+    seed: int = 0,
+    repeats: int = 3,
+    allow_fp8: bool = False,
+    least_tokens_per_s: float = 0.0,
+    most: int | None = None,
+) -> Tuning:
+    """Finds what is to be tried; starts nothing. Raises if nothing fits."""
+    hardware = detect()
+    plan = _replan(subject, given, hardware)({})
+    # Memory that candidates may use: found once, since what is free changes while they are tried.
+    memory = {"ram": plan.ram_bytes.value}
+    memory |= {"gpu_memory": plan.gpu.total_bytes.value} if plan.platform.is_cpu else {}
+    pinned = {name: value for name, value in memory.items() if given.get(name) is None}
+    replan = _replan(subject, {**pinned, **given}, hardware)
+    if goal is Goal.CONTEXT:
+        longest, dtype = _longest(plan, replan, allow_fp8=allow_fp8)
+        return Tuning(
+            model=model, name=subject.name, goal=goal, workload=one_prompt(longest).as_text(), seed=seed, repeats=1,
+            given=given, pinned=pinned, longest=longest, least_tokens_per_s=least_tokens_per_s, kv_cache_dtype=dtype,
+            subject=subject,
+        )  # fmt: skip
+    plan = replan({})
+    _require_fit(plan, allow_fp8=allow_fp8)
+    sent = choose_workload(goal, workload, plan.max_model_len)
+    candidates = find_candidates(
+        plan, replan, fixed=subject.fixed | {name for name in TUNABLE if given.get(name) is not None},
+        returns=does_return(sent), allow_fp8=allow_fp8,
+        current=current_candidate(subject, replan, given, plan.max_model_len),
+    )  # fmt: skip
+    return Tuning(
+        model=model, name=subject.name, goal=goal, workload=sent.as_text(), seed=seed, repeats=repeats, given=given,
+        pinned=pinned, candidates=candidates[:most], subject=subject,
+    )  # fmt: skip
+
+
+def _replan(subject: Subject, given: Mapping[str, Any], hardware: Hardware) -> Replan:
+    def replan(settings: Mapping[str, Any]) -> Plan:
+        return Launch.of(subject.named, {**given, **settings}, found=hardware).plan
+
+    return replan
+
+
+def _require_fit(plan: Plan, *, allow_fp8: bool) -> None:
+    way = plan.chosen or plan.lossy
+    if way is None:
+        raise CannotMeasure(refusal(plan))
+    if not way.is_exact and not allow_fp8:
+        longest = f", or --max-model-len {plan.advised_context}" if plan.advised_context else ""
+        raise CannotMeasure(
+            f"{plan.max_model_len} tokens fit with KV in {way.kv_cache_dtype} only, which may change answers; "
+            f"use --allow-fp8{longest}"
+        )
+
+
+def _longest(plan: Plan, replan: Replan, *, allow_fp8: bool) -> tuple[int, str | None]:
+    """Where to begin, and the KV dtype that it needs if that is not the model's."""
+    exact = _bounded(plan)
+    setup = Setup(
+        facts=plan.facts, gpu=plan.gpu, ram_bytes=plan.ram_bytes, wishes=plan.wishes, platform=plan.platform,
+        profiles=nothing_measured,
+    )  # fmt: skip
+    can_be_smaller = allow_fp8 and any(dtype != "auto" for dtype, _ in setup.kv_cache_dtypes)
+    if can_be_smaller and (length := _bounded(replan({"kv_cache_dtype": "fp8"}))) > exact:
+        return length, "fp8"
+    if not exact:
+        raise CannotMeasure(refusal(plan))
+    return exact, None
+
+
+def _bounded(plan: Plan) -> int:
+    """The longest context within the user's wish, or within what the model was made for."""
+    return min(plan.longest_context, plan.wishes.max_model_len or plan.facts.max_position_embeddings)

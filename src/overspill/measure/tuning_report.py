@@ -1,0 +1,192 @@
+"""The state of a tuning, decided anew from its results: scores, the next trial, the winner; as text and JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.measure.candidates import Candidate
+from overspill.measure.compare import BY_KEY, Better, Measure, centre
+from overspill.measure.goals import Goal, measure_of
+from overspill.measure.report.text import aligned
+from overspill.measure.search import (
+    NEAR,
+    Scores,
+    Standing,
+    better_percent,
+    choose,
+    is_near,
+    longest_working,
+    losses_of,
+    nearest,
+    shared_repeats,
+    standing,
+    worse_percent,
+)  # fmt: skip
+from overspill.measure.trial import INTERRUPTED
+from overspill.measure.tuning import Tuning, length_of
+from overspill.registry import Result
+
+_SHOWN = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "load_s", "peak_gpu_bytes", "peak_ram_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningReport:
+    experiment: str
+    definition: Tuning
+    results: tuple[Result, ...]
+    is_interrupted: bool = False
+    is_out_of_time: bool = False
+
+    @property
+    def is_of_context(self) -> bool:
+        return self.definition.goal is Goal.CONTEXT
+
+    @property
+    def better(self) -> Better:
+        return measure_of(self.definition.goal).better
+
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        return self.definition.tried(self.results)
+
+    @property
+    def scores(self) -> Scores:
+        """A candidate that did not start would not do so later; one that was interrupted may."""
+        measure, least = measure_of(self.definition.goal), self.definition.least_tokens_per_s
+        values: dict[str, dict[int, float]] = {}
+        failed: dict[str, str] = {}
+        for one in self.results:
+            label, problem = one.label or "", str(one.metrics.get("problem") or "not finished")
+            if one.is_complete:
+                value = tokens_per_s(one) if self.is_of_context else measure.value(one.metrics)
+                if not value:
+                    failed[label] = f"{measure.name} was not measured"
+                elif self.is_of_context and value < least:
+                    failed[label] = f"too slow: {value:.3g} tok/s, and {least:g} are wanted"
+                else:
+                    values.setdefault(label, {})[one.repeat or 1] = value
+            elif problem != INTERRUPTED:
+                failed[label] = problem.splitlines()[0]
+        return Scores(values=values, failed=failed)
+
+    @property
+    def standing(self) -> Standing:
+        return standing(self.definition.candidates, self.scores, self.definition.repeats, self.better)
+
+    @property
+    def lengths(self) -> dict[int, bool]:
+        """Which were tried, and whether they work; without those that were interrupted."""
+        scores = self.scores
+        known = [one for one in self.results if one.label in scores.values or one.label in scores.failed]
+        return {length_of(one): one.label not in scores.failed for one in known}
+
+    @property
+    def winner(self) -> Candidate | None:
+        if self.is_of_context:
+            longest = longest_working(self.lengths)
+            return self.definition.of_length(longest) if longest is not None else None
+        return choose(self.standing.alive, self.scores, self.better)
+
+    def as_text(self) -> str:
+        definition = self.definition
+        sent = "one prompt of each length" if self.is_of_context else definition.workload
+        lines = [f"Tuning {self.experiment}: {definition.model} for {definition.goal}", f"workload: {sent}", ""]
+        return "\n".join([*lines, self._table(), "", *self.conclusion])
+
+    @property
+    def conclusion(self) -> list[str]:
+        lines = []
+        if (winner := self.winner) is not None:
+            lines += [f"Best: {winner.label}{self._why(winner)}", f"  {winner.text(self.definition.given)}"]
+            if self._is_measured_once:
+                lines.append("One run of each was compared, which does not tell how runs vary.")
+        elif not self.is_interrupted:
+            lines.append("No candidate could be measured to the end.")
+        if self.is_interrupted or self.is_out_of_time:
+            why = "Interrupted" if self.is_interrupted else "The time of --budget is over"
+            how = f" To go on: overspill tune --resume {self.experiment}" if self.results else ""
+            lines.append(f"{why}.{how}")
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        winner = self.winner
+        return {
+            "experiment": self.experiment,
+            "definition": self.definition.as_json(),
+            "is_interrupted": self.is_interrupted,
+            "is_out_of_time": self.is_out_of_time,
+            "winner": winner.as_json() if winner is not None else None,
+            "candidates": [
+                {
+                    "label": each.label, "text": each.text(self.definition.given),
+                    "repeats": len(self._finished(each)), **{key: self._value(each, BY_KEY[key]) for key in _SHOWN},
+                    "outcome": self._outcome(each),
+                }
+                for each in self.candidates
+            ],
+            "results": [one.id for one in self.results],
+        }  # fmt: skip
+
+    def _table(self) -> str:
+        candidates = self.candidates
+        measures = [BY_KEY[key] for key in _SHOWN]
+        measures = [one for one in measures if any(self._value(each, one) is not None for each in candidates)]
+        head = ["candidate", "repeats", *(measure.name for measure in measures), ""]
+        rows = [
+            [
+                each.label, str(len(self._finished(each))),
+                *(measure.shown(self._value(each, measure)) for measure in measures), self._outcome(each),
+            ]
+            for each in candidates
+        ]  # fmt: skip
+        return aligned([head, *rows], left=(0, len(head) - 1))
+
+    def _outcome(self, candidate: Candidate) -> str:
+        winner, scores = self.winner, self.scores
+        if winner is not None and candidate.label == winner.label:
+            return "best, measured once" if self._is_measured_once else "best"
+        if (why := scores.failed.get(candidate.label)) is not None:
+            return why
+        if self.is_of_context:
+            return "works" if self._finished(candidate) else "not finished"
+        if not scores.values.get(candidate.label):
+            return "not tried"
+        stand = self.standing
+        if (why := stand.dropped.get(candidate.label)) is not None:
+            return why
+        losses = losses_of(stand.alive, scores, self.better)
+        if candidate.label not in losses or winner is None:
+            return "not finished"
+        if (loss := losses[candidate.label]) is None:  # the best, and the winner is simpler
+            given_up = losses[winner.label]
+            gained = better_percent(given_up.value, self.better) if given_up is not None else 0.0
+            return f"{gained:.2g} % better, and not as simple"
+        also = ", and not as simple" if is_near(loss) else ""
+        return f"{worse_percent(loss.value, self.better):.2g} % worse than the best{also}"
+
+    def _why(self, winner: Candidate) -> str:
+        near = [] if self.is_of_context else nearest(self.standing.alive, self.scores, self.better)
+        others = [each.label for each in near if each.label != winner.label]
+        return f", the simplest of those within {100 * (NEAR - 1):.0f} %: {', '.join(others)}" if others else ""
+
+    @property
+    def _is_measured_once(self) -> bool:
+        """Whether the choice rests on one run of each."""
+        return not self.is_of_context and len(shared_repeats(self.standing.alive, self.scores)) == 1
+
+    def _finished(self, candidate: Candidate) -> list[Result]:
+        return [one for one in self.results if one.label == candidate.label and one.is_complete]
+
+    def _value(self, candidate: Candidate, measure: Measure) -> float | None:
+        found = [measure.value(one.metrics) for one in self._finished(candidate)]
+        values = [value for value in found if value is not None]
+        return centre(values) if values else None
+
+
+def tokens_per_s(result: Result) -> float | None:
+    """Of one request's answer. One that came in a single piece has no time between tokens: it was at least as fast as
+    with the time of its prompt."""
+    if tpot := BY_KEY["mean_tpot_ms"].value(result.metrics):
+        return 1000 / tpot
+    tokens, latency = result.metrics.get("total_output_tokens"), BY_KEY["mean_e2el_ms"].value(result.metrics)
+    return 1000 * float(tokens) / latency if tokens and latency else None

@@ -1,1 +1,0 @@
-"""`overspill tune`: the plan's candidates measured in short runs, and the best kept as the model's settings."""
