@@ -28,7 +28,7 @@ from overspill.registry import (
     get_model,
 )
 from overspill.registry.models import parse_name
-from overspill.settings import BY_NAME, parse_settings
+from overspill.settings import BY_NAME, as_flags, parse_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, t
 
 
 def _refusal(began: Subject, now: Subject, changes: Mapping[str, tuple[Any, Any]]) -> str:
-    words = ", ".join(f"{name}: {shown(name, old)} -> {shown(name, new)}" for name, (old, new) in changes.items())
+    words = ", ".join(f"{name}: {_shown(name, old)} -> {_shown(name, new)}" for name, (old, new) in changes.items())
     if began.version is None and now.source != began.source:
         return (
             f"another model was added to the registry as {began.name} since this tuning began: {now.source}, and not "
@@ -188,17 +188,11 @@ def _refusal(began: Subject, now: Subject, changes: Mapping[str, tuple[Any, Any]
 
 def _command(verb: str, name: str, settings: Mapping[str, Any]) -> str:
     """Of `overspill models`."""
-    words = ["overspill", "models", verb, name]
-    for key, value in settings.items():
-        flag = key.replace("_", "-")
-        if value is None or value == ():
-            words += ["--unset", key] if verb == "edit" else []
-        elif isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif key != "vllm_args":
-            words += [f"--{flag}", str(value)]
-    own = settings.get("vllm_args") or ()
-    return shlex.join([*words, *(["--", *own] if own else [])])
+    values = {key: value for key, value in settings.items() if value not in (None, ())}
+    unset = [word for key in settings if key not in values for word in ("--unset", key)] if verb == "edit" else []
+    own = values.pop("vllm_args", ())
+    words = [*as_flags(values), *unset, *(["--", *own] if own else [])]
+    return shlex.join(["overspill", "models", verb, name, *words])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +204,15 @@ class Kept:
     def as_text(self) -> list[str]:
         name, after = self.model.name, self.model.as_json()
         if self.edit is None:
-            return [f"added to the registry: {name}", *(f"  {key}: {shown(key, after[key])}" for key in _set(after))]
+            return [
+                f"added to the registry: {name}",
+                *(f"  {key}: {_shown(key, after[key])}" for key in _set(after)),
+            ]
         if not self.edit.changed:
             return [f"{name} in the registry has these settings already"]
         before = self.edit.before.as_json()
         lines = [f"changed in the registry: {name}"]
-        lines += [f"  {key}: {shown(key, before[key])} -> {shown(key, after[key])}" for key in self.edit.changed]
+        lines += [f"  {key}: {_shown(key, before[key])} -> {_shown(key, after[key])}" for key in self.edit.changed]
         if self.edit.needs_restart:
             running = ", ".join(run.process_text for run in self.edit.running)
             lines.append(f"{name} is running ({running}); after a restart only: {', '.join(self.edit.needs_restart)}")
@@ -252,5 +249,5 @@ def _set(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if name not in kept_by_registry and value not in (None, [])]
 
 
-def shown(name: str, value: Any) -> str:
+def _shown(name: str, value: Any) -> str:
     return BY_NAME[name].shown(value)
