@@ -22,9 +22,16 @@ from overspill.measure.memory import MemorySampler, Sample, _Gpus, machine_ram_b
 from overspill.measure.metrics import deviation, difference, mean, parse_counters, percentile, serving_metrics, total
 from overspill.measure.progress import Progress, ProgressPrinter
 from overspill.measure.provenance import git_revision
-from overspill.measure.script import Piece, Vocabulary, find_vocabulary, require_fit, write_script
 from overspill.measure.target import Target, parse_url
-from overspill.measure.workload import WORKLOADS, parse_workload
+from overspill.measure.workload import (
+    WORKLOADS,
+    Piece,
+    Vocabulary,
+    find_vocabulary,
+    parse_workload,
+    require_fit,
+    write_script,
+)
 
 # Workloads.
 

@@ -10,9 +10,15 @@ import pytest
 from overspill.errors import CannotServe
 from overspill.measure import MeasureError
 from overspill.measure.ab import is_last_of_life, remaining, schedule
-from overspill.measure.configuration import Configuration, read_configuration, read_configurations
+from overspill.measure.configuration import (
+    PEERS,
+    Configuration,
+    read_configuration,
+    read_configurations,
+    read_peer,
+    require_usable,
+)
 from overspill.measure.experiment import Experiment, require_same, written_configurations
-from overspill.measure.peers import PEERS, read_peer, require_usable
 from overspill.measure.trial import Step
 from tests.experiments import definition
 

@@ -20,7 +20,6 @@ from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.candidates import Candidate, Replan, find_candidates
 from overspill.measure.compare import Better
 from overspill.measure.goals import Goal, choose_workload, does_return, one_prompt, parse_goal
-from overspill.measure.script import write_script
 from overspill.measure.search import MARGINS, NEAR, Scores, choose, longest_working, next_length, standing, trials_left
 from overspill.measure.subject import (
     Subject,
@@ -35,7 +34,7 @@ from overspill.measure.trial import Step, locked
 from overspill.measure.tune import run
 from overspill.measure.tuning import Tuning, parse_budget
 from overspill.measure.tuning_report import TuningReport
-from overspill.measure.workload import parse_workload
+from overspill.measure.workload import parse_workload, write_script
 from overspill.planning.planner import Plan
 from overspill.registry import (
     ChangedMeanwhile,

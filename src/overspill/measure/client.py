@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from overspill.address import client_context
 from overspill.measure import CannotMeasure
-from overspill.measure.script import ids_as_text
 from overspill.measure.target import Target, ask
+from overspill.measure.workload import ids_as_text
 
 _READ_BYTES = 1 << 16
 _LONGEST_HEAD = 1 << 16

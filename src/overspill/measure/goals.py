@@ -5,8 +5,7 @@ from enum import StrEnum
 
 from overspill.measure import MeasureError
 from overspill.measure.compare import BY_KEY, Measure
-from overspill.measure.script import require_fit, write_script
-from overspill.measure.workload import WORKLOADS, Workload, parse_workload
+from overspill.measure.workload import WORKLOADS, Workload, parse_workload, require_fit, write_script
 
 
 class Goal(StrEnum):

@@ -14,8 +14,7 @@ from overspill.launch.launch import Launch, Prepared, require_this_machine
 from overspill.launch.reference import ModelRef
 from overspill.launch.vllm import installed_vllm, server_command
 from overspill.measure import MeasureError
-from overspill.measure.configuration import Configuration
-from overspill.measure.peers import require_usable
+from overspill.measure.configuration import Configuration, require_usable
 from overspill.planning.report import plan_as_json
 from overspill.settings import BY_NAME, SHARED, as_flags
 

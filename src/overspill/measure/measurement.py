@@ -25,19 +25,19 @@ from overspill.measure.metrics import (
     total,
 )
 from overspill.measure.progress import Progress
-from overspill.measure.script import (
+from overspill.measure.target import Target, find_served
+from overspill.measure.workload import (
     Chain,
     Piece,
     Script,
     Step,
     Vocabulary,
+    Workload,
     find_vocabulary,
     ids_as_text,
     require_fit,
     write_script,
 )
-from overspill.measure.target import Target, find_served
-from overspill.measure.workload import Workload
 
 Tier = Literal["offload", "spill"]
 TIERS: tuple[Tier, ...] = ("offload", "spill")

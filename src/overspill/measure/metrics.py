@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from overspill.measure import CannotMeasure
 from overspill.measure.client import Answer
-from overspill.measure.script import Script
 from overspill.measure.target import Target, ask
+from overspill.measure.workload import Script
 
 Counters = Mapping[str, float]
 Counted = Mapping[str, int | float | None]

@@ -1,10 +1,20 @@
-"""Workloads by name: which there are, what can be set of each, and reading them from one word of a command."""
+"""Workloads by name, and the script of each: what it sends, when, and after which answer.
 
+A script is decided before anything is sent, by workload and seed alone. Prompts are token ids: no tokenizer is needed,
+and the same seed sends the same to every server.
+"""
+
+import json
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
-from overspill.measure import MeasureError
+from overspill.measure import CannotMeasure, MeasureError
+from overspill.model.source import cache_folder, find_snapshot
 from overspill.settings import nearest
 
 Number = int | float
@@ -166,3 +176,241 @@ def parse_workload(text: str) -> Workload:
 def _example(kind: WorkloadKind) -> str:
     first = kind.parameters[0]
     return f"{kind.name}:{first.name}={first.default}"
+
+
+Phase = Literal["cold", "returning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a prompt. Pieces of the same name begin with the same tokens, so the workload is in the name."""
+
+    name: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One request."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    """Of the prompt; where it continues a conversation, of what is added to it."""
+    output: int
+    known_tokens: int = 0
+    """Of the prompt, what the workload itself has sent or been answered before."""
+    continues: bool = False
+    """The prompt begins with the previous step's prompt and its answer."""
+    wait_s: float = 0.0
+    """Since the previous step's answer."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all of the prompt."""
+        return sum(piece.tokens for piece in self.pieces) + (self.known_tokens if self.continues else 0)
+
+    @property
+    def phase(self) -> Phase:
+        return "returning" if self.known_tokens else "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Requests of which each waits for the one before."""
+
+    steps: tuple[Step, ...]
+    start_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    chains: tuple[Chain, ...]
+    concurrency: int | None = None
+    """None: as many as there are."""
+
+    @property
+    def steps(self) -> list[Step]:
+        return sorted((step for chain in self.chains for step in chain.steps), key=lambda step: step.index)
+
+    @property
+    def longest(self) -> int:
+        return max(step.prompt_tokens + step.output for step in self.steps)
+
+    @property
+    def known_tokens(self) -> int:
+        """What a perfect cache that was empty before could serve."""
+        return sum(step.known_tokens for step in self.steps)
+
+
+def write_script(workload: Workload, seed: int) -> Script:
+    return _WRITERS[workload.name](workload.parameters, seed)
+
+
+def require_fit(workload: Workload, seed: int, max_model_len: int | None) -> None:
+    """Before anything is sent: a server would refuse each request, some of them after an hour."""
+    need = write_script(workload, seed).longest
+    if max_model_len is None or need <= max_model_len:
+        return
+    fitting = _fitting(workload, seed, max_model_len)
+    smaller = f"Use --workload {fitting.as_text()}, or serve" if fitting else "Serve"
+    raise CannotMeasure(
+        f"the longest request of {workload.as_text()} needs {need:,} tokens; the server takes {max_model_len:,}. "
+        f"{smaller} with --max-model-len {need}"
+    )
+
+
+def _fitting(workload: Workload, seed: int, max_model_len: int) -> Workload | None:
+    """The same with one parameter smaller, as large as it may be; or, where one is not enough, with all of them."""
+    kind = WORKLOADS[workload.name]
+    least = {each.name: int(each.least) for each in kind.parameters}
+
+    def fits(changed: Mapping[str, int]) -> Workload | None:
+        smaller = Workload(name=workload.name, parameters={**workload.parameters, **changed})
+        return smaller if write_script(smaller, seed).longest <= max_model_len else None
+
+    def with_one(name: str, value: int) -> Workload | None:
+        return fits({name: value})
+
+    for name in kind.shortened_by:
+        if found := _largest(partial(with_one, name), least[name], int(workload.parameters[name])):
+            return found
+    lengths = {name: int(workload.parameters[name]) for name in kind.shortened_by}
+
+    def scaled(thousandths: int) -> Workload | None:
+        return fits({name: max(least[name], value * thousandths // 1000) for name, value in lengths.items()})
+
+    return _largest(scaled, 1, 1000)
+
+
+def _largest(fits: Callable[[int], Workload | None], least: int, too_large: int) -> Workload | None:
+    """By halves; None if even the least does not fit."""
+    found = fits(least)
+    while found is not None and too_large - least > 1:
+        middle = (least + too_large) // 2
+        if smaller := fits(middle):
+            found, least = smaller, middle
+        else:
+            too_large = middle
+    return found
+
+
+_Parameters = Mapping[str, Number]
+
+
+def _overhead(given: _Parameters, seed: int) -> Script:
+    return _singles("overhead", given, starts_s=[i / given["rate"] for i in range(int(given["requests"]))])
+
+
+def _offline(given: _Parameters, seed: int) -> Script:
+    return _singles("offline", given, starts_s=[0.0] * int(given["requests"]))
+
+
+def _singles(workload: str, given: _Parameters, starts_s: Sequence[float]) -> Script:
+    """Prompts that are all new."""
+    tokens = int(given["input"])
+    chains = [_single(i, given, Piece(f"{workload}/{i}", tokens), start_s=at) for i, at in enumerate(starts_s)]
+    return Script(tuple(chains))
+
+
+def _single(index: int, given: _Parameters, *pieces: Piece, known_tokens: int = 0, start_s: float = 0.0) -> Chain:
+    return Chain((Step(index=index, pieces=pieces, output=int(given["output"]), known_tokens=known_tokens),), start_s)
+
+
+def _long_context(given: _Parameters, seed: int) -> Script:
+    prompts, tokens = int(given["prompts"]), int(given["input"])
+    chains = [
+        _single(i, given, Piece(f"long-context/{i % prompts}", tokens), known_tokens=tokens if i >= prompts else 0)
+        for i in range(prompts * int(given["passes"]))
+    ]
+    return Script(tuple(chains), int(given["concurrency"]))
+
+
+def _shared_prefix(given: _Parameters, seed: int) -> Script:
+    groups, prefix, suffix = int(given["groups"]), int(given["prefix"]), int(given["suffix"])
+    chains = []
+    for i in range(groups * int(given["requests"])):
+        shared, own = Piece(f"shared-prefix/prefix-{i % groups}", prefix), Piece(f"shared-prefix/suffix-{i}", suffix)
+        chains.append(_single(i, given, shared, own, known_tokens=prefix if i >= groups else 0))
+    return Script(tuple(chains), int(given["concurrency"]))
+
+
+def _multi_turn(given: _Parameters, seed: int) -> Script:
+    conversations, output = int(given["conversations"]), int(given["output"])
+    returning = [one for one in range(conversations) if _returns(one, float(given["returning"]))]
+    waits = random.Random(f"{seed}/multi-turn/think-time")
+    chains: dict[int, list[Step]] = {}
+    index = 0
+    for turn in range(int(given["turns"])):
+        for one in returning if turn else range(conversations):
+            earlier = chains.setdefault(one, [])
+            known = earlier[-1].prompt_tokens + output if earlier else 0
+            tokens = int(given["input"] if earlier else given["first"])
+            wait_s = float(given["think_time"]) * waits.uniform(0.5, 1.5) if earlier else 0.0
+            earlier.append(
+                Step(
+                    index=index, pieces=(Piece(f"multi-turn/{one}-{turn}", tokens),), output=output,
+                    known_tokens=known, continues=bool(earlier), wait_s=wait_s,
+                )
+            )  # fmt: skip
+            index += 1
+    return Script(tuple(Chain(tuple(steps)) for steps in chains.values()), int(given["concurrency"]))
+
+
+def _returns(conversation: int, share: float) -> bool:
+    """Spread evenly, so that those that return and those that do not are among each other."""
+    return int((conversation + 1) * share + 1e-9) > int(conversation * share + 1e-9)
+
+
+_WRITERS: Mapping[str, Callable[[_Parameters, int], Script]] = {
+    "overhead": _overhead,
+    "multi-turn": _multi_turn,
+    "shared-prefix": _shared_prefix,
+    "long-context": _long_context,
+    "offline": _offline,
+}
+
+
+# Every tokenizer of a language model has these.
+_SAFE = (100, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Ids from `low`, and below `high`."""
+
+    low: int
+    high: int
+
+    def draw(self, piece: Piece, seed: int) -> str:
+        """As JSON writes them, without the brackets: a conversation grows by joining texts."""
+        ids = random.Random(f"{seed}/{piece.name}").choices(range(self.low, self.high), k=piece.tokens)
+        return ids_as_text(ids)
+
+
+def ids_as_text(ids: Sequence[int]) -> str:
+    return ",".join(map(str, ids))
+
+
+def find_vocabulary(root: str | None) -> Vocabulary:
+    """Of the model that a server names as its root, if its config is on this machine."""
+    size = None if not root else _vocab_size(root)
+    if size is None:
+        return Vocabulary(*_SAFE)
+    # Special tokens, such as an image's place, are at either end.
+    margin = min(1000, size // 8)
+    return Vocabulary(margin, size - margin)
+
+
+def _vocab_size(root: str) -> int | None:
+    folder = Path(root)
+    if not (folder / "config.json").is_file():
+        found = find_snapshot(cache_folder(), root, "main")
+        if found is None:
+            return None
+        folder = found
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) and size >= 64 else None
