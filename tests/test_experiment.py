@@ -83,7 +83,7 @@ def test_vllm_and_overspill_accept_what_peers_are_made_of() -> None:
     for name, peer in PEERS.items():
         if peer.connector is None:
             continue
-        config = peer.connector(1 << 30)
+        config = transfer_config(read_configuration("a", f"{name}:1GiB"))
         KVTransferConfig(**config)
         assert config["kv_connector"] in KVConnectorFactory._registry, name
         if name.startswith("overspill"):
