@@ -9,13 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import OF_MODELS_AND_COMMANDS, with_settings
+from overspill.cli.flags import OF_MODELS_AND_COMMANDS, to_stderr, with_settings
 
 Text = Annotated[str | None, typer.Option(metavar="TEXT", help="Another configuration.")]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -29,7 +25,7 @@ def _failing() -> Iterator[None]:
     try:
         yield
     except (CannotMeasure, CannotNow, CannotServe, NoRegistry) as error:
-        _say(f"error: {error}")
+        to_stderr(f"error: {error}")
         raise typer.Exit(1) from None
 
 
@@ -74,12 +70,12 @@ def bench(
             experiment=experiment, resume=resume,
         )  # fmt: skip
         with stopped_by_signals() as stop:
-            found = run_bench(request, say=_say, on_progress=printer, stop=stop)
+            found = run_bench(request, say=to_stderr, on_progress=printer, stop=stop)
     print(json.dumps(found.as_json(), indent=2) if as_json else found.as_text())
     if found.result_id is not None and not as_json:
         print(f"saved as result {found.result_id}")
     for sentence in found.errors():
-        _say(f"error: {sentence}")
+        to_stderr(f"error: {sentence}")
     raise typer.Exit(found.exit_code)
 
 
@@ -133,7 +129,7 @@ def ab(
             registry, resume, model=model, configurations=(a, b, c, d, e, f), common=common, workload=workload,
             repeats=repeats, seed=seed, keeps_engines=keep or None, expects=expect,
         )  # fmt: skip
-        report = run(definition, registry, _say, resume=resume, stop=stop)
+        report = run(definition, registry, to_stderr, resume=resume, stop=stop)
         print(report.as_text(), flush=True)
         if json_file is not None:
             write_text(json_file, json.dumps(report.as_json(), indent=2) + "\n")
@@ -189,7 +185,7 @@ def tune(
                 registry, resume, model=model, name=name, goal=goal, given=given, workload=workload, seed=seed,
                 repeats=repeats, allow_fp8=allow_fp8 or None, least_tokens_per_s=least_tokens_per_s, most=candidates,
             )  # fmt: skip
-            report = run(definition, subject, registry, _say, resume=resume, budget_s=budget_s, stop=stop)
+            report = run(definition, subject, registry, to_stderr, resume=resume, budget_s=budget_s, stop=stop)
             if not as_json:
                 print(report.as_text(), flush=True)
             kept, winner = None, report.winner
