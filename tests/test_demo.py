@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from overspill import demo
-from overspill.demo import Answer, Offload, Spill, compare
+from overspill.demo import Offload, Spill, compared, difference
+from overspill.verify.workload import Answer
 
 README = Path(__file__).parents[1] / "README.md"
 
-ANSWER = Answer(tokens=(5, 6), logprobs=({5: -0.5, 9: -1.5}, {6: -0.25, 8: -2.0}), prompt_tokens=100, cached_tokens=96)
+ANSWER = Answer(
+    name="1/1", tokens=(5, 6), logprobs=({5: -0.5, 9: -1.5}, {6: -0.25, 8: -2.0}), prompt_tokens=100, cached_tokens=96,
+)  # fmt: skip
 
 
 def changed(**values: object) -> Answer:
@@ -103,35 +106,39 @@ def test_help_gives_an_example() -> None:
 
 
 def test_equal_answers_are_equal_and_counted() -> None:
-    same = compare([ANSWER, ANSWER], [ANSWER, ANSWER])
-    assert same == demo.Comparison(tokens=4, logprobs=8, identical_logprobs=8)
+    answers = [ANSWER, changed(name="2/1")]
+    assert difference(answers, answers) == ""
+    same = compared(answers, answers)
+    assert (same.tokens, same.logprobs, same.identical_logprobs) == (4, 8, 8)
 
 
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (changed(tokens=(5, 7)), "answer 2 has other tokens"),
-        (changed(tokens=(5,), logprobs=ANSWER.logprobs[:1]), "answer 2 has other tokens"),
-        (changed(logprobs=({5: -0.5, 9: -1.5}, {6: -0.25000001, 8: -2.0})), "other log-probabilities at its token 2"),
-        (changed(logprobs=({5: -0.5, 7: -1.5}, {6: -0.25, 8: -2.0})), "other log-probabilities at its token 1"),
-        (changed(logprobs=({5: float("nan"), 9: -1.5}, {6: -0.25, 8: -2.0})), "other log-probabilities at its token 1"),
-        (changed(logprobs=({5: -0.6, 9: -1.5}, *ANSWER.logprobs[1:]), cached_tokens=0), "(by 0.1)"),
+        (changed(tokens=(5, 7)), "answer 1/1 differs at its token 2 (another token)"),
+        (changed(tokens=(5,), logprobs=ANSWER.logprobs[:1]), "(1 tokens instead of 2)"),
+        (changed(logprobs=({5: -0.5, 9: -1.5}, {6: -0.25000001, 8: -2.0})), "its token 2 (log-probabilities apart by"),
+        (changed(logprobs=({5: -0.5, 7: -1.5}, {6: -0.25, 8: -2.0})), "other candidates"),
+        (changed(logprobs=({5: float("nan"), 9: -1.5}, {6: -0.25, 8: -2.0})), "its token 1 (log-probabilities"),
+        (changed(logprobs=({5: -0.6, 9: -1.5}, *ANSWER.logprobs[1:]), cached_tokens=0), "apart by 0.1"),
+        (changed(tokens=(5, 8), logprobs=(ANSWER.logprobs[0], {6: -0.25, 8: -0.25}), cached_tokens=0), "its token 2"),
     ],
-    ids=["token", "shorter", "last bit", "other candidates", "not a number", "more than rounding"],
+    ids=["token", "shorter", "last bit", "other candidates", "not a number", "more than rounding", "a tie"],
 )
 def test_a_difference_is_found(other: Answer, why: str) -> None:
-    assert why in compare([ANSWER, other], [ANSWER, ANSWER]).difference
+    good = changed(name="2/1")
+    assert why in difference([good, other], [good, ANSWER])
 
 
 def test_rounding_is_forgiven_only_where_the_prompt_was_computed_in_other_pieces() -> None:
     rounded = changed(logprobs=({5: -0.5001, 9: -1.5}, *ANSWER.logprobs[1:]), cached_tokens=0)
-    result = compare([rounded], [ANSWER])
-    assert not result.difference
+    result = compared([rounded], [ANSWER])
+    assert not difference([rounded], [ANSWER])
     assert (result.logprobs, result.identical_logprobs) == (4, 3)
 
 
 def test_a_missing_answer_is_a_difference() -> None:
-    assert compare([ANSWER], [ANSWER, ANSWER]).difference == "there are 1 answers instead of 2"
+    assert difference([ANSWER], [ANSWER, ANSWER]) == "there are 1 answers instead of 2"
 
 
 OFFLOAD = Offload(
@@ -150,14 +157,18 @@ SPILL = Spill(
     block_bytes=5,
 )
 BAD: dict[str, tuple[Offload | Spill, dict[str, Any], str]] = {
-    "another answer": (OFFLOAD, {"offloaded": [changed(tokens=(5, 7))]}, "with Overspill answer 1 has other tokens"),
+    "another answer": (
+        OFFLOAD,
+        {"offloaded": [changed(tokens=(5, 7))]},
+        "with Overspill answer 1/1 differs at its token 2",
+    ),
     "nothing loaded": (OFFLOAD, {"moved": {**OFFLOAD.moved, "hit_tokens": 0}}, "nothing was loaded from RAM"),
     "corrupt by itself": (OFFLOAD, {"moved": {**OFFLOAD.moved, "corrupt_blocks": 2}}, "2 block(s) were corrupt before"),
     "damage not caught": (OFFLOAD, {"after_damage": {"corrupt_blocks": 0}}, "one block was damaged and 0 were caught"),
     "another answer from spilled KV": (
         SPILL,
         {"spilled": [changed(spilled_bytes=20, tokens=(5, 7))]},
-        "with spill answer 1 has other tokens",
+        "with spill answer 1/1 differs at its token 2",
     ),
     "nothing in RAM": (SPILL, {"spilled": [ANSWER]}, "nothing was streamed from RAM"),
     "nothing streamed": (SPILL, {"streamed": {**SPILL.streamed, "spill_in_bytes": 0}}, "nothing was streamed from RAM"),

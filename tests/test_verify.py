@@ -19,13 +19,9 @@ import pytest
 from overspill.launch.launch import Launch
 from overspill.processes import in_session
 from overspill.verify import children
-from overspill.verify.answers import Ask
-from overspill.verify.children import Children
-from overspill.verify.engine_life import EngineLife
-from overspill.verify.life import Died, PlayJob
-from overspill.verify.proof import prove
-from overspill.verify.request import read_request
-from overspill.verify.script import Script
+from overspill.verify.children import ChildDied, Children
+from overspill.verify.run import prove
+from overspill.verify.scenarios import read_request
 
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--ram", "6GiB", "--enforce-eager")
 OFFLOAD = ("returning", "preempted", "aborted", "damaged", "failed-load", "killed")
@@ -44,6 +40,11 @@ def verify(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "overspill", "verify", *arguments],
         capture_output=True, text=True, timeout=900, check=False, env=environment(**more),
     )  # fmt: skip
+
+
+def first_on_path(folder: Path) -> str:
+    """Where Python looks for `sitecustomize` before it looks where it did."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None:
@@ -150,7 +151,7 @@ MORE_BUGS = ("spilled KV that is not written back", "a tier that is not used")
 def test_a_planted_bug_is_found(llama: Path, tmp_path: Path, name: str) -> None:
     bug, scenario, said = BUGS[name]
     (tmp_path / "sitecustomize.py").write_text(planted(bug))
-    answer = verify(str(llama), *SETTINGS, "--scenario", scenario, "--seed", "5", PYTHONPATH=str(tmp_path))
+    answer = verify(str(llama), *SETTINGS, "--scenario", scenario, "--seed", "5", PYTHONPATH=first_on_path(tmp_path))
     assert answer.returncode == 1, answer.stderr + answer.stdout
     verdict = answer.stdout.splitlines()[-1]
     assert verdict.startswith(f"NOT VERIFIED: {scenario}: ") and said in verdict
@@ -169,17 +170,17 @@ def planted(bug: str) -> str:
 # An engine's end that nobody made: before it says that it is under way, and after.
 ENDED = """
     import os, signal
-    from overspill.verify import life
-    def end(job, pipe):
+    from overspill.verify import plays
+    def end(how, say):
         print("about to end", flush=True)
-        if job.life.model != "early":
-            pipe.send(life.Event("under way"))
-        if job.life.model == "told":
+        if how != "early":
+            say("under way")
+        if how == "told":
             raise RuntimeError("out of luck")
-        if job.life.model == "late":
+        if how == "late":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL)  # as for want of memory
-    life._play = end
+    plays.play = end
 """
 
 
@@ -194,17 +195,15 @@ def test_an_engine_that_ended_by_itself_was_not_killed(tmp_path: Path, monkeypat
 
     (tmp_path / "sitecustomize.py").write_text(planted(ENDED))
     monkeypatch.setattr(children, "in_session", once_it_is_gone)
-    script = Script((), (), (), Ask("fresh", 0, (1,), 1), 0)
-    with Children({**environment(), "PYTHONPATH": str(tmp_path)}) as engines:
-        ends = {
-            how: engines.kill_under_way(PlayJob(EngineLife(model=how, flags=(), options=None), "until-killed", script))
-            for how in ("early", "late", "told")
-        }
+    ends = {}
+    with Children("overspill.verify.plays", {**environment(), "PYTHONPATH": first_on_path(tmp_path)}) as engines:
+        for how in ("early", "late", "told"):
+            with pytest.raises(ChildDied) as raised:
+                engines.kill_under_way("play", how)
+            ends[how] = str(raised.value)
     for how in ("early", "late"):
-        end = ends[how]
-        assert isinstance(end, Died) and end.reason.startswith("its process ended; the last it wrote: "), end
-        assert end.reason.endswith("about to end")
-    assert ends["told"] == Died("out of luck")
+        assert ends[how].startswith("its process ended; the last it wrote: ") and ends[how].endswith("about to end")
+    assert ends["told"] == "out of luck"
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -315,8 +314,8 @@ def test_a_model_that_vllm_cannot_load_is_told_with_its_reason(shape: Path) -> N
 
 # As vLLM makes them: so small that the answer depends on the last token alone.
 INSENSITIVE = """
-    from overspill.verify import weights
-    weights.redraw = lambda model, seed=0: 0
+    from overspill.verify import inprocess
+    inprocess.redraw = lambda model, seed=0: 0
 """
 
 
@@ -329,7 +328,7 @@ def test_a_shape_is_verified_with_random_weights_that_can_tell_and_not_with_othe
         (tmp_path / "sitecustomize.py").write_text(planted(INSENSITIVE))
     answer = verify(
         str(shape), *SETTINGS, "--load-format", "dummy", "--scenario", "damaged", VLLM_PLUGINS="none",
-        PYTHONPATH=str(tmp_path),
+        PYTHONPATH=first_on_path(tmp_path),
     )  # fmt: skip
     assert answer.returncode == int(not is_sensitive), answer.stderr + answer.stdout
     verdict = answer.stdout.splitlines()[-1]

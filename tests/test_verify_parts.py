@@ -13,23 +13,23 @@ from overspill.kv.spill.geometry import window_bytes
 from overspill.launch.machine import plan_for
 from overspill.planning.planner import Plan
 from overspill.settings import SETTINGS, resolve
-from overspill.verify.answers import Answer, Ask
-from overspill.verify.children import Killed
-from overspill.verify.comparison import Compared, Tie, Tolerance, compare, most_noise, noise, parted, tolerance
-from overspill.verify.engine_life import offload_life, reference_life, spill_life
-from overspill.verify.errors import CannotVerify, TooNoisy
-from overspill.verify.life import Died, Job, Played, PlayJob, Reference, ReferenceJob
-from overspill.verify.merging import merged
-from overspill.verify.outcome import WEAK, Outcome, exit_code, verdict
-from overspill.verify.progress import Progress, remaining
-from overspill.verify.proof import DEFAULTS
-from overspill.verify.report import faults, repeating, report_as_json, report_as_text
-from overspill.verify.request import read_request
-from overspill.verify.run import Result, can_be_batch_invariant, num_lives, require_quiet, verify
-from overspill.verify.scenarios import NAMES, SCENARIOS, Scenario, Tier, chosen
-from overspill.verify.script import make_script
-from overspill.verify.stage import CONVERSATION_UNITS, make_stage
-from overspill.verify.workload import make_workload
+from overspill.verify import CannotVerify, TooNoisy
+from overspill.verify.children import ChildDied
+from overspill.verify.comparison import Compared, Difference, Tolerance, compare, most_noise, noise, parted, tolerance
+from overspill.verify.outcome import WEAK, Outcome, exit_code, merged, verdict
+from overspill.verify.report import Proof, faults
+from overspill.verify.run import (
+    DEFAULTS,
+    Progress,
+    can_be_batch_invariant,
+    num_engines,
+    remaining,
+    require_quiet,
+    verify,
+)
+from overspill.verify.scenarios import NAMES, SCENARIOS, Scenario, Tier, chosen, read_request
+from overspill.verify.stage import CONVERSATION_UNITS, engine_spec, make_stage
+from overspill.verify.workload import Answer, Ask, Played, Reference, make_script, make_workload
 
 MiB, GiB = 1 << 20, 1 << 30
 SCENARIO = {scenario.name: scenario for scenario in SCENARIOS}
@@ -156,7 +156,7 @@ def outcome(name: str = "returning", **more: Any) -> Outcome:
 
 
 def tied(ties: int, requests: int, tokens: int = 90) -> Compared:
-    found = [Tie(f"a/{number}", 0, 3, 2, 0.05) for number in range(ties)]
+    found = [Difference(f"a/{number}", 0, 3, 2, "a tie", gap=0.05) for number in range(ties)]
     return Compared(requests=requests, tokens=tokens, ties=found)
 
 
@@ -279,7 +279,7 @@ def test_a_model_that_cannot_spill_is_verified_without(llama: Path, monkeypatch:
     stage = make_stage(plan(llama))
     assert stage.spill is None and "spill does not work" in stage.no_spill
     assert not make_workload(stage, 0).longs
-    assert num_lives(SCENARIOS, stage) < num_lives(SCENARIOS, replace(stage, no_spill=""))
+    assert num_engines(SCENARIOS, stage) < num_engines(SCENARIOS, replace(stage, no_spill=""))
 
 
 def test_the_same_seed_asks_the_same_and_varied_lengths_stay_within_the_context(llama: Path) -> None:
@@ -309,10 +309,10 @@ def test_turns_go_on_from_the_reference(llama: Path) -> None:
 def test_engines_differ_only_in_their_kv_cache(llama: Path) -> None:
     made = plan(llama, max_num_seqs=16, enforce_eager=True)
     stage = make_stage(made)
-    reference = reference_life(made, stage, "m")
-    offload = offload_life(made, stage, "m", {"verify": "off"})
-    spill = spill_life(made, stage, "m", {}, offload=False)
-    both = spill_life(made, stage, "m", {}, offload=True)
+    reference = engine_spec(made, stage, "m", None, {})
+    offload = engine_spec(made, stage, "m", Tier.OFFLOAD, {"verify": "off"})
+    spill = engine_spec(made, stage, "m", Tier.SPILL, {})
+    both = engine_spec(made, stage, "m", Tier.BOTH, {})
     for life in (reference, offload, spill, both):
         flags = dict(zip(life.flags, life.flags[1:]))
         assert flags["--max-model-len"] == str(stage.max_model_len) and flags["--max-num-seqs"] == "16"
@@ -338,18 +338,18 @@ def test_no_cpu_is_batch_invariant_and_a_hopper_is(llama: Path) -> None:
         assert can_be_batch_invariant(replace(made, platform=platform, gpu=gpu)) is is_invariant
 
 
-# Lives.
+# Engines.
 
 
 class Lives:
-    """In place of processes: every engine answers as the reference does, but for plays that end as they are told to."""
+    """In place of processes: every engine answers as the reference does, except for plays with another end."""
 
-    def __init__(self, ends: Mapping[str, Died | Killed | Played]) -> None:
+    def __init__(self, ends: Mapping[str, Any]) -> None:
         self._ends = ends
         self.options: dict[str, list[Any]] = {}
         """Of the engines that were started, by play."""
 
-    def __call__(self, environment: Mapping[str, str]) -> "Lives":
+    def __call__(self, module: str, environment: Mapping[str, str]) -> "Lives":
         return self
 
     def __enter__(self) -> "Lives":
@@ -358,32 +358,37 @@ class Lives:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run(self, job: Job) -> Any:
-        if isinstance(job, ReferenceJob):
+    def run(self, work: str, *args: Any) -> Any:
+        if work == "reference":
+            _, workload, seed = args
             answers = (answer(1, 2, name="conversation-1/0"),)
-            script = make_script(job.workload, lambda ask: answer(1, name=ask.name), job.seed)
+            script = make_script(workload, lambda ask: answer(1, name=ask.name), seed)
             return Reference(script, {one.name: one for one in answers}, answers)
-        self._note(job)
+        spec, play, _ = args
         required = {name: 2 for scenario in SCENARIOS for name in scenario.required}
-        faults = dict.fromkeys(SCENARIO[job.play].faults if job.play in SCENARIO else (), 2)
+        faults = dict.fromkeys(SCENARIO[play].faults if play in SCENARIO else (), 2)
         played = Played((answer(1, 2, name="conversation-1/0", spilled_bytes=1 << 20),), 1, required | faults, "")
-        return self._ends.get(job.play, played)
+        return self._end(spec, play, played)
 
-    def kill_under_way(self, job: PlayJob) -> Any:
-        self._note(job)
-        return self._ends.get(job.play, Killed(""))
+    def kill_under_way(self, work: str, *args: Any) -> Any:
+        spec, play, _ = args
+        return self._end(spec, play, "")
 
-    def _note(self, job: PlayJob) -> None:
-        self.options.setdefault(job.play, []).append(job.life.options)
+    def _end(self, spec: Any, play: str, usual: Any) -> Any:
+        self.options.setdefault(play, []).append(spec.options)
+        end = self._ends.get(play, usual)
+        if isinstance(end, Exception):
+            raise end
+        return end
 
 
 def lived(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, asked: Any, ends: Mapping[str, Died | Killed | Played] | None = None
-) -> tuple[Result, Lives]:
+    llama: Path, monkeypatch: pytest.MonkeyPatch, asked: Any, ends: Mapping[str, Any] | None = None
+) -> tuple[Proof, Lives]:
     lives, made = Lives(ends or {}), plan(llama)
     monkeypatch.setattr("overspill.verify.run.Children", lives)
     # Not by the clock: a soak ends where something fails.
-    progress = Progress(lambda line: None, lives=1, seconds=math.inf if asked.soak else None)
+    progress = Progress(lambda line: None, engines=1, seconds=math.inf if asked.soak else None)
     return verify(made, make_stage(made), str(llama), asked, progress), lives
 
 
@@ -392,16 +397,18 @@ def test_an_engine_that_dies_before_it_is_killed_was_not_killed(llama: Path, mon
     asked = request(scenarios=["killed"])
     good, _ = lived(llama, monkeypatch, asked)
     assert exit_code(good.outcomes) == 0 and good.outcomes[0].figure("injected") == 1
-    crashed, _ = lived(llama, monkeypatch, asked, {"until-killed": Died("its process ended; the last it wrote: x")})
+    crashed, _ = lived(
+        llama, monkeypatch, asked, {"until-killed": ChildDied("its process ended; the last it wrote: x")}
+    )
     (found,) = crashed.outcomes
     assert found.failure == "the engine died: its process ended; the last it wrote: x"
     assert exit_code(crashed.outcomes) == 1 and not found.figure("injected") and not found.figure("caught")
-    untidy, _ = lived(llama, monkeypatch, asked, {"until-killed": Killed("after the kill: process 7")})
+    untidy, _ = lived(llama, monkeypatch, asked, {"until-killed": "after the kill: process 7"})
     assert untidy.outcomes[0].failure == "left behind: after the kill: process 7"
 
 
-UNTOLD: dict[str, tuple[Died | Played, str]] = {
-    "a death": (Died("CUDA error"), "the engine died: CUDA error"),
+UNTOLD: dict[str, tuple[ChildDied | Played, str]] = {
+    "a death": (ChildDied("CUDA error"), "the engine died: CUDA error"),
     "no fault": (Played((answer(1, 2, name="conversation-1/0"),), 1, {}, ""), "no fault could be injected"),
 }
 
@@ -427,11 +434,11 @@ def test_what_a_soak_draws_for_a_scenario_is_drawn_again_where_it_is_repeated_al
     """All scenarios drew from one generator: alone, one had other options than among the others."""
     drawn = set()
     for seed in range(8):
-        died = {"arrivals": Died("to end the soak after a round")}
+        died = {"arrivals": ChildDied("to end the soak after a round")}
         _, all_of_them = lived(llama, monkeypatch, request(soak=True, seed=str(seed)), died)
         for name in NAMES:
             # Whatever it is, the one that is repeated is the last.
-            ended = died | {name: Died("again"), "restarted": Died("again")}
+            ended = died | {name: ChildDied("again"), "restarted": ChildDied("again")}
             _, alone = lived(llama, monkeypatch, request(soak=True, seed=str(seed), scenarios=[name]), ended)
             assert alone.options
             for play, options in alone.options.items():
@@ -478,24 +485,24 @@ def test_every_scenario_of_the_table_has_a_play_and_a_word_for_its_faults() -> N
     assert faults(outcome("returning")) == "-"
 
 
-def result(*outcomes: Outcome, **more: Any) -> Result:
+def proof(made: Plan, *outcomes: Outcome, **more: Any) -> Proof:
     given: dict[str, Any] = {
         "seed": 4, "rounds": 1, "seconds": 2.0, "batch_invariant": False, "noise": 1e-5, "tolerance": STRICT, **more,
     }  # fmt: skip
-    return Result(outcomes=outcomes, **given)
+    return Proof(plan=made, stage=make_stage(made), outcomes=outcomes, **given)
 
 
 def test_a_mismatch_is_told_with_everything_that_repeats_it(llama: Path) -> None:
     made = plan(llama)
-    stage = make_stage(made)
     wrong = replace(outcome(), compared=compared(answer(1, 9), answer(1, 2)))
     command = ("overspill", "verify", "/models/a b", "--max-model-len", "4096")
-    text = report_as_text(result(wrong, outcome("aborted", figures={"injected": 1})), made, stage, command)
+    found = proof(made, wrong, outcome("aborted", figures={"injected": 1}), command=command)
+    text = found.as_text()
     assert "MISMATCH seed 4, scenario returning, request a/0, token 1: 9 (-0.500000) instead of 2 (-0.500000)" in text
     repeat = "overspill verify '/models/a b' --max-model-len 4096 --seed 4 --scenario returning"
-    assert repeat in text and repeating(command, result(wrong), ["returning"]) == repeat
+    assert f"to repeat it: {repeat}\n" in text and found.repeating == repeat
     assert text.splitlines()[-1] == "NOT VERIFIED: returning: 1 of 1 answers differ."
-    told = report_as_json(result(wrong), made, stage, command, {})
+    told = found.as_json()
     assert told["verified"] is False and told["scenarios"][0]["mismatches"][0]["expected_token"] == 2
 
 
@@ -505,36 +512,36 @@ def test_ties_are_printed_and_counted_apart(llama: Path) -> None:
     theirs = Answer(name="a/0", tokens=(2,), logprobs=({2: -1.0, 3: -1.04},))
     others = [answer(1, 2, name=f"b/{number}") for number in range(3)]
     found = compare([mine, *others], {one.name: one for one in (theirs, *others)}, LOOSE)
-    text = report_as_text(result(outcome(compared=found, awaited=4)), made, make_stage(made), ("overspill",))
+    text = proof(made, outcome(compared=found, awaited=4)).as_text()
     assert "tie in returning, a/0, token 0: 3 or 2, 0.05 apart" in text and "1 answer(s) part at a tie" in text
 
 
 def test_what_was_not_tried_or_does_not_fit_is_told(llama: Path) -> None:
     made = plan(llama, gpu_memory=8 * MiB, max_model_len=4096)
     skipped = Outcome(scenario=SCENARIO["spilled"], skipped="because")
-    text = report_as_text(result(outcome(), skipped), made, make_stage(made), ("overspill",))
+    text = proof(made, outcome(), skipped).as_text()
     assert "spilled was not tried: because." in text and "4,096 tokens, does not fit the reference" in text
 
 
 def test_engines_without_cuda_graphs_are_told(llama: Path) -> None:
     made = plan(llama, enforce_eager=True)
-    stage = make_stage(made)
     on_gpu = replace(made, platform=replace(made.platform, name="cuda"))
-    assert "CUDA graphs" not in report_as_text(result(outcome()), made, stage, ("overspill",))
-    assert "without CUDA graphs, float32" in report_as_text(result(outcome()), on_gpu, stage, ("overspill",))
+    found = proof(made, outcome())
+    assert "CUDA graphs" not in found.as_text()
+    assert "without CUDA graphs, float32" in replace(found, plan=on_gpu).as_text()
     asked = replace(on_gpu, wishes=replace(on_gpu.wishes, enforce_eager=False))
-    assert "CUDA graphs" not in report_as_text(result(outcome()), asked, stage, ("overspill",))
+    assert "CUDA graphs" not in replace(found, plan=asked).as_text()
 
 
 def test_progress_tells_how_long_it_will_take() -> None:
     said: list[str] = []
-    progress = Progress(said.append, lives=4)
+    progress = Progress(said.append, engines=4)
     progress.begin("one")
-    progress.end()
+    progress.done += 1
     progress.begin("two")
     assert "one" in said[0] and "left" not in said[0] and "left)" in said[1]
     assert remaining(1, 4, 10.0, None) == " (about 30 s left)" and remaining(0, 4, 10.0, 60.0) == " (50 s left)"
-    assert not progress.is_over and Progress(said.append, lives=1, seconds=0.0).is_over
+    assert not progress.is_over and Progress(said.append, engines=1, seconds=0.0).is_over
 
 
 def test_scenarios_cover_both_tiers() -> None:

@@ -24,9 +24,9 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that was counted.")] = False,
 ) -> None:
     """Prove that KV in RAM changes no token of this model on this machine. Exits with 1 if something differs."""
-    from overspill.verify.errors import CannotVerify
-    from overspill.verify.proof import DEFAULTS, prove
-    from overspill.verify.request import read_request
+    from overspill.verify import CannotVerify
+    from overspill.verify.run import DEFAULTS, prove
+    from overspill.verify.scenarios import read_request
 
     request = read_request(
         quick=quick, soak=soak, minutes=minutes, seed=seed, scenarios=scenario or [], load_format=load_format

@@ -1,12 +1,15 @@
-"""Processes for engines: forked from one that has loaded vLLM once, and gone with everything they started."""
+"""Child processes for engines: forked from one that loaded vLLM once, and always terminated with what they started."""
 
+import importlib
 import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,32 +18,34 @@ from typing import Any
 
 from overspill.planning.arguments import CONTRADICTING_VARIABLES
 from overspill.processes import in_session, kill, wait_until_none
-from overspill.verify.life import Died, Event, Job, Played, Reference, live
 
-# A GPU's engine may compile for minutes before it answers, so this is no limit for slow ones but for hung ones.
-_SILENCE_S = 1800
+# A GPU's engine may compile for minutes before it answers, so this limit is for hung engines and not for slow ones.
+_SILENCE_S = 1800.0
 _LAST_LINES = 3
 # For a killed engine's processes to be gone.
 _GRACE_S = 10
 _SHARED_MEMORY = "/dev/shm/"
 
 
-@dataclass(frozen=True, slots=True)
-class Killed:
-    """It was under way, and we ended it."""
+Hear = Callable[[Any], None]
 
-    left_behind: str
-    """What outlived it; empty if nothing did."""
+
+class ChildDied(Exception):
+    """The work could not be done, and why: its own error, or the last lines of its log if it ended without one."""
 
 
 class Children:
-    """Starts one life at a time."""
+    """Runs functions of `module`, which the process that is forked has loaded, one at a time, each in a child.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="overspill-verify-")
+    A function gets `say` after its arguments: what it says reaches the parent at once, the result in the end.
+    """
+
+    def __init__(self, module: str, environment: Mapping[str, str], *, have_children: bool = False) -> None:
+        self._module, self._have_children = module, have_children
+        self._folder = tempfile.TemporaryDirectory(prefix="overspill-children-")
         self.log = Path(self._folder.name) / "log"
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["overspill.verify.engine"])
+        self._context.set_forkserver_preload([module])
         with _environment(environment), _redirected(self.log):
             forkserver.ensure_running()
 
@@ -59,40 +64,43 @@ class Children:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, job: Job) -> Reference | Played | Died:
-        """A whole life."""
-        with self._started(job) as (_, _, pipe):
-            return self._result(pipe)
+    def run(self, work: str, *args: Any, hear: Hear = lambda said: None, seconds: float = _SILENCE_S) -> Any:
+        """The function's result; `hear` gets what it says meanwhile."""
+        with self._started(work, args) as (_, pipe):
+            return self._result(pipe, hear, time.monotonic() + seconds)
 
-    def kill_under_way(self, job: Job) -> Killed | Died:
-        """A life that is ended as soon as it says that it is under way."""
-        with self._started(job) as (process, leader, pipe):
-            told = self._next(pipe)
-            if not isinstance(told, Event):
-                return told if isinstance(told, Died) else Died("it ended before it was killed")
+    def kill_under_way(self, work: str, *args: Any) -> str:
+        """Kill the child as soon as it says something. What outlived it; empty if nothing did."""
+        with self._started(work, args) as (process, pipe):
+            kind, _ = self._next(pipe, time.monotonic() + _SILENCE_S)
+            if kind == "done":
+                raise ChildDied("it ended before it was killed")
+            leader = process.pid or 0
             files = {path for pid in in_session(leader) for path in _shared_memory(pid)}
             process.kill()
-            # What is killed gives back its memory first, and a process that it started is told of its end.
+            # A killed process gives back its memory first, and its own children are notified of its end.
             wait_until_none(lambda: in_session(leader), _GRACE_S)
             process.join(_GRACE_S)
             if process.exitcode not in (None, -signal.SIGKILL):
                 # It crashed in the moment before: whatever is left or not, the kill did not do that.
-                ended = self._result(pipe)
-                return ended if isinstance(ended, Died) else Died("it ended before it was killed")
+                self._result(pipe, lambda said: None, time.monotonic() + _GRACE_S)
+                raise ChildDied("it ended before it was killed")
             left = [f"process {pid}" for pid in in_session(leader)]
             left += [str(path) for path in sorted(files) if path.exists()]
-            return Killed(f"after the kill: {', '.join(left)}" if left else "")
+            return f"after the kill: {', '.join(left)}" if left else ""
 
     @contextmanager
-    def _started(self, job: Job) -> Iterator[tuple[BaseProcess, int, Connection]]:
+    def _started(self, work: str, args: tuple[Any, ...]) -> Iterator[tuple[BaseProcess, Connection]]:
         self.log.write_text("")
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=live, args=(job, theirs, self.log), daemon=True)
+        given = (self._module, work, args, theirs, self.log)
+        # A daemon is ended even if this process is interrupted while it starts; it may not have children, though.
+        process = self._context.Process(target=_live, args=given, daemon=not self._have_children)
         process.start()
         theirs.close()
         assert process.pid is not None
         try:
-            yield process, process.pid, ours
+            yield process, ours
         finally:
             ours.close()
             process.join(timeout=1)
@@ -100,24 +108,60 @@ class Children:
             kill(in_session(process.pid))
             process.join()
 
-    def _result(self, pipe: Connection) -> Reference | Played | Died:
-        while isinstance(told := self._next(pipe), Event):
-            pass
-        return told
+    def _result(self, pipe: Connection, hear: Hear, deadline: float) -> Any:
+        while True:
+            kind, said = self._next(pipe, deadline)
+            if kind == "done":
+                return said
+            hear(said)
 
-    def _next(self, pipe: Connection) -> Reference | Played | Died | Event:
+    def _next(self, pipe: Connection, deadline: float) -> tuple[str, Any]:
         """What it says next, or what its log says where it ended without a word, as for want of memory."""
-        if not pipe.poll(_SILENCE_S):
-            return Died(f"nothing was heard of it for {_SILENCE_S // 60} minutes")
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise ChildDied("it did not end in time, and was killed")
         try:
-            told: Reference | Played | Died | Event = pipe.recv()
+            kind, said = pipe.recv()
         except (EOFError, OSError):  # an OSError where it ended in the middle of a word
-            return Died(f"its process ended; the last it wrote: {self._last_lines()}")
-        return told
+            raise ChildDied(f"its process ended; the last it wrote: {self._last_lines()}") from None
+        if kind == "died":
+            raise ChildDied(said)
+        return kind, said
 
     def _last_lines(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return " | ".join(lines[-_LAST_LINES:]) or "nothing"
+
+
+def _live(module: str, work: str, args: tuple[Any, ...], pipe: Connection, log: Path) -> None:
+    """Entry point of the child."""
+    os.setsid()  # what it starts is found, and ended, with it; and a Ctrl-C is the parent's to handle
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    try:
+        result = getattr(importlib.import_module(module), work)(*args, lambda said: pipe.send(("event", said)))
+        pipe.send(("done", result))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(("died", _reason(error)))
+    # An engine's threads must not keep the process: all is said.
+    os._exit(0)
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    """Nobody waits for an answer, and an engine holds a GPU's memory."""
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the cause: vLLM wraps its reasons."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _shared_memory(pid: int) -> set[Path]:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from overspill.verify.answers import Answer
+from overspill.verify.workload import Answer
 
 # A logit of 16 to 32, as models have, is rounded by half of a step of 2**-3 in bfloat16, of 2**-6 in float16; the
 # likeliest two may move apart by one step each. In float32 what is rounded on the way counts, not the step.
@@ -46,26 +46,20 @@ def most_noise(dtype: str) -> float:
     return _MOST_NOISE * _ROUNDING[dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mismatch, or a tie: two tokens so nearly as likely that rounding may decide between them."""
+
     request: str
     position: int
     """Of the first token that differs, from 0."""
     token: int
     expected_token: int
-    logprob: float | None
-    expected_logprob: float | None
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tie:
-    request: str
-    position: int
-    token: int
-    expected_token: int
-    gap: float
-    """Between the two tokens' log-probabilities."""
+    logprob: float | None = None
+    expected_logprob: float | None = None
+    gap: float | None = None
+    """Between the log-probabilities of a tie's two tokens."""
 
 
 @dataclass(slots=True)
@@ -76,8 +70,11 @@ class Compared:
     tokens: int = 0
     logprobs: int = 0
     identical_logprobs: int = 0
-    mismatches: list[Mismatch] = field(default_factory=list)
-    ties: list[Tie] = field(default_factory=list)
+    mismatches: list[Difference] = field(default_factory=list)
+    ties: list[Difference] = field(default_factory=list)
+
+    def __add__(self, other: "Compared") -> "Compared":
+        return Compared(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 def compare(got: Sequence[Answer], expected: Mapping[str, Answer], allowed: Tolerance) -> Compared:
@@ -96,27 +93,32 @@ def compare(got: Sequence[Answer], expected: Mapping[str, Answer], allowed: Tole
 
 
 def _compare_one(mine: Answer, theirs: Answer, allowed: Tolerance, *, strict: bool, result: Compared) -> None:
+    def differs(position: int, reason: str, gap: float | None = None) -> Difference:
+        token, other = (one.tokens[position] if position < len(one.tokens) else -1 for one in (mine, theirs))
+        here, there = (one.logprobs[position] if position < len(one.logprobs) else {} for one in (mine, theirs))
+        return Difference(mine.name, position, token, other, reason, here.get(token), there.get(other), gap)
+
     if len(mine.tokens) != len(theirs.tokens):
         short = min(len(mine.tokens), len(theirs.tokens))
-        result.mismatches.append(_at_end(mine, theirs, short))
+        result.mismatches.append(differs(short, f"{len(mine.tokens)} tokens instead of {len(theirs.tokens)}"))
         return
     for position, (token, other) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)):
         here, there = mine.logprobs[position], theirs.logprobs[position]
         if token != other:
             gap = _gap(here, there, token, other)
             if strict or gap is None or gap > allowed.tie:
-                result.mismatches.append(_mismatch(mine, theirs, position, "another token"))
+                result.mismatches.append(differs(position, "another token"))
             else:
-                result.ties.append(Tie(mine.name, position, token, other, gap))
+                result.ties.append(differs(position, "a tie", gap))
             return  # what follows answers another text
         result.tokens += 1
         gaps = [abs(here[key] - there[key]) for key in here.keys() & there.keys()]
         result.logprobs += len(gaps)
         result.identical_logprobs += gaps.count(0.0)
         limit = 0.0 if strict else allowed.logprob
-        if not math.isfinite(here[token]) or not all(gap <= limit for gap in gaps):  # a NaN is no equal either
+        if not math.isfinite(here[token]) or not all(gap <= limit for gap in gaps):  # a NaN is not equal either
             worst = f"log-probabilities apart by {max(gaps):.3g}, and {limit:.3g} is rounding"
-            result.mismatches.append(_mismatch(mine, theirs, position, worst))
+            result.mismatches.append(differs(position, worst))
             return
 
 
@@ -125,25 +127,6 @@ def _gap(here: Mapping[int, float], there: Mapping[int, float], token: int, othe
     if not all(key in seen for key in (token, other) for seen in (here, there)):
         return None
     return max(abs(seen[token] - seen[other]) for seen in (here, there))
-
-
-def _mismatch(mine: Answer, theirs: Answer, position: int, reason: str) -> Mismatch:
-    token, other = mine.tokens[position], theirs.tokens[position]
-    return Mismatch(
-        request=mine.name, position=position, token=token, expected_token=other,
-        logprob=mine.logprobs[position].get(token), expected_logprob=theirs.logprobs[position].get(other),
-        reason=reason,
-    )  # fmt: skip
-
-
-def _at_end(mine: Answer, theirs: Answer, position: int) -> Mismatch:
-    def token(tokens: Sequence[int]) -> int:
-        return tokens[position] if position < len(tokens) else -1
-
-    return Mismatch(
-        request=mine.name, position=position, token=token(mine.tokens), expected_token=token(theirs.tokens),
-        logprob=None, expected_logprob=None, reason=f"{len(mine.tokens)} tokens instead of {len(theirs.tokens)}",
-    )  # fmt: skip
 
 
 def noise(first: Iterable[Answer], again: Iterable[Answer]) -> float:

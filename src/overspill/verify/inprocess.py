@@ -1,0 +1,293 @@
+"""vLLM's engine in this process, stepped by hand, where its blocks and Overspill's copies can be reached.
+
+For `overspill verify`, the demo and benchmarks. It loads vLLM, so it is imported in processes made for an engine, which
+have VLLM_ENABLE_V1_MULTIPROCESSING=0 in their environment.
+"""
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from prometheus_client import REGISTRY
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig, ModelConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from overspill.kv import plugin
+from overspill.kv.connector import OverspillConnector
+from overspill.kv.scheduler import OffloadScheduler
+from overspill.kv.spill.scheduler import SpillScheduler
+from overspill.kv.spill.worker import SpillWorker
+from overspill.kv.worker import OffloadWorker
+from overspill.verify.workload import Answer
+
+# A request that runs for so many steps does not end.
+_STEPS = 100_000
+
+
+class Stuck(RuntimeError):
+    """Requests, or copies, that do not end."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """One prompt, and the tokens generated for it, as its user sees them arrive."""
+
+    name: str
+    prompt_tokens: int
+    began: float
+    internal_name: str = ""
+    arrivals: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    """At each position, of the likeliest tokens."""
+    cached_tokens: int = 0
+    spilled_bytes: int = 0
+    """Known at the end."""
+    is_done: bool = False
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.began
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.arrivals)]
+
+    @property
+    def tpot(self) -> float | None:
+        """As `vllm bench serve` defines it; also of a request that was stopped on the way."""
+        steps = len(self.arrivals) - 1
+        return (self.arrivals[-1] - self.arrivals[0]) / steps if steps > 0 else None
+
+    def take(self, output: Any, now: float) -> None:
+        choice = output.outputs[0]
+        self.is_done = output.finished
+        self.cached_tokens = output.num_cached_tokens or self.cached_tokens
+        self.spilled_bytes = (output.kv_transfer_params or {}).get("overspill", {}).get("spilled_bytes", 0)
+        self.arrivals += [now] * len(choice.token_ids)
+        self.tokens += choice.token_ids
+        self.logprobs += [{token: p.logprob for token, p in likely.items()} for likely in choice.logprobs or ()]
+
+    def answer(self, name: str, *, alone: bool = True) -> Answer:
+        return Answer(
+            name=name, tokens=tuple(self.tokens), logprobs=tuple(self.logprobs), prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens, spilled_bytes=self.spilled_bytes, alone=alone,
+        )  # fmt: skip
+
+
+class Engine:
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._count = itertools.count(1)
+        self._running: dict[str, Generation] = {}
+
+    @classmethod
+    def start(cls, model: Path | str, options: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
+        """With Overspill where its `options` are given."""
+        # Where Overspill is only on the path, vLLM does not find its plugin; hence the module's path, too.
+        plugin.register()
+        transfer = None
+        if options is not None:
+            transfer = KVTransferConfig(
+                kv_connector="OverspillConnector", kv_connector_module_path="overspill.kv.connector",
+                kv_role="kv_both", kv_connector_extra_config=dict(options),
+            )  # fmt: skip
+        arguments = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "disable_log_stats": False} | arguments
+        return cls(LLM(model=str(model), kv_transfer_config=transfer, **arguments))
+
+    def close(self) -> None:
+        # All of it, now: an engine that is collected later takes the next one's state with it.
+        self.llm = None
+        gc.collect()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Its parts.
+
+    @property
+    def _vllm(self) -> Any:
+        return self.llm.llm_engine
+
+    @property
+    def core(self) -> Any:
+        return self._vllm.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def _connector(self) -> OverspillConnector:
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, OverspillConnector)
+        return connector
+
+    @property
+    def has_offload(self) -> bool:
+        connector = self.scheduler.connector
+        return connector is not None and connector._scheduler is not None
+
+    @property
+    def offload_scheduler(self) -> OffloadScheduler:
+        scheduler: OffloadScheduler = self.scheduler.connector.scheduler
+        return scheduler
+
+    @property
+    def offload_worker(self) -> OffloadWorker:
+        return self._connector.worker
+
+    @property
+    def spill_scheduler(self) -> SpillScheduler | None:
+        """None without spill."""
+        scheduler: SpillScheduler | None = getattr(self.scheduler.connector, "spill_scheduler", None)
+        return scheduler
+
+    @property
+    def spill_worker(self) -> SpillWorker | None:
+        return self._connector.spill_worker
+
+    # Requests.
+
+    def add(self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None) -> Generation:
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        generation = Generation(f"request-{next(self._count)}", len(prompt), time.perf_counter())
+        self._running[generation.name] = generation
+        tokens = {"prompt_token_ids": list(prompt)}
+        generation.internal_name = self._vllm.add_request(generation.name, tokens, parameters)
+        return generation
+
+    def step(self) -> list[Generation]:
+        """The ones that this step finished. Times are taken when a step returns."""
+        outputs = self._vllm.step()
+        now = time.perf_counter()
+        finished = []
+        for output in outputs:
+            if (generation := self._running.get(output.request_id)) is not None:
+                generation.take(output, now)
+                if generation.is_done:
+                    finished.append(self._running.pop(generation.name))
+        return finished
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is not answered yet."""
+        return bool(self._running)
+
+    def run(self, until: Callable[[], bool] | None = None, seconds: float = float("inf")) -> bool:
+        """Step until the condition holds, or every request is answered; False if the time was over first."""
+        deadline = time.perf_counter() + seconds
+        for _ in range(_STEPS):
+            if until() if until is not None else not self.is_busy:
+                return True
+            if time.perf_counter() > deadline:
+                return False
+            if not self.is_busy:
+                raise Stuck("no request runs, and the awaited condition does not hold")
+            self.step()
+        raise Stuck(f"requests are still unfinished after {_STEPS} steps")
+
+    def generate(self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None) -> Generation:
+        """One prompt, until its last token."""
+        generation = self.add(prompt, max_tokens, logprobs=logprobs)
+        self.run(lambda: generation.is_done)
+        return generation
+
+    def abort(self, *generations: Generation) -> None:
+        """Those that still run."""
+        self._vllm.abort_request([one.name for one in generations if self._running.pop(one.name, None) is not None])
+
+    def abort_all(self) -> None:
+        self.abort(*self._running.values())
+
+    def drain(self) -> None:
+        """Let copies, and the step in flight, end after the last request is gone, as a server's loop does."""
+        for _ in range(_STEPS):
+            if not self.scheduler.has_requests() and not self.core.batch_queue:
+                return
+            self._vllm.step()
+        raise Stuck(f"copies are still under way after {_STEPS} steps")
+
+    def counters(self, *names: str) -> dict[str, int]:
+        """Overspill's counters and vLLM's preemptions since the start, as a server shows them on /metrics; only the
+        named ones of Overspill's if any are: collecting the whole registry takes as long as a decode step."""
+        found = dict.fromkeys(names, 0)
+        known = REGISTRY._names_to_collectors
+        collectors = [known[key] for name in names if (key := f"overspill_{name}_total") in known]
+        metrics = [metric for one in collectors for metric in one.collect()] if names else REGISTRY.collect()
+        for sample in (sample for metric in metrics for sample in metric.samples):
+            name = "preemptions" if sample.name == "vllm:num_preemptions_total" else sample.name
+            if name == "preemptions" or (name.startswith("overspill_") and name.endswith("_total")):
+                name = name.removeprefix("overspill_").removesuffix("_total")
+                found[name] = found.get(name, 0) + int(sample.value)
+        return found
+
+
+def arguments_of(flags: Sequence[str]) -> dict[str, Any]:
+    """By vLLM's own parser, so that flags mean what they mean to a server."""
+    read = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(flags))
+    names = [flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")]
+    return {name: getattr(read, name) for name in names}
+
+
+# Random weights whose answers depend on all of the KV cache, for a model of which only the shape is here. vLLM's own
+# dummy weights lie within ±0.001, norms included: attention vanishes beside the residual, answers depend on the last
+# token alone, and comparing them would prove nothing.
+
+LOAD_FORMAT = "overspill_random"
+# Attention with scores of this width picks out few tokens, so that a wrong block is seen and not averaged away.
+_QKV_GAIN = 2.0
+# Normalised queries and keys give scores around 1 whatever made them; this is what remains to be chosen.
+_QUERY_NORM = 4.0
+# Logits then reach 16 and more, as models' do: the rounding that is allowed for is that of such numbers.
+_HEAD_GAIN = 4.0
+
+
+@register_model_loader(LOAD_FORMAT)
+class RandomWeights(DummyModelLoader):
+    """The same in every engine. Drawn before kernels repack weights into forms of their own, as on a CPU."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        super().load_weights(model, model_config)
+        redraw(model)
+
+
+def redraw(model: torch.nn.Module, seed: int = 0, head_gain: float = _HEAD_GAIN) -> int:
+    """The number of tensors drawn; packed ones, and those for which vLLM has a value, keep what vLLM gave them."""
+    drawn = 0
+    with torch.inference_mode():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            is_packed = not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2
+            if is_packed or parameter.is_meta or hasattr(parameter, "dummy_weight_value"):
+                continue
+            if parameter.dim() == 1:
+                norm = _QUERY_NORM if name.endswith("q_norm.weight") else 1.0
+                parameter.fill_(0.0 if name.endswith("bias") else norm)
+            else:
+                is_head = name.endswith(("lm_head.weight", "embed_tokens.weight"))
+                gain = _QKV_GAIN if "qkv" in name else head_gain if is_head else 1.0
+                generator = torch.Generator(device=parameter.device).manual_seed(seed + number)
+                parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
+            drawn += 1
+    return drawn
