@@ -28,7 +28,7 @@ from overspill.verify.run import (
     verify,
 )
 from overspill.verify.scenarios import NAMES, SCENARIOS, Scenario, Tier, chosen, read_request
-from overspill.verify.stage import CONVERSATION_UNITS, engine_spec, make_stage
+from overspill.verify.stage import ANSWER, CONVERSATION_UNITS, engine_spec, make_stage
 from overspill.verify.workload import Answer, Ask, Played, Reference, make_script, make_workload
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -287,7 +287,7 @@ def test_the_same_seed_asks_the_same_and_varied_lengths_stay_within_the_context(
     assert make_workload(stage, 7) == make_workload(stage, 7) != make_workload(stage, 8)
     for seed in range(20):
         for one in make_workload(stage, seed, varied=True).all:
-            length = sum(len(piece) + one.max_tokens for piece in one.pieces)
+            length = sum(len(piece) + ANSWER for piece in one.pieces)
             assert all(one.pieces) and length <= stage.max_model_len
             low, high = stage.token_ids
             assert all(low <= token < high for piece in one.pieces for token in piece)

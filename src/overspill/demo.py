@@ -95,7 +95,7 @@ class Conversations:
         for _ in range(count):
             for number, history in enumerate(self.histories, start=1):
                 name = f"{number}/{len(self.answers) // len(self.histories) + 1}"
-                answer = engine.generate(history, ANSWER, logprobs=LOGPROBS).answer(name)
+                answer = engine.generate(history, ANSWER, logprobs=LOGPROBS, name=name)
                 self.answers.append(answer)
                 history += [*answer.tokens, *random_tokens(1000 + len(self.answers), NEXT_TURN)]
 

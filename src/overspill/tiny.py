@@ -37,18 +37,7 @@ def make_llama(path: Path, *, layers: int = 4, seed: int = 0) -> Path:
     """Full attention in every layer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=MAX_POSITIONS,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = LlamaConfig(**_common(layers), head_dim=HEAD_DIM)
     return _write(LlamaForCausalLM, config, path, seed)
 
 
@@ -57,20 +46,12 @@ def make_gemma3(path: Path, *, layers: int = 6, seed: int = 0) -> Path:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
+        **_common(layers),
         head_dim=HEAD_DIM,
         query_pre_attn_scalar=HEAD_DIM,
         sliding_window=WINDOW,
         layer_types=_every_third(layers, "full_attention", "sliding_attention"),
-        max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     return _write(Gemma3ForCausalLM, config, path, seed)
 
@@ -84,15 +65,10 @@ def make_mamba_hybrid(path: Path, *, layers: int = 6, seed: int = 0) -> Path:
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     config = GraniteMoeHybridConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        **_common(layers),
         shared_intermediate_size=2 * HIDDEN,
         num_local_experts=0,
         num_experts_per_tok=0,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
         attention_multiplier=1 / math.sqrt(HEAD_DIM),
         position_embedding_type="rope",
         layer_types=_every_third(layers, "full_attention", "linear_attention"),
@@ -101,9 +77,6 @@ def make_mamba_hybrid(path: Path, *, layers: int = 6, seed: int = 0) -> Path:
         mamba_expand=1,
         mamba_d_state=16,
         mamba_n_groups=1,
-        max_position_embeddings=MAX_POSITIONS,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     return _write(GraniteMoeHybridForCausalLM, config, path, seed)
 
@@ -116,27 +89,19 @@ def make_gdn_hybrid(path: Path, *, layers: int = 6, seed: int = 0) -> Path:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        **_common(layers),
         # vLLM insists on one layer with experts.
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=HIDDEN,
         shared_expert_intermediate_size=HIDDEN,
         mlp_only_layers=list(range(1, layers)),
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
         head_dim=64,
         layer_types=_every_third(layers, "full_attention", "linear_attention"),
         linear_num_key_heads=1,
         linear_num_value_heads=2,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
-        max_position_embeddings=MAX_POSITIONS,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     return _write(Qwen3NextForCausalLM, config, path, seed)
 
@@ -146,23 +111,15 @@ def make_chunked_local(path: Path, *, layers: int = 6, seed: int = 0) -> Path:
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     config = Llama4TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        **_common(layers),
         intermediate_size_mlp=2 * HIDDEN,
         moe_layers=[],
         interleave_moe_layer_step=0,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         # Normalised queries and keys would make attention almost uniform.
         use_qk_norm=False,
         attention_chunk_size=CHUNK,
         no_rope_layers=[int(kind == "local") for kind in _every_third(layers, "full", "local")],
-        max_position_embeddings=MAX_POSITIONS,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     return _write(Llama4ForCausalLM, config, path, seed)
 
@@ -175,25 +132,17 @@ def make_mla(path: Path, *, layers: int = 4, seed: int = 0) -> Path:
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     config = DeepseekV2Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=layers,
+        **_common(layers) | {"num_key_value_heads": HEADS},
         first_k_dense_replace=layers,
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
         q_lora_rank=None,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
         qk_nope_head_dim=HEAD_DIM,
         v_head_dim=HEAD_DIM,
         head_dim=64,
-        max_position_embeddings=MAX_POSITIONS,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     return _write(DeepseekV2ForCausalLM, config, path, seed)
 
@@ -206,6 +155,20 @@ MODELS: dict[str, Maker] = {
     "chunked-local": make_chunked_local,
     "mla": make_mla,
 }
+
+
+def _common(layers: int) -> dict[str, int]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": MAX_POSITIONS,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
 
 
 def _every_third(layers: int, third: str, other: str) -> list[str]:

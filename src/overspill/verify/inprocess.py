@@ -8,7 +8,6 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,58 +40,11 @@ class Stuck(RuntimeError):
     """Requests, or copies, that do not end."""
 
 
-@dataclass(slots=True)
-class Generation:
-    """One prompt, and the tokens generated for it, as its user sees them arrive."""
-
-    name: str
-    prompt_tokens: int
-    began: float
-    internal_name: str = ""
-    arrivals: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    """At each position, of the likeliest tokens."""
-    cached_tokens: int = 0
-    spilled_bytes: int = 0
-    """Known at the end."""
-    is_done: bool = False
-
-    @property
-    def ttft(self) -> float:
-        return self.arrivals[0] - self.began
-
-    @property
-    def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in itertools.pairwise(self.arrivals)]
-
-    @property
-    def tpot(self) -> float | None:
-        """As `vllm bench serve` defines it; also of a request that was stopped on the way."""
-        steps = len(self.arrivals) - 1
-        return (self.arrivals[-1] - self.arrivals[0]) / steps if steps > 0 else None
-
-    def take(self, output: Any, now: float) -> None:
-        choice = output.outputs[0]
-        self.is_done = output.finished
-        self.cached_tokens = output.num_cached_tokens or self.cached_tokens
-        self.spilled_bytes = (output.kv_transfer_params or {}).get("overspill", {}).get("spilled_bytes", 0)
-        self.arrivals += [now] * len(choice.token_ids)
-        self.tokens += choice.token_ids
-        self.logprobs += [{token: p.logprob for token, p in likely.items()} for likely in choice.logprobs or ()]
-
-    def answer(self, name: str, *, alone: bool = True) -> Answer:
-        return Answer(
-            name=name, tokens=tuple(self.tokens), logprobs=tuple(self.logprobs), prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens, spilled_bytes=self.spilled_bytes, alone=alone,
-        )  # fmt: skip
-
-
 class Engine:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self._count = itertools.count(1)
-        self._running: dict[str, Generation] = {}
+        self._running: dict[str, Answer] = {}
 
     @classmethod
     def start(cls, model: Path | str, options: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
@@ -167,27 +119,37 @@ class Engine:
 
     # Requests.
 
-    def add(self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None) -> Generation:
+    def add(self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None, name: str = "") -> Answer:
+        """The answer, which grows with every step."""
         parameters = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs,
             output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
-        generation = Generation(f"request-{next(self._count)}", len(prompt), time.perf_counter())
-        self._running[generation.name] = generation
-        tokens = {"prompt_token_ids": list(prompt)}
-        generation.internal_name = self._vllm.add_request(generation.name, tokens, parameters)
-        return generation
+        key = f"request-{next(self._count)}"
+        answer = Answer(name=name or key, prompt_tokens=len(prompt), alone=not self._running, began=time.perf_counter())
+        for other in self._running.values():
+            other.alone = False
+        self._running[key] = answer
+        answer.request = self._vllm.add_request(key, {"prompt_token_ids": list(prompt)}, parameters)
+        return answer
 
-    def step(self) -> list[Generation]:
-        """The ones that this step finished. Times are taken when a step returns."""
+    def step(self) -> list[Answer]:
+        """Those that this step finished. Times are taken when a step returns."""
         outputs = self._vllm.step()
         now = time.perf_counter()
         finished = []
         for output in outputs:
-            if (generation := self._running.get(output.request_id)) is not None:
-                generation.take(output, now)
-                if generation.is_done:
-                    finished.append(self._running.pop(generation.name))
+            if (answer := self._running.get(output.request_id)) is None:
+                continue  # aborted
+            choice = output.outputs[0]
+            answer.cached_tokens = output.num_cached_tokens or answer.cached_tokens
+            answer.spilled_bytes = (output.kv_transfer_params or {}).get("overspill", {}).get("spilled_bytes", 0)
+            answer.arrivals += [now] * len(choice.token_ids)
+            answer.tokens += choice.token_ids
+            answer.logprobs += [{token: p.logprob for token, p in likely.items()} for likely in choice.logprobs or ()]
+            answer.is_done = output.finished
+            if answer.is_done:
+                finished.append(self._running.pop(output.request_id))
         return finished
 
     @property
@@ -208,18 +170,20 @@ class Engine:
             self.step()
         raise Stuck(f"requests are still unfinished after {_STEPS} steps")
 
-    def generate(self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None) -> Generation:
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None, name: str = ""
+    ) -> Answer:
         """One prompt, until its last token."""
-        generation = self.add(prompt, max_tokens, logprobs=logprobs)
-        self.run(lambda: generation.is_done)
-        return generation
+        answer = self.add(prompt, max_tokens, logprobs=logprobs, name=name)
+        self.run(lambda: answer.is_done)
+        return answer
 
-    def abort(self, *generations: Generation) -> None:
-        """Those that still run."""
-        self._vllm.abort_request([one.name for one in generations if self._running.pop(one.name, None) is not None])
-
-    def abort_all(self) -> None:
-        self.abort(*self._running.values())
+    def abort(self, *answers: Answer) -> None:
+        """Those that still run; all of them if none is named."""
+        keys = [key for key, answer in self._running.items() if not answers or answer in answers]
+        for key in keys:
+            del self._running[key]
+        self._vllm.abort_request(keys)
 
     def drain(self) -> None:
         """Let copies, and the step in flight, end after the last request is gone, as a server's loop does."""

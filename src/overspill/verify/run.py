@@ -210,7 +210,7 @@ class _Round:
         return tuple(outcomes)
 
     def _play(self, scenario: Scenario, reference: Reference, allowed: Tolerance) -> Outcome:
-        options = {**scenario.options, **(drawn_options(scenario, self.request.seed) if self.request.soak else {})}
+        options = drawn_options(scenario, self.request.seed) if self.request.soak else {}
         spec = self._spec(scenario, options)
         more: dict[str, int] = {}
         play = scenario.name
@@ -238,9 +238,9 @@ class _Round:
         try:
             played: Played = self.children.run("play", spec, "damaged-unseen", reference.script)
         except ChildDied as error:
-            return replace(outcome, untold=f"the engine died: {error}")
+            return replace(outcome, unknown=f"the engine died: {error}")
         if not played.figures.get("injected"):
-            return replace(outcome, untold="no fault could be injected")
+            return replace(outcome, unknown="no fault could be injected")
         differs = compare(played.answers[-1:], reference.answers, replace(allowed, same_pieces=False)).mismatches
         return replace(outcome, sensitive=bool(differs), must_be_sensitive=self.request.random_weights)
 

@@ -28,11 +28,12 @@ class Scenario:
     tier: Tier = Tier.OFFLOAD
     required: Mapping[str, str] = field(default_factory=dict)
     """Counters that must not be 0, and what it means if they are."""
-    options: Mapping[str, Any] = field(default_factory=dict)
     same_pieces: bool = False
     """Whether answers to prompts that ran alone can be compared bit by bit."""
     faults: tuple[str, ...] = ()
     """Overspill's counters of what this scenario breaks; its counters of other trouble must be 0."""
+    fault_text: str = "-"
+    """What the table says of faults, made of the counters."""
     may_be_lazy: bool = False
     """Whether blocks leave the GPU one after the other, so that stores have time to begin when they are near."""
     soak_only: bool = False
@@ -41,7 +42,7 @@ class Scenario:
 _LOADED = {"hit_tokens": "no token came from RAM", "load_bytes": "no byte was loaded from RAM"}
 _STREAMED = {"spill_in_bytes": "no byte was streamed from RAM", "spilled_tokens": "no request spilled"}
 _BROKEN = {"injected": "no fault could be injected"}
-DAMAGE = ("corrupt_blocks", "load_failures")
+_CAUGHT = "{caught} of {injected} caught"
 
 SCENARIOS = (
     Scenario(
@@ -50,12 +51,24 @@ SCENARIOS = (
     ),
     Scenario(
         name="preempted", title="requests are preempted",
-        required=_LOADED | {"preemptions": "no request was preempted"},
+        required=_LOADED | {"preemptions": "no request was preempted"}, fault_text="{preemptions} preempted",
     ),
-    Scenario(name="aborted", title="requests are aborted", required=_LOADED | _BROKEN),
-    Scenario(name="damaged", title="a block is damaged in RAM", required=_LOADED | _BROKEN, faults=DAMAGE),
-    Scenario(name="failed-load", title="a load fails", required=_LOADED | _BROKEN, faults=("load_failures",)),
-    Scenario(name="killed", title="the engine is killed", required=_LOADED | _BROKEN, same_pieces=True),
+    Scenario(
+        name="aborted", title="requests are aborted", required=_LOADED | _BROKEN,
+        fault_text="{injected} aborted, {caught} in a copy",
+    ),
+    Scenario(
+        name="damaged", title="a block is damaged in RAM", required=_LOADED | _BROKEN,
+        faults=("corrupt_blocks", "load_failures"), fault_text=_CAUGHT,
+    ),
+    Scenario(
+        name="failed-load", title="a load fails", required=_LOADED | _BROKEN, faults=("load_failures",),
+        fault_text=_CAUGHT,
+    ),
+    Scenario(
+        name="killed", title="the engine is killed", required=_LOADED | _BROKEN, same_pieces=True,
+        fault_text="{injected} killed",
+    ),
     Scenario(
         name="spilled", title="contexts are spilled", tier=Tier.SPILL, required=_STREAMED, same_pieces=True,
     ),
@@ -64,6 +77,7 @@ SCENARIOS = (
     ),
     Scenario(
         name="arrivals", title="random arrivals and aborts", tier=Tier.BOTH, required=_LOADED, soak_only=True,
+        fault_text="{injected} aborted",
     ),
 )  # fmt: skip
 NAMES = tuple(scenario.name for scenario in SCENARIOS)

@@ -1,9 +1,10 @@
 """The prompts, random tokens in lengths that fill blocks of KV, and the answers to them. Drawn from a seed."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from overspill.verify.stage import ANSWER, CONVERSATION_UNITS, Stage
 
@@ -28,18 +29,40 @@ class Ask:
         return f"{self.conversation}/{self.turn}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Answer:
+    """The tokens generated for a prompt, as its user sees them arrive."""
+
     name: str
     """Of the ask."""
-    tokens: tuple[int, ...]
-    logprobs: tuple[Mapping[int, float], ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Mapping[int, float]] = field(default_factory=list)
     """At each position, of the likeliest tokens."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     spilled_bytes: int = 0
+    """Known at the end."""
     alone: bool = True
     """Whether nothing else ran meanwhile, so that any engine computes it in the same pieces."""
+    request: str = ""
+    """Its name within vLLM."""
+    began: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.began
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.arrivals)]
+
+    @property
+    def tpot(self) -> float | None:
+        """As `vllm bench serve` defines it; also of a request that was stopped on the way."""
+        steps = len(self.arrivals) - 1
+        return (self.arrivals[-1] - self.arrivals[0]) / steps if steps > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +70,6 @@ class Conversation:
     name: str
     pieces: tuple[tuple[int, ...], ...]
     """What is said in each turn; a turn's prompt is all of them so far and the answers between them."""
-    max_tokens: int = ANSWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +161,7 @@ def make_script(workload: Workload, answer: Callable[[Ask], Answer], seed: int) 
         history: tuple[int, ...] = ()
         asks = []
         for turn, piece in enumerate(conversation.pieces):
-            ask = Ask(conversation.name, turn, (*history, *piece), conversation.max_tokens)
+            ask = Ask(conversation.name, turn, (*history, *piece), ANSWER)
             asks.append(ask)
             history = (*ask.prompt, *answer(ask).tokens)
         return tuple(asks)
