@@ -21,21 +21,21 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import process
+import httpx
+import psutil
+
 import record
 from overspill.address import free_port
 from record import Json, say
+from servers import Server, started
 
 NAME = "tiny"
 START_SECONDS = 240.0
@@ -49,125 +49,85 @@ SENT_AT = re.compile(rb'"at": ([\d.]+)')
 
 
 @contextlib.contextmanager
-def manager(command: list[str], folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
+def manager(command: list[str], folder: Path, port: int) -> Iterator[Server]:
+    ours = [name for name in os.environ if name.startswith("OVERSPILL_")]
     places = {"XDG_STATE_HOME": str(folder / "state"), "HF_HUB_CACHE": str(folder / "hub")}
-    log = folder / "manager.log"
-    child = process.start(command, log, {**dict.fromkeys(os.environ.keys() - kept.keys(), ""), **places})
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(OSError):
-                ask(port, "/healthz")
-                break
-            if child.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("\n".join(["the manager does not answer; its last lines:", *process.tail(log)]))
-            time.sleep(0.2)
-        yield child
-    finally:
-        # It stops its engines, which are in sessions of their own.
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(120)
-        process.stop(child)
+    # It stops its engines, which are in sessions of their own; hence the patience.
+    with started(command, folder / "manager.log", port, dict.fromkeys(ours, "") | places, patience=120) as server:
+        try:
+            server.wait("/healthz", START_SECONDS)
+        except RuntimeError as error:
+            raise SystemExit("\n".join([f"the manager: {error}; its last lines:", *server.tail()])) from error
+        yield server
 
 
-def ask(port: int, path: str, body: Json | None = None, seconds: float = 10.0) -> bytes:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", data=data, headers={"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            read: bytes = answer.read()
-            return read
-    except urllib.error.HTTPError as error:
-        raise SystemExit(f"{path}: {error.read().decode()}") from error
+def start_model(server: Server) -> Json:
+    answer = server.request(f"/api/engines/start/{NAME}", {}, START_SECONDS)
+    if answer.is_error:
+        raise SystemExit(f"the engine does not start: {answer.text}")
+    engine: Json = answer.json()
+    return engine
 
 
 class EventStream(threading.Thread):
     """What a page on the dashboard asks for: itself, its charts with their history, then events."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
-        self._port = port
+        self._server = server
         self.num_samples = 0
 
     def run(self) -> None:
         for path in ("/", "/static/manager.css", "/static/manager.js", "/api/charts", "/api/history"):
-            ask(self._port, path)
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{self._port}/events/dashboard", timeout=60) as told,
-        ):
-            for line in told:
-                self.num_samples += line == b"event: sample\n"
+            self._server.request(path, seconds=10).raise_for_status()
+        url = f"http://127.0.0.1:{self._server.port}/events/dashboard"
+        with contextlib.suppress(httpx.TransportError), httpx.stream("GET", url, timeout=60) as events:
+            for line in events.iter_lines():
+                self.num_samples += line == "event: sample"
 
 
 @contextlib.contextmanager
-def open_page(port: int, folder: Path, chromium: str | None) -> Iterator[EventStream | None]:
+def open_page(server: Server, folder: Path, chromium: str | None) -> Iterator[EventStream | None]:
     if chromium is None:
-        stream = EventStream(port)
+        stream = EventStream(server)
         stream.start()
         yield stream
         return
     command = [
         chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        f"--user-data-dir={folder / 'browser'}", "--remote-debugging-port=0", f"http://127.0.0.1:{port}/",
+        f"--user-data-dir={folder / 'browser'}", "--remote-debugging-port=0", f"http://127.0.0.1:{server.port}/",
     ]  # fmt: skip
-    child = process.start(command, folder / "browser.log")
-    try:
+    with started(command, folder / "browser.log"):
         yield None
-    finally:
-        process.stop(child)
 
 
-def cpu_seconds(pid: int) -> float:
+def cpu_seconds(server: Server) -> float:
     """Of one process, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def connections_to(port: int) -> int:
-    """That are established: what an open page has."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[3] == "01" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
+    times = server.process.cpu_times()
+    return float(times.user + times.system)
 
 
 def measure_idle(arguments: argparse.Namespace, folder: Path) -> Json:
     port = free_port()
     (folder / "models").mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "overspill",
-        "manager",
-        "--port",
-        str(port),
-        "--models-folder",
-        str(folder / "models"),
-    ]
+    command = [sys.executable, "-m", "overspill", "manager", "--port", str(port)]
     chromium = None if arguments.no_browser else shutil.which("chromium")
-    with manager(command, folder, port) as child:
+    with manager([*command, "--models-folder", str(folder / "models")], folder, port) as server:
         if not arguments.no_engine:
-            start_engine(port, folder)
-        with open_page(port, folder, chromium) as stream:
+            start_engine(server, folder)
+        with open_page(server, folder, chromium) as stream:
             time.sleep(WARM_SECONDS)
             shares, sizes = [], []
-            began, spent = time.monotonic(), cpu_seconds(child.pid)
+            began, spent = time.monotonic(), cpu_seconds(server)
             while time.monotonic() - began < arguments.seconds:
-                before, spent_before = time.monotonic(), cpu_seconds(child.pid)
+                before, spent_before = time.monotonic(), cpu_seconds(server)
                 time.sleep(min(5.0, arguments.seconds))
-                shares.append((cpu_seconds(child.pid) - spent_before) / (time.monotonic() - before))
-                sizes.append(resident_bytes(child.pid))
+                shares.append((cpu_seconds(server) - spent_before) / (time.monotonic() - before))
+                sizes.append(server.process.memory_info().rss)
             seconds = time.monotonic() - began
-            share = (cpu_seconds(child.pid) - spent) / seconds
+            share = (cpu_seconds(server) - spent) / seconds
             # Connections without a request are closed after seconds, so this is the page's stream of events.
-            if not connections_to(port):
+            if not any(one.status == psutil.CONN_ESTABLISHED for one in server.process.net_connections("tcp")):
                 raise SystemExit("no page is open any more: nothing is connected to the manager")
         samples = stream.num_samples if stream is not None else None
     say(f"idle: {share:.2%} of a core, {max(sizes) / 1e6:.1f} MB")
@@ -183,7 +143,7 @@ def measure_idle(arguments: argparse.Namespace, folder: Path) -> Json:
     }
 
 
-def start_engine(port: int, folder: Path) -> None:
+def start_engine(server: Server, folder: Path) -> None:
     from overspill.registry import add_model, open_registry
     from overspill.tiny import make_llama
 
@@ -195,7 +155,7 @@ def start_engine(port: int, folder: Path) -> None:
     with open_registry(environ={"XDG_STATE_HOME": str(folder / "state")}) as registry:
         add_model(registry, NAME, settings)
     say("starting an engine of the embedded model")
-    ask(port, f"/api/engines/start/{NAME}", {}, START_SECONDS)
+    start_model(server)
 
 
 # The gateway, beside the server that it stands before.
@@ -258,21 +218,20 @@ async def ask_all(port: int, arguments: argparse.Namespace, timed: Timed) -> Non
 def measure_gateway(arguments: argparse.Namespace, folder: Path) -> Json:
     port = free_port()
     command = [sys.executable, __file__, "--token-ms", str(arguments.token_ms), "--serve", str(folder), str(port)]
-    with manager(command, folder, port) as child:
-        started = json.loads(ask(port, f"/api/engines/start/{NAME}", {}, START_SECONDS))
-        ports = {"gateway": port, "direct": int(started["url"].rpartition(":")[2])}
+    with manager(command, folder, port) as server:
+        ports = {"gateway": port, "direct": int(start_model(server)["url"].rpartition(":")[2])}
         for side in SIDES:
             asyncio.run(ask_all(ports[side], arguments, Timed()))
         rounds: dict[str, list[Timed]] = {side: [] for side in SIDES}
         spent, began = 0.0, time.monotonic()
         for number in range(arguments.rounds):
             for side in SIDES if number % 2 else reversed(SIDES):
-                timed, before = Timed(), cpu_seconds(child.pid)
+                timed, before = Timed(), cpu_seconds(server)
                 asyncio.run(ask_all(ports[side], arguments, timed))
                 rounds[side].append(timed)
-                spent += (cpu_seconds(child.pid) - before) * (side == "gateway")
+                spent += (cpu_seconds(server) - before) * (side == "gateway")
         seconds = time.monotonic() - began
-        sizes = resident_bytes(child.pid)
+        sizes = server.process.memory_info().rss
     result: Json = {"seconds": seconds, "machine_load": list(os.getloadavg()), "resident_bytes": sizes}
     num_tokens = arguments.rounds * arguments.requests * arguments.streams * arguments.tokens
     result["gateway_cpu_microseconds_per_token"] = 1e6 * spent / num_tokens
@@ -373,7 +332,6 @@ def main() -> None:
         words = arguments.stand_in  # as for `overspill serve`
         asyncio.run(stand_in(int(words[words.index("--port") + 1]), arguments.token_ms / 1000))
         return
-    process.exit_on_sigterm()
     out = arguments.out or record.default_path("manager-cost")
     hidden = ("serve", "stand_in")
     settings = {name: value for name, value in record.settings(arguments).items() if name not in hidden}

@@ -19,27 +19,24 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-import engine_life
-import model_shape
-import process
+import lives
 import record
+import shapes
 import summary
-from engine_life import Life
 from record import GIB, Json, say
-from systems import DEFAULT_SYSTEMS, System, system
-from workloads import GROUPS, WORKLOADS, Load
+from systems import DEFAULT_SYSTEMS, system
+from workloads import GROUPS, WORKLOADS, Life, Load
 
-HERE = Path(__file__).parent
 SMALL_CACHE_BLOCKS = 4500
 # 24 requests of 8k + 1k tokens at once, in blocks of 16.
 LARGE_CACHE_BLOCKS = 14_000
 FIRST_LIFE_SECONDS = 150.0
+# What is left of a life's time after its last repeat goes to shutting down.
+SHUTDOWN_SECONDS = 20.0
 
 
 def chosen_workloads(names: list[str]) -> list[str]:
@@ -59,23 +56,9 @@ def lives_of(workloads: list[str], gpu_blocks: int | None) -> list[tuple[int, li
     return [(blocks, group) for blocks, group in ((SMALL_CACHE_BLOCKS, small), (LARGE_CACHE_BLOCKS, large)) if group]
 
 
-def load_result(arguments: argparse.Namespace, out: Path) -> Json:
-    header = record.header("offload", record.settings(arguments))
-    if not (arguments.resume and out.exists()):
-        per_token = model_shape.kv_bytes_per_token(arguments.model, 4 if arguments.dtype == "float32" else 2)
-        return header | {
-            "kv_bytes_per_token": per_token,
-            "link": None,
-            "systems": {},
-            "skipped": [],
-            "resumed": [],
-        }
-    return record.resumed(out, header)
-
-
 def measure_link() -> Json | None:
     """In a process of its own: a CUDA context kept here would take memory from the engines."""
-    command = [sys.executable, str(HERE / "link.py")]
+    command = [sys.executable, str(lives.HERE / "gpu.py")]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if answer.returncode:
         say(f"link not measured: {answer.stderr.strip().splitlines()[-1:]}")
@@ -84,68 +67,61 @@ def measure_link() -> Json | None:
     return link
 
 
-def run_life(target: System, blocks: int, workloads: list[str], seconds: float, arguments: argparse.Namespace) -> Json:
-    """One engine life from start to end, whatever becomes of it."""
-    scratch = Path(tempfile.mkdtemp(prefix="life-"))
-    log = (arguments.logs or scratch) / f"{target.name.replace(':', '-')}-{blocks}.log"
-    life = Life(
-        system=target.name, model=str(arguments.model), workloads=workloads, gpu_blocks=blocks,
-        kv_transfer_config=target.kv_transfer_config, report=str(scratch / "report.jsonl"),
-        # What is left after the last repeat goes to shutting down.
-        seconds=max(0.0, seconds - 20), load=make_load(arguments),
-        max_model_len=arguments.max_model_len, load_format=arguments.load_format, dtype=arguments.dtype,
-        enforce_eager=arguments.enforce_eager,
+def make_life(
+    name: str, blocks: int, workloads: list[str], arguments: argparse.Namespace, seconds: float
+) -> tuple[Life]:
+    target = system(name, int(arguments.host_gib * GIB), arguments.overspill_extra)
+    load = Load(**{field.name: getattr(arguments, field.name) for field in fields(Load)})
+    return (
+        Life(
+            system=name, model=str(arguments.model), workloads=workloads, gpu_blocks=blocks, load=load,
+            kv_transfer_config=target.kv_transfer_config, seconds=max(0.0, seconds - SHUTDOWN_SECONDS),
+            max_model_len=arguments.max_model_len, load_format=arguments.load_format, dtype=arguments.dtype,
+            enforce_eager=arguments.enforce_eager,
+        ),
     )  # fmt: skip
-    ended = process.run_to_end(target.name, partial(engine_life.run, life), log, seconds)
-    return read_report(Path(life.report)) | {"gpu_blocks": blocks} | ended
 
 
-def read_report(path: Path) -> Json:
+def read_report(events: list[tuple[str, Json]]) -> Json:
     life: Json = {"at": record.now(), "workloads": {}, "notes": []}
-    for event, said in record.events(path):
+    for event, facts in events:
         match event:
             case "started":
-                life |= said
+                life |= facts
             case "repeat":
-                life["workloads"].setdefault(said.pop("workload"), []).append(said)
+                life["workloads"].setdefault(facts.pop("workload"), []).append(facts)
             case _:
-                life["notes"].append(said)
+                life["notes"].append(facts)
     return life
 
 
 def run_all(arguments: argparse.Namespace, out: Path, result: Json) -> None:
-    """Every system's lives in turns, as far as the budget goes."""
-    deadline = time.monotonic() + arguments.budget_seconds
-    slowest: dict[int, float] = {}
-    for _ in range(arguments.lives):
-        for blocks, group in lives_of(chosen_workloads(arguments.workloads), arguments.gpu_blocks):
-            for name in arguments.systems:
-                left = deadline - time.monotonic()
-                needed = slowest.get(blocks, min(FIRST_LIFE_SECONDS, arguments.life_seconds))
-                if left < needed:
-                    why = f"{left:.0f} s of the budget left, about {needed:.0f} s needed"
-                    result["skipped"].append({"system": name, "workloads": group, "why": why})
-                    say(f"skipped {name} {group}: {why}")
-                    record.write(out, result)
-                    continue
-                target = system(name, int(arguments.host_gib * GIB), arguments.overspill_extra)
-                entry = result["systems"].setdefault(
-                    name, {"kv_transfer_config": target.kv_transfer_config, "lives": []}
-                )
-                say(f"{name}: {', '.join(group)} on {blocks} GPU blocks; {left:.0f} s of the budget left")
-                life = run_life(target, blocks, group, min(left, arguments.life_seconds), arguments)
-                entry["lives"].append(life)
-                # Of a run that this one resumes.
-                result["skipped"] = [
-                    one for one in result["skipped"] if (one["system"], one["workloads"]) != (name, group)
-                ]
-                # The first life also compiles, so it is a safe guess for the next ones.
-                slowest[blocks] = max(slowest.get(blocks, 0.0), life["seconds"])
-                summary.summarise(result)
-                record.write(out, result)
-                say_life(name, entry)
-                if life["error"] == process.STOPPED:
-                    raise SystemExit(143)
+    """Every system's lives in turns."""
+
+    def keep(life: lives.Life, events: list[tuple[str, Json]], ended: Json) -> None:
+        name = life.about["system"]
+        entry = result["systems"].setdefault(
+            name, {"kv_transfer_config": life.arguments(0.0)[0].kv_transfer_config, "lives": []}
+        )
+        entry["lives"].append(read_report(events) | {"gpu_blocks": life.kind} | ended)
+        # Of a run that this one resumes.
+        result["skipped"] = [one for one in result["skipped"] if {key: one[key] for key in life.about} != life.about]
+        summary.summarise(result)
+        say_life(name, entry)
+
+    planned = [
+        lives.Life(
+            name=f"{name}-{blocks}", kind=blocks, work="live", about={"system": name, "workloads": group},
+            arguments=partial(make_life, name, blocks, group, arguments),
+        )
+        for _ in range(arguments.lives)
+        for blocks, group in lives_of(chosen_workloads(arguments.workloads), arguments.gpu_blocks)
+        for name in arguments.systems
+    ]  # fmt: skip
+    lives.run_all(
+        "engine_life", planned, keep, result=result, out=out, options=arguments, least_seconds=FIRST_LIFE_SECONDS,
+        in_process=False,
+    )  # fmt: skip
 
 
 def say_life(name: str, entry: Json) -> None:
@@ -183,13 +159,9 @@ def print_ratios(result: Json) -> None:
         print(f"skipped: {skipped}")
 
 
-def make_load(arguments: argparse.Namespace) -> Load:
-    return Load(**{field.name: getattr(arguments, field.name) for field in fields(Load)})
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = record.argument_parser(__doc__)
-    parser.add_argument("--model", type=Path, default=None, help="default: Llama-3.1-8B's shape")
+    parser.add_argument("--model", default=None, help="folder, or 'tiny'; default: Llama-3.1-8B's shape")
     parser.add_argument("--systems", nargs="+", default=list(DEFAULT_SYSTEMS), help="name[:key=value,…]")
     parser.add_argument("--workloads", nargs="+", default=["ttft", "overhead", "multiturn"])
     parser.add_argument("--host-gib", type=float, default=24, help="host pool of every system")
@@ -200,11 +172,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: faster start, slower decode")
     parser.add_argument("--lives", type=int, default=1, help="engine lives per system and cache size")
-    parser.add_argument("--life-seconds", type=float, default=300, help="a life is killed after this")
-    parser.add_argument("--budget-seconds", type=float, default=3600, help="what does not fit is skipped, and said so")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs")
-    parser.add_argument("--resume", action="store_true", help="add to the result file instead of replacing it")
+    lives.add_options(parser, life_seconds=300)
     loads = parser.add_argument_group("load")
     for field in fields(Load):
         kind = float if field.type == "float" else int
@@ -213,19 +181,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    process.exit_on_sigterm()
     arguments = parse_arguments()
-    arguments.model = arguments.model or model_shape.llama_3_1_8b()
     for name in arguments.systems:
-        system(name, int(arguments.host_gib * GIB), arguments.overspill_extra)
+        system(name, 0, arguments.overspill_extra)
     chosen_workloads(arguments.workloads)
-    out = arguments.out or record.default_path("offload")
-    result = load_result(arguments, out)
+    arguments.model = shapes.folder_of(arguments.model)
+    per_token = shapes.kv_bytes_per_token(arguments.model, 4 if arguments.dtype == "float32" else 2)
+    fresh: Json = {"kv_bytes_per_token": per_token, "link": None, "systems": {}}
+    out, result = lives.load_result("offload", record.settings(arguments), arguments, fresh)
     if result["link"] is None:
         result["link"] = measure_link()
-    record.write(out, result)
-    say("importing vLLM")
-    engine_life.import_engine()
     run_all(arguments, out, result)
     print_ratios(result)
     say(f"written to {out}")

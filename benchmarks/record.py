@@ -12,13 +12,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 Json = dict[str, Any]
 
 GIB = 1 << 30
+RESULTS = Path(__file__).parent / "results"
 
 
 def say(message: str) -> None:
@@ -32,14 +35,8 @@ def now() -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between closest ranks: what numpy.percentile, and so `vllm bench serve`, gives."""
-    if not values:
-        raise ValueError("no values to take a percentile of")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    """As `vllm bench serve` takes it."""
+    return float(np.percentile(values, percent))
 
 
 def spread(values: Sequence[float]) -> Json:
@@ -68,7 +65,7 @@ def versions() -> Json:
     found["vllm"] = vllm_version()
     found["cuda"] = _torch_cuda()
     found["driver"] = _nvidia_smi("driver_version")
-    found["commit"] = _git_commit()
+    found["commit"] = commit()
     return found
 
 
@@ -121,7 +118,7 @@ def default_path(benchmark: str) -> Path:
     """benchmarks/results/<benchmark>-<gpu or machine>-<date>.json"""
     gpu = _nvidia_smi("name")
     where = gpu.lower().removeprefix("nvidia ").replace(" ", "-") if gpu else platform.machine()
-    return Path(__file__).parent / "results" / f"{benchmark}-{where}-{datetime.date.today().isoformat()}.json"
+    return RESULTS / f"{benchmark}-{where}-{datetime.date.today().isoformat()}.json"
 
 
 def read(path: Path) -> Json:
@@ -137,13 +134,6 @@ def resumed(path: Path, header: Json) -> Json:
             say(f"warning: {key} differ from those of the run that is resumed")
     result["resumed"].append({key: header[key] for key in ("started", "command", "versions", "hardware", "settings")})
     return result
-
-
-def events(path: Path) -> Iterator[tuple[str, Json]]:
-    """What an engine life reported, line by line; nothing if it did not come so far."""
-    for line in path.read_text().splitlines() if path.exists() else []:
-        said: Json = json.loads(line)
-        yield said.pop("event"), said
 
 
 def write(path: Path, result: Json) -> None:
@@ -212,7 +202,7 @@ def _cpu_model() -> str | None:
     return fields.get("model name") or (arm if "CPU part" in fields else None)
 
 
-def _git_commit() -> str | None:
+def commit() -> str | None:
     try:
         answer = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],

@@ -32,13 +32,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import numpy as np
 
-import model_shape
 import record
+import shapes
+from markdown_tables import SCHEDULER_CALLS
 from record import Json, say
 from systems import DEFAULT_SYSTEMS, System, system
 
 BLOCK_TOKENS = 16
-SCHEDULER_CALLS = ("schedule", "update_from_output")
 HOOKS = ("build_connector_meta", "update_connector_output", "get_kv_connector_stats", "take_events")
 SCENARIOS = ("decode", "turnover", "herd")
 FILLER_TOKENS = 4096
@@ -236,7 +236,7 @@ def measure(
     # A third more than the running requests need; the rest holds blocks of finished requests, so that
     # every block allocated evicts one.
     num_blocks = running * (longest // BLOCK_TOKENS + 1) * 4 // 3 + FILLER_TOKENS // BLOCK_TOKENS
-    block_bytes = BLOCK_TOKENS * model_shape.kv_bytes_per_token(model)
+    block_bytes = BLOCK_TOKENS * shapes.kv_bytes_per_token(model)
     target = system(name, int(settings.host_ratio * num_blocks * block_bytes))
     scheduler = make_scheduler(model, target, running, num_blocks)
     driver = Driver(scheduler, settings.seed)
@@ -274,7 +274,7 @@ def measure(
 
 def measure_herd(model: Path, name: str, running: int, settings: argparse.Namespace) -> list[dict[str, float]]:
     num_blocks = 2 * HERD_TOKENS // BLOCK_TOKENS
-    block_bytes = BLOCK_TOKENS * model_shape.kv_bytes_per_token(model)
+    block_bytes = BLOCK_TOKENS * shapes.kv_bytes_per_token(model)
     # Whatever the link: the requests are to wait for a load.
     target = system(name, int(settings.host_ratio * num_blocks * block_bytes), {"load": "always"})
     scheduler = make_scheduler(model, target, running, num_blocks, max_model_len=HERD_TOKENS + 2 * BLOCK_TOKENS)
@@ -410,7 +410,7 @@ def main() -> None:
     out = settings.out or record.default_path("scheduler-cost")
     result = record.header("scheduler-cost", record.settings(settings)) | {"rows": []}
     # A scheduler counts blocks, not bytes: with one layer a pool for 256 requests fits any machine.
-    model = model_shape.llama_3_1_8b(num_hidden_layers=1)
+    model = shapes.llama_3_1_8b(num_hidden_layers=1)
     for scenario in settings.scenarios:
         for running in settings.running:
             result["rows"] += measure_row(model, scenario, running, settings)

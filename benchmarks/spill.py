@@ -35,23 +35,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-import time
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import model_shape
-import process
+import lives
+import markdown_tables as tables
 import record
-import spill_life
+import shapes
 import spill_plan
 import spill_summary
-import spill_tables
+from overspill.kv.sizes import parse_size
 from record import Json, say
-from spill_life import Life
-from spill_plan import LOAD_HELP, Load
+from spill_plan import LOAD_HELP, Life, Load
 
 LIVES = ("spill", "gpu", "baseline")
 PHASES = ("long", "batch", "sharing")
@@ -69,8 +66,6 @@ def token_counts(text: str) -> list[int]:
 
 
 def size(text: str) -> int:
-    from overspill.kv.sizes import parse_size
-
     return int(parse_size(text))
 
 
@@ -80,123 +75,66 @@ def element_bytes(arguments: argparse.Namespace) -> int:
     return 4 if arguments.dtype == "float32" else 2
 
 
-def make_life(name: str, report: Path, seconds: float, arguments: argparse.Namespace) -> Life:
+def make_life(name: str, arguments: argparse.Namespace, seconds: float) -> Life:
     load = Load(**{field.name: getattr(arguments, field.name) for field in fields(Load)})
     lengths, phases = arguments.lengths, arguments.phases
     max_model_len = max(lengths) + spill_plan.output_room(load, lengths, phases)
-    transfer: Json | None = None
-    if name == "spill":
-        extra: Json = {
-            "spill_bytes": arguments.spill_bytes
-            or spill_plan.spill_bytes(
-                load, phases, max_model_len=max_model_len,
-                bytes_per_token=model_shape.kv_bytes_per_token(arguments.model, element_bytes(arguments)),
-            )
-        }  # fmt: skip
-        if arguments.resident_bytes:
-            extra["resident_bytes"] = arguments.resident_bytes
-        transfer = {
-            "kv_connector": "OverspillConnector", "kv_connector_module_path": "overspill.kv.connector",
-            "kv_role": "kv_both", "kv_connector_extra_config": extra | arguments.overspill_extra,
-        }  # fmt: skip
+    per_token = shapes.kv_bytes_per_token(arguments.model, element_bytes(arguments))
+    spilled = spill_plan.spill_bytes(load, phases, max_model_len=max_model_len, bytes_per_token=per_token)
+    resident = {"resident_bytes": arguments.resident_bytes} if arguments.resident_bytes else {}
+    options = {"spill_bytes": arguments.spill_bytes or spilled, **resident, **arguments.overspill_extra}
     fits_only = name == "baseline"
     return Life(
-        name=name, model=str(arguments.model), report=str(report), seconds=max(0.0, seconds - SHUTDOWN_SECONDS),
+        name=name, model=str(arguments.model), seconds=max(0.0, seconds - SHUTDOWN_SECONDS),
         lengths=() if fits_only else lengths, phases=("long",) if fits_only else phases, batches=arguments.batches,
         load=load, max_model_len=-1 if fits_only else max_model_len, positions=max_model_len,
-        kv_transfer_config=transfer,
-        gpu_bytes=None if name == "gpu" else arguments.gpu_bytes,
+        options=options if name == "spill" else None, gpu_bytes=None if name == "gpu" else arguments.gpu_bytes,
         kv_bytes=arguments.resident_bytes if fits_only else None,
-        kv_cache_dtype=arguments.kv_cache_dtype, dtype=arguments.dtype, load_format=load_format(arguments.model),
-        block_size=arguments.block_size, max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens, enforce_eager=arguments.enforce_eager,
-        cudagraph_mode=arguments.cudagraph_mode,
+        load_format="auto" if any(arguments.model.glob("*.safetensors")) else "dummy",
+        **{key: getattr(arguments, key) for key in ("kv_cache_dtype", "dtype", "block_size", "max_num_seqs",
+           "max_num_batched_tokens", "enforce_eager", "cudagraph_mode")},
     )  # fmt: skip
 
 
-def load_format(model: Path) -> str:
-    return "auto" if any(model.glob("*.safetensors")) else "dummy"
-
-
-def run_life(name: str, seconds: float, arguments: argparse.Namespace) -> Json:
-    """One engine life from start to end, whatever becomes of it."""
-    folder = arguments.logs or Path(tempfile.mkdtemp(prefix="life-"))
-    stem = f"{name}-{arguments.model.name}-{arguments.kv_cache_dtype}-{max(arguments.lengths)}-{int(time.time())}"
-    log = folder / f"{stem}.log"
-    # Beside the log: should even this process be killed, the file of the life that ran is still there.
-    life = make_life(name, folder / f"{stem}.jsonl", seconds, arguments)
-    ended = process.run_to_end(name, partial(spill_life.run, life), log, seconds)
-    return {
-        "name": name,
-        "model": arguments.model.name,
-        "kv_cache_dtype": arguments.kv_cache_dtype,
-        "at": record.now(),
-        "settings": life_settings(life),
-        **ended,
-        **read_report(Path(life.report)),
-    }
-
-
-def life_settings(life: Life) -> Json:
-    kept = ("lengths", "phases", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "gpu_bytes", "kv_bytes",
-            "kv_transfer_config", "dtype", "load_format", "enforce_eager", "cudagraph_mode")  # fmt: skip
-    return {name: getattr(life, name) for name in kept}
-
-
-def read_report(path: Path) -> Json:
+def read_report(events: list[tuple[str, Json]]) -> Json:
     life: Json = {"phases": {}, "failed": [], "notes": []}
-    for event, said in record.events(path):
+    for event, facts in events:
         match event:
             case "started":
-                life |= said
+                life |= facts
             case "repeat":
-                life["phases"].setdefault(said.pop("phase"), []).append(said)
+                life["phases"].setdefault(facts.pop("phase"), []).append(facts)
             case "failed":
-                life["failed"].append(said)
+                life["failed"].append(facts)
             case _:
-                life["notes"].append(said)
+                life["notes"].append(facts)
     return life
 
 
-def load_result(arguments: argparse.Namespace, out: Path) -> Json:
-    # Where files lie on this machine says nothing about the result.
-    settings = record.settings(arguments) | {"model": arguments.model.name}
-    header = record.header("spill", {k: v for k, v in settings.items() if k not in ("out", "logs", "tables")})
-    if not (arguments.resume and out.exists()):
-        return header | {"lives": [], "skipped": [], "resumed": []}
-    return record.resumed(out, header)
-
-
 def run_all(arguments: argparse.Namespace, out: Path, result: Json) -> None:
-    """The lives one after another, as far as the budget goes."""
-    deadline = time.monotonic() + arguments.budget_seconds
-    for name in arguments.lives:
-        left = deadline - time.monotonic()
-        if left < min(LEAST_SECONDS, arguments.life_seconds):
-            why = f"{left:.0f} s of the budget left"
-            result["skipped"].append({"life": name, "why": why})
-            say(f"skipped {name}: {why}")
-            record.write(out, result)
-            continue
-        say(f"{name}: lengths {arguments.lengths}; {left:.0f} s of the budget left")
-        life = run_life(name, min(left, arguments.life_seconds), arguments)
-        result["lives"].append(life)
+    about = {"model": arguments.model.name, "kv_cache_dtype": arguments.kv_cache_dtype}
+
+    def keep(life: lives.Life, events: list[tuple[str, Json]], ended: Json) -> None:
+        settings = make_life(life.kind, arguments, arguments.life_seconds).settings()
+        measured = read_report(events)
+        result["lives"].append(
+            {"name": life.kind, **about, "at": record.now(), "settings": settings, **ended, **measured}
+        )
         result["summary"] = spill_summary.summarise(result)
-        record.write(out, result)
-        say(f"{name}: {life['seconds']:.0f} s; measured {', '.join(life['phases']) or 'nothing'}")
-        if life["error"] == process.STOPPED:
-            raise SystemExit(143)
+        say(f"{life.kind}: {ended['seconds']:.0f} s; measured {', '.join(measured['phases']) or 'nothing'}")
+
+    planned = [
+        lives.Life(
+            name=f"{name}-{arguments.model.name}-{arguments.kv_cache_dtype}-{max(arguments.lengths)}", kind=name,
+            work="live", arguments=partial(_given, name, arguments), about={"life": name},
+        )
+        for name in arguments.lives
+    ]  # fmt: skip
+    lives.run_all("spill_phases", planned, keep, result=result, out=out, options=arguments, least_seconds=LEAST_SECONDS)
 
 
-def model_folder(given: str | None) -> Path:
-    if given is None:
-        return model_shape.llama_3_1_8b()
-    if given == "tiny":
-        return model_shape.tiny()
-    folder = Path(given).resolve()
-    if not (folder / "config.json").is_file():
-        raise SystemExit(f"--model {given}: there is no config.json")
-    return folder
+def _given(name: str, arguments: argparse.Namespace, seconds: float) -> tuple[Life]:
+    return (make_life(name, arguments, seconds),)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -218,11 +156,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs: faster start, slower decode")
     parser.add_argument("--cudagraph-mode", default=None, help="default: vLLM's, FULL_AND_PIECEWISE")
-    parser.add_argument("--life-seconds", type=float, default=420, help="a life is killed after this")
-    parser.add_argument("--budget-seconds", type=float, default=3600, help="what does not fit is skipped, and said so")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs")
-    parser.add_argument("--resume", action="store_true", help="add to the result file instead of replacing it")
+    lives.add_options(parser, life_seconds=420)
     parser.add_argument(
         "--tables", type=Path, default=None, metavar="FILE", help="print a result's tables, run nothing"
     )
@@ -235,23 +169,20 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    process.exit_on_sigterm()
     arguments = parse_arguments()
     if arguments.tables:
-        print(spill_tables.text(record.read(arguments.tables)), end="")
+        print(tables.spill_text(record.read(arguments.tables)), end="")
         return
     if arguments.skip_longest:
         arguments.lengths = sorted(arguments.lengths)[:-1]
     if not arguments.lengths:
         raise SystemExit("--lengths leaves no length to measure")
-    arguments.model = model_folder(arguments.model)
-    out = arguments.out or record.default_path("spill")
-    result = load_result(arguments, out)
-    record.write(out, result)
-    say("importing vLLM")
-    spill_life.import_engine()
+    arguments.model = shapes.folder_of(arguments.model)
+    settings = record.settings(arguments) | {"model": arguments.model.name}
+    settings.pop("tables")
+    out, result = lives.load_result("spill", settings, arguments, {"lives": []})
     run_all(arguments, out, result)
-    print(spill_tables.text(result), end="")
+    print(tables.spill_text(result), end="")
     say(f"written to {out}")
     if any(life["failed"] for life in result["lives"]):
         raise SystemExit("some measurements are not what they claim to be: see 'failed' above")

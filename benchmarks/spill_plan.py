@@ -1,9 +1,12 @@
-"""How large an engine of the spill benchmark must be, and what still fits in its time: arithmetic only."""
+"""Engines and phases of the spill benchmark: how large they are, what fits in their time, what makes them invalid."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from record import Json
 
 # The last request's blocks are never quite full, and vLLM keeps one block for itself.
 SPARE_TOKENS = 1024
@@ -51,6 +54,46 @@ LOAD_HELP = {
     "sharing_seconds": "short requests are measured for at most so long",
     "sharing_repeats": "of each setting of spill_share",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """Everything that an engine of this benchmark needs to know."""
+
+    name: str
+    model: str
+    seconds: float
+    """Nothing is begun that would probably end after this."""
+    lengths: Sequence[int]
+    """Empty: the longest that fits."""
+    phases: Sequence[str]
+    batches: Sequence[int] = (1, 8, 64)
+    load: Load = field(default_factory=Load)
+    max_model_len: int
+    """-1: the longest that fits."""
+    positions: int
+    """As many as the longest request of any life has, so that no life is limited by the model's own."""
+    options: dict[str, Any] | None
+    """Of Overspill's connector; None for vLLM alone."""
+    gpu_bytes: int | None
+    """GPU memory for everything; None takes the whole GPU."""
+    kv_bytes: int | None = None
+    """GPU memory for KV, instead of what vLLM finds free."""
+    kv_cache_dtype: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "dummy"
+    block_size: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    enforce_eager: bool = False
+    cudagraph_mode: str | None = None
+    capture_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+
+    def settings(self) -> Json:
+        """As the result file keeps them."""
+        kept = ("lengths", "phases", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "gpu_bytes", "kv_bytes",
+                "options", "dtype", "load_format", "enforce_eager", "cudagraph_mode")  # fmt: skip
+        return {name: getattr(self, name) for name in kept}
 
 
 def decode_tokens(load: Load, length: int) -> int:
@@ -104,3 +147,24 @@ def expected_seconds(length: int, taken: Mapping[int, float]) -> float:
 def enough_repeats(done: int, wanted: int, spent: float, last: float, limit: float) -> bool:
     """One is always made; another only while it would end within the limit."""
     return done >= wanted or (done > 0 and spent + last > limit)
+
+
+def problems(phase: str, repeat: Json, resident_tokens: int | None, load: Load) -> list[str]:
+    """What would make the numbers of a repeat say something else than its table claims."""
+    found = []
+    if phase == "long":
+        if repeat["cached_tokens"]:
+            found.append(f"the prompt was not cold: {repeat['cached_tokens']} tokens were cached")
+        if resident_tokens is not None and repeat["length"] > resident_tokens:
+            for name in ("spilled_steps", "spill_in_bytes"):
+                if not repeat["decode"][name]:
+                    found.append(f"{repeat['length']} tokens do not fit on the GPU, and {name} is 0 in decode")
+    if phase == "batch" and resident_tokens is not None:
+        tokens = repeat["batch"] * (load.batch_input + load.batch_output)
+        if repeat["spill"]["spilled_steps"]:
+            found.append(f"{repeat['batch']} requests, {tokens} tokens in all, spilled; {resident_tokens} fit")
+    return found
+
+
+def arrivals_within(arrivals: Sequence[float], start: float, end: float) -> int:
+    return sum(start < at <= end for at in arrivals)

@@ -15,6 +15,9 @@ TIE_LOGPROB = 1 / 16
 
 def summarise(result: Json) -> list[Json]:
     """One entry for each model and precision of KV; made anew whenever a life is added."""
+    groups: dict[tuple[str, str], list[Json]] = {}
+    for life in result["lives"]:
+        groups.setdefault((life["model"], life["kv_cache_dtype"]), []).append(life)
     return [
         {
             "model": model,
@@ -24,15 +27,8 @@ def summarise(result: Json) -> list[Json]:
             "sharing": sharing_rows(lives),
             "contexts": context_rows(lives),
         }
-        for (model, dtype), lives in grouped(result["lives"]).items()
+        for (model, dtype), lives in groups.items()
     ]
-
-
-def grouped(lives: Sequence[Json]) -> dict[tuple[str, str], list[Json]]:
-    groups: dict[tuple[str, str], list[Json]] = {}
-    for life in lives:
-        groups.setdefault((life["model"], life["kv_cache_dtype"]), []).append(life)
-    return groups
 
 
 def repeats(lives: Sequence[Json], name: str, phase: str) -> Iterator[tuple[Json, Json]]:
@@ -74,8 +70,8 @@ def link_fraction(repeat: Json, link: Json | None) -> float | None:
 
 
 def length_rows(lives: Sequence[Json]) -> list[Json]:
-    lengths = sorted({one["length"] for name in ("spill", "gpu") for _, one in repeats(lives, name, "long")})
-    return [length_row(lives, length) for length in lengths]
+    lengths = {one["length"] for name in ("spill", "gpu") for _, one in repeats(lives, name, "long")}
+    return [length_row(lives, length) for length in sorted(lengths)]
 
 
 def length_row(lives: Sequence[Json], length: int) -> Json:
@@ -247,7 +243,7 @@ def context_row(label: str, life: Json, ones: Sequence[Json]) -> Json:
     return {
         "label": label,
         "context": max(contexts, default=life["max_model_len"]),
-        "tokens_per_second": rates([seconds for one in ones if (seconds := time_per_token(one["gaps"])) is not None]),
+        "tokens_per_second": extent([1 / seconds for one in ones if (seconds := time_per_token(one["gaps"]))]),
         "gpu_bytes": largest(one["memory"]["gpu_bytes"] for one in ones),
         "kv_ram_bytes": life.get("arena_bytes", 0),
         "rss_bytes": largest(one["memory"]["rss_bytes"] for one in ones),
@@ -265,7 +261,3 @@ def computed_row(life: Json) -> Json:
         "kv_ram_bytes": 0,
         "rss_bytes": None,
     }
-
-
-def rates(seconds: Sequence[float]) -> Json | None:
-    return extent([1 / one for one in seconds if one])

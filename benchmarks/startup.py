@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 
-import model_shape
-import process
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
 import record
+import shapes
 from overspill.address import free_port
 from record import GIB, Json, say
+from servers import POLL_SECONDS, Server, started
 from systems import System, system
 
 SYSTEMS = ("none", "overspill-eager", "native", "simple-eager")
-POLL_SECONDS = 0.05
 # The first request of a server also compiles kernels.
 ANSWER_SECONDS = 60.0
 
@@ -50,17 +48,23 @@ def serve_command(target: System, port: int, arguments: argparse.Namespace) -> l
 
 
 class ResidentPeak(threading.Thread):
-    """Watches the memory of a process group until told to stop."""
+    """Watches the memory of a server's processes; shared pages count in each that maps them."""
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
-        self._group = group
+        self._server = server
         self._over = threading.Event()
         self.bytes = 0
 
     def run(self) -> None:
         while not self._over.wait(0.5):
-            self.bytes = max(self.bytes, process.resident_bytes(self._group))
+            total = 0
+            for process in self._server.family():
+                try:
+                    total += process.memory_info().rss
+                except psutil.NoSuchProcess:
+                    continue
+            self.bytes = max(self.bytes, total)
 
     def finish(self) -> int:
         self._over.set()
@@ -68,90 +72,49 @@ class ResidentPeak(threading.Thread):
         return self.bytes
 
 
-@dataclass(frozen=True)
-class Server:
-    child: subprocess.Popen[bytes]
-    port: int
-    began: float
-    deadline: float
-
-    def wait_for_health(self) -> float:
-        """Seconds from the start of the process to the first 200."""
-        while time.monotonic() < self.deadline:
-            if self.child.poll() is not None:
-                raise RuntimeError(f"the server ended with exit code {self.child.returncode}")
-            if self.get("/health") is not None:
-                return time.monotonic() - self.began
-            time.sleep(POLL_SECONDS)
-        raise RuntimeError("no answer on /health in time")
-
-    def wait_until_pinned(self) -> Json:
-        """When `overspill_pool_pinned_bytes` reached `overspill_pool_bytes`, and how far it was at first."""
-        first: Json = {}
-        while time.monotonic() < self.deadline and self.child.poll() is None:
-            # vLLM passes a connector's numbers on with a step's output: without a request both stay 0.
-            if not self.complete_one_token():
-                return {**first, "pinned_seconds": None, "why": "the server did not answer a completion"}
-            metrics = self.get("/metrics") or ""
-            pinned, total = (gauge(metrics, f"overspill_pool{name}_bytes") for name in ("_pinned", ""))
-            if pinned is not None and total:
-                first = first or {"pinned_bytes_when_first_seen": pinned, "pool_bytes": total}
-                if pinned >= total:
-                    return {**first, "pinned_seconds": time.monotonic() - self.began}
-            time.sleep(POLL_SECONDS)
-        return {**first, "pinned_seconds": None, "why": "not pinned in time"}
-
-    def complete_one_token(self) -> bool:
-        body = {"model": self.model(), "prompt": [100, 101, 102, 103], "max_tokens": 1, "detokenize": False}
-        return self.get("/v1/completions", body, timeout=ANSWER_SECONDS) is not None
-
-    def model(self) -> str:
-        listed = json.loads(self.get("/v1/models") or '{"data": [{"id": ""}]}')
-        return str(listed["data"][0]["id"])
-
-    def get(self, path: str, body: Json | None = None, timeout: float = 5.0) -> str | None:
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"Content-Type": "application/json"}
-        )
+def wait_until_pinned(server: Server, deadline: float) -> Json:
+    """When `overspill_pool_pinned_bytes` reached `overspill_pool_bytes`, and how far it was at first."""
+    first: Json = {}
+    model = server.request("/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "prompt": [100, 101, 102, 103], "max_tokens": 1, "detokenize": False}
+    while time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                text: str = answer.read().decode()
-                return text
-        except (urllib.error.URLError, OSError, TimeoutError):
-            return None
+            # vLLM passes a connector's numbers on with a step's output: without a request both stay 0.
+            server.request("/v1/completions", body, ANSWER_SECONDS).raise_for_status()
+            metrics = server.request("/metrics").text
+        except httpx.HTTPError as error:
+            return {**first, "pinned_seconds": None, "why": f"the server did not answer: {error}"}
+        pinned, total = (gauge(metrics, f"overspill_pool{name}_bytes") for name in ("_pinned", ""))
+        if total:
+            first = first or {"pinned_bytes_when_first_seen": pinned, "pool_bytes": total}
+            if pinned >= total:
+                return {**first, "pinned_seconds": time.monotonic() - server.began}
+        time.sleep(POLL_SECONDS)
+    return {**first, "pinned_seconds": None, "why": "not pinned in time"}
 
 
-def gauge(metrics: str, name: str) -> float | None:
-    """Sum over ranks of a gauge in Prometheus text."""
-    values = re.findall(rf"^(?:vllm:)?{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
-    return sum(map(float, values)) if values else None
+def gauge(metrics: str, name: str) -> float:
+    """Sum over ranks."""
+    families = text_string_to_metric_families(metrics)
+    return sum(one.value for family in families if family.name == name for one in family.samples)
 
 
 def measure(target: System, arguments: argparse.Namespace) -> Json:
     """One start, watched until healthy (and pinned), then stopped for good."""
     log = Path(tempfile.mkdtemp(prefix="startup-")) / f"{target.name.replace(':', '-')}.log"
     port = free_port()
-    began = time.monotonic()
-    child = process.start(serve_command(target, port, arguments), log)
-    peak = ResidentPeak(child.pid)
-    peak.start()
-    server = Server(child, port, began, began + arguments.timeout)
     outcome: Json = {"error": None}
-    try:
-        outcome["health_seconds"] = server.wait_for_health()
-        if target.is_overspill:
-            outcome |= server.wait_until_pinned()
-    except RuntimeError as error:
-        outcome |= {"error": str(error), "log_tail": process.tail(log)}
-        print("\n".join(outcome["log_tail"][-15:]), flush=True)
-    finally:
+    with started(serve_command(target, port, arguments), log, port) as server:
+        peak = ResidentPeak(server)
+        peak.start()
+        try:
+            outcome["health_seconds"] = server.wait("/health", arguments.timeout)
+            if target.is_overspill:
+                outcome |= wait_until_pinned(server, server.began + arguments.timeout)
+        except RuntimeError as error:
+            outcome |= {"error": str(error), "log_tail": server.tail()}
+            print("\n".join(outcome["log_tail"][-15:]), flush=True)
         outcome["peak_resident_bytes"] = peak.finish()
-        stopping = time.monotonic()
-        outcome["processes_left"] = process.stop(child)
-        outcome["stop_seconds"] = time.monotonic() - stopping
-    if outcome["processes_left"]:
-        say(f"{target.name}: processes left after SIGKILL: {outcome['processes_left']}")
     return outcome
 
 
@@ -177,7 +140,7 @@ def print_table(result: Json) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = record.argument_parser(__doc__)
-    parser.add_argument("--model", type=Path, default=None, help="default: Llama-3.1-8B's shape")
+    parser.add_argument("--model", default=None, help="folder, or 'tiny'; default: Llama-3.1-8B's shape")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
     parser.add_argument("--host-gib", type=float, default=64)
     parser.add_argument("--repeats", type=int, default=1, help="starts per system, in turns")
@@ -193,9 +156,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    process.exit_on_sigterm()
     arguments = parse_arguments()
-    arguments.model = arguments.model or model_shape.llama_3_1_8b()
+    arguments.model = shapes.folder_of(arguments.model)
     out = arguments.out or record.default_path("startup")
     result = record.header("startup", record.settings(arguments)) | {"systems": {}, "skipped": []}
     targets = [system(name, int(arguments.host_gib * GIB)) for name in arguments.systems]

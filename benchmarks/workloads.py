@@ -10,13 +10,13 @@ import asyncio
 import hashlib
 import itertools
 import time
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+import shapes
 from record import Json, spread
 
 COUNTERS = {
@@ -29,7 +29,7 @@ COUNTERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Parameters of all workloads; travels as JSON to the process that runs them."""
+    """Parameters of all workloads; every field is an option of the script."""
 
     seed: int = 0
     repeats: int = 3
@@ -51,6 +51,28 @@ class Load:
     turn_output: int = 128
     turn_concurrency: int = 6
     turn_repeats: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """Everything that an engine of this benchmark needs to know."""
+
+    system: str
+    model: str
+    workloads: list[str]
+    gpu_blocks: int
+    kv_transfer_config: Json | None
+    seconds: float
+    """Started workloads are finished; none is started that would probably end after this."""
+    load: Load = field(default_factory=Load)
+    max_model_len: int = 66_560
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    load_format: str = "dummy"
+    dtype: str = "auto"
+    enforce_eager: bool = False
+    capture_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    gpu_memory_utilization: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +103,12 @@ class Answer:
 class Client:
     """Sends token ids to an AsyncLLM and times what comes back."""
 
-    def __init__(self, engine: Any, *, vocabulary: int, offloads: bool, seed: int) -> None:
+    def __init__(self, engine: Any, prompt: shapes.Prompts, *, offloads: bool) -> None:
         self._engine = engine
-        self._vocabulary = vocabulary
-        self._seed = seed
         self._ids = itertools.count()
+        self.prompt = prompt
         self.offloads = offloads
         self.block_tokens = int(engine.vllm_config.cache_config.block_size)
-
-    def prompt(self, kind: str, number: int, tokens: int) -> list[int]:
-        """The same prompt for every system: it depends on its name only."""
-        random = np.random.default_rng([self._seed, zlib.crc32(kind.encode()), number])
-        lowest = min(1000, self._vocabulary // 8)
-        ids: list[int] = random.integers(lowest, self._vocabulary - lowest, tokens).tolist()
-        return ids
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
         from vllm import SamplingParams, TokensPrompt

@@ -1,6 +1,8 @@
 """Tables of benchmark results: what they show, and where a document says they come from."""
 
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -8,10 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import command_tables
-import keep_report
+import experiments
+import markdown_tables as tables
 import results_table
-import spill_tables
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,9 +25,9 @@ def test_a_connectors_bursts_are_shown_beside_its_median_step() -> None:
     }
     own = {"schedule": {"median": 900.0, "mean": 900.0, "p99": 900.0}}
     row = {"system": "a", "scenario": "decode", "running": 64, "connector_microseconds": 15.0}
-    table = results_table.scheduler_cost({"rows": [row | {"microseconds": calls | own}]})
+    table = tables.scheduler_cost({"rows": [row | {"microseconds": calls | own}]})
     assert "| a | 15, 500, 14000 |" in table
-    assert "| a | – |" in results_table.scheduler_cost({"rows": [row | {"error": "it cannot be driven"}]})
+    assert "| a | – |" in tables.scheduler_cost({"rows": [row | {"error": "it cannot be driven"}]})
 
 
 def test_the_front_page_has_the_control_and_no_ratio_that_it_could_explain() -> None:
@@ -43,7 +44,7 @@ def test_the_front_page_has_the_control_and_no_ratio_that_it_could_explain() -> 
 )
 def test_a_caption_names_the_commits_of_all_runs(runs: list[str | None], said: str) -> None:
     first, *rest = ({"versions": {"commit": commit}} for commit in runs)
-    assert spill_tables.commits(first | {"resumed": rest}) == said
+    assert tables.commits(first | {"resumed": rest}) == said
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md", "docs/plan.md"])
@@ -72,10 +73,10 @@ def test_an_experiment_is_shown_with_its_ratios_and_what_did_not_run_or_not_to_i
         ],
         "results": [{"gpu": "G", "driver": "1", "versions": {"vllm": "2"}}],
     }  # fmt: skip
-    table = command_tables.experiment(result)
+    table = tables.experiment(result)
     assert "| TTFT, mean, ms | 100 | 50, ×0.5 (0.4–0.6) | – |\n| RAM, peak, GiB | 1 | 3 | – |\n" in table
     assert "not shown" not in table and "from RAM" not in table
-    where = command_tables.experiment_where(result)
+    where = tables.experiment_where(result)
     assert where.startswith("G, driver 1, vllm 2, commit 0123456\n")
     problems = "- b is not complete: interrupted\n- c did not run: no room\n"
     assert where.endswith(f"- 3 of 4 answers of b are those of a\n{problems}- a note\n")
@@ -96,7 +97,7 @@ def test_families_show_identity_distance_and_bytes() -> None:
             }},
         },
     }  # fmt: skip
-    table = results_table.families(result)
+    table = tables.families(result)
     near = "4 of 6 identical, log-probabilities within 0.031; 2 MiB"
     assert f"| A | dense | 6 of 6 identical; 4 MiB | {near} | – |\n" in table
     assert "| B | odd | failed | refused | – |\n" in table
@@ -109,11 +110,17 @@ def test_a_report_is_kept_with_its_commit_and_without_folders_of_the_machine() -
         "config": {"log_file": "/home/me/state/a.log", "seed": 1},
     }  # fmt: skip
     report = {"command": "overspill ab /home/me/work/models/a", "results": [one, one | {"started_at": "2026-01-01"}]}
-    kept = keep_report.kept(report, commit="0123456", notes=["a note"], folders=["/home/me/work"])
+    kept = experiments.kept(report, commit="0123456", notes=["a note"], folders=["/home/me/work"])
     assert list(kept)[:4] == ["benchmark", "started", "commit", "notes"]
     assert kept["started"] == "2026-01-01" and kept["commit"] == "0123456" and kept["notes"] == ["a note"]
     assert kept["command"] == "overspill ab models/a"
     first = kept["results"][0]
     assert first["argv"] == ["python3", "serve", "models/a"] and first["config"] == {"seed": 1}
     with pytest.raises(SystemExit, match="nothing was measured"):
-        keep_report.kept({"results": []}, commit="0123456", notes=[], folders=[])
+        experiments.kept({"results": []}, commit="0123456", notes=[], folders=[])
+
+
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_a_described_experiment_is_the_one_that_was_measured(name: str) -> None:
+    result = json.loads((ROOT / f"benchmarks/results/ab-{name}-h200.json").read_text())
+    assert shlex.join(experiments.command_of(name, "models/llama-3.1-8b")) == result["command"]

@@ -8,10 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import spill_phases
+import markdown_tables as tables
 import spill_plan
 import spill_summary
-import spill_tables
 from spill_plan import Load
 
 LINK = {"h2d_bytes_per_second": 50e9}
@@ -113,7 +112,7 @@ def test_the_long_ones_pace_is_set_against_the_short_ones_time() -> None:
     rows = spill_summary.sharing_rows([life("spill", sharing=[beside, alone])])
     assert [(row["share"], row["over_alone"]) for row in rows] == [(0.5, 2.0), ("alone", 1.0)]
     assert rows[0]["long_tokens_per_second"]["median"] == 2.0
-    assert spill_phases.arrivals_within([1.0, 2.0, 3.0, 4.0], 1.0, 3.0) == 2
+    assert spill_plan.arrivals_within([1.0, 2.0, 3.0, 4.0], 1.0, 3.0) == 2
 
 
 def test_a_table_says_what_failed_and_what_was_skipped() -> None:
@@ -124,7 +123,7 @@ def test_a_table_says_what_failed_and_what_was_skipped() -> None:
         "lives": [spilling], "skipped": [{"life": "gpu", "why": "no time"}], "hardware": {"gpu": "H200", "cpu": ""},
         "versions": {"vllm": "0.32.0"},
     }  # fmt: skip
-    text = spill_tables.text(result)
+    text = tables.spill_text(result)
     assert "failed: spill (m, KV auto): long 131072 0: spilled_steps is 0" in text
     assert "skipped: spill (m, KV auto): sharing 131072: 3 s left" in text
     assert "skipped: gpu: no time" in text
@@ -134,16 +133,16 @@ def test_a_table_says_what_failed_and_what_was_skipped() -> None:
 def test_a_prompt_that_should_spill_and_did_not_is_a_problem() -> None:
     load = Load()
     dry = answer(decode={"spill_in_bytes": 0.0, "spilled_steps": 0.0})
-    assert spill_phases.problems("long", answer(), 40_000, load) == []
-    assert len(spill_phases.problems("long", dry, 40_000, load)) == 2
-    assert spill_phases.problems("long", dry, 200_000, load) == []
-    assert spill_phases.problems("long", dry, None, load) == []
-    assert "not cold" in spill_phases.problems("long", answer(cached_tokens=16), 40_000, load)[0]
+    assert spill_plan.problems("long", answer(), 40_000, load) == []
+    assert len(spill_plan.problems("long", dry, 40_000, load)) == 2
+    assert spill_plan.problems("long", dry, 200_000, load) == []
+    assert spill_plan.problems("long", dry, None, load) == []
+    assert "not cold" in spill_plan.problems("long", answer(cached_tokens=16), 40_000, load)[0]
 
 
 def test_a_batch_that_spilled_is_a_problem() -> None:
     batch = {"batch": 64, "spill": {"spilled_steps": 1.0}}
-    assert "24576 tokens in all, spilled; 20000 fit" in spill_phases.problems("batch", batch, 20_000, Load())[0]
+    assert "24576 tokens in all, spilled; 20000 fit" in spill_plan.problems("batch", batch, 20_000, Load())[0]
 
 
 def test_the_longest_prompts_come_last() -> None:

@@ -1,4 +1,4 @@
-"""The model that is measured: a folder with only a config.json, and what its KV cache weighs."""
+"""Models that are measured: folders with only a config.json, what their KV cache weighs, weights, and prompts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # Speed depends on shapes, not on weights, so no benchmark needs the 16 GB of the real ones.
 LLAMA_3_1_8B = {
@@ -34,7 +37,7 @@ def llama_3_1_8b(**changes: Any) -> Path:
 
 
 def tiny() -> Path:
-    """Made by another process: this one forks engines, and torch's threads do not survive a fork."""
+    """Made by another process: this one need not load torch."""
     folder = Path(tempfile.mkdtemp(prefix="shape-")) / "tiny-llama"
     code = "import sys, pathlib, overspill.tiny as t; t.make_llama(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -43,11 +46,45 @@ def tiny() -> Path:
 
 def kv_bytes_per_token(model: Path, element_bytes: int = 2) -> int:
     """Keys and values of all layers, for a model whose layers all use full attention."""
-    config = json.loads((model / "config.json").read_text())
+    config = config_of(model)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_dim) * element_bytes
 
 
-def vocabulary_size(model: Path) -> int:
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+def config_of(model: Path | str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
+    return config
+
+
+def folder_of(given: str | None) -> Path:
+    """`tiny`, a folder with a config.json, or Llama-3.1-8B's shape if none is given."""
+    if given is None or given == "tiny":
+        return llama_3_1_8b() if given is None else tiny()
+    folder = Path(given).resolve()
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"--model {given}: there is no config.json")
+    return folder
+
+
+class Prompts:
+    """Random tokens, the same for every system: a prompt depends on its name only."""
+
+    def __init__(self, vocabulary: int, seed: int) -> None:
+        self._vocabulary, self._seed = vocabulary, seed
+
+    def __call__(self, kind: str, number: int, tokens: int) -> list[int]:
+        random = np.random.default_rng([self._seed, zlib.crc32(kind.encode()), number])
+        lowest = min(1000, self._vocabulary // 8)
+        ids: list[int] = random.integers(lowest, self._vocabulary - lowest, tokens).tolist()
+        return ids
+
+
+class SensitiveWeights:
+    """Mixed into vLLM's worker by `worker_extension_cls`, and called with `collective_rpc`: weights with which answers
+    depend on the whole KV cache, drawn in place, since CUDA graphs keep their addresses."""
+
+    def make_weights_sensitive(self: Any, seed: int) -> int:
+        from overspill.verify.inprocess import redraw
+
+        return redraw(self.model_runner.model, seed, head_gain=1.0)

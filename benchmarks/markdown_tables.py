@@ -1,0 +1,516 @@
+"""Results as Markdown tables: one function for each, from a result file's JSON to text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from record import GIB, Json
+from spill_summary import summarise
+
+GB = 1e9
+PROMPTS = (("ttft-8k", "8k prompt"), ("ttft-64k", "64k prompt"))
+# vLLM's own, timed beside a connector's.
+SCHEDULER_CALLS = ("schedule", "update_from_output")
+# Of an experiment's measures, those a reader decides by; the file has all.
+MEASURES = (
+    "load_s", "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "returning_mean_ttft_ms",
+    "mean_tpot_ms", "p99_itl_ms", "mean_e2el_ms", "peak_gpu_bytes", "peak_ram_bytes", "tokens_from_ram",
+)  # fmt: skip
+# Figures that a plan predicts, as the table names them.
+PREDICTED = (("gpu_bytes", "GPU memory, GB", 1e-9), ("capacity_tokens", "longest context, tokens", 1.0),
+             ("decode_tokens_per_s", "decode, tokens/s", 1.0), ("ttft_s", "TTFT, s", 1.0))  # fmt: skip
+
+
+# Cells.
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def number(value: float | None, digits: int = 3, scale: float = 1.0) -> str:
+    """Significant digits without exponents; a dash where there is no number."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    text = f"{value * scale:.{digits}g}"
+    return text if "e" not in text else f"{value * scale:.0f}"
+
+
+def ranged(numbers: Json | None, scale: float = 1.0, digits: int = 3) -> str:
+    """`median (min–max)`: a number without its spread is half a number."""
+    if not numbers or numbers.get("median") is None:
+        return "–"
+    median, low, high = (number(numbers[key], digits, scale) for key in ("median", "min", "max"))
+    return f"{median} (one run)" if numbers["min"] == numbers["max"] else f"{median} ({low}–{high})"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,}" if whole else "–"
+
+
+def percent(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
+
+
+# Below tables: where, with what, and what a reader should know.
+
+
+def commits(result: Json) -> str:
+    """Of all runs that a file was put together from."""
+    runs = [result, *result.get("resumed", [])]
+    found = list(dict.fromkeys(run["versions"].get("commit") or "not recorded" for run in runs))
+    return f"commit{'s' if len(found) > 1 else ''} {' and '.join(found)}"
+
+
+def notes(result: Json) -> str:
+    """What whoever ran it wrote down about the run."""
+    return "".join(f"- {note}\n" for note in result.get("notes", []))
+
+
+def hardware(result: Json) -> str:
+    machine, versions, settings = result["hardware"], result["versions"], result["settings"]
+    parts = [machine["gpu"] or machine["cpu"], f"vLLM {versions['vllm']}", f"torch {versions['torch']}"]
+    if link := result.get("link"):
+        parts.append(f"link {link['h2d_bytes_per_second'] / GB:.1f} GB/s")
+    parts.append(f"{machine['cpu_cores']} CPU cores, {machine['ram_bytes'] / GIB:.0f} GiB of RAM")
+    if settings.get("gpu_blocks"):
+        parts.append(f"GPU cache {settings['gpu_blocks']} blocks, host pool {settings['host_gib']:.0f} GiB")
+    return ", ".join(map(str, [*parts, commits(result)])) + f"; {result['started'][:10]}\n"
+
+
+# Offload.
+
+
+def measured(result: Json, *workloads: str) -> Iterator[tuple[str, str, Json]]:
+    """(system, workload, summary) of all that have one."""
+    for name, entry in result["systems"].items():
+        for workload in workloads:
+            if (summary := entry.get("summary", {}).get(workload)) is not None:
+                yield name, workload, summary
+
+
+def over(result: Json, workload: str, name: str, other: str) -> float | None:
+    row = result.get("ratios", {}).get(workload, {}).get("systems", {}).get(name)
+    return row[f"over_{other}"] if row else None
+
+
+def ttft_cell(result: Json, name: str, summary: Json) -> str:
+    """Without offload nothing comes from RAM: the prompt is computed again."""
+    recomputes = result["systems"][name]["kv_transfer_config"] is None
+    return ranged(summary.get("ttft"), 1000) + (", recomputed" if recomputes and summary else "")
+
+
+def front_page(result: Json) -> str:
+    """One column per system, ours first."""
+    names = sorted(result["systems"], key=lambda name: (not name.startswith("overspill"), name == "none", name))
+    rows = []
+    for workload, label in PROMPTS:
+        cells = {name: result["systems"][name].get("summary", {}).get(workload, {}) for name in names}
+        rows += [
+            [f"{label}: TTFT from RAM, ms", *(ttft_cell(result, name, cells[name]) for name in names)],
+            # Nothing is loaded here, so what differs is the start, not the connector: no ratio without it.
+            ["control: from the GPU's cache, ms", *(ranged(cells[name].get("ttft_gpu_hit"), 1000) for name in names)],
+            ["its bytes over the link, ms", *(number(cells[name].get("floor_seconds"), 3, 1000) for name in names)],
+        ]
+    talks = [result["systems"][name].get("summary", {}).get("multiturn", {}) for name in names]
+    rows += [
+        ["multi-turn: requests/s", *(ranged(talk.get("requests_per_second")) for talk in talks)],
+        ["64 short requests: tok/s vs none", *(percent(over(result, "short", name, "none")) for name in names)],
+    ]
+    return markdown(["", *names], rows)
+
+
+def control(result: Json) -> str:
+    """How far apart systems are where nothing is loaded, each started once."""
+    found = []
+    for workload, label in PROMPTS:
+        hits = [summary.get("ttft_gpu_hit") for _, _, summary in measured(result, workload)]
+        medians = sorted(1000 * numbers["median"] for numbers in hits if numbers)
+        found.append(f"from {number(medians[0])} to {number(medians[-1])} ms for the {label}")
+    return (
+        f"In the control nothing is loaded, and its median still differs between systems: {', '.join(found)}. Each was "
+        "started once, so a difference of that size is not shown to be the connector's.\n"
+    )
+
+
+def ttft(result: Json) -> str:
+    """Time to first token of prompts served from RAM."""
+    rows = [
+        [
+            name, workload, ttft_cell(result, name, summary), number(over(result, workload, name, "best_peer")),
+            ranged(summary.get("ttft_gpu_hit"), 1000), number(summary.get("floor_seconds"), 3, 1000),
+            number(summary.get("ttft_over_floor")),
+        ]
+        for name, workload, summary in measured(result, "ttft-8k", "ttft-64k")
+    ]  # fmt: skip
+    head = ["", "workload", "TTFT, ms", "× best peer", "from the GPU's cache, ms", "link floor, ms", "÷ link floor"]
+    return markdown(head, rows)
+
+
+def tokens(result: Json) -> str:
+    """Whether what was served from RAM gave the same tokens, and how much of it came from there."""
+    rows = []
+    for name, workload, summary in measured(result, "ttft-8k", "ttft-64k"):
+        if result["systems"][name]["kv_transfer_config"] is not None:
+            same, from_ram = summary["tokens_equal"], summary["cached_tokens_from_ram"]
+            rows.append([
+                name, workload, f"{same['equal']} of {same['compared']}", str(len(summary["recomputed"])),
+                "–" if from_ram is None else f"{100 * from_ram:.0f} %",
+            ])  # fmt: skip
+    return markdown(["", "workload", "answers equal", "recomputed", "cached tokens from RAM"], rows)
+
+
+def overhead(result: Json) -> str:
+    """What a connector costs when nothing is reused."""
+    rows = [
+        [
+            workload, name, ranged(summary.get("output_tokens_per_second"), digits=4),
+            *(percent(over(result, workload, name, other)) for other in ("none", "best_peer")),
+            *(ranged(summary.get(key), 1000) for key in ("ttft.mean", "tpot.mean")),
+        ]
+        for which in ("short", "arrivals") for name, workload, summary in measured(result, which)
+    ]  # fmt: skip
+    return markdown(["", "", "tok/s", "vs none", "vs best peer", "mean TTFT, ms", "mean TPOT, ms"], rows)
+
+
+def multiturn(result: Json) -> str:
+    """Conversations that do not fit the GPU's cache."""
+    rows = [
+        [
+            name, ranged(summary["requests_per_second"]), ranged(summary["total_tokens_per_second"], digits=5),
+            number(over(result, workload, name, "best_peer")),
+            *(ranged(summary[key], 1000) for key in ("ttft.mean", "ttft.p99", "tpot.mean")),
+        ]
+        for name, workload, summary in measured(result, "multiturn")
+    ]  # fmt: skip
+    return markdown(["", "req/s", "tok/s", "× best peer", "mean TTFT, ms", "p99 TTFT, ms", "mean TPOT, ms"], rows)
+
+
+def coverage(result: Json) -> str:
+    """How often each workload was measured, and what stopped it where it was not."""
+    workloads = list(result["ratios"])
+    rows = []
+    for name, entry in result["systems"].items():
+        repeats = [entry.get("summary", {}).get(workload, {}) for workload in workloads]
+        errors = [life["error"] for life in entry["lives"] if life.get("error")]
+        counts = [str(found.get("passes") or found.get("repeats") or "–") for found in repeats]
+        rows.append([name, str(len(entry["lives"])), *counts, "; ".join(errors) or "–"])
+    return markdown(["repeats", "engine starts", *workloads, "ended early"], rows)
+
+
+# Spill.
+
+
+def spill_price(result: Json) -> str:
+    """Of the first model, by length: the time to the first token, and the time for each after it."""
+    rows = []
+    for one in result["summary"][0]["lengths"]:
+        cells = [f"{one['length']:,}", number(one["kv_bytes"] / GB)]
+        for key, scale in (("ttft", 1.0), ("tpot", 1000.0)):
+            cells += [number(one[life][key]["median"], 3, scale) for life in ("spill", "gpu")]
+        rows.append(cells)
+    head = ["tokens", "KV, GB", "TTFT, s: spill", "on the GPU", "each token, ms: spill", "on the GPU"]
+    return markdown(head, rows)
+
+
+def spill_where(result: Json) -> str:
+    links = [life["link"]["h2d_bytes_per_second"] / GB for life in result["lives"] if life.get("link")]
+    machine, versions = result["hardware"]["gpu"] or result["hardware"]["cpu"], result["versions"]
+    shown = dict.fromkeys(f"{speed:.1f}" for speed in (min(links), max(links))) if links else {}
+    link = f", link {' to '.join(shown)} GB/s" if shown else ""
+    return f"{machine}, vLLM {versions['vllm']}{link}, {commits(result)}\n"
+
+
+def spill_lengths(entry: Json) -> tuple[list[str], list[list[str]]]:
+    head = ["tokens", "their KV, GB", "TTFT spilled, s", "TTFT all on GPU, s", "ratio", "ms per token spilled",
+            "ms all on GPU", "from RAM per token, GB", "of the link", "GPU spilled, GB"]  # fmt: skip
+    rows = []
+    for row in entry["lengths"]:
+        spill, gpu = row["spill"], row["gpu"]
+        streamed, fraction = ((spill[key] or {}).get("median") for key in ("streamed_bytes_per_token", "link_fraction"))
+        rows.append([
+            f"{row['length']:,}", number(row["kv_bytes"] / GB), ranged(spill["ttft"]), ranged(gpu["ttft"]),
+            number(row["ttft_ratio"]), ranged(spill["tpot"], 1000), ranged(gpu["tpot"], 1000),
+            number(streamed, 3, 1 / GB),
+            "–" if fraction is None else f"{100 * fraction:.1f} %", number(spill["gpu_bytes"], 3, 1 / GB),
+        ])  # fmt: skip
+    return head, rows
+
+
+def spill_tokens(entry: Json) -> tuple[list[str], list[list[str]]]:
+    def parted(one: Json) -> str:
+        gap, kind = one["logprob_gap"], "a tie" if one["is_tie"] else "NO TIE"
+        why = "not the runner-up" if gap is None else f"{number(gap)} apart, {kind}"
+        return f"prompt {one['number']} at token {one['index']}: {why}"
+
+    rows = [
+        [
+            f"{row['length']:,}", f"{row['tokens']['equal']} of {row['tokens']['compared']}",
+            "; ".join(map(parted, row["tokens"]["differences"])) or "–",
+            number(row["tokens"]["largest_logprob_distance"]),
+        ]
+        for row in entry["lengths"] if row["tokens"]["compared"]
+    ]  # fmt: skip
+    return ["tokens", "answers equal", "first difference", "largest logprob distance"], rows
+
+
+def spill_batches(entry: Json) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [
+            str(row["batch"]), ranged(row["spill_tpot"], 1000), ranged(row["gpu_tpot"], 1000), number(row["ratio"], 4),
+            number(row["spilled_steps"]), f"{row['tokens']['equal']} of {row['tokens']['compared']}",
+        ]
+        for row in entry["batches"]
+    ]  # fmt: skip
+    return ["requests", "spill on, ms", "plain vLLM, ms", "ratio", "spilled steps", "answers equal"], rows
+
+
+def spill_sharing(entry: Json) -> tuple[list[str], list[list[str]]]:
+    head = ["life", "short requests", "their ms per token", "over alone", "p99 between tokens, ms", "long, tokens/s",
+            "short ones with KV in RAM"]  # fmt: skip
+    rows = []
+    for row in entry["sharing"]:
+        beside = {None: "beside it, all on GPU", "alone": "alone"}.get(row["share"], f"beside it, share {row['share']}")
+        rows.append([
+            row["life"], beside, ranged(row["tpot"], 1000), number(row["over_alone"]), ranged(row["itl_p99"], 1000),
+            ranged(row["long_tokens_per_second"]), number(row["requests_spilled"]),
+        ])  # fmt: skip
+    return head, rows
+
+
+def spill_contexts(entry: Json) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [
+            row["label"], f"{row['context']:,}", number(row.get("over_baseline")), ranged(row["tokens_per_second"]),
+            *(number(row[key], 3, 1 / GB) for key in ("gpu_bytes", "kv_ram_bytes", "rss_bytes")),
+        ]
+        for row in entry["contexts"]
+    ]  # fmt: skip
+    return ["", "context", "over the baseline", "tokens/s", "GPU, GB", "RAM for KV, GB", "RSS, GB"], rows
+
+
+SPILL: dict[str, tuple[str, Callable[[Json], tuple[list[str], list[list[str]]]]]] = {
+    "lengths": ("Long prompts", spill_lengths),
+    "tokens": ("Tokens, compared with those of the same prompts all on the GPU", spill_tokens),
+    "batches": ("Short requests, nothing spilled, time per token", spill_batches),
+    "sharing": ("Short requests beside a long one", spill_sharing),
+    "contexts": ("Context", spill_contexts),
+}
+
+
+def spill_part(name: str, result: Json) -> str:
+    """One kind of table, for each model and precision of KV that has it."""
+    _, table = SPILL[name]
+    found = []
+    for entry in summarise(result):
+        head, rows = table(entry)
+        if rows:
+            found.append(f"{entry['model']}, KV {entry['kv_cache_dtype']}:\n\n{markdown(head, rows)}")
+    return "\n".join(found)
+
+
+def spill_text(result: Json) -> str:
+    """All tables and remarks, as the script prints them."""
+    parts = [spill_where(result)]
+    for entry in summarise(result):
+        for title, table in SPILL.values():
+            head, rows = table(entry)
+            if rows:
+                parts.append(f"{title}: {entry['model']}, KV {entry['kv_cache_dtype']}\n\n{markdown(head, rows)}")
+    parts.append("".join(f"{line}\n" for line in spill_remarks(result)))
+    return "\n".join(part for part in parts if part)
+
+
+def spill_remarks(result: Json) -> Iterator[str]:
+    """What a reader must know before believing a table."""
+    for life in result["lives"]:
+        label = f"{life['name']} ({life['model']}, KV {life['kv_cache_dtype']})"
+        if life["error"]:
+            yield f"{label}: {life['error']}"
+        yield from (f"failed: {label}: {one['phase']} {one['number']}: {one['why']}" for one in life["failed"])
+        yield from (f"skipped: {label}: {one.get('phase')}: {one.get('why')}" for one in life["notes"])
+    yield from (f"skipped: {one['life']}: {one['why']}" for one in result["skipped"])
+
+
+# Others.
+
+
+def startup(result: Json) -> str:
+    rows = []
+    for name, entry in result["systems"].items():
+        summary = entry["summary"]
+        times = [ranged(summary.get(key)) for key in ("health_seconds", "pinned_seconds")]
+        rows.append([name, *times, ranged(summary.get("peak_resident_bytes"), 1 / GIB)])
+    return markdown(["", "/health, s", "pool pinned, s", "peak RSS, GiB"], rows)
+
+
+def scheduler_cost(result: Json) -> str:
+    """Microseconds a connector adds to a step, by scenario and running requests."""
+    places = list(dict.fromkeys((row["scenario"], row["running"]) for row in result["rows"]))
+    cost = {(row["system"], row["scenario"], row["running"]): scheduler_cell(row) for row in result["rows"]}
+    names = [name for name in dict.fromkeys(row["system"] for row in result["rows"]) if name != "none"]
+    rows = [[name, *(cost.get((name, *place), "–") for place in places)] for name in names]
+    return markdown(["µs per step", *(f"{scenario}, {running} running" for scenario, running in places)], rows)
+
+
+def scheduler_cell(row: Json) -> str:
+    """`median, mean, p99`: work that comes in bursts is not in the median."""
+    calls = [times for call, times in row.get("microseconds", {}).items() if call not in SCHEDULER_CALLS]
+    if not calls:
+        return "–"
+    # The mean of a sum is the sum of the means. The p99 of the sum is not kept; the calls' own, added up, are.
+    mean, p99 = (sum(times[key] for times in calls) for key in ("mean", "p99"))
+    return f"{number(row['connector_microseconds'])}, {number(mean)}, {number(p99)}"
+
+
+def manager_cost(result: Json) -> str:
+    """The manager with one page open, and what its gateway adds, beside the same server without it."""
+    idle, gateway = result["idle"], result["gateway"]
+    rows = [
+        ["CPU with one page open, % of a core", "–", number(100 * idle["cpu_share_of_a_core"])],
+        ["memory, MB", "–", number(idle["resident_bytes"] / 1e6)],
+    ]
+    for key, label in (("first_token", "first token"), ("token", "each token, after it was due")):
+        times = gateway[key]
+        for one in ("median", "p99"):
+            through, direct = times["gateway_ms"][one], times["direct_ms"][one]
+            rows.append([f"{label}, {one}, ms", number(direct), number(through)])
+        rows.append([f"{label}, added at p50, ms", "–", number(times["added_p50_ms"])])
+    return markdown(["", "direct", "manager"], rows)
+
+
+def prediction(result: Json) -> str:
+    """`predicted → measured (difference)`."""
+
+    def cell(planned: Json | None, seen: Json | None, key: str, scale: float) -> str:
+        if not planned or not seen or not seen.get(key):
+            return "–"
+        shown = [number(one[key], 6 if key == "capacity_tokens" else 3, scale) for one in (planned, seen)]
+        return f"{' → '.join(shown)} ({percent(planned[key] / seen[key])})"
+
+    rows = []
+    for case in result["cases"]:
+        planned, seen = case["predicted"], case["measured"]
+        without = ", no graphs" if case["enforce_eager"] else ""
+        name = f"{case['model']}, {case['gpu_memory']}, {case['max_model_len']:,}{without}"
+        rows.append([
+            name, planned["way"] if planned else "–", *(cell(planned, seen, key, scale) for key, _, scale in PREDICTED),
+        ])  # fmt: skip
+    return markdown(["model, budget, context", "plan", *(name for _, name, _ in PREDICTED)], rows)
+
+
+def families(result: Json) -> str:
+    """One row per kind of model, one column per feature; below, why a feature is refused or failed."""
+    features = result["settings"]["features"]
+    rows, reasons = [], ""
+    for name, family in result["families"].items():
+        found = [family["features"].get(feature) for feature in features]
+        rows.append([name, family["notes"], *map(family_cell, found)])
+        for feature, one in zip(features, found, strict=True):
+            if one and "reason" in one:
+                reasons += f"- {name}, {feature}: {one['outcome']}, {one['reason'].splitlines()[0]}\n"
+    return markdown(["", "model", *features], rows) + (f"\n{reasons}" if reasons else "")
+
+
+def family_cell(one: Json | None) -> str:
+    """How many answers are stock vLLM's to the last bit, how far the others are from them, and what moved."""
+    if one is None:
+        return "–"
+    if one["outcome"] != "proven":
+        return str(one["outcome"])
+    moved = sum(value for key, value in one.items() if key.endswith("_bytes"))
+    apart = one["worst_logprob_difference"]
+    near = "" if one["identical_answers"] == one["answers"] else f", log-probabilities within {number(apart)}"
+    return f"{one['identical_answers']} of {one['answers']} identical{near}; {number(moved / 2**20)} MiB"
+
+
+# What Overspill's own commands wrote with --json.
+
+
+def experiment(result: Json) -> str:
+    """One column for each configuration: its figure, and the ratio to the first with its confidence interval."""
+
+    def cell(value: float | None, scale: float, ratio: Json | None) -> str:
+        if value is None or ratio is None:
+            return number(value, 3, scale)
+        low, high = ratio.get("low"), ratio.get("high")
+        interval = f" ({number(low)}–{number(high)})" if low is not None and high is not None else ""
+        return f"{number(value, 3, scale)}, ×{number(ratio['value'])}{interval}"
+
+    rows = []
+    for measure in result["measures"]:
+        if measure["key"] not in MEASURES or all(value is None for value in measure["values"]):
+            continue
+        scale, unit = (1 / GIB, "GiB") if measure["unit"] == "bytes" else (1.0, measure["unit"])
+        name = measure["name"].strip()
+        cells = [cell(value, scale, ratio) for value, ratio in zip(measure["values"], measure["ratios"], strict=True)]
+        rows.append([f"{name}, {unit}" if unit else name, *cells])
+    return markdown(["", *(one["label"] for one in result["configurations"])], rows)
+
+
+def experiment_where(result: Json) -> str:
+    """What it ran on, the command that repeats it, and what the figures do not say."""
+    first = result["results"][0]
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    remarks = [
+        f"{one['same']} of {one['compared']} answers of {one['label']} are those of {result['compared_with']}"
+        for one in result["answers"] if one["compared"]
+    ]  # fmt: skip
+    remarks += [
+        f"{one['label']} {'is not complete' if one['repeats'] else 'did not run'}: {one['problem'].splitlines()[0]}"
+        for one in result["configurations"] if one["problem"]
+    ]  # fmt: skip
+    below = "".join(f"- {line}\n" for line in (*remarks, *result.get("notes", ())))
+    machine = f"{first['gpu']}, driver {first['driver']}, {versions}, commit {result['commit']}"
+    return f"{machine}\n\n```text\n{result['command']}\n```\n\n{below}"
+
+
+def verification(result: Json) -> str:
+    rows = [
+        [
+            one["name"], str(one["requests"]), f"{one['tokens']:,}", f"{one['ram_tokens']:,}",
+            number(one["ram_bytes"] / 2**20), share(one["faults_caught"], one["faults_injected"]),
+            share(one["identical_logprobs"], one["logprobs"]), str(len(one["ties"])), str(len(one["mismatches"])),
+        ]
+        for one in result["scenarios"]
+    ]  # fmt: skip
+    head = ["scenario", "requests", "tokens", "from RAM", "MiB", "faults caught", "log-probabilities the same", "ties",
+            "mismatches"]  # fmt: skip
+    reference, machine = result["reference"], result["hardware"]
+    mode = ", batch-invariant" if reference["batch_invariant"] else ""
+    return (
+        f"{markdown(head, rows)}\n{result['verdict']} {machine['name']}, vLLM {result['versions']['vllm']}, "
+        f"{reference['dtype']}{mode}, {result['seconds']:.0f} s, commit {result['commit']}.\n"
+    )
+
+
+# Table -> the benchmark whose results it shows, and what makes it.
+TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
+    "summary": ("offload", front_page),
+    "control": ("offload", control),
+    "ttft": ("offload", ttft),
+    "tokens": ("offload", tokens),
+    "overhead": ("offload", overhead),
+    "multiturn": ("offload", multiturn),
+    "coverage": ("offload", coverage),
+    "startup": ("startup", startup),
+    "scheduler-cost": ("scheduler-cost", scheduler_cost),
+    "manager-cost": ("manager-cost", manager_cost),
+    "prediction": ("prediction", prediction),
+    "families": ("families", families),
+    "ab": ("ab", experiment),
+    "ab-where": ("ab", experiment_where),
+    "verify": ("verify", verification),
+    "spill-price": ("spill", spill_price),
+    "spill-where": ("spill", spill_where),
+    **{f"spill-{name}": ("spill", partial(spill_part, name)) for name in SPILL},
+    **{f"{name}-notes": (name, notes) for name in ("offload", "startup", "prediction")},
+    **{
+        f"{name}-hardware": (name, hardware)
+        for name in ("offload", "startup", "scheduler-cost", "manager-cost", "prediction", "families")
+    },
+}
