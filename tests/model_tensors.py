@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from overspill.model import ModelFacts, UnknownWeights
 from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
 from overspill.model.description import describe
+from overspill.model.errors import UnknownWeights
+from overspill.model.facts import ModelFacts
 
 
 def describe_config(config: dict[str, Any], dtype: str = "auto") -> ModelFacts:

@@ -10,7 +10,10 @@ import torch
 from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups, _pool_bytes_per_block
 
 from overspill.figures import Origin
-from overspill.model import CacheSettings, Kind, KVGeometry, ModelFacts, kv_geometry, read_folder
+from overspill.model.facts import ModelFacts
+from overspill.model.kv import KVGeometry, kv_geometry
+from overspill.model.pages import CacheSettings, Kind
+from overspill.model.source import read_folder
 from tests.engine import BLOCK, Engine, engine
 from tests.model_tensors import describe_config
 

@@ -13,17 +13,11 @@ import httpx
 import pytest
 
 from overspill.figures import Origin
-from overspill.model import (
-    AccessDenied,
-    BadCheckpoint,
-    BadConfig,
-    HubUnreachable,
-    ModelNotFound,
-    hub,
-    read_model,
-)
+from overspill.model import hub
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
+from overspill.model.errors import AccessDenied, BadCheckpoint, BadConfig, HubUnreachable, ModelNotFound
+from overspill.model.source import read_model
 from tests import model_configs as models
 from tests.model_tensors import header_of
 

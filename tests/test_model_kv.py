@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from overspill.kv.sizes import GiB, KiB, MiB
-from overspill.model import Attention, BadConfig, BadSettings, CacheSettings, Kind, kv_geometry
+from overspill.model.errors import BadConfig, BadSettings
+from overspill.model.facts import Attention
+from overspill.model.kv import kv_geometry
+from overspill.model.pages import CacheSettings, Kind
 from tests import model_configs as models
 from tests.model_tensors import describe_config
 

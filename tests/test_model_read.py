@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from overspill.figures import Origin
-from overspill.model import (
+from overspill.model.checkpoint import MAX_HEADER_BYTES, Tensor
+from overspill.model.config import Config
+from overspill.model.derived import derive_tensors
+from overspill.model.errors import (
     AccessDenied,
     BadCheckpoint,
     BadConfig,
@@ -21,12 +24,8 @@ from overspill.model import (
     ModelNotFound,
     UnknownArchitecture,
     UnknownWeights,
-    read_folder,
-    read_model,
 )
-from overspill.model.checkpoint import MAX_HEADER_BYTES, Tensor
-from overspill.model.config import Config
-from overspill.model.derived import derive_tensors
+from overspill.model.source import read_folder, read_model
 from tests import model_configs as models
 from tests.model_tensors import header_of, write_safetensors
 
@@ -387,7 +386,8 @@ def test_a_revision_that_is_a_path_is_refused(revision: str) -> None:
 
 def test_neither_torch_nor_vllm_nor_httpx_is_imported(folder: Path) -> None:
     code = (
-        "import sys; from overspill.model import kv_geometry, read_model; "
+        "import sys; from overspill.model.kv import kv_geometry; "
+        "from overspill.model.source import read_model; "
         f"print(kv_geometry(read_model({str(folder)!r})).bytes_per_block); "
         "print(sorted(sys.modules.keys() & {'torch', 'vllm', 'transformers', 'httpx', 'numpy', 'safetensors'}))"
     )

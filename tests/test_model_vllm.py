@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from overspill.figures import Origin
-from overspill.model import CacheSettings, kv_geometry, read_folder
 from overspill.model.defaults import DEFAULTS
 from overspill.model.derived import SHAPES
+from overspill.model.kv import kv_geometry
+from overspill.model.pages import CacheSettings
+from overspill.model.source import read_folder
 from tests.model_configs import PUBLISHED, SMALL
 from tests.model_tensors import describe_config
 

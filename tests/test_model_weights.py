@@ -8,11 +8,13 @@ import pytest
 
 from overspill.figures import Origin
 from overspill.kv.sizes import GiB
-from overspill.model import ModelFacts, UnknownWeights, active_bytes, read_folder
 from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
 from overspill.model.derived import SHAPES, derive_tensors
 from overspill.model.description import describe, sort_weights
+from overspill.model.errors import UnknownWeights
+from overspill.model.facts import ModelFacts, active_bytes
+from overspill.model.source import read_folder
 from tests import model_configs as models
 from tests.model_tensors import write_safetensors
 

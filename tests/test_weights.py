@@ -11,8 +11,8 @@ from vllm.model_executor.offloader.prefetch import PrefetchOffloader
 from vllm.model_executor.offloader.uva import UVAOffloader
 
 from overspill.model.architectures import RUN_BY_TRANSFORMERS
-from overspill.weights import pinned_leftovers
-from overspill.weights.transformers_layers import decoder_layers, register
+from overspill.weights import plugin
+from overspill.weights.plugin import decoder_layers, register
 from tests.engine import engine
 
 OLMO2: dict[str, Any] = {
@@ -70,9 +70,9 @@ def test_the_list_of_such_models_is_vllms() -> None:
 def test_what_loading_left_over_is_returned_when_the_weights_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(PrefetchOffloader, "post_init", lambda self: done.append("weights are there"))
-    monkeypatch.setattr(pinned_leftovers, "return_leftovers", lambda: done.append("returned") or 0)
-    pinned_leftovers.register()
-    pinned_leftovers.register()
+    monkeypatch.setattr(plugin, "return_leftovers", lambda: done.append("returned") or 0)
+    plugin.register()
+    plugin.register()
     PrefetchOffloader.post_init(PrefetchOffloader.__new__(PrefetchOffloader))
     assert done == ["weights are there", "returned"]
 
@@ -80,4 +80,4 @@ def test_what_loading_left_over_is_returned_when_the_weights_are_there(monkeypat
 def test_nothing_is_returned_where_nothing_is_pinned() -> None:
     if torch.cuda.is_available():
         pytest.skip("pins memory")
-    assert pinned_leftovers.return_leftovers() == 0
+    assert plugin.return_leftovers() == 0

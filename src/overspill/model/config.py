@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from overspill.model.defaults import DEFAULTS, SHAPE_KEYS
 from overspill.model.errors import BadConfig
@@ -16,6 +17,7 @@ EXPERT_KEYS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_
 # Beyond any model. What stands in a stranger's file must not keep us counting for hours.
 _MAXIMUM = {"num_hidden_layers": 500, **dict.fromkeys(EXPERT_KEYS, 4096)}
 _MISSING = object()
+_T = TypeVar("_T")
 
 
 class Config:
@@ -90,19 +92,18 @@ class Config:
         return default
 
     def strings(self, key: str) -> tuple[str, ...] | None:
-        value = self.get(key, None)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._bad(key, value, "a list of strings")
-        return tuple(value)
+        return self._list(key, str, "strings")
 
     def integers(self, key: str) -> tuple[int, ...] | None:
+        return self._list(key, int, "integers")
+
+    def _list(self, key: str, kind: type[_T], expected: str) -> tuple[_T, ...] | None:
         value = self.get(key, None)
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-            raise self._bad(key, value, "a list of integers")
+        # A bool is an int to isinstance.
+        if not isinstance(value, list) or any(type(item) is not kind for item in value):
+            raise self._bad(key, value, f"a list of {expected}")
         return tuple(value)
 
     def _model_type(self) -> str:

@@ -39,7 +39,7 @@ class WeightOffload:
     @property
     def loading_bytes(self) -> int:
         """RAM that they take while they are loaded. The prefetching offloader pins each twice; Overspill returns the
-        first copy when all are loaded (overspill.weights.pinned_leftovers), before it takes RAM for KV."""
+        first copy when all are loaded (overspill.weights.plugin), before it takes RAM for KV."""
         return 2 * self.pinned_bytes if self.group_size else self.pinned_bytes
 
     @property
