@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from overspill.figures import assumed, measured
+from overspill.figures import assumed
 from overspill.hardware import parse_gpu
-from overspill.hardware.gpu import Link
-from overspill.launch.profiles import Remembered, measured_link, remember
+from overspill.launch.profiles import Remembered, remember
 from overspill.planning.overheads import Profile, fingerprint
-from overspill.registry import load_profile, open_registry
 from tests import model_configs as models
 from tests.model_tensors import describe_config
 
@@ -40,25 +38,17 @@ def recall(key: str, home: dict[str, str]) -> Profile | None:
     return Remembered(home).recall(key)
 
 
-def test_what_is_remembered_is_recalled_with_the_link_beside_it(home: dict[str, str]) -> None:
+def test_what_is_remembered_is_recalled(home: dict[str, str]) -> None:
     key = fingerprint(LLAMA, H200, **CASE)
-    remember(key, SEEN, (50 * 10**9, 40 * 10**9), environ=home)
+    remember(key, SEEN, environ=home)
     assert recall(key, home) == SEEN and recall(f"{key}x", home) is None
     remember(key, replace(SEEN, graph_bytes=0), environ=home)
     assert recall(key, home) == replace(SEEN, graph_bytes=0)
-    with open_registry(environ=home) as registry:
-        kept = load_profile(registry, key)
-    assert kept is not None and kept.link is not None and kept.link.d2h_bytes_per_second == 40 * 10**9
 
 
 def test_asking_makes_no_registry(home: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     assert recall("key", home) is None
     assert not list(Path(home["XDG_STATE_HOME"]).iterdir()) and not caplog.text
-
-
-def test_only_a_measured_link_is_kept() -> None:
-    assert measured_link(replace(H200, link=Link(assumed(5), measured(6)))) is None
-    assert measured_link(replace(H200, link=Link(measured(5), measured(6)))) == (5, 6)
 
 
 def test_a_fingerprint_is_readable_and_changes_with_everything_that_decides() -> None:

@@ -126,7 +126,7 @@ def contradicting_variables(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parsed here, so that a mistake is told by the argument's name and not by a flag's."""
+    """Parsed here, so that an error names the argument and not a flag."""
     parsed = {}
     for name, value in given.items():
         try:
@@ -181,6 +181,6 @@ def _read_by_vllm(flags: Sequence[str]) -> Any:
     # Not EngineArgs.from_cli_args: it would look for a default model, and needs the hub for that.
     read = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(flags))
     if read.kv_transfer_config is not None:
-        # For the engine's process, which is not told of the plugin where Overspill is only on the path.
+        # For the engine's process, which does not find the plugin where Overspill is only on the path.
         read.kv_transfer_config.kv_connector_module_path = "overspill.kv.connector"
     return read

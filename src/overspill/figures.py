@@ -31,7 +31,7 @@ def measured(value: T, note: str = "") -> Known[T]:
 
 
 def derived(value: T, *sources: Known[Any], note: str = "") -> Known[T]:
-    """A value computed from `sources`; it is no better than the weakest of them."""
+    """A value computed from `sources`; its origin is the weakest of theirs."""
     return Known(value, origin_of(*sources), note)
 
 

@@ -436,9 +436,8 @@ def plain(values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def origins(values: Mapping[str, Value]) -> dict[str, Any]:
-    """For JSON: what was set, and whether a flag, the registry, the environment or the file said so."""
-    told = {name: {"value": value.value, "origin": str(value.origin)} for name, value in values.items()}
-    return {"settings": {name: each for name, each in told.items() if each["origin"] != GivenBy.DEFAULT}}
+    """For JSON: each value, and whether a flag, the registry, the environment, the file or the default gave it."""
+    return {name: {"value": value.value, "origin": str(value.origin)} for name, value in values.items()}
 
 
 def _value(setting: Setting, given: object, origin: GivenBy, place: str) -> Value:

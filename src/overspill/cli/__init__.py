@@ -60,7 +60,7 @@ def _commands(
 
 
 def main(run: Callable[[], Any] = app) -> None:
-    """0 if it went well, 1 if what was asked for cannot be, 2 for a mistake in how it was asked."""
+    """Exits with 0 on success, 1 if the request cannot be met, 2 for a mistake in the request."""
     try:
         run()
     except OverspillError as error:

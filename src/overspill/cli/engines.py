@@ -24,14 +24,14 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
     from overspill.manager.serving import engines_here
 
     manager = _manager(api_key)
-    told = manager.engines() if manager is not None else engines_here()
+    shown = manager.engines() if manager is not None else engines_here()
     if as_json:
-        print(json.dumps({"manager": manager.url if manager is not None else None, "engines": told}, indent=2))
+        print(json.dumps({"manager": manager.url if manager is not None else None, "engines": shown}, indent=2))
         return
     print(f"manager: {manager.url}" if manager is not None else "no manager runs; these are the servers of this user")
     rows = [("name", "state", "since", "process", "address")]
     rows += [
-        (one["name"], _state(one), _since(one["since"]), str(one["pid"] or "-"), one["url"] or "-") for one in told
+        (one["name"], _state(one), _since(one["since"]), str(one["pid"] or "-"), one["url"] or "-") for one in shown
     ]
     print_table(rows)
 
@@ -61,13 +61,13 @@ def logs(
     if follow and search:
         raise OverspillError("--follow shows all lines, and --search looks for some; leave one of them out")
     manager = _manager(api_key)
-    told = (
+    shown = (
         manager.log(name, lines, search, follow=follow)
         if manager is not None
         else log_here(name, lines, search, follow=follow)
     )
     try:
-        for line in told:
+        for line in shown:
             print(line, flush=follow)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None

@@ -8,7 +8,7 @@ import typer
 
 from overspill.cli.flags import PLANNING, SERVING, Model, launch_of, to_stderr, with_settings
 from overspill.kv.errors import OverspillError
-from overspill.settings import Value, config_path, origins, resolve
+from overspill.settings import GivenBy, config_path, origins, resolve
 
 # vLLM's own flags are not known here; they follow the model, and are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -25,9 +25,12 @@ def plan(
     from overspill.planning.report import plan_as_json, plan_as_text
 
     launch = launch_of(model, given, cards=cards)
-    made = launch.plan
-    print(json.dumps({**plan_as_json(made), **origins(launch.values)}, indent=2) if as_json else plan_as_text(made))
-    if made.chosen is None:
+    if as_json:
+        set_here = {name: one for name, one in launch.values.items() if one.origin is not GivenBy.DEFAULT}
+        print(json.dumps({**plan_as_json(launch.plan), "settings": origins(set_here)}, indent=2))
+    else:
+        print(plan_as_text(launch.plan))
+    if launch.plan.chosen is None:
         raise typer.Exit(1)
 
 
@@ -86,15 +89,10 @@ def config(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     """Every setting, its value, and whether a flag, the environment, the file or the default gave it."""
     values = resolve({}, file=config_path())
     if as_json:
-        told = {name: {"value": value.value, "origin": str(value.origin)} for name, value in values.items()}
-        print(json.dumps(told, indent=2))
+        print(json.dumps(origins(values), indent=2))
         return
     width = max(len(name) for name in values)
-    for value in values.values():
-        print(_setting_line(value, width))
+    for name, value in values.items():
+        shown = "-" if value.value is None else str(value.value)
+        print(f"{name:{width}}{shown:>16}   {value.place or value.origin}")
     print(f"file: {config_path()}")
-
-
-def _setting_line(value: Value, width: int) -> str:
-    shown = "-" if value.value is None else str(value.value)
-    return f"{value.setting.name:{width}}{shown:>16}   {value.place or value.origin}"

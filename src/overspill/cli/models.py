@@ -19,7 +19,7 @@ models = typer.Typer(
 Name = Annotated[str, typer.Argument(help="The model's name in the registry.")]
 VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]
 IfVersion = Annotated[
-    int | None, typer.Option("--if-version", help="Only if it is at this version, which `show` tells.")
+    int | None, typer.Option("--if-version", help="Only if it is at this version, which `show` prints.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes, times seconds.")]
 
@@ -85,7 +85,7 @@ def edit(
     unset: Annotated[list[str] | None, typer.Option(help="Take a setting back, by its name; may be repeated.")] = None,
     if_version: IfVersion = None,
 ) -> None:
-    """Changes what is given, and tells what a running server takes only when it is started again."""
+    """Changes what is given, and lists what a running server takes only when it is started again."""
     from overspill.registry import RegistryError, edit_model
 
     given = {**given, "vllm_args": vllm_args or None}
@@ -137,8 +137,8 @@ def import_all(
     with opened_registry() as registry:
         imported = import_models(registry, entries)
     if as_json:
-        told = [{"name": each.name, "outcome": str(each.outcome), "detail": each.detail} for each in imported]
-        print(json.dumps(told, indent=2))
+        outcomes = [{"name": each.name, "outcome": str(each.outcome), "detail": each.detail} for each in imported]
+        print(json.dumps(outcomes, indent=2))
     elif not imported:
         print(f"no models in {file or cache_folder()}")
     for each in imported if not as_json else ():

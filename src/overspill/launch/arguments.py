@@ -88,7 +88,7 @@ _GROUPS, _IN_GROUP, _PARALLEL = "--offload-group-size", "--offload-num-in-group"
 class Adopted:
     values: Mapping[str, Value]
     vllm_args: tuple[str, ...] = ()
-    """Those of vLLM's own flags that are no settings here."""
+    """vLLM's own flags that are not settings here."""
     offload_groups: tuple[int, int] | None = None
     """What the prefetching offloader's flags say: layers in a group, and how many of them lie in RAM."""
     tensor_parallel_size: int = 1
@@ -125,7 +125,7 @@ def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
     which = backend.value if backend is not None else "auto"
     # Flags of both offloaders, or of one without its size, are left to overspill.launch.traps, which refuses them.
     if uva is not None and not group_size and which in (("auto", "uva") if num_bytes else ("auto",)):
-        if _set(values, "weights_ram", f"{num_bytes}B", uva, origin):  # a unit, since few bytes without one are refused
+        if _set(values, "weights_ram", num_bytes, uva, origin):
             groups = None
         taken += [one for one in flags if one.name in (_UVA, _BACKEND, _GROUPS, _IN_GROUP)]
     elif grouped is not None and not num_bytes and which in (("auto", "prefetch") if group_size else ("auto",)):

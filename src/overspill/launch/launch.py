@@ -32,7 +32,7 @@ class Prepared:
     model: str
     """What vLLM is given: a folder, or a repository."""
     asked_for: str | None = None
-    """The name by which it was asked for, if not that: the registry's."""
+    """The registry's name for it, if that was given."""
     vllm: Vllm
     plan: Plan
     way: Way

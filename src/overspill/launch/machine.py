@@ -82,7 +82,7 @@ def require_possible(wishes: Wishes, gpu: Gpu) -> None:
 
 
 def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> Device:
-    """The GPU that is stated or found; vLLM's CPU platform if asked for, or where there is neither a GPU nor a vLLM
+    """The GPU that is stated or found; vLLM's CPU platform on request, or where there is neither a GPU nor a vLLM
     that could use one."""
     found = detect() if found is None else found
     ram = settings.get("ram")

@@ -3,10 +3,8 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict
 
-from overspill.figures import Origin
-from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import TiB
 from overspill.launch.reference import NoRegistry, has_registry, using_registry
 from overspill.launch.vllm import Vllm
@@ -22,24 +20,21 @@ _MOST = TiB
 _WAIT_S = 5.0
 
 
-def remember(
-    fingerprint: str, profile: Profile, link: tuple[int, int] | None = None, environ: Mapping[str, str] | None = None
-) -> None:
-    """Keep a profile, and the link's measured rates to the device and back; failing to is no error. Of two writers the
-    last wins, as a whole."""
+def remember(fingerprint: str, profile: Profile, environ: Mapping[str, str] | None = None) -> None:
+    """Keep a profile; a failure is only logged. Of two writers the last wins, as a whole."""
     try:
         with using_registry():
-            from overspill.registry import MeasuredLink, open_registry, save_profile
+            from overspill.registry import open_registry, save_profile
 
             with open_registry(environ=environ, wait_seconds=_WAIT_S) as registry:
-                save_profile(registry, fingerprint, profile, MeasuredLink(*link) if link is not None else None)
+                save_profile(registry, fingerprint, profile)
     except NoRegistry as error:
         logger.warning("Overspill: what this run measured is not kept, and plans go on assuming it: %s", error)
 
 
 class Remembered:
-    """What earlier runs measured, for one plan. The registry is opened when first asked, never made, and asked no more
-    after it has failed once."""
+    """What earlier runs measured, for one plan. The registry is opened at the first use, never made, and not
+    used again after it has failed once."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self._environ = os.environ if environ is None else environ
@@ -67,10 +62,10 @@ class Remembered:
                 found = load_profile(registry, fingerprint)
         if found is None:
             return None
-        sizes = [getattr(found.overheads, field.name) for field in fields(Profile)]
+        sizes = list(asdict(found).values())
         if not all(0 <= size < _MOST for size in sizes):
             raise NoRegistry(f"sizes of {sizes} for {fingerprint}")
-        return found.overheads
+        return found
 
 
 def remember_profile(plan: Plan, way: Way, profile: Profile, vllm: Vllm) -> None:
@@ -82,13 +77,4 @@ def remember_profile(plan: Plan, way: Way, profile: Profile, vllm: Vllm) -> None
             kv_cache_dtype=way.kv_cache_dtype,
         ),
         profile,
-        measured_link(plan.gpu),
     )  # fmt: skip
-
-
-def measured_link(gpu: Gpu) -> tuple[int, int] | None:
-    """Bytes per second to the device and back; None where they are not measured."""
-    rates = (gpu.link.h2d_bytes_per_second, gpu.link.d2h_bytes_per_second)
-    if any(rate.origin is not Origin.MEASURED for rate in rates):
-        return None
-    return rates[0].value, rates[1].value

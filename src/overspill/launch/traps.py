@@ -40,14 +40,14 @@ _NOT_HERE = {
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What to tell, and variables to change for vLLM (None removes one)."""
+    """Warnings, and variables to change for vLLM (None removes one)."""
 
     warnings: list[str] = field(default_factory=list)
     environment: dict[str, str | None] = field(default_factory=dict)
 
 
 def check(combined: Combined, environment: Mapping[str, str], *, on_cpu: bool) -> Checked:
-    """Refuses by raising; the rest is corrected, or told."""
+    """Raises what is refused; the rest is corrected, or a warning."""
     _refuse_flags(combined)
     checked = Checked()
     _check_spelling(combined, checked)
@@ -66,7 +66,7 @@ def _refuse_flags(combined: Combined) -> None:
 
 
 def _check_spelling(combined: Combined, checked: Checked) -> None:
-    """What is no setting here is vLLM's to read, which takes seconds to say that it has no such flag."""
+    """Flags that are not settings are vLLM's to read, which takes seconds to report an unknown one."""
     for flag in combined.given:
         if flag.name.replace("--no-", "--", 1) in _SETTINGS:
             continue
@@ -169,7 +169,7 @@ def require_positions(plan: Plan, combined: Combined, environment: Mapping[str, 
 
 
 def longest_context(facts: ModelFacts) -> int | None:
-    """None if it cannot be told. Of a model that is not on this machine, its positions without a scaling."""
+    """None if it is unknown. Of a model that is not on this machine, its positions without a scaling."""
     if facts.folder is None:
         return facts.max_position_embeddings
     folder = Folder(facts.folder)

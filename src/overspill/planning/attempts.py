@@ -34,7 +34,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """An attempt that holds the context asked for, given enough RAM."""
+    """An attempt that holds the requested context, given enough RAM."""
 
     attempt: Attempt
     kv: KvSplit
@@ -112,7 +112,7 @@ def longest_context(setup: Setup, tried: Iterable[Attempt], *, within_ram: bool 
 
 
 def least_ram_bytes(setup: Setup, tried: Iterable[Attempt]) -> int | None:
-    """RAM with which the context asked for fits exactly; None if no RAM is enough."""
+    """RAM with which the requested context fits exactly; None if no RAM is enough."""
     needs = (fit.ram_bytes for fit in fits(setup, tried, setup.max_model_len) if fit.attempt.is_exact)
     return min(needs, default=None)
 

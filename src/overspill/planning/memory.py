@@ -16,7 +16,7 @@ UTILIZATION = 0.92
 # H200 with vLLM 0.32 used 0.70 to 0.90 GiB more than the fraction given, of which the context was 0.51: most where what
 # was compiled earlier came from its cache, so that vLLM saw less of it (benchmarks/spill.py, benchmarks/prediction.py).
 _SLACK_BYTES = int(0.4 * GiB)
-# Four digits are told: of a card of 140 GiB the third would be 0.14 GiB.
+# vLLM gets four digits: of a card of 140 GiB the third would be 0.14 GiB.
 _FRACTIONS = 10_000
 
 

@@ -20,7 +20,7 @@ _CONTEXT_BYTES = int(0.51 * GiB)
 # (Qwen3-Coder-30B-A3B).
 _NON_TORCH_BYTES = int(0.32 * GiB)
 # What vLLM sets aside for graphs: 0.14 GiB for 7 batch sizes, 0.21 for 19. On an H100 0.51 to 1.85 were seen, for how
-# many sizes is not told (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
+# many sizes is not reported (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
 _GRAPHS_BYTES, _GRAPH_BYTES = int(0.10 * GiB), int(0.006 * GiB)
 # At the peak an MLP's two inputs to the activation and their product are alive, and so many tensors of hidden size:
 # 0.84 GiB for chunks of 8192 tokens. Compiled in pieces, some more: 0.86 GiB for OLMo-2-7B, and 0.38 beside the

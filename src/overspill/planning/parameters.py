@@ -10,7 +10,7 @@ _QUANTIZED_BYTES = {"awq": _FOUR_BITS, "gptq": _FOUR_BITS, "mxfp4": _FOUR_BITS, 
 
 
 def bytes_per_parameter(facts: ModelFacts) -> float:
-    """On average; of quantisations that do not tell by their name, as of FP8."""
+    """Average bytes per parameter; quantisations whose name does not say it count as FP8."""
     if facts.quantization is None:
         return _DTYPE_BYTES[facts.dtype]
     return _QUANTIZED_BYTES.get(facts.quantization, 1.0)

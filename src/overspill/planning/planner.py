@@ -22,8 +22,6 @@ from overspill.planning.memory import Budget, card_bytes
 from overspill.planning.setup import CUDA, Platform, Profiles, Setup, Wishes, nothing_measured
 from overspill.planning.ways import Way, make_way
 
-__all__ = ["Plan", "Way", "Wishes", "make_plan"]
-
 # Predictions are not so good that a smaller difference would mean something.
 _NEARLY = 1.1
 _WITHOUT = {"host_bytes": "keeps no idle KV in RAM", "spill_bytes": "spills no KV"}
@@ -42,19 +40,19 @@ class Plan:
     ways: tuple[Way, ...]
     """Fastest first, one of each kind; those that round KV unasked among them."""
     forced: Way | None
-    """Where no exact way fits and one was asked for with --force: the best that rounds KV, or else the nearest."""
+    """Where no exact way fits and --force wants one: the best that rounds KV, or else the nearest."""
     longest_context: int
     """That fits by any of the exact ways."""
     longest_on_gpu: int
     """The same without any RAM: what this GPU is good for alone."""
     fitting_weights_ram: int | None
-    """Where the weights that were asked to be in RAM do not let it fit: the amount nearest to it that would."""
+    """Where the requested weights in RAM do not let the context fit: the nearest amount that would."""
     least_ram_bytes: int | None
     """With which an exact way fits, the engine's process included; None if no RAM is enough."""
     need_gpu_bytes: int
     """Device memory with which it would fit without RAM, CUDA's context included."""
     cards: tuple[CardFit, ...]
-    """Where nothing fits exactly on a GPU, or if asked for."""
+    """Where nothing fits exactly on a GPU, or on request."""
 
     @property
     def usable_gpu_bytes(self) -> Known[int]:
@@ -231,7 +229,7 @@ def _fitting_weights_ram(setup: Setup, budget: Budget) -> int | None:
 
 
 def _asked_warnings(plan: Plan) -> Iterator[str]:
-    """Of what was asked for and is not done, or should not be."""
+    """Warnings of requests that are not met, or should not be."""
     wishes, chosen = plan.wishes, plan.chosen
     if (gpus := wishes.tensor_parallel_size) > 1:
         yield (

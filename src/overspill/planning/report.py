@@ -170,7 +170,7 @@ def _link(plan: Plan) -> list[str]:
 
 
 def _ways(plan: Plan, chosen: Way | None) -> list[str]:
-    """None is chosen where all of them round KV, and that was not asked for."""
+    """None is chosen where all of them round KV, unrequested."""
     ways = plan.ways or ((chosen,) if chosen is not None else ())
     lines = [f"{'':2}{'way':56}{'decode':>12}{'first token':>14}{'in RAM':>11}"]
     for way in ways:

@@ -46,7 +46,7 @@ class Wishes:
     force: bool = False
     """Whether to give the nearest way where none fits."""
     cards: bool = False
-    """Whether to tell which cards would do although this one does."""
+    """Whether to list the cards that would do although this one does."""
 
     @property
     def num_seqs(self) -> int:
@@ -113,7 +113,7 @@ LATENT_BLOCK_SIZE_WITH_AMX = 128
 Profiles = Callable[[int, str], Profile | None]
 """What was measured for a max_num_batched_tokens and a kv_cache_dtype."""
 
-# Where vLLM itself takes longer chunks (arg_utils.py, get_batch_defaults), memory is no matter.
+# Where vLLM itself takes longer chunks (arg_utils.py, get_batch_defaults), memory does not matter.
 _LARGE_BYTES, _LARGE_CHUNK = 70 * GiB, 8192
 # Cards from which on kernels for KV in fp8 are everywhere.
 _FP8_CAPABILITY = (8, 9)
@@ -140,7 +140,7 @@ class Setup:
     def kv_cache_dtypes(self) -> list[tuple[str, bool]]:
         """And whether tokens stay those of the model as it is."""
         if self.wishes.kv_cache_dtype is not None:
-            return [(self.wishes.kv_cache_dtype, True)]  # what was asked for is the measure
+            return [(self.wishes.kv_cache_dtype, True)]  # the requested one is the measure
         capability = self.gpu.compute_capability
         has_fp8 = not self.platform.is_cpu and (capability is None or capability >= _FP8_CAPABILITY)
         is_small = self.facts.kv_cache_dtype != "auto"

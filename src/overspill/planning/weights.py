@@ -102,7 +102,7 @@ def grouping(group_size: int, num_in_group: int, layer_bytes: tuple[int, ...], p
 
 
 def weight_offloads(setup: Setup, budget: Budget) -> list[WeightOffload]:
-    """None at all among them, unless some are asked for. Empty if what is asked for cannot be on this device."""
+    """Nothing in RAM is among them, unless some is requested. Empty if the request cannot be met on this device."""
     wishes = setup.wishes
     if wishes.offload_groups is None and not wishes.weights_ram_bytes:
         every = _every(setup, budget) if wishes.weights_ram_bytes is None else []
@@ -134,7 +134,7 @@ def _every(setup: Setup, budget: Budget) -> list[WeightOffload]:
 
 
 def _asked_amount(setup: Setup, budget: Budget, asked: int) -> list[WeightOffload]:
-    """The least amount of each offloader that is as much: vLLM, too, goes on until it has moved what it was told."""
+    """The least amount of each offloader that is as much: vLLM, too, moves layers until it has moved that much."""
     facts = setup.facts
     most = sum(facts.weights.layer_bytes)
     if asked > most:

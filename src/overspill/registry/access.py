@@ -15,7 +15,7 @@ from sqlalchemy import delete, select, update
 
 from overspill.registry.database import Registry
 from overspill.registry.errors import DuplicateKey, RegistryError, UnknownRecord
-from overspill.registry.tables import KeyRow, PasswordRow, SessionRow, now
+from overspill.registry.tables import KeyRow, PasswordRow, SessionRow, copied, now
 from overspill.settings import nearest
 
 _KEY_PREFIX = "osk"
@@ -55,7 +55,7 @@ def digest(secret: str) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """In a time that does not tell where they differ."""
+    """Compares in constant time."""
     return hmac.compare_digest(one.encode(), other.encode())
 
 
@@ -161,14 +161,7 @@ def keys_were_used(registry: Registry, when: Mapping[str, datetime]) -> None:
 
 
 def _key(row: KeyRow) -> Key:
-    return Key(
-        name=row.name,
-        prefix=row.prefix,
-        digest=row.digest,
-        scope=KeyScope(row.scope),
-        created_at=row.created_at,
-        last_used_at=row.last_used_at,
-    )
+    return copied(Key, row, scope=KeyScope(row.scope))
 
 
 BY_PASSWORD = "password"
@@ -253,4 +246,4 @@ def list_sessions(registry: Registry) -> list[Login]:
 
 
 def _login(row: SessionRow) -> Login:
-    return Login(digest=row.digest, who=row.who, address=row.address, created_at=row.created_at, seen_at=row.seen_at)
+    return copied(Login, row)

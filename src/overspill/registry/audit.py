@@ -7,7 +7,7 @@ from enum import StrEnum
 from sqlalchemy import delete, select
 
 from overspill.registry.database import Registry
-from overspill.registry.tables import AuditRow, now
+from overspill.registry.tables import AuditRow, copied, now
 
 MAX_ENTRIES = 10_000
 _MAX_LENGTH = 500
@@ -78,13 +78,4 @@ def _printable(text: str) -> str:
 
 
 def _entry(row: AuditRow) -> AuditEntry:
-    return AuditEntry(
-        id=row.id,
-        at=row.at,
-        who=row.who,
-        action=row.action,
-        subject=row.subject,
-        address=row.address,
-        outcome=AuditOutcome(row.outcome),
-        detail=row.detail,
-    )
+    return copied(AuditEntry, row, outcome=AuditOutcome(row.outcome))

@@ -153,7 +153,7 @@ class Registry:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        with _told(self.place, self.engine), Session(self.engine) as session:
+        with _explained(self.place, self.engine), Session(self.engine) as session:
             yield session
 
     @contextmanager
@@ -161,7 +161,7 @@ class Registry:
         """One transaction, committed at the end, or undone. Others that write wait: for all of SQLite, for its rows in
         PostgreSQL."""
         engine = self.engine.execution_options(**WRITES)
-        with _told(self.place, self.engine), Session(engine, expire_on_commit=False) as session, session.begin():
+        with _explained(self.place, self.engine), Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ def open_existing(environ: Mapping[str, str] | None = None, *, wait_seconds: flo
 def _opened(place: Place) -> Registry:
     engine = _engine(place)
     try:
-        with _told(place, engine):
+        with _explained(place, engine):
             if place.file is not None:
                 use_wal(engine, _wait_seconds(place))
             bring_up_to_date(engine, place)
@@ -234,14 +234,14 @@ def _engine(place: Place) -> Engine:
 
 def _set_up_postgresql(connection: Any, record: object) -> None:
     with connection.cursor() as cursor:
-        # A server may be told to acknowledge what is not on disk yet.
+        # A server may be configured to acknowledge writes that are not on disk yet.
         cursor.execute("SET synchronous_commit = on")
         cursor.execute(f"SET lock_timeout = '{_WAIT_SECONDS}s'")
     connection.commit()
 
 
 @contextmanager
-def _told(place: Place, engine: Engine) -> Iterator[None]:
+def _explained(place: Place, engine: Engine) -> Iterator[None]:
     """What a database says, as a sentence that says what to do."""
     # While a connection is being set up, errors come as the driver's own.
     drivers: type[Exception] = engine.dialect.loaded_dbapi.Error
@@ -254,8 +254,8 @@ def _told(place: Place, engine: Engine) -> Iterator[None]:
     except (UnicodeEncodeError, OverflowError) as error:  # before a statement is sent, and so nobody's but Python's
         raise RegistryError(f"the registry cannot keep this, and so does not have it: {error}") from error
     except (SQLAlchemyError, drivers) as error:
-        told = error.orig if isinstance(error, DBAPIError) else error
-        said = place.without_password(" ".join(str(told).split()))
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        said = place.without_password(" ".join(str(cause).split()))
         raise RegistryUnavailable(_sentence(place, said)) from error
 
 

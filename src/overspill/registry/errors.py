@@ -32,7 +32,7 @@ class BadModelsFile(RegistryError):
 
 
 class CannotNow(RegistryError):
-    """Well asked, and not possible at present: the base of what ends a command with 1 instead of 2."""
+    """A valid request that is not possible at present: the base of errors that end a command with 1 instead of 2."""
 
 
 class RegistryUnavailable(CannotNow):

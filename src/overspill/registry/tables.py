@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import JSON, BigInteger, DateTime, Dialect, ForeignKey, Integer, MetaData, String, Text
 from sqlalchemy.dialects.postgresql import JSONB
@@ -15,6 +15,7 @@ from sqlalchemy.types import TypeDecorator
 from overspill.registry.errors import RegistryError
 from overspill.settings import MODEL_SETTINGS, Scope
 
+T = TypeVar("T")
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 
 
@@ -66,6 +67,12 @@ def is_key(number: int) -> bool:
 
 # An even number of backslashes before it: otherwise it is the text `\\u0000`, and harmless.
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def copied(kind: type[T], row: Base, **changed: Any) -> T:
+    """A record that outlives the session of its row, with its fields; what is `changed` is not kept as it is given."""
+    kept = [each.name for each in fields(kind) if each.name not in changed]  # type: ignore[arg-type]
+    return kind(**{name: getattr(row, name) for name in kept}, **changed)
 
 
 def storable(value: Any, what: str) -> Any:
@@ -174,6 +181,7 @@ class ProfileRow(Base):
     activation_bytes: Mapped[int]
     graph_bytes: Mapped[int]
     context_bytes: Mapped[int]
+    # Written by earlier versions; the link's rates are in a file (overspill.hardware.link_cache).
     h2d_bytes_per_second: Mapped[int | None]
     d2h_bytes_per_second: Mapped[int | None]
     measured_at: Mapped[datetime]
