@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,16 +157,16 @@ def test_an_engine_needs_the_weights_that_are_set_for_it(tmp_path: Path, monkeyp
     (tmp_path / "config.json").write_text(json.dumps(llama_3_1_8b()))
     monkeypatch.setenv("OVERSPILL_GPU", "24GiB")
     asked = ModelSettings(source=str(tmp_path), ram=32 * GiB, max_model_len=32768, offload_ram=0)
-    usual, moved = (reckon(replace(asked, weights_ram=size), Memory()) for size in (None, 8 * GiB))
+    usual, moved = (reckon(asked.changed({"weights_ram": size}), Memory()) for size in (None, 8 * GiB))
     assert usual.least.ram_bytes == 3 * GiB and moved.least.ram_bytes > 11 * GiB
     assert moved.takes.ram_bytes == moved.least.ram_bytes
-    chosen = replan(replace(asked, weights_ram=8 * GiB), {}, Memory()).plan.chosen
+    chosen = replan(asked.changed({"weights_ram": 8 * GiB}), {}, Memory()).plan.chosen
     assert chosen is not None and chosen.peak_ram_bytes == moved.least.ram_bytes
-    by_flags = replace(asked, vllm_args=("--offload-group-size", "2"))
+    by_flags = asked.changed({"vllm_args": ("--offload-group-size", "2")})
     assert reckon(by_flags, Memory()).least.ram_bytes > 9 * GiB, "also as flags of the prefetching offloader"
-    refused = reckon(replace(asked, ram=8 * GiB, weights_ram=8 * GiB), Memory()).refused
+    refused = reckon(asked.changed({"ram": 8 * GiB, "weights_ram": 8 * GiB}), Memory()).refused
     assert "with 8 GiB of weights there, as asked" in refused and "It would fit with --weights-ram" in refused
-    small = reckon(replace(asked, max_model_len=8192, gpu_memory_utilization=0.8), Memory())
+    small = reckon(asked.changed({"max_model_len": 8192, "gpu_memory_utilization": 0.8}), Memory())
     assert small.takes.gpu_bytes == small.least.gpu_bytes < 21 * GiB
 
 
