@@ -250,10 +250,9 @@ def measure_gateway(arguments: argparse.Namespace, folder: Path) -> Json:
 
 def serve(folder: Path, port: int, token_ms: float) -> None:
     """A manager as it is, except that its engines are stand-ins."""
-    from overspill.manager.engines.fleet import Options
-    from overspill.manager.engines.launch import OwnProcesses
-    from overspill.manager.engines.memory import Memory
-    from overspill.manager.engines.needs import Need
+    from overspill.manager.backend import OwnProcesses
+    from overspill.manager.fleet import Options
+    from overspill.manager.needs import Memory, Need
     from overspill.manager.server import run_until_stopped
     from overspill.manager.setup import Setup
     from overspill.registry import add_model, open_registry

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from overspill.manager.watching.procfs import read_argv
+from overspill.processes import argv_of
 
 ENGINE = """
 import subprocess, sys
@@ -28,7 +28,7 @@ def running_script(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         assert process.stdout is not None
         engine = int(process.stdout.readline())
         try:
-            while read_argv(engine)[:1] != ["VLLM::EngineCore"]:
+            while argv_of(engine)[:1] != ["VLLM::EngineCore"]:
                 time.sleep(0.05)
             yield process, engine
         finally:

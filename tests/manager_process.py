@@ -19,12 +19,12 @@ import pytest
 import uvicorn
 
 from overspill.kv.sizes import GiB
-from overspill.manager.engines.fleet import Engines, Options
-from overspill.manager.engines.launch import OwnProcesses
-from overspill.manager.engines.memory import Memory
-from overspill.manager.engines.needs import Need
-from overspill.manager.engines.timing import Timing
-from overspill.manager.gateway.routes import Gateway
+from overspill.manager.backend import OwnProcesses
+from overspill.manager.fleet import Engines, Options
+from overspill.manager.gateway import Gateway
+from overspill.manager.needs import Memory, Need
+from overspill.manager.security.bodies import BodyGuard
+from overspill.manager.states import Timing
 from overspill.processes import processes
 from overspill.registry import Model, Registry, add_model, open_registry
 
@@ -118,7 +118,8 @@ async def managing(place: Place, **options: Any) -> AsyncIterator[Engines]:
 async def gateway(engines: Engines, port: int = 0, **settings: Any) -> AsyncIterator[str]:
     """Its address."""
     listening = socket.create_server(("127.0.0.1", port), backlog=512)
-    config = uvicorn.Config(Gateway(engines, **settings), log_level="warning", access_log=False, lifespan="off")
+    app = BodyGuard(Gateway(engines), **settings)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server.serve([listening]))

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from overspill.manager.jobs.commands import JobKind
-from overspill.manager.jobs.records import Job, JobState
+from overspill.manager.job_commands import JobKind
+from overspill.manager.jobs import Job, JobState
 from overspill.registry import Measurement, save_result
 from tests.managed_here import Here
 from tests.manager_process import Place

@@ -20,11 +20,10 @@ import uvloop
 
 from overspill.kv.sizes import GiB
 from overspill.manager import logs
-from overspill.manager.engines.fleet import Engines
-from overspill.manager.engines.launch import Launched, Order, OwnProcesses
-from overspill.manager.engines.process import EngineProcess, identify
-from overspill.manager.engines.states import State
-from overspill.manager.gateway.bodies import model_of, renamed
+from overspill.manager.backend import EngineProcess, Launched, Order, OwnProcesses, identify
+from overspill.manager.fleet import Engines
+from overspill.manager.messages import model_of, renamed
+from overspill.manager.states import State
 from overspill.registry import add_model, edit_model
 from tests.certificates import make_certificate
 from tests.manager_process import IMPATIENT, QUICK_TO_END, Place, eventually, gateway, managing, of_folder
@@ -53,10 +52,12 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(place: Place, *, body_limit: int = 1 << 20, **options: Any) -> AsyncIterator[Served]:
+async def serving(
+    place: Place, *, body_limit: int = 1 << 20, pause_s: float = 20.0, **options: Any
+) -> AsyncIterator[Served]:
     async with (
         managing(place, **options) as engines,
-        gateway(engines, largest_body_bytes=body_limit) as url,
+        gateway(engines, max_bytes=body_limit, pause_s=pause_s) as url,
         httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=None)) as http,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=240) as client,
     ):
@@ -209,7 +210,6 @@ BAD_REQUESTS: dict[str, tuple[bytes, tuple[int, str]]] = {
     "a number for a model": (b'{"model": 7}', (400, "model_missing")),
     "a model that is not there": (b'{"model": "qwem"}', (404, "model_not_found")),
     "a path for a model": (b'{"model": "../../etc/passwd"}', (404, "model_not_found")),
-    "too large": (b'{"model": "qwen", "x": "' + b"x" * (1 << 20) + b'"}', (413, "too_large")),
 }
 
 
@@ -221,12 +221,15 @@ def test_a_mistake_is_told_in_openais_shape(place: Place) -> None:
             answer = await served.http.post(f"{served.url}/v1/completions", content=body)
             assert error_of(answer) == (*expected, "gateway"), name
 
-        async def endless() -> AsyncIterator[bytes]:
-            for _ in range(32):
-                yield b"x" * (1 << 16)
-
-        answer = await served.http.post(f"{served.url}/v1/completions", content=endless())
-        assert answer.status_code == 413
+        chunk = b"100001\r\n" + b"x" * 0x100001 + b"\r\n"  # one byte more than is accepted
+        for large in (b"content-length: %d\r\n\r\n" % (1 << 30), b"transfer-encoding: chunked\r\n\r\n" + chunk):
+            reader, writer = await asyncio.open_connection(*served.url.removeprefix("http://").split(":"))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + large)
+            answer = (await reader.read()).decode()
+            writer.close()
+            assert answer.startswith("HTTP/1.1 413 ")
+            told = json.loads(answer.partition("\r\n\r\n")[2])
+            assert (told["error"]["code"], told["source"]) == ("too_large", "gateway")
         with pytest.raises(openai.NotFoundError, match="did you mean qwen"):
             await served.client.completions.create(model="qwem", prompt="x")
         assert error_of(await served.http.get(f"{served.url}/v1/nothing")) == (404, "unknown_url", "gateway")
@@ -469,7 +472,7 @@ def test_a_client_that_sends_slowly_or_reads_nothing_is_let_go(place: Place) -> 
             await eventually(lambda: not served.engines.traffic("a").in_flight)
         assert served.engines.traffic("a").cancelled == 1
 
-    with_gateway(place, run, timing=dataclasses.replace(IMPATIENT, stalled_client_s=1.0, upload_s=1.0))
+    with_gateway(place, run, pause_s=1.0, timing=dataclasses.replace(IMPATIENT, stalled_client_s=1.0))
 
 
 def test_a_connection_that_the_engine_closes_meanwhile_is_not_an_error(place: Place) -> None:
@@ -590,7 +593,7 @@ def test_a_folder_for_logs_that_cannot_be_written_is_a_clear_error(place: Place)
 @pytest.mark.soak  # the pages' tests load real engines through the gateway as well
 def test_a_real_engine_is_planned_loaded_asked_and_stopped(place: Place, llama: Path) -> None:
     """vLLM on the CPU, started by `overspill serve` from the registry's settings."""
-    from overspill.manager.engines.timing import Timing
+    from overspill.manager.states import Timing
 
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"XDG_CONFIG_HOME": "/nonexistent", "OVERSPILL_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "INFO"}

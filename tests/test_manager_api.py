@@ -11,7 +11,7 @@ import pytest
 
 from overspill.kv.sizes import GiB
 from overspill.manager.app import make_web
-from overspill.manager.jobs.commands import JobKind, command
+from overspill.manager.job_commands import JobKind, command
 from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed
 from overspill.registry.access import KeyScope, create_key, set_password
 from tests.managed_here import Here, managed_here

@@ -23,22 +23,19 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, MiB
 from overspill.manager import server, sse
 from overspill.manager.actions import Actions, Caller
-from overspill.manager.announced import announce, find_manager, withdraw
-from overspill.manager.engines.memory import Memory
-from overspill.manager.engines.needs import reckon
-from overspill.manager.engines.snapshots import Snapshot
-from overspill.manager.engines.states import State
+from overspill.manager.needs import Memory, reckon, replan
 from overspill.manager.pages import words
 from overspill.manager.pages.cards import Card, changes_of, form_values
 from overspill.manager.pages.charts import charts_of
 from overspill.manager.pages.rendering import fragment
-from overspill.manager.replanning import replan
+from overspill.manager.records import announce, find_manager, withdraw
 from overspill.manager.setup import limit, own_folder
-from overspill.manager.watching.engine_metrics import Metrics
-from overspill.manager.watching.memory_map import Kind
-from overspill.manager.watching.samples import CpuSample, GpuSample, ProcessSample, RamSample, Sample
-from overspill.manager.watching.tiers import engine_tiers, memory_maps
-from overspill.manager.watching.watcher import STALE_S, EngineNumbers, Moment
+from overspill.manager.states import Snapshot, State
+from overspill.manager.telemetry.engine_metrics import Metrics
+from overspill.manager.telemetry.gpus import GpuSample
+from overspill.manager.telemetry.machine import CpuSample, ProcessSample, RamSample, Sample
+from overspill.manager.telemetry.memory_map import Kind, engine_tiers, memory_maps
+from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
 from overspill.processes import identity
 from overspill.registry import ModelSettings, Registry, add_model, open_registry
 from overspill.registry.audit import AuditOutcome, list_audit
@@ -256,7 +253,7 @@ def test_another_name_for_it_is_refused(manager: Managed) -> None:
 
 
 def test_the_grafana_dashboard_shows_series_that_exist(manager: Managed) -> None:
-    from overspill.manager.watching.engine_metrics import _SERIES
+    from overspill.manager.telemetry.engine_metrics import SERIES
 
     text = (Path(__file__).parents[1] / "docs/grafana-dashboard.json").read_text()
     shown = set(re.findall(r"overspill_\w+[a-z]", text))
@@ -266,7 +263,7 @@ def test_the_grafana_dashboard_shows_series_that_exist(manager: Managed) -> None
         assert time.monotonic() < deadline
         time.sleep(0.1)
     ours = set(re.findall(r"# TYPE (\w+) ", told))
-    engines = {name.decode() for name in _SERIES}
+    engines = {name.decode() for name in SERIES}
     assert len(shown) > 15 and shown <= ours | engines, shown - ours - engines
     page = (Path(__file__).parents[1] / "docs/manager.md").read_text()
     for name in ours:

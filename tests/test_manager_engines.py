@@ -18,13 +18,11 @@ import pytest
 from overspill.address import free_port
 from overspill.kv.sizes import GiB
 from overspill.manager import logs
-from overspill.manager.engines.launch import OwnProcesses
-from overspill.manager.engines.memory import Memory
-from overspill.manager.engines.process import EngineProcess, identify
-from overspill.manager.engines.queue import Queue
-from overspill.manager.engines.states import State
-from overspill.manager.engines.swaps import Swaps
+from overspill.manager.backend import EngineProcess, OwnProcesses, identify
 from overspill.manager.errors import AlreadyManaged, NoRoom, QueueFull, StartFailed, StillLoading, Stopped
+from overspill.manager.needs import Memory
+from overspill.manager.states import State
+from overspill.manager.swaps import Queue, Swaps
 from overspill.registry import RunEnd, UnknownModel, edit_model, list_runs, start_run
 from tests.manager_process import IMPATIENT, QUICK_TO_END, ROOT, Place, eventually, managing, of_folder, reckon
 
@@ -262,7 +260,7 @@ def test_somebody_else_who_answers_on_the_port_is_not_taken_for_the_engine(
         server = await asyncio.start_server(impostor, "127.0.0.1", 0)
         port, is_first = server.sockets[0].getsockname()[1], iter([True])
         monkeypatch.setattr(
-            "overspill.manager.engines.engine.free_port", lambda: port if next(is_first, False) else free_port()
+            "overspill.manager.engine.free_port", lambda: port if next(is_first, False) else free_port()
         )
         async with managing(place) as engines, server:
             starting = asyncio.create_task(engines.start("a"))
@@ -372,7 +370,7 @@ def test_why_a_model_was_stopped_is_told_to_it_logged_and_shown(
     place.add("b", ram=2 * GiB)
     told: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        "overspill.manager.engines.engine.leave_reason", lambda pid, process, reason: told.append((pid, reason))
+        "overspill.manager.engine.leave_reason", lambda pid, process, reason: told.append((pid, reason))
     )
 
     async def run() -> None:
@@ -517,7 +515,7 @@ def test_a_queue_that_gets_empty_while_a_model_is_chosen_is_no_error() -> None:
             queue=queue, timing=IMPATIENT, engines=states, find_model=lambda name: None, reckon=reckon,
             free=Memory, budget=None,
         )  # fmt: skip
-        await swaps._turn()
+        await swaps.turn()
         assert served == ["a"]
 
     asyncio.run(run())

@@ -14,11 +14,11 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from overspill.kv.options import Options
-from overspill.manager.exports import PREFIX, machine_families
-from overspill.manager.exposition import merged
+from overspill.manager.metrics import PREFIX, machine_families, merged
 from overspill.manager.pages.charts import _CHARTS, charts_of
-from overspill.manager.watching.samples import CpuSample, DiskSample, GpuSample, RamSample, Sample, chart_values
-from overspill.manager.watching.watcher import Moment
+from overspill.manager.telemetry.gpus import GpuSample
+from overspill.manager.telemetry.machine import CpuSample, DiskSample, RamSample, Sample, chart_values
+from overspill.manager.telemetry.watcher import Moment
 from overspill.measure.metrics import parse_counters, read_counters
 from overspill.measure.target import Target
 from tests.chat_model import make_chat_model

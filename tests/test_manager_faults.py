@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from overspill.kv.sizes import MiB
-from overspill.manager.engines.process import identify
+from overspill.manager.backend import identify
 from tests.managed_process import ManagedProcess, QuickPlace, managed_process, until
 from tests.manager_process import Place
 

@@ -5,10 +5,12 @@ import json
 import os
 import pwd
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +18,16 @@ import pytest
 
 from overspill.kv.sizes import MiB
 from overspill.manager.errors import ManagerError
-from overspill.manager.found.listening import Listener, _listener
-from overspill.manager.found.servers import FoundServer, find_servers, look_at
-from overspill.manager.found.stopping import stop_found
-from overspill.manager.found.vllm_argv import serve_arguments, served_name, stated_port
-from overspill.manager.watching.procfs import children_of_all, read_argv, read_stat, tree
-from overspill.processes import identity
+from overspill.manager.foreign import (
+    FoundServer,
+    find_servers,
+    look_at,
+    serve_arguments,
+    served_name,
+    stated_port,
+    stop_found,
+)
+from overspill.processes import Listener, argv_of, family, identity, listeners, processes
 from tests.llm_script import ENGINE, running_script
 
 LOOKALIKE = Path(__file__).parent / "vllm_lookalike.py"
@@ -67,8 +73,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield start
     for process in started:
-        for pid in reversed(tree(process.pid, children_of_all())):
-            if read_stat(pid) is not None:
+        for pid in reversed(family(process.pid, processes())):
+            if identity(pid) is not None:
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
 
@@ -79,16 +85,15 @@ SERVE = ("serve", "Qwen/Qwen3-8B", "--port", "8000", "--api-key", "geheim")
 def child_of(server: Running) -> int:
     """The engine, once it has its title and its memory."""
     while True:
-        for pid in tree(server.pid, children_of_all())[1:]:
+        for pid in family(server.pid, processes())[1:]:
             status = Path(f"/proc/{pid}/status").read_text()
-            if read_argv(pid)[0] == "VLLM::EngineCore" and int(status.split("VmRSS:")[1].split()[0]) > 32 * 1024:
+            if argv_of(pid)[0] == "VLLM::EngineCore" and int(status.split("VmRSS:")[1].split()[0]) > 32 * 1024:
                 return pid
         time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:
-    stat = read_stat(pid)
-    return stat is not None and stat.is_alive
+    return identity(pid) is not None
 
 
 def test_a_server_is_found_with_what_it_serves_and_takes_and_without_its_secrets(start: Start) -> None:
@@ -166,10 +171,9 @@ def test_an_engine_that_a_subreaper_took_over_is_left_over() -> None:
         assert reaper.stdout is not None
         engine = int(reaper.stdout.readline())
         try:
-            while read_argv(engine)[:1] != ["VLLM::EngineCore"]:
+            while argv_of(engine)[:1] != ["VLLM::EngineCore"]:
                 time.sleep(0.05)
-            stat = read_stat(engine)
-            assert stat is not None and stat.parent == reaper.pid, "it is a child of the subreaper now"
+            assert engine in family(reaper.pid, processes()), "it is a child of the subreaper now"
             (found,) = [one for one in find_servers() if one.pid == engine]
             assert (found.owner, found.note) == (None, "its server is gone, and it is left over")
             stop_found(engine, found.identity, found.name)
@@ -271,8 +275,7 @@ def test_no_other_program_can_be_stopped_this_way() -> None:
 AS_NOBODY = """
 import os, sys
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
-from overspill.manager.found.servers import find_servers
-from overspill.manager.found.stopping import stop_found
+from overspill.manager.foreign import find_servers, stop_found
 from overspill.manager.errors import ManagerError
 (found,) = [one for one in find_servers() if one.pid == int(sys.argv[1])]
 print(found.name, found.port, found.ram_bytes > 0)
@@ -287,7 +290,7 @@ except ManagerError as error:
 def test_another_users_server_is_listed_and_cannot_be_stopped(start: Start) -> None:
     server = start()
     # Imported before it gives up its rights: the packages may lie where that user cannot look.
-    code = AS_NOBODY.replace("os.setgroups", "import overspill.manager.found.stopping; os.setgroups")
+    code = AS_NOBODY.replace("os.setgroups", "import overspill.manager.foreign; os.setgroups")
     done = subprocess.run(
         [sys.executable, "-c", code, str(server.pid)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -327,9 +330,14 @@ def test_command_lines_of_others(line: str) -> None:
     assert serve_arguments(line.split()) is None
 
 
-def test_addresses_of_the_kernels_table() -> None:
-    assert _listener("0100007F:1F40") == Listener("127.0.0.1", 8000)
-    assert _listener("00000000:1F40") == Listener("127.0.0.1", 8000)
-    assert _listener("00000000000000000000000000000000:0050") == Listener("127.0.0.1", 80)
-    assert _listener("00000000000000000000000001000000:0050") == Listener("::1", 80)
-    assert _listener("0000000000000000FFFF00000500A8C0:0050") == Listener("192.168.0.5", 80)
+def test_listening_sockets_have_addresses_that_this_machine_reaches() -> None:
+    with ExitStack() as stack:
+        for host in ("127.0.0.1", "0.0.0.0", "::1", "::", "::ffff:127.0.0.2"):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            one = stack.enter_context(socket.socket(family))
+            one.bind((host, 0))
+            one.listen()
+            reached = {"127.0.0.1": "127.0.0.1", "::1": "::1", "::ffff:127.0.0.2": "127.0.0.2"}.get(host, "127.0.0.1")
+            assert Listener(reached, one.getsockname()[1], os.getpid()) in listeners([os.getpid()]), host
+        one.close()
+        assert len(listeners([os.getpid()])) >= 4

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from overspill.manager.gateway.errors import GatewayError
+from overspill.manager.messages import GatewayError
 from overspill.manager.security.access import Access
 from overspill.manager.security.bodies import BodyGuard
 from overspill.manager.security.cookies import clear_cookie, cookie_name, new_browser_id, read_cookie, set_cookie

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from overspill.kv.sizes import GiB
-from overspill.manager.engines.fleet import Engines
-from overspill.manager.engines.states import State
+from overspill.manager import jobs
 from overspill.manager.errors import NoRoom
-from overspill.manager.jobs import queue
-from overspill.manager.jobs.commands import JobKind
-from overspill.manager.jobs.queue import Jobs
-from overspill.manager.jobs.records import Job, JobState, Records
+from overspill.manager.fleet import Engines
+from overspill.manager.job_commands import JobKind
+from overspill.manager.jobs import Job, Jobs, JobState, job_records
+from overspill.manager.states import State
 from overspill.processes import identity
 from tests.managed_process import ManagedProcess, QuickPlace, managed_process, until
 from tests.manager_process import IMPATIENT, Place, eventually, managing
@@ -32,7 +31,7 @@ SLEEPS = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
 def program(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What every job runs, in place of `overspill bench` and the others."""
     words = [*SLEEPS, str(place.folder)]
-    monkeypatch.setattr(queue, "command", lambda kind, model, given, **more: list(words))
+    monkeypatch.setattr(jobs, "command", lambda kind, model, given, **more: list(words))
     return words
 
 
@@ -167,15 +166,14 @@ def left_behind(
     place: Place, code: str = "import time; time.sleep(600)", **job: Any
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A job as a manager leaves it that is killed: its process runs, and its record says so."""
-    records = Records(place.folder / "jobs")
+    records, log_file = job_records(place.folder / "jobs"), place.folder / "jobs/1.log"
     words = [sys.executable, "-S", "-c", code, str(place.folder)]
-    with open(records.log_file(1), "wb") as log:
+    with log_file.open("wb") as log:
         child = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.PIPE, start_new_session=True)
     told: dict[str, Any] = {"kind": "verify", "model": "a", "asked_at": 1.0, "started_at": 1.0, **job}
     process = identity(child.pid)
-    records.write(
-        Job(id=1, state=JobState.RUNNING, pid=child.pid, process=process, log_file=str(records.log_file(1)), **told)
-    )
+    running = Job(id=1, state=JobState.RUNNING, pid=child.pid, process=process, log_file=str(log_file), **told)
+    records.write("1", running.as_json())
     try:
         yield child
     finally:
@@ -234,7 +232,7 @@ def test_such_a_job_ends_with_the_next_manager(place: Place) -> None:
     with left_behind(place) as child:
         with_jobs(place, run)
         assert child.poll() == -signal.SIGINT
-    (job,) = Records(place.folder / "jobs").read_all()
+    (job,) = job_records(place.folder / "jobs").read_all()
     assert job.state is JobState.STOPPED and "the manager was stopped" in job.error
 
 
@@ -242,11 +240,12 @@ def test_a_job_that_died_with_its_manager_is_lost_and_so_is_one_that_waited(plac
     place.add("a")
     with left_behind(place) as child:
         pass
-    records = Records(place.folder / "jobs")
-    records.write(Job(id=2, kind="verify", model="a", log_file="2.log", asked_at=1.0))
+    records = job_records(place.folder / "jobs")
+    records.write("2", Job(id=2, kind="verify", model="a", log_file="2.log", asked_at=1.0).as_json())
     # Another process has its number by now.
     stranger = Job(id=3, kind="verify", model="a", log_file="3.log", asked_at=1.0, state=JobState.RUNNING)
-    records.write(dataclasses.replace(stranger, pid=os.getpid(), process="another boot:1"))
+    stranger = dataclasses.replace(stranger, pid=os.getpid(), process="another boot:1")
+    records.write("3", stranger.as_json())
     assert child.returncode is not None
     assert {job.id: job.state for job in records.read_all()} == dict.fromkeys((1, 2, 3), JobState.LOST)
 

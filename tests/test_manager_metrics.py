@@ -6,11 +6,11 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from overspill.manager.watching.engine_metrics import _SERIES, Metrics, chart_values, parse_metrics, rates, scrape
+from overspill.manager.telemetry.engine_metrics import SERIES, Metrics, chart_values, parse_metrics, rates, scrape
+from overspill.manager.upstream import Upstream
 
 LABELS = ["model_name", "engine"]
 
@@ -116,7 +116,7 @@ def test_every_series_is_one_that_vllm_or_overspill_has() -> None:
 
     done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, timeout=240, check=True)
     of_vllm, counters, gauges = json.loads(done.stdout.splitlines()[-1])
-    for series in _SERIES:
+    for series in SERIES:
         name = series.decode()
         if name.startswith("overspill_"):
             bare = name.removeprefix("overspill_")
@@ -126,8 +126,10 @@ def test_every_series_is_one_that_vllm_or_overspill_has() -> None:
 
 
 class _Server(BaseHTTPRequestHandler):
+    status = 200
+
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/metrics" else 404)
+        self.send_response(self.status if self.path == "/metrics" else 404)
         self.end_headers()
         self.wfile.write(page().text())
 
@@ -140,12 +142,13 @@ def test_a_server_is_scraped_and_one_that_is_not_there_gives_nothing() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     async def both() -> tuple[Metrics | None, Metrics | None, Metrics | None]:
-        async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
-            url = f"http://127.0.0.1:{server.server_port}"
-            there, wrong = await scrape(client, url), await scrape(client, f"{url}/elsewhere")
-            server.shutdown()
-            server.server_close()
-            return there, wrong, await scrape(client, url)
+        upstream, url = Upstream(), f"http://127.0.0.1:{server.server_port}"
+        there = await scrape(upstream, url)
+        _Server.status = 404
+        wrong = await scrape(upstream, url)
+        server.shutdown()
+        server.server_close()
+        return there, wrong, await scrape(upstream, url)
 
     there, wrong, gone = asyncio.run(both())
     assert there is not None and there.requests_running == 5
@@ -154,8 +157,7 @@ def test_a_server_is_scraped_and_one_that_is_not_there_gives_nothing() -> None:
 
 def test_parsing_needs_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, overspill.manager.watching.engine_metrics, overspill.manager.watching.sampler; "
-        "import overspill.manager.watching.memory_map, overspill.manager.found.stopping; "
+        "import sys, overspill.manager.telemetry.memory_map, overspill.manager.foreign; "
         "import overspill.manager.security.access; "
         "print([name for name in ('torch', 'vllm', 'numpy') if name in sys.modules])"
     )

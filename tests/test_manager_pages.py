@@ -13,14 +13,12 @@ import httpx
 import pytest
 
 from overspill.kv.sizes import GiB, MiB
-from overspill.manager.engines.snapshots import Snapshot
-from overspill.manager.engines.states import State
-from overspill.manager.jobs.commands import FIELDS, JobKind
-from overspill.manager.jobs.measured import given_to_resume
-from overspill.manager.jobs.records import Job, JobState
+from overspill.manager.job_commands import FIELDS, JobKind
+from overspill.manager.jobs import Job, JobState, given_to_resume
 from overspill.manager.pages import words
 from overspill.manager.pages.cards import Card
 from overspill.manager.pages.rendering import fragment
+from overspill.manager.states import Snapshot, State
 from overspill.measure.bench import DEFAULT_WORKLOAD
 from overspill.measure.experiment import Experiment
 from overspill.measure.tuning import Tuning

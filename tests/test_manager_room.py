@@ -18,10 +18,9 @@ import pytest
 from overspill import processes
 from overspill.address import free_port
 from overspill.kv.sizes import GiB
-from overspill.manager.engines.memory import Memory
-from overspill.manager.engines.needs import Need
-from overspill.manager.engines.states import State
 from overspill.manager.errors import NoRoom, StartFailed, StillLoading
+from overspill.manager.needs import Memory, Need
+from overspill.manager.states import State
 from overspill.registry import Model
 from overspill.serve.engine_report import Phase
 from overspill.serve.status import Reached, Status, folder_of, write_status
@@ -39,7 +38,7 @@ def measured(place: Place, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0
         seen.update(dict.fromkeys(of_folder(place.folder), now))
         return Memory(ram_bytes=MACHINE - 2 * GiB * sum(now - at <= late_s for at in seen.values()))
 
-    monkeypatch.setattr("overspill.manager.engines.fleet.free_memory", free)
+    monkeypatch.setattr("overspill.manager.fleet.free_memory", free)
 
 
 def test_a_model_waits_while_another_loads_and_then_has_its_turn(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

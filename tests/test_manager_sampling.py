@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,13 @@ from typing import Any
 import pytest
 
 from overspill.kv.sizes import GiB, MiB
-from overspill.manager.watching.gpu_sampler import GpuSampler
-from overspill.manager.watching.history import MAX_COLUMNS, History, Ring
-from overspill.manager.watching.memory_map import Claim, Kind, gpu_claim, memory_map, ram_claim
-from overspill.manager.watching.procfs import children_of_all, kilobytes, parse_stat, read_stat, tree
-from overspill.manager.watching.sampler import Sampler
-from overspill.manager.watching.samples import chart_values
+from overspill.manager.telemetry.gpus import GpuSampler
+from overspill.manager.telemetry.machine import Sampler, chart_values
+from overspill.manager.telemetry.memory_map import Claim, Kind, gpu_claim, memory_map, ram_claim
+from overspill.manager.telemetry.watcher import MAX_COLUMNS, History, Ring
+from overspill.processes import family, identity, processes
 from overspill.serve.engine_report import HostMemoryReport, Phase, Report
+from overspill.serve.status import memory_of
 from tests.test_hardware_nvml import LOST, NOT_SUPPORTED, Device, FakeNvml, NVMLError, used
 
 
@@ -99,13 +100,11 @@ def test_a_process_that_ended_counts_nothing_and_leaves_no_file_open(
     sampler: Sampler, parent: subprocess.Popen[str]
 ) -> None:
     told(parent, "held")
-    sampler.read({})
-    assert not open_of(pids := tree(parent.pid, children_of_all()))
-    sampler.read({"engine": parent.pid})
-    assert len(open_of(pids)) == 4
-    for pid in reversed(tree(parent.pid, children_of_all())):
+    pids = family(parent.pid, processes())
+    assert sampler.read({"engine": parent.pid}).processes["engine"].num_processes == len(pids) == 2
+    for pid in reversed(pids):
         os.kill(pid, 9)
-        while (stat := read_stat(pid)) is not None and stat.is_alive:
+        while identity(pid) is not None:
             time.sleep(0.01)
     parent.wait()
     gone = sampler.read({"engine": parent.pid}).processes["engine"]
@@ -147,10 +146,15 @@ def test_writing_a_file_shows_as_disk_use(sampler: Sampler, tmp_path: Path) -> N
     assert (sampler.read({}).disks["state"].write_bytes_per_s or 0) > 0
 
 
-def test_names_of_processes_with_brackets_and_spaces_do_not_confuse() -> None:
-    stat = parse_stat(b"7 (a) b (c)) S 1 7 7 0 -1 0 0 0 0 0 30 12 0 0 20 0 1 0 4711 0")
-    assert (stat.state, stat.parent, stat.cpu_ticks, stat.start_ticks) == ("S", 1, 42, 4711)
-    assert kilobytes(b"Name:\tVmRSS:\nVmRSS:\t  12 kB\n", [b"VmRSS", b"VmLck"]) == {b"VmRSS": 12 * 1024}
+def test_a_process_with_brackets_and_spaces_in_its_name_is_counted(sampler: Sampler, tmp_path: Path) -> None:
+    program = tmp_path / "a) b (c"
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([program, "3600"]) as process:
+        try:
+            sample = sampler.read({"engine": process.pid}).processes["engine"]
+            assert sample.num_processes == 1 and sample.ram_bytes > 0
+        finally:
+            process.kill()
 
 
 class Nvml(FakeNvml):
@@ -257,7 +261,7 @@ def test_a_series_that_is_long_gone_is_forgotten_and_their_number_is_bounded() -
     assert len(ring.names) == MAX_COLUMNS
 
 
-def test_history_has_seconds_then_averages_of_minutes_and_the_age_of_each_number() -> None:
+def test_history_has_seconds_then_averages_of_minutes() -> None:
     history = History(seconds=90, minutes=3)
     for at in range(60 * 5):
         values = {"a": float(at % 60)}
@@ -268,9 +272,7 @@ def test_history_has_seconds_then_averages_of_minutes_and_the_age_of_each_number
     assert seconds["time"] == list(range(210, 300))
     # The minute that has not ended yet is not there.
     assert minutes == {"time": [60.0, 120.0, 180.0], "series": {"a": [29.5] * 3, "gone": [1, None, None]}}
-    latest = history.latest()
-    assert (latest["a"].at, latest["a"].value) == (299, 59) and latest["gone"].at == 99
-    assert "bad" not in latest
+    assert "bad" not in seconds["series"]
     json.dumps(seconds, allow_nan=False)
 
 
@@ -282,8 +284,7 @@ STARTED = Report(
     spilled_bytes=6 * GiB,
     window_bytes=GiB,
     activation_bytes=GiB,
-    graph_bytes=GiB,
-    captured_graph_bytes=GiB // 2,
+    graph_bytes=GiB // 2,
     non_torch_bytes=GiB // 4,
     context_bytes=GiB // 2,
     weights_in_ram_bytes=2 * GiB,
@@ -292,32 +293,37 @@ STARTED = Report(
 )
 
 
+def memory(*reports: Report) -> dict[str, int | None]:
+    """As the engine's status has it."""
+    return asdict(memory_of(reports))
+
+
 def sizes(parts: list[Any]) -> dict[str, float]:
     return {part.kind.name: part.num_bytes / GiB for part in parts}
 
 
 def test_a_gpus_memory_is_told_by_what_it_holds() -> None:
-    claim = gpu_claim("qwen", STARTED, taken_bytes=21 * GiB)
+    claim = gpu_claim("qwen", memory(STARTED), taken_bytes=21 * GiB)
     assert sizes(memory_map(24 * GiB, 22 * GiB, [claim])) == {
         "WEIGHTS": 15, "RESIDENT_KV": 3, "WINDOW": 1, "ACTIVATIONS": 1.5, "ENGINE_OTHER": 0.5, "OTHER": 1, "FREE": 2,
     }  # fmt: skip
 
 
 def test_while_an_engine_loads_no_more_is_shown_than_is_in_use() -> None:
-    claim = gpu_claim("qwen", STARTED, taken_bytes=10 * GiB)
+    claim = gpu_claim("qwen", memory(STARTED), taken_bytes=10 * GiB)
     assert sizes(memory_map(24 * GiB, 10 * GiB, [claim])) == {"WEIGHTS": 10, "FREE": 14}
 
 
 def test_where_the_driver_does_not_count_the_engines_own_figures_are_taken() -> None:
-    claim = gpu_claim("qwen", STARTED, taken_bytes=None)
+    claim = gpu_claim("qwen", memory(STARTED), taken_bytes=None)
     assert sizes(memory_map(24 * GiB, 22 * GiB, [claim]))["ENGINE_OTHER"] == 0.75
 
 
 def test_ram_is_told_by_what_it_holds() -> None:
-    claim = ram_claim("qwen", [STARTED, STARTED], taken_bytes=30 * GiB)
+    claim = ram_claim("qwen", memory(STARTED, STARTED), taken_bytes=30 * GiB)
     parts = {"WEIGHTS": 4, "SPILLED_KV": 12, "OFFLOAD_POOL": 8, "ENGINE_OTHER": 6, "OTHER": 10, "FREE": 24}
     assert sizes(memory_map(64 * GiB, 40 * GiB, [claim])) == parts
-    on_cpu = ram_claim("qwen", [STARTED], taken_bytes=None, on_cpu=True)
+    on_cpu = ram_claim("qwen", memory(STARTED), taken_bytes=None, on_cpu=True)
     assert dict(on_cpu.parts)[Kind.RESIDENT_KV] == 3 * GiB
 
 

@@ -7,12 +7,10 @@ import pytest
 
 from overspill.kv.sizes import GiB
 from overspill.launch.machine import plan_for
-from overspill.manager.engines.eviction import Running, Verdict, choose
-from overspill.manager.engines.memory import NOTHING, Memory, total
-from overspill.manager.engines.needs import Need, need_of
-from overspill.manager.engines.states import Decision, Seen, State, Step, Wanted, decide
-from overspill.manager.engines.timing import Timing
-from overspill.manager.gateway.headers import passed_back, passed_on
+from overspill.manager.messages import passed_back, passed_on
+from overspill.manager.needs import NOTHING, Memory, Need, need_of, total
+from overspill.manager.states import Decision, Seen, State, Step, Timing, Wanted, decide
+from overspill.manager.swaps import Running, Verdict, choose
 
 UP, DOWN = Wanted.UP, Wanted.DOWN
 # Wanted, seen: state and step; two of them where a process was launched for this wish, or the last one failed.

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from overspill.manager.engines.fleet import Options
-from overspill.manager.engines.launch import OwnProcesses
-from overspill.manager.engines.process import identify
-from overspill.manager.engines.states import State
-from overspill.manager.engines.systemd import Unit, Units, backend_here, unit_in
+from overspill.manager.backend import OwnProcesses, Unit, Units, backend_here, identify, unit_in
+from overspill.manager.fleet import Options
+from overspill.manager.states import State
 from overspill.service.installation import install, units_of
 from overspill.service.units import Mode, ModelService, unit_name
 from tests.managed_here import managed_here
@@ -160,7 +158,7 @@ def test_a_unit_that_systemd_starts_again_is_still_what_the_manager_started(
     place: Place, units: Units, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.add("a")
-    monkeypatch.setattr("overspill.manager.engines.observed.unit_of", lambda pid: Unit("overspill@a.service", True))
+    monkeypatch.setattr("overspill.manager.records.unit_of", lambda pid: Unit("overspill@a.service", True))
 
     async def run() -> None:
         (place.folder / "named").write_text("/elsewhere")  # the unit alone says whose it is

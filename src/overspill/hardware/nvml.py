@@ -88,21 +88,21 @@ def _read_all(nvml: Any, root: Path) -> GpuReport:
     count = nvml.nvmlDeviceGetCount()
     for index in range(count):
         try:
-            device = _Device(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
+            device = Device(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
             if device.in_mig_mode():
                 gpus += _read_slices(device, index, driver, root)
             else:
                 gpus.append(_read_gpu(device, index, driver, root, device.memory()))
         except nvml.NVMLError as error:
             problems.append(f"GPU {index} {_NO_GPU.get(_code(error), f'cannot be read: {error}')}")
-        except _NotUsable as error:
+        except NotUsable as error:
             problems.append(f"GPU {index} {error}")
     if not count:
         problems.append("the NVIDIA driver works and finds no GPU")
     return GpuReport(tuple(gpus), tuple(problems))
 
 
-class _NotUsable(Exception):
+class NotUsable(Exception):
     """A GPU that answers and still cannot be planned for; the text says why."""
 
 
@@ -113,7 +113,7 @@ class _Memory:
     free: Known[int]
 
 
-class _Device:
+class Device:
     """One handle. What a GPU, a driver or a version of nvidia-ml-py does not support is None, not an error."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -135,7 +135,7 @@ class _Device:
     def memory(self) -> _Memory:
         memory = self.memory_if_told()
         if memory is None:
-            raise _NotUsable(f"({self.name()}) does not tell its memory; state it with --gpu, for example --gpu 24GiB")
+            raise NotUsable(f"({self.name()}) does not tell its memory; state it with --gpu, for example --gpu 24GiB")
         return memory
 
     def memory_if_told(self) -> _Memory | None:
@@ -152,16 +152,19 @@ class _Device:
     def name(self) -> str:
         return _text(self.require("nvmlDeviceGetName"))
 
+    def uuid(self) -> str:
+        return _text(self.require("nvmlDeviceGetUUID"))
+
     def in_mig_mode(self) -> bool:
         mode = self.ask("nvmlDeviceGetMigMode")
         return mode is not None and mode[0] == _MIG_ENABLED
 
-    def mig_devices(self) -> list["_Device"]:
+    def mig_devices(self) -> list["Device"]:
         found = []
         for index in range(self.ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
             handle = self.ask("nvmlDeviceGetMigDeviceHandleByIndex", index)
             if handle is not None:  # slots that are not in use are "not found"
-                found.append(_Device(self._nvml, handle))
+                found.append(Device(self._nvml, handle))
         return found
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
@@ -191,7 +194,7 @@ class _Device:
         return measured(node) if node >= 0 else None  # -1: the firmware does not say
 
 
-def _read_gpu(device: _Device, index: int, driver: str, root: Path, memory: _Memory) -> Gpu:
+def _read_gpu(device: Device, index: int, driver: str, root: Path, memory: _Memory) -> Gpu:
     name = device.name()
     card = card_in_machine(name, memory.shown_bytes)
     capability = device.ask("nvmlDeviceGetCudaComputeCapability")
@@ -205,7 +208,7 @@ def _read_gpu(device: _Device, index: int, driver: str, root: Path, memory: _Mem
         notes.append("a virtual GPU: the host may share its link and its time with others")
     return Gpu(
         index=index,
-        uuid=_text(device.require("nvmlDeviceGetUUID")),
+        uuid=device.uuid(),
         name=name,
         total_bytes=memory.total,
         free_bytes=memory.free,
@@ -224,7 +227,7 @@ def _read_gpu(device: _Device, index: int, driver: str, root: Path, memory: _Mem
     )
 
 
-def _pcie(device: _Device) -> tuple[Known[int] | None, Known[int] | None, str]:
+def _pcie(device: Device) -> tuple[Known[int] | None, Known[int] | None, str]:
     """Generation, width, and a note where the slot is narrower than the card.
 
     The current generation falls when the GPU idles and comes back with work, so the highest one that card and slot
@@ -241,7 +244,7 @@ def _pcie(device: _Device) -> tuple[Known[int] | None, Known[int] | None, str]:
     return measured(generation) if generation else None, measured(width) if width else None, note
 
 
-def _memory_bandwidth(device: _Device, card: Card | None) -> Known[int] | None:
+def _memory_bandwidth(device: Device, card: Card | None) -> Known[int] | None:
     clock = device.ask("nvmlDeviceGetMaxClockInfo", 2)  # NVML_CLOCK_MEM, in MHz
     bits = device.ask("nvmlDeviceGetMemoryBusWidth")
     if clock and bits:
@@ -251,7 +254,7 @@ def _memory_bandwidth(device: _Device, card: Card | None) -> Known[int] | None:
     return None if card is None else assumed(int(card.memory_gb_s * 1e9), f"data sheet of the {card.name}")
 
 
-def _flops(device: _Device, name: str, capability: tuple[int, int] | None, card: Card | None) -> Known[int] | None:
+def _flops(device: Device, name: str, capability: tuple[int, int] | None, card: Card | None) -> Known[int] | None:
     if card is not None:
         return assumed(int(card.bf16_tflops * 1e12), f"data sheet of the {card.name}")
     cores = device.ask("nvmlDeviceGetNumGpuCores")
@@ -262,23 +265,23 @@ def _flops(device: _Device, name: str, capability: tuple[int, int] | None, card:
     return None if flops is None else derived(flops, note=f"{cores} cores at {clock} MHz, their highest clock")
 
 
-def _read_slices(device: _Device, index: int, driver: str, root: Path) -> list[Gpu]:
+def _read_slices(device: Device, index: int, driver: str, root: Path) -> list[Gpu]:
     """MIG devices as GPUs. NVML tells their memory; their speeds go by their share of it."""
     parts = device.mig_devices()
     if not parts:
-        raise _NotUsable(f"({device.name()}) is in MIG mode without a MIG device; create one with nvidia-smi mig -cgi")
+        raise NotUsable(f"({device.name()}) is in MIG mode without a MIG device; create one with nvidia-smi mig -cgi")
     # Whoever may use a MIG device may often not read the whole GPU's memory.
     memory = device.memory_if_told()
     whole = _read_gpu(device, index, driver, root, memory or _Memory(0, measured(0), measured(0)))
     return [_slice(whole, part, memory) for part in parts]
 
 
-def _slice(whole: Gpu, part: _Device, whole_memory: _Memory | None) -> Gpu:
+def _slice(whole: Gpu, part: Device, whole_memory: _Memory | None) -> Gpu:
     memory = part.memory()
     share = min(1.0, memory.total.value / whole_memory.total.value) if whole_memory else None
     return replace(
         whole,
-        uuid=_text(part.require("nvmlDeviceGetUUID")),
+        uuid=part.uuid(),
         name=_text(part.ask("nvmlDeviceGetName") or whole.name),
         total_bytes=memory.total,
         free_bytes=memory.free,

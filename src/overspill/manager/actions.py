@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.kv.errors import OverspillError
-from overspill.manager.engines.fleet import Engines
-from overspill.manager.engines.snapshots import Snapshot
 from overspill.manager.errors import StartFailed
-from overspill.manager.replanning import Replanned, replan
+from overspill.manager.fleet import Engines
+from overspill.manager.needs import Replanned, replan
 from overspill.manager.security.model_sources import confined_source
 from overspill.manager.setup import Setup
+from overspill.manager.states import Snapshot
 from overspill.manager.vllm_flags import require_allowed
 from overspill.registry import (
     CannotNow,
@@ -176,7 +176,7 @@ class Actions:
     def _tell(self, name: str) -> None:
         """Cards that show it are made anew."""
         with contextlib.suppress(OverspillError):
-            self._engines.changes.tell(name, self._engines.snapshot(name))
+            self._engines.changes.publish(name, self._engines.snapshot(name))
 
 
 def _given(settings: Mapping[str, object]) -> dict[str, object]:

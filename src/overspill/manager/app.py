@@ -8,8 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overspill.manager import api, pages, refusals
 from overspill.manager.application import Application
-from overspill.manager.exports import metrics_page
-from overspill.manager.gateway.routes import Gateway
+from overspill.manager.gateway import Gateway
+from overspill.manager.metrics import metrics_page
 from overspill.manager.pages.rendering import STATIC
 from overspill.manager.security.answers import GATEWAY
 from overspill.manager.security.guards import guarded

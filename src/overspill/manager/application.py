@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from overspill.manager.actions import Actions
-from overspill.manager.engines.fleet import Engines, Options
-from overspill.manager.jobs.queue import Jobs
+from overspill.manager.fleet import Engines, Options
+from overspill.manager.jobs import Jobs
 from overspill.manager.security.access import Access
 from overspill.manager.security.login_limit import LoginLimit
 from overspill.manager.setup import Setup
-from overspill.manager.watching.watcher import Watching
+from overspill.manager.telemetry.watcher import Watching
 from overspill.model.source import cache_folder
 from overspill.registry import Registry
 

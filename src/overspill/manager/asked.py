@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import httpx
 
-from overspill.manager.announced import find_manager
 from overspill.manager.errors import ManagerError
+from overspill.manager.records import find_manager
 from overspill.manager.setup import own_folder
 
 # Stopping waits for requests in flight, and for what does not end by itself.

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from overspill.kv.errors import OverspillError
 from overspill.manager.errors import NotServed
-from overspill.manager.jobs.queue import UnknownJob
+from overspill.manager.jobs import UnknownJob
 from overspill.manager.pages.rendering import PAGES, page
 from overspill.manager.security.model_sources import ModelNotAllowed
 from overspill.manager.vllm_flags import FlagNotAllowed

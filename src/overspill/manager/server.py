@@ -11,11 +11,11 @@ import uvicorn
 import uvloop
 
 from overspill.address import Address, require_free
-from overspill.manager.announced import announce, withdraw
 from overspill.manager.app import make_app
 from overspill.manager.application import running
-from overspill.manager.engines.fleet import Options
-from overspill.manager.engines.systemd import backend_here
+from overspill.manager.backend import backend_here
+from overspill.manager.fleet import Options
+from overspill.manager.records import announce, withdraw
 from overspill.manager.security.access import Access
 from overspill.manager.security.binding import require_protection
 from overspill.manager.security.connections import BoundedProtocol

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from overspill.manager import logs
-from overspill.manager.engines.records import file_name
-from overspill.manager.engines.states import State
 from overspill.manager.errors import ManagerError
+from overspill.manager.records import file_name
 from overspill.manager.setup import own_folder
+from overspill.manager.states import State
 from overspill.processes import identity
 from overspill.serve.status import Status, read_statuses
 from overspill.settings import nearest

@@ -8,8 +8,8 @@ from pathlib import Path
 from overspill.address import is_loopback
 from overspill.folders import state_folder
 from overspill.kv.sizes import parse_size
-from overspill.manager.engines.memory import Memory
 from overspill.manager.errors import ManagerError
+from overspill.manager.needs import Memory
 from overspill.manager.security.binding import DEFAULT_HOST
 from overspill.manager.security.sites import origin_of, origins
 

@@ -1,13 +1,52 @@
-"""Server-sent events: one answer that goes on, ends with the manager, and costs little while nothing happens."""
+"""Changes for listeners, the latest of each name so that a slow listener costs nothing, and streams of them (SSE)."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 from starlette.responses import StreamingResponse
 
-_QUIET_S = 15.0
+T = TypeVar("T")
 MEDIA_TYPE = "text/event-stream"
+_QUIET_S = 15.0
+
+
+class Changes(Generic[T]):
+    def __init__(self) -> None:
+        self._listeners: set[Listener[T]] = set()
+
+    def publish(self, name: str, value: T) -> None:
+        for listener in self._listeners:
+            listener.latest[name] = value
+            listener.woken.set()
+
+    @property
+    def has_listeners(self) -> bool:
+        return bool(self._listeners)
+
+    @contextmanager
+    def listening(self) -> "Iterator[Listener[T]]":
+        """From here on nothing is missed."""
+        listener: Listener[T] = Listener()
+        self._listeners.add(listener)
+        try:
+            yield listener
+        finally:
+            self._listeners.discard(listener)
+
+
+class Listener(Generic[T]):
+    def __init__(self) -> None:
+        self.latest: dict[str, T] = {}
+        self.woken = asyncio.Event()
+
+    async def next(self) -> dict[str, T]:
+        """All changes since the last call, by name."""
+        await self.woken.wait()
+        self.woken.clear()
+        latest, self.latest = self.latest, {}
+        return latest
 
 
 def event(name: str, data: str) -> str:

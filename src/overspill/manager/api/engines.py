@@ -10,8 +10,8 @@ from starlette.responses import StreamingResponse
 from overspill.manager import sse
 from overspill.manager.api import shapes
 from overspill.manager.asking import App, Who
-from overspill.manager.engines.snapshots import Snapshot
 from overspill.manager.errors import ManagerError
+from overspill.manager.states import Snapshot
 
 router = APIRouter(tags=["engines"], responses=shapes.REFUSALS)
 Wait = Annotated[bool, Query(description="Answer when it is done; else at once, with the state as it is then.")]

@@ -10,8 +10,7 @@ from overspill.manager.api import shapes
 from overspill.manager.application import Application
 from overspill.manager.asking import App, Who
 from overspill.manager.errors import ManagerError
-from overspill.manager.found.servers import FoundServer, find_servers, look_at
-from overspill.manager.found.stopping import stop_found
+from overspill.manager.foreign import FoundServer, find_servers, look_at, stop_found
 
 router = APIRouter(tags=["found services"], responses=shapes.REFUSALS)
 Pid = Annotated[int, Path(ge=1, le=1 << 22)]

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from overspill.manager.api import shapes
 from overspill.manager.asking import App, Who
 from overspill.manager.errors import ManagerError
-from overspill.manager.jobs.commands import FIELDS, JobKind, known_kinds
+from overspill.manager.job_commands import FIELDS, JobKind
 
 router = APIRouter(tags=["jobs"], responses=shapes.REFUSALS)
 
@@ -15,8 +15,7 @@ router = APIRouter(tags=["jobs"], responses=shapes.REFUSALS)
 @router.get("/job-kinds", response_model=dict[str, list[dict[str, str]]], summary="What can be run, and its fields")
 async def kinds() -> dict[str, list[dict[str, str]]]:
     return {
-        str(kind): [{"name": one.name, "kind": one.kind, "help": one.help} for one in FIELDS[kind]]
-        for kind in known_kinds()
+        str(kind): [{"name": one.name, "kind": one.kind, "help": one.help} for one in FIELDS[kind]] for kind in JobKind
     }
 
 

@@ -12,8 +12,8 @@ from overspill.manager.api import shapes
 from overspill.manager.asking import App
 from overspill.manager.errors import ManagerError
 from overspill.manager.pages.charts import charts_of
-from overspill.manager.watching.tiers import engine_tiers, memory_maps
-from overspill.manager.watching.watcher import Moment
+from overspill.manager.telemetry.memory_map import engine_tiers, memory_maps
+from overspill.manager.telemetry.watcher import Moment
 from overspill.registry.audit import list_audit
 
 router = APIRouter(tags=["machine"], responses=shapes.REFUSALS)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.kv.sizes import exact_size
-from overspill.manager.engines.snapshots import Snapshot
-from overspill.manager.engines.states import State
 from overspill.manager.pages.words import element_id
+from overspill.manager.states import Snapshot, State
 from overspill.registry import Model, Registry, list_results
 from overspill.settings import MODEL_SETTINGS
 

@@ -9,8 +9,8 @@ from overspill.manager import sse
 from overspill.manager.application import Application
 from overspill.manager.asking import App
 from overspill.manager.pages.rendering import fragment, page
-from overspill.manager.watching.tiers import engine_tiers, memory_maps
-from overspill.manager.watching.watcher import Moment
+from overspill.manager.telemetry.memory_map import engine_tiers, memory_maps
+from overspill.manager.telemetry.watcher import Moment
 
 router = APIRouter()
 

@@ -13,11 +13,10 @@ from overspill.manager.api.results import report_of
 from overspill.manager.application import Application
 from overspill.manager.asking import App, Who
 from overspill.manager.errors import ManagerError
-from overspill.manager.jobs.commands import FIELDS, JobKind, known_kinds, needs_engine
-from overspill.manager.jobs.measured import given_to_resume, measured
-from overspill.manager.jobs.records import Job
+from overspill.manager.job_commands import FIELDS, JobKind
+from overspill.manager.jobs import Job, given_to_resume, measured
 from overspill.manager.pages.rendering import form_of, page, part
-from overspill.manager.watching.samples import ProcessSample
+from overspill.manager.telemetry.machine import ProcessSample
 from overspill.measure.compare import BY_KEY
 from overspill.measure.report.page import bar_charts, table_heads, table_rows
 from overspill.measure.report.text import LISTED, listed_values, result_as_text
@@ -33,7 +32,7 @@ _STOP_ASKING = 286
 async def runs(request: Request, app: App) -> Response:
     started = await asyncio.to_thread(list_runs, app.registry, None, 30)
     return page(
-        request, "runs.html", **_listed(app), **await _results(app), runs=started, kinds=known_kinds(), fields=FIELDS,
+        request, "runs.html", **_listed(app), **await _results(app), runs=started, kinds=list(JobKind), fields=FIELDS,
         models=_models(app),
     )  # fmt: skip
 
@@ -178,6 +177,6 @@ def _memory(app: Application, one: Job) -> list[tuple[str, ProcessSample | None]
     """Whose, as it is added to a name. A bench is a client, and what it measures is elsewhere."""
     processes = app.watching.latest.sample.processes if app.watching.latest is not None else {}
     own = processes.get(f"job {one.id}")
-    if not needs_engine(JobKind(one.kind)):
+    if not one.needs_engine:
         return [("", own)]
     return [(" of the client", own), (" of the engine", processes.get(one.model))]

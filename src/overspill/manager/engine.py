@@ -1,0 +1,484 @@
+"""One engine: looks at its processes, compares with what is wanted, and takes the next step. One task, no locks."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from overspill.address import free_port
+from overspill.manager import logs
+from overspill.manager.backend import Backend, EngineProcess, Order, identify
+from overspill.manager.errors import StartFailed
+from overspill.manager.needs import NOTHING, Memory, holds_of
+from overspill.manager.records import Record, Records, end_killed_run, file_name, how_it_ended
+from overspill.manager.states import Seen, State, Step, Timing, Wanted, decide
+from overspill.manager.upstream import Upstream, address
+from overspill.processes import listeners, signal_name
+from overspill.registry import Registry, RegistryError
+from overspill.serve.status import Status, leave_reason, take_reason
+
+logger = logging.getLogger(__name__)
+
+_FAILURE_LINES = 12
+_LAUNCHES = 3
+_LEAST_FREE_BYTES = 64 * 1024
+# As `overspill serve` and vLLM say it.
+_PORT_TAKEN = re.compile(r"port \d+ is in use|took the port meanwhile|[Aa]ddress already in use")
+_SAID_ERROR = re.compile(r"^(?:overspill: )?error: (?P<said>.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    reason: str
+    log_lines: tuple[str, ...]
+    at: float
+    """On the monotonic clock."""
+    count: int
+    """Of failures in a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Shared by all engines."""
+
+    backend: Backend
+    folder: Path
+    records: Records[Record]
+    upstream: Upstream
+    timing: Timing
+    registry: Registry
+    changed: Callable[["Engine"], None]
+
+
+@dataclass(eq=False, slots=True)
+class Engine:
+    name: str
+    world: World
+    wanted: Wanted = Wanted.DOWN
+    state: State = State.STOPPED
+    since: float = field(default_factory=time.time)
+    ready_since: float | None = None
+    """On the monotonic clock, as the next ones."""
+    ended_at: float = float("-inf")
+    last_used: float = float("-inf")
+    last: Record | None = None
+    """Of the process that runs, or ran last."""
+    is_managed: bool = False
+    status: Status | None = None
+    served: tuple[str, ...] = ()
+    failure: Failure | None = None
+    stop_reason: str = ""
+    """Why it is being stopped, for requests that it ends, or was the last time."""
+    in_flight: int = 0
+    held: int = 0
+    """How many measure it, or otherwise need it not to be stopped for another model."""
+    is_draining: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    """With which to start it."""
+    holds: Memory = NOTHING
+    _process: EngineProcess | None = None
+    _child: "subprocess.Popen[bytes] | None" = None
+    _handle: int | None = None
+    _woken: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: "asyncio.Task[None] | None" = None
+    _launches: int = 0
+    _failures: int = 0
+    _answered_at: float | None = None
+    _launched_at: float = float("-inf")
+    _root_gone_at: float | None = None
+    _scanned_at: float = float("-inf")
+    _is_launching: bool = False
+    _is_ending: bool = False
+    _was_asked_to_end: bool = False
+
+    # Wishes: none of these waits, and each may be repeated.
+
+    def want_up(self, settings: dict[str, Any], takes: Memory) -> None:
+        if self.wanted is Wanted.UP and not self._is_ending:
+            return
+        self.wanted, self.settings, self.holds = Wanted.UP, settings, takes
+        self.failure, self.stop_reason, self._launches = None, "", 0
+        self.is_managed = True
+        self._observe_wish()
+
+    def want_down(self, reason: str) -> None:
+        if self.wanted is Wanted.DOWN and self.failure is None:
+            return
+        if self.wanted is Wanted.UP:
+            logger.info("Overspill: %s is being stopped: %s", self.name, reason)
+        self.wanted, self.failure, self.stop_reason = Wanted.DOWN, None, reason
+        self._observe_wish()
+
+    def adopt(self, record: Record, *, is_managed: bool) -> None:
+        """A process that was found, and is not known yet."""
+        if self._process is not None:
+            return
+        self._take(EngineProcess(record.identity), None, record)
+        self.wanted, self.is_managed, self.failure, self.stop_reason = Wanted.UP, is_managed, None, ""
+        self.settings, self.holds = record.settings, record.holds
+        self._observe_wish()
+
+    def update(self, status: Status | None) -> None:
+        """With what its status file says now."""
+        if status == self.status:
+            return
+        self.status = status
+        if status is not None:
+            if self.last is not None and self.last.log_file is None:
+                self.last = replace(self.last, log_file=status.log_file)
+            if status.plan:
+                self.holds = holds_of(status.plan)
+            if status.session is not None and self._process is not None:
+                self._process.sessions.add(status.session)
+            if self.record is not None and self.record.url is None:
+                self._woken.set()
+        self._publish()
+
+    @property
+    def record(self) -> Record | None:
+        """Of the process that runs."""
+        return self.last if self._process is not None else None
+
+    @property
+    def url(self) -> str | None:
+        """From its status, since its flags may ask for TLS; before there is one, where it was started to listen."""
+        reported = self.status.url if self.status is not None else None
+        return reported or (self.record.url if self.record is not None else None)
+
+    @property
+    def log_file(self) -> Path:
+        return Path(self.last.log_file) if self.last is not None and self.last.log_file is not None else self.own_log
+
+    @property
+    def own_log(self) -> Path:
+        """Of processes that are started here."""
+        return self.world.folder / "logs" / f"{file_name(self.name)}.log"
+
+    @property
+    def log_hint(self) -> str:
+        """Where the log of its last process is, if not in a file that is known."""
+        if self.last is None or self.last.log_file is not None:
+            return ""
+        if self.last.journal is not None:
+            return f"systemd keeps the log of {self.last.unit or self.name}; see: {self.last.journal}"
+        return (
+            f"{self.name} was started outside the manager, and its log is where that was done; with "
+            "overspill serve --log-file FILE it is here too"
+        )
+
+    @property
+    def starting_s(self) -> float:
+        """For how long it has been starting; 0 if it is not."""
+        return time.monotonic() - self._launched_at if self.state is State.STARTING and self.has_process else 0.0
+
+    @property
+    def has_process(self) -> bool:
+        return self._process is not None
+
+    @property
+    def retry_after_s(self) -> float:
+        """Until a request may start it again."""
+        if self.failure is None:
+            return 0.0
+        return max(0.0, self.failure.at + self.world.timing.back_off(self.failure.count) - time.monotonic())
+
+    def run(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._live(), name=f"engine {self.name}")
+
+    async def leave(self) -> None:
+        """Watch it no more; it goes on."""
+        while self._is_launching:  # a process that nobody has noted would be lost
+            await asyncio.sleep(0.01)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._forget_handle()
+        if self._child is not None and self._child.poll() is None:
+            self._child.returncode = 0  # it is not waited for any more
+
+    async def until(self, *states: State) -> State:
+        while self.state not in states:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.state
+
+    # The loop
+
+    async def _live(self) -> None:
+        while True:
+            self._woken.clear()
+            try:
+                await self._step(await self._look())
+            except OSError as error:  # a full disk, a folder that is gone
+                if self._process is not None:
+                    # Not to be found again after a crash of the manager, and running all the same.
+                    logger.warning("Overspill: %s cannot be looked after: %s", self.name, error)
+                    await asyncio.sleep(1.0)
+                else:
+                    self._fail(f"{self.name} could not be started: {error}", ())
+            except Exception:
+                # A manager that stops looking shows what is not so.
+                logger.exception("Overspill: looking after %s failed, and is tried again", self.name)
+                await asyncio.sleep(1.0)
+
+    async def _step(self, seen: Seen) -> None:
+        if seen is Seen.ABSENT and self._was_asked_to_end:
+            self._bury()  # so its end is no failure, whatever is wanted by now
+        is_launched = self._process is not None
+        decision = decide(self.wanted, seen, launched=is_launched, failed=self.failure is not None)
+        if decision.step is not Step.GIVE_UP:
+            self._enter(decision.state)
+        match decision.step:
+            case Step.LAUNCH:
+                await self._launch()
+            case Step.END:
+                await self._end()
+            case Step.GIVE_UP:
+                await self._give_up()
+            case Step.WAIT:
+                if seen is Seen.ABSENT:
+                    self._bury()
+                await self._pause()
+
+    async def _look(self) -> Seen:
+        process, timing = self._process, self.world.timing
+        if process is None:
+            return Seen.ABSENT
+        if self._child is not None:
+            self._child.poll()  # so that it is no zombie
+        if not process.is_alive:
+            left = await asyncio.to_thread(process.living)
+            if not left:
+                return Seen.ABSENT
+            self._root_gone_at = self._root_gone_at or time.monotonic()
+            if time.monotonic() - self._root_gone_at > timing.stop_patience_s:
+                await process.kill()
+            return Seen.ENDING
+        self._root_gone_at = None
+        if self._is_ending:
+            return Seen.ENDING
+        if await self._answers(process):
+            self._answered_at = time.monotonic()
+            return Seen.SERVING
+        if self._answered_at is None:
+            if time.monotonic() - self._scanned_at > 1.0:  # what it began is known should it be killed
+                await asyncio.to_thread(process.living)
+                self._scanned_at = time.monotonic()
+            is_late = time.monotonic() - self._launched_at > timing.start_s
+            return Seen.SILENT if is_late and self.is_managed else Seen.LOADING
+        if time.monotonic() - self._answered_at <= timing.silent_s:
+            return Seen.SERVING
+        # What somebody else started may be paused in a debugger: it is not ours to end, and is waited for.
+        return Seen.SILENT if self.is_managed else Seen.LOADING
+
+    async def _answers(self, process: EngineProcess) -> bool:
+        if (url := self.url) is None:
+            return False
+        answer = await self.world.upstream.get(url, "/health", self.world.timing.health_s)
+        if answer is None or answer[0] != 200:
+            return False
+        if self._answered_at is None:
+            # Somebody else may have taken the port, and answer too.
+            living = await asyncio.to_thread(process.living)
+            if address(url)[1] not in [one.port for one in await asyncio.to_thread(listeners, living)]:
+                return False
+            self.served = await self.world.upstream.served_names(url, self.world.timing.health_s)
+        return True
+
+    async def _launch(self) -> None:
+        self._launches += 1
+        order = Order(name=self.name, port=free_port(), log_file=self.own_log, folder=self.world.folder / "empty")
+        logs.begin(order.log_file)
+        self._is_launching = True
+        try:
+            launched = await asyncio.to_thread(self.world.backend.launch, order)
+            record = Record(
+                name=self.name,
+                pid=launched.identity.pid,
+                process=launched.identity.process,
+                url=launched.url,
+                log_file=str(order.log_file) if launched.unit is None else None,
+                settings=self.settings,
+                holds=self.holds,
+                started_at=time.time(),
+                unit=launched.unit,
+                journal=launched.journal,
+            )
+            self._take(EngineProcess(launched.identity), launched.child, record)
+            await asyncio.to_thread(self.world.records.write, self.name, asdict(record))
+        except StartFailed as error:
+            self._fail(str(error), ())
+        finally:
+            self._is_launching = False
+
+    async def _end(self) -> None:
+        process = self._process
+        assert process is not None
+        self._is_ending, self._was_asked_to_end = True, self.wanted is Wanted.DOWN
+        if self.wanted is Wanted.UP:
+            self.stop_reason = f"it had not answered for {self._patience_s:g} s"
+            logger.warning("Overspill: %s is being ended: %s", self.name, self.stop_reason)
+        try:  # for its own record of the run, which only it writes
+            await asyncio.to_thread(leave_reason, process.root.pid, process.root.process, self.stop_reason)
+        except OSError as error:
+            logger.warning("Overspill: the run of %s will not say why it was stopped: %s", self.name, error)
+        if self.record is not None and self.record.unit is not None:
+            with contextlib.suppress(StartFailed):
+                await asyncio.to_thread(self.world.backend.stop_unit, self.record.unit)
+        if not await process.end(self.world.timing.stop_patience_s):
+            logger.warning("Overspill: %s did not end by itself, and was killed", self.name)
+            try:
+                args = self.world.registry, self.name, process.root, self.stop_reason
+                await asyncio.to_thread(end_killed_run, *args)
+            except RegistryError as error:
+                logger.warning("Overspill: why %s was killed is not in its run: %s", self.name, error)
+
+    @property
+    def _patience_s(self) -> float:
+        """For which it may be silent now."""
+        return self.world.timing.start_s if self._answered_at is None else self.world.timing.silent_s
+
+    @property
+    def _served_s(self) -> float:
+        """From when it was ready to its last answer: what hung since did not serve."""
+        if self.ready_since is None or self._answered_at is None:
+            return 0.0
+        return self._answered_at - self.ready_since
+
+    async def _give_up(self) -> None:
+        """It is gone, and nobody here asked for that, unless it was silent."""
+        process, is_silent = self._process, self._is_ending
+        assert process is not None
+        code = self._child.poll() if self._child is not None else None
+        hint = self.log_hint
+        lines = [hint] if hint else await asyncio.to_thread(logs.tail, self.log_file, 60)
+        known = await asyncio.to_thread(how_it_ended, self.world.registry, self.name, process.root)
+        was_loading, patience_s, served_s = self._answered_at is None, self._patience_s, self._served_s
+        self._bury()
+        # What was ended here for its silence ends as well as if a user had asked for it, and has failed all the same.
+        if not is_silent and was_loading and self._launches < _LAUNCHES and _PORT_TAKEN.search("\n".join(lines)):
+            return  # launched again, with another port
+        if not is_silent and ((known is not None and known[0]) or code == 0):
+            self.wanted, self.stop_reason = Wanted.DOWN, "it was stopped from outside"
+            return
+        when = "while it was starting" if was_loading else "while it was serving"
+        how = f" with exit code {code}" if code is not None and code > 0 else ""
+        how = f", killed by {signal_name(-code)}" if code is not None and code < 0 else how
+        if is_silent:
+            how = f" after it had not answered for {patience_s:g} s, and was ended"
+        # Of one that ended as it was asked to, its record says what is said here already.
+        said, shown = _said(lines)
+        why = said or (known[1].splitlines()[0] if known is not None and known[1] and not known[0] else "")
+        why = why or ("" if lines else _no_room_for(self.log_file))
+        self._fail(f"the engine of {self.name} ended {when}{how}" + (f": {why}" if why else ""), shown, served_s)
+
+    def _fail(self, reason: str, lines: tuple[str, ...], served_s: float = 0.0) -> None:
+        self._failures = 0 if served_s > self.world.timing.back_off_s else self._failures + 1
+        self.failure = Failure(reason=reason, log_lines=lines, at=time.monotonic(), count=self._failures)
+        self.wanted = Wanted.DOWN
+        self._bury()
+        self._enter(State.FAILED)
+
+    def _take(self, process: EngineProcess, child: "subprocess.Popen[bytes] | None", record: Record) -> None:
+        self._process, self._child, self.last = process, child, record
+        self._launched_at = time.monotonic()
+        self._answered_at = self._root_gone_at = None
+        self._is_ending = self._was_asked_to_end = False
+        with contextlib.suppress(OSError):
+            self._handle = os.pidfd_open(record.pid)
+            asyncio.get_running_loop().add_reader(self._handle, self._died)
+            if identify(record.pid) != record.identity:
+                self._died()
+
+    def _died(self) -> None:
+        self._forget_handle()
+        self._woken.set()
+
+    def _forget_handle(self) -> None:
+        if self._handle is not None:
+            asyncio.get_running_loop().remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = None
+
+    def _bury(self) -> None:
+        """Nothing of it is left."""
+        if self._process is None:
+            return
+        if self._child is not None:
+            self._child.wait()
+        if self.url is not None:
+            self.world.upstream.drop(self.url)
+        self._forget_handle()
+        with contextlib.suppress(OSError):
+            self.world.records.remove(self.name)
+            take_reason(self._process.root.pid, None)  # what was killed has not taken it
+        self._process = self._child = self.status = self._answered_at = None
+        self.served, self.ended_at = (), time.monotonic()
+        self._is_ending = self._was_asked_to_end = False
+        if self.wanted is Wanted.DOWN:
+            self.holds, self.is_managed = NOTHING, False
+        self._publish()
+
+    def _enter(self, state: State) -> None:
+        if state is self.state:
+            return
+        self.state, self.since = state, time.time()
+        if state is State.READY:
+            self.ready_since = self.last_used = time.monotonic()
+        elif state is not State.STOPPING:
+            # While it ends it is still known for how long it served, or its end would count as a failed start.
+            self.ready_since = None
+        if state in (State.STOPPED, State.FAILED):
+            self.is_draining = False
+        self._publish()
+
+    def _observe_wish(self) -> None:
+        """Who asked sees the effect at once; the loop does the rest."""
+        is_there = self._process is not None or self._is_launching
+        seen = Seen.ABSENT if not is_there else Seen.LOADING if self._answered_at is None else Seen.SERVING
+        seen = Seen.ENDING if self._is_ending else seen
+        self._enter(decide(self.wanted, seen, launched=is_there, failed=self.failure is not None).state)
+        self._woken.set()
+        self.run()
+
+    def _publish(self) -> None:
+        self._changed.set()
+        self.world.changed(self)
+
+    async def _pause(self) -> None:
+        timing = self.world.timing
+        waits = {State.STARTING: timing.look_starting_s, State.READY: timing.look_ready_s, State.STOPPING: 0.1}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(waits.get(self.state)):
+                await self._woken.wait()
+
+
+def _no_room_for(log: Path) -> str:
+    """Why a log may be empty."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(log.parent).free < _LEAST_FREE_BYTES:
+            return f"the disk is full where its log is ({log.parent}); make room there"
+    return ""
+
+
+def _said(lines: list[str]) -> tuple[str, tuple[str, ...]]:
+    """The reason that `overspill serve` printed, if it did, and the lines to show with it."""
+    shown = [line for line in lines if line.strip()]
+    for at in reversed(range(len(shown))):
+        if (match := _SAID_ERROR.match(shown[at])) is not None:
+            # Where it repeats the lines that matter, what stands between them and the log's end does not.
+            if any(line.startswith("the last lines of ") for line in shown[at + 1 : at + 2]):
+                shown = [line.strip() for line in shown[at + 2 :]]
+            return match["said"], tuple(shown[-_FAILURE_LINES:])
+    return "", tuple(shown[-_FAILURE_LINES:])

@@ -1,1 +1,0 @@
-"""Engines: each watched and brought to the state that is wanted, and all of them kept within the memory."""

@@ -1,0 +1,370 @@
+"""All engines: the one object that pages, the API and the gateway call, and its one loop."""
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+from overspill.manager import logs
+from overspill.manager.backend import Backend, OwnProcesses
+from overspill.manager.engine import Engine, World
+from overspill.manager.errors import AlreadyManaged, NotServed, StillLoading, Stopped
+from overspill.manager.needs import Memory, Need, free_memory, reckon
+from overspill.manager.records import Catalogue, engine_records, model_of, phases_of, record_of, running_statuses
+from overspill.manager.sse import Changes
+from overspill.manager.states import Snapshot, State, Timing, Traffic
+from overspill.manager.swaps import Queue, Swaps
+from overspill.manager.upstream import Upstream
+from overspill.registry import Model, ModelSettings, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
+from overspill.settings import nearest
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_NEED_S = 10.0
+# Memory of an engine that ends comes back within seconds.
+_REMEMBERED_REFUSAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a manager is set up."""
+
+    folder: Path
+    """Its own: records of engines, and their logs."""
+    backend: Backend = OwnProcesses()
+    memory: Memory | None = None
+    """The most that all engines together may hold; without it, what is free on the machine."""
+    most_waiting: int = 256
+    timing: Timing = Timing()
+    reckon: Callable[[Model, Memory], Need] | None = None
+    """A model's need; without it, by its plan."""
+
+
+class Engines:
+    """Made in a running event loop, with `async with`. Leaving stops the engines, unless `close` kept them."""
+
+    def __init__(self, registry: Registry, options: Options) -> None:
+        self.options, self.timing = options, options.timing
+        self.catalogue = Catalogue(registry)
+        self.upstream = Upstream()
+        self.changes: Changes[Snapshot] = Changes()
+        self.queue = Queue(options.most_waiting)
+        self.counts: dict[str, Traffic] = {}
+        self._registry = registry
+        self._engines: dict[str, Engine] = {}
+        self._needs: dict[tuple[str, int], tuple[float, Need]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lock: IO[str] | None = None
+        self._is_closing = False
+
+    async def __aenter__(self) -> Self:
+        self._lock = _lock(self.options.folder)
+        self._world = World(
+            backend=self.options.backend,
+            folder=self.options.folder,
+            records=engine_records(self.options.folder / "engines"),
+            upstream=self.upstream,
+            timing=self.timing,
+            registry=self._registry,
+            changed=self._changed,
+        )
+        self._swaps = Swaps(
+            queue=self.queue,
+            timing=self.timing,
+            engines=self._engines,
+            find_model=self.catalogue.get,
+            reckon=self._reckon,
+            free=free_memory,
+            budget=self.options.memory,
+        )
+        await self.catalogue.refresh()
+        for record in await asyncio.to_thread(self._world.records.read_all):
+            if record.identity.is_alive:
+                self._engine(record.name).adopt(record, is_managed=True)
+            else:
+                self._world.records.remove(record.name)
+        await self._find_others()
+        with contextlib.suppress(RegistryError):
+            await asyncio.to_thread(end_lost_runs, self._registry)
+        self._tasks = [asyncio.create_task(each) for each in (self._run(), self._preload())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, *, keep: bool = False) -> None:
+        """Stops what a manager started; with `keep`, engines go on, and the next manager finds them."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self.queue.refuse_all(Stopped("the manager is being stopped"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not keep:
+            managed = [one for one in self._engines.values() if one.is_managed]
+            for engine in managed:
+                engine.want_down("the manager is being stopped")
+            await asyncio.gather(*(one.until(State.STOPPED, State.FAILED) for one in managed))
+        for engine in self._engines.values():
+            await engine.leave()
+        self.upstream.close()
+        await asyncio.sleep(0)  # connections are closed at the loop's next turn
+        if self._lock is not None:
+            self._lock.close()
+
+    # What is there
+
+    def snapshots(self) -> list[Snapshot]:
+        """Every model of the registry, and engines of models that were removed from it; by name."""
+        names = {*self.catalogue.names(), *(name for name, one in self._engines.items() if one.has_process)}
+        return [self.snapshot(name) for name in sorted(names)]
+
+    def snapshot(self, name: str) -> Snapshot:
+        engine, model = self._engine(name), self.catalogue.get(name)
+        status, failure, record = engine.status, engine.failure, engine.record
+        known: dict[str, Any] = {}
+        if status is not None:
+            known |= {"phase": str(status.phase), "phases": phases_of(status), "messages": status.lines}
+            known |= {"plan": dict(status.plan), "memory": dataclasses.asdict(status.memory)}
+        if failure is not None:
+            known |= {"error": failure.reason, "log_lines": failure.log_lines}
+            known["retry_at"] = time.time() + engine.retry_after_s
+        if record is not None:
+            known |= {"pid": record.pid, "unit": record.unit}
+        if record is not None and record.settings and model is not None:
+            known["needs_restart"] = tuple(needs_restart(ModelSettings.from_json(record.settings), model.settings))
+        return Snapshot(
+            name=name,
+            state=engine.state,
+            since=engine.since,
+            is_registered=model is not None,
+            is_managed=engine.is_managed,
+            is_draining=engine.is_draining,
+            url=engine.url,
+            served_names=engine.served,
+            holds=engine.holds,
+            log_file=None if engine.log_hint else str(engine.log_file),
+            log_hint=engine.log_hint,
+            stop_reason=engine.stop_reason,
+            traffic=self.traffic(name),
+            **known,
+        )
+
+    def traffic(self, name: str) -> Traffic:
+        waiting, in_flight = self.queue.count(name), self._engine(name).in_flight
+        return dataclasses.replace(self.count(name), in_flight=in_flight, waiting=waiting)
+
+    def log_file(self, name: str) -> Path:
+        return self._engine(name).log_file
+
+    def log_hint(self, name: str) -> str:
+        """Where the log is, if not in that file; empty if it is."""
+        return self._engine(name).log_hint
+
+    async def events(self) -> AsyncIterator[list[Snapshot]]:
+        """All of them first, then those that change."""
+        with self.changes.listening() as listener:
+            yield self.snapshots()
+            while True:
+                yield list((await listener.next()).values())
+
+    # Actions: each may be repeated, and returns when it is done.
+
+    async def start(self, name: str, *, make_room: bool = False) -> Snapshot:
+        """Also after a failed start, without waiting for its time. Raises if it does not become ready."""
+        engine = await self._known(name)
+        if engine.failure is not None:
+            engine.want_down("it is started again")
+        await self._wait(engine, may_evict=make_room, within=None)
+        return self.snapshot(name)
+
+    async def stop(self, name: str, *, reason: str = "it was stopped") -> Snapshot:
+        """Requests that wait for it are refused, and those in flight end."""
+        engine = self._engines.get(name) or await self._known(name)
+        self.queue.refuse(name, Stopped(f"{name} was stopped while the request waited"))
+        engine.want_down(reason)
+        await engine.until(State.STOPPED, State.FAILED)
+        return self.snapshot(name)
+
+    async def restart(self, name: str) -> Snapshot:
+        await self.stop(name, reason="it is being restarted")
+        return await self.start(name, make_room=True)
+
+    async def switch(self, to: str) -> Snapshot:
+        """Starts it, and stops what must go for it."""
+        return await self.start(to, make_room=True)
+
+    async def ensure_ready(self, name: str, *, within: float | None = None) -> Engine:
+        """For a request: waits while the model loads, at most `within` seconds."""
+        engine = await self._known(name)
+        await self._wait(engine, may_evict=True, within=self.timing.load_s if within is None else within)
+        return engine
+
+    @asynccontextmanager
+    async def using(self, name: str, *, hold: bool = False) -> AsyncIterator[Engine]:
+        """An engine that is ready. For another model it is stopped only after a while, and not at all if it is held."""
+        engine = self._engines.get(name)
+        if engine is None or engine.state is not State.READY or engine.is_draining:
+            engine = await self.ensure_ready(name)
+        # Nothing is awaited between being ready and being counted.
+        engine.in_flight += 1
+        engine.held += hold
+        engine.last_used = time.monotonic()
+        try:
+            yield engine
+        finally:
+            engine.in_flight -= 1
+            engine.held -= hold
+            engine.last_used = time.monotonic()
+            if engine.is_draining and not engine.in_flight:
+                self._swaps.wake()
+
+    @contextlib.contextmanager
+    def reserved(self, why: str) -> Iterator[None]:
+        """No engine is started until this is left; requests for one are refused with the reason."""
+        self._swaps.reserved_for.append(why)
+        try:
+            yield
+        finally:
+            self._swaps.reserved_for.remove(why)
+            self._swaps.wake()
+
+    def count(self, name: str) -> Traffic:
+        return self.counts.setdefault(name, Traffic())
+
+    # Inside
+
+    async def _wait(self, engine: Engine, *, may_evict: bool, within: float | None) -> None:
+        if self._is_closing:
+            raise Stopped("the manager is being stopped")
+        while engine.state is not State.READY or engine.is_draining:
+            one = self.queue.join(engine.name, may_evict=may_evict)
+            self._swaps.wake()
+            try:
+                async with asyncio.timeout(within):
+                    await one.ready
+            except TimeoutError:
+                doing = engine.status.phase if engine.status is not None else engine.state
+                raise StillLoading(
+                    f"{engine.name} is not ready after {within:g} s ({doing}); ask again", retry_after_s=10.0
+                ) from None
+            finally:
+                self.queue.leave(one)
+
+    async def require_known(self, name: str) -> None:
+        await self._known(name)
+
+    async def _known(self, name: str) -> Engine:
+        if await self.catalogue.find(name) is None and not (name in self._engines and self._engines[name].has_process):
+            hint = nearest(name, self.catalogue.names()) or "there are none yet; add it with: overspill models add"
+            problem = f" ({self.catalogue.problem})" if self.catalogue.problem else ""
+            raise UnknownModel(f"there is no model {name!r:.220} in the registry{problem}; {hint}")
+        return self._engine(name)
+
+    def _engine(self, name: str) -> Engine:
+        if name not in self._engines:
+            self._engines[name] = Engine(name, self._world)
+        return self._engines[name]
+
+    def _changed(self, engine: Engine) -> None:
+        if not self._is_closing:
+            self._swaps.wake()
+        if self.changes.has_listeners:
+            self.changes.publish(engine.name, self.snapshot(engine.name))
+
+    def _reckon(self, model: Model, evictable: Memory) -> Need:
+        if self.options.reckon is not None:
+            return self.options.reckon(model, evictable)
+        key, now = (model.name, model.version), time.monotonic()
+        known = self._needs.get(key)
+        remembered_s = _REMEMBERED_NEED_S if known is None or not known[1].refused else _REMEMBERED_REFUSAL_S
+        if known is None or now - known[0] > remembered_s:
+            known = self._needs[key] = (now, reckon(model.settings, evictable))
+        return known[1]
+
+    async def _preload(self) -> None:
+        """One after the other, so that the next is given what is left then; nothing that runs goes for them."""
+        for name in sorted(one.name for one in self.catalogue.models() if one.settings.preload):
+            try:
+                await self.start(name)
+            except (NotServed, RegistryError) as error:
+                logger.warning("Overspill: %s was to be started with the manager: %s", name, error)
+
+    async def _run(self) -> None:
+        """Loads models that requests wait for, and looks now and then for what others changed."""
+        looking, looked_at = None, float("-inf")
+        try:
+            while True:
+                self._swaps.woken.clear()
+                if (looking is None or looking.done()) and time.monotonic() - looked_at >= self.timing.look_models_s:
+                    # A task of its own: a registry that hangs must not keep requests waiting.
+                    looking, looked_at = asyncio.create_task(self._look_around()), time.monotonic()
+                try:
+                    await self._swaps.turn()
+                except Exception:
+                    logger.exception("Overspill: choosing the next model failed, and is tried again")
+                    await asyncio.sleep(1.0)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(0.25 if len(self.queue) else 1.0, self.timing.look_models_s)):
+                        await self._swaps.woken.wait()
+        finally:
+            if looking is not None:
+                looking.cancel()
+
+    async def _look_around(self) -> None:
+        """For what others do: models that are added, engines that are started by hand, logs that grow."""
+        try:
+            await self.catalogue.refresh()
+            await self._find_others()
+            for name in [name for name, one in self._engines.items() if one.is_managed]:
+                await asyncio.to_thread(logs.limit_size, self._engine(name).own_log)
+        except Exception:
+            logger.exception("Overspill: looking for engines failed, and is tried again")
+
+    async def _find_others(self) -> None:
+        statuses = await asyncio.to_thread(running_statuses)
+        models = {model.name: model for model in self.catalogue.models()}
+        for status in statuses.values():
+            name, unit = model_of(status, models)
+            if name not in models and name not in self._engines:
+                continue
+            engine = self._engine(name)
+            record = record_of(status, name, unit)
+            is_free = not engine.has_process and engine.state in (State.STOPPED, State.FAILED)
+            if is_free and record.identity.is_alive:  # still: it may have ended since the file was read
+                # An engine that systemd starts again after a failure is the one that was started here.
+                is_again = engine.failure is not None and engine.last is not None and record.unit == engine.last.unit
+                if is_again and engine.is_managed and record.unit is not None:
+                    record = dataclasses.replace(record, settings=engine.settings)
+                    engine.adopt(record, is_managed=True)
+                    await asyncio.to_thread(self._world.records.write, name, dataclasses.asdict(record))
+                else:
+                    engine.adopt(record, is_managed=False)
+        for engine in list(self._engines.values()):
+            if engine.record is not None:
+                engine.update(statuses.get(engine.record.pid))
+
+
+def _lock(folder: Path) -> IO[str]:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = (folder / "manager.lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        pid = file.read().strip() or "unknown"
+        file.close()
+        raise AlreadyManaged(f"a manager runs already (process {pid}); stop it first, or use that one") from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

@@ -1,1 +1,0 @@
-"""vLLM servers that Overspill did not start."""

@@ -1,0 +1,121 @@
+"""Commands of jobs, `overspill bench`, `ab`, `verify` or `tune`, made from a filled-in form."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from overspill.manager.errors import ManagerError
+from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed, require_harmless
+from overspill.measure.bench import DEFAULT_WORKLOAD
+from overspill.measure.configuration import read_configuration
+from overspill.measure.goals import Goal
+from overspill.measure.measurement import TIERS
+from overspill.measure.workload import WORKLOADS
+
+_MAX_TEXT = 500
+
+
+class JobKind(StrEnum):
+    BENCH = "bench"
+    AB = "ab"
+    VERIFY = "verify"
+    TUNE = "tune"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    name: str
+    label: str
+    help: str
+    kind: str = "text"
+    """text, number, yes or one: of its choices."""
+    default: str = ""
+    """What the command takes where nothing is given."""
+    choices: Sequence[str] = ()
+    """All that there are, or what a text may begin with."""
+
+
+_WORKLOAD = "what is sent; other parameters after a colon: multi-turn:conversations=8,turns=4"
+_RESUME = Field("resume", "Resume", "the name of an experiment that was ended early; leave out the rest")
+# Every field is a flag of the command; free text that the command would read as vLLM's own flags is not among them.
+FIELDS: Mapping[JobKind, Sequence[Field]] = {
+    JobKind.BENCH: (
+        Field("workload", "Workload", _WORKLOAD, default=DEFAULT_WORKLOAD, choices=tuple(WORKLOADS)),
+        Field("seed", "Seed", "what prompts are drawn from", "number", "0"),
+        Field("expect", "Expect", "a tier: it fails if that served nothing", "one", "nothing", TIERS),
+        Field("label", "Label", "a name for this configuration"),
+        Field("experiment", "Experiment", "a name that compared results have in common"),
+    ),
+    JobKind.AB: (
+        Field("a", "A", "none, native:8GiB, simple-lazy:8GiB, or a flag such as --ram 8GiB"),
+        Field("b", "B", "what it is compared with"),
+        Field("c", "C", "a third configuration"),
+        Field("workload", "Workload", _WORKLOAD, default=DEFAULT_WORKLOAD, choices=tuple(WORKLOADS)),
+        Field("repeats", "Repeats", "how often each is measured", "number", "3"),
+        Field("seed", "Seed", "what requests are drawn from", "number", "0"),
+        Field("keep", "Keep engines", "start each once, and empty caches between repeats", "yes"),
+        _RESUME,
+    ),
+    JobKind.VERIFY: (
+        Field("quick", "Quick", "every scenario once", "yes"),
+        Field("soak", "Soak", "again and again, with other lengths and orders", "yes"),
+        Field("minutes", "Minutes", "with soak: how long", "number", "30"),
+        Field("seed", "Seed", "what prompts and orders are drawn from", "number", "0"),
+    ),
+    JobKind.TUNE: (
+        Field("goal", "Goal", "what is to be best", "one", str(Goal.THROUGHPUT), tuple(Goal)),
+        Field("budget", "Budget", "how long it may take: 90s, 10m, 2h", default="30m"),
+        Field("workload", "Workload", _WORKLOAD, default="the goal's own", choices=tuple(WORKLOADS)),
+        Field("repeats", "Repeats", "how often the best ones are measured", "number", "3"),
+        Field("candidates", "Candidates", "try at most so many", "number"),
+        Field("max_model_len", "Context", "to keep to, in tokens: 32k"),
+        Field("allow_fp8", "Allow fp8", "try KV in fp8 too, which rounds it", "yes"),
+        Field("dry_run", "Leave settings alone", "measure only", "yes"),
+        _RESUME,
+    ),
+}  # fmt: skip
+_CONFIGURATIONS = ("a", "b", "c")
+
+
+def command(
+    kind: JobKind, model: str, given: Mapping[str, str], *, url: str | None = None, served: str = ""
+) -> list[str]:
+    """The words to run; `url` and `served` are the engine's, for a bench."""
+    fields = {field.name: field for field in FIELDS[kind]}
+    words = [sys.executable, "-P", "-m", "overspill", str(kind)]
+    words += [url or "", "--model", served or model] if kind is JobKind.BENCH else [model]
+    for name, value in given.items():
+        if name not in fields:
+            raise ManagerError(f"a {kind} has no field {name!r:.80}; it has {', '.join(fields) or 'none'}")
+        words += _flag(fields[name], value)
+    return words
+
+
+def _flag(field: Field, value: str) -> list[str]:
+    flag = "--" + field.name.replace("_", "-")
+    if len(value) > _MAX_TEXT or not value.isprintable():
+        raise ManagerError(f"{field.label}: at most {_MAX_TEXT} printable characters are accepted")
+    if not value:
+        return []
+    if field.kind == "yes":
+        return [flag] if value.lower() in ("1", "true", "yes", "on") else []
+    if field.kind == "number" and not (value.isascii() and value.isdigit()):
+        raise ManagerError(f"{field.label}: {value!r:.40} is not a number; write for example 3")
+    if field.kind == "one" and value not in field.choices:
+        raise ManagerError(f"{field.label}: {value!r:.40} is none of {', '.join(field.choices)}; use one of these")
+    if field.name in _CONFIGURATIONS:
+        _require_safe(field, value)
+    # With `=`, a value that begins with a dash is not a flag of its own.
+    return [f"{flag}={value}"]
+
+
+def _require_safe(field: Field, value: str) -> None:
+    """Read as the command will read it: quotes and labels hide nothing then."""
+    configuration = read_configuration(field.name, value)
+    try:
+        require_allowed(configuration.vllm_args)
+        if configuration.peer is not None:
+            require_harmless(configuration.peer.options)
+    except FlagNotAllowed as error:
+        raise FlagNotAllowed(f"{field.label}: {error}") from error

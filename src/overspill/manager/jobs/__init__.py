@@ -1,1 +1,0 @@
-"""Benchmarks, comparisons, proofs and tunings that the page starts."""

@@ -1,0 +1,229 @@
+"""Messages of the gateway: errors as OpenAI's clients expect them, headers that pass, and the few parts of bodies read.
+
+A prompt may be tens of megabytes of token numbers. Made into objects, they would take the interpreter for seconds, in
+which no stream goes on: so the rest of JSON is skipped, and passed on as it came.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import HeaderParser
+from enum import StrEnum
+
+import msgspec
+
+from overspill.manager.errors import NoRoom, NotServed, QueueFull, StartFailed, StillLoading, Stopped
+from overspill.registry import RegistryError, UnknownModel
+
+Header = tuple[bytes, bytes]
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+        b"trailer", b"transfer-encoding", b"upgrade",
+    }
+)  # fmt: skip
+# The client's keys are the gateway's business, and a compressed answer could not be split into events.
+_NOT_PASSED_ON = _HOP_BY_HOP | {
+    b"host", b"content-length", b"authorization", b"x-api-key", b"cookie", b"expect", b"accept-encoding", b"origin",
+}  # fmt: skip
+_NOT_PASSED_BACK = _HOP_BY_HOP | {b"date", b"server", b"set-cookie"}
+# vLLM lets every site read its answers; who may read the gateway's is not for an engine to say.
+_NOT_FOR_ENGINES = b"access-control-"
+_MOST_PARTS = 100
+_LONGEST_PART_HEAD_BYTES = 4096
+_USAGE = b'"usage":{'
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d+)')
+_COMPLETION = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+
+
+class Source(StrEnum):
+    GATEWAY = "gateway"
+    ENGINE = "engine"
+
+
+class GatewayError(Exception):
+    """In the form that OpenAI's clients expect, and with who failed: the gateway, or the engine behind it."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str, source: Source = Source.GATEWAY, param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+        self.source, self.param, self.retry_after_s = source, param, retry_after_s
+
+    @property
+    def type(self) -> str:
+        """OpenAI's words."""
+        if self.status == 404:
+            return "not_found_error"
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    @property
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error, "source": str(self.source)}).encode()
+
+    @property
+    def event(self) -> bytes:
+        """For a stream that has begun: OpenAI's clients raise it."""
+        return b"data: " + self.body + b"\n\n"
+
+    @property
+    def headers(self) -> list[Header]:
+        headers = json_headers(self.body)
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
+        return headers
+
+
+def json_headers(body: bytes) -> list[Header]:
+    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+
+
+_CODES: dict[type[NotServed], tuple[str, Source]] = {
+    StartFailed: ("engine_failed", Source.ENGINE),
+    NoRoom: ("no_room", Source.GATEWAY),
+    QueueFull: ("queue_full", Source.GATEWAY),
+    StillLoading: ("engine_starting", Source.ENGINE),
+    Stopped: ("engine_stopped", Source.GATEWAY),
+}
+
+
+def converted(error: NotServed | RegistryError) -> GatewayError:
+    message = str(error)
+    if isinstance(error, UnknownModel):
+        return GatewayError(404, message, code="model_not_found", param="model")
+    if isinstance(error, RegistryError):
+        return GatewayError(503, message, code="registry_unavailable", retry_after_s=5.0)
+    if isinstance(error, StartFailed) and error.log_lines:
+        message = "\n".join([message, "the last lines of its log:", *error.log_lines])
+    code, source = _CODES.get(type(error), ("not_served", Source.GATEWAY))
+    return GatewayError(503, message, code=code, source=source, param="model", retry_after_s=error.retry_after_s)
+
+
+def passed_on(headers: Iterable[Header]) -> list[Header]:
+    """To the engine."""
+    given = list(headers)
+    named = _named_by_connection(given)
+    return [(name, value) for name, value in given if name not in _NOT_PASSED_ON and name not in named]
+
+
+def passed_back(headers: Iterable[Header], *, length: int | None = None) -> list[Header]:
+    """To the client; with the length of a body that was read whole."""
+    given = list(headers)
+    named = _named_by_connection(given)
+    left = [
+        (name, value)
+        for name, value in given
+        if name not in _NOT_PASSED_BACK and name not in named and not name.startswith(_NOT_FOR_ENGINES)
+    ]
+    if length is None:
+        return left
+    return [*((name, value) for name, value in left if name != b"content-length"), (b"content-length", b"%d" % length)]
+
+
+def _named_by_connection(headers: list[Header]) -> set[bytes]:
+    return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}
+
+
+class _Request(msgspec.Struct):
+    model: msgspec.Raw = msgspec.Raw()
+
+
+_REQUEST = msgspec.json.Decoder(_Request)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def model_of(body: bytes, content_type: bytes) -> str:
+    if (boundary := _boundary(content_type)) is not None:
+        begin, end = _model_part(body, boundary)
+        name = body[begin:end].decode("utf-8", "replace")
+    else:
+        name = _model_in_json(body)
+    if not name:
+        raise _no_model()
+    return name
+
+
+def renamed(body: bytes, content_type: bytes, model: str) -> bytes:
+    """For an engine that serves its model by another name; `model_of` has been there before."""
+    if (boundary := _boundary(content_type)) is not None:
+        begin, end = _model_part(body, boundary)
+        return body[:begin] + model.encode() + body[end:]
+    return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
+
+
+def _model_in_json(body: bytes) -> str:
+    try:
+        given = bytes(_REQUEST.decode(body).model)
+        return msgspec.json.decode(given, type=str) if given.startswith(b'"') else ""
+    except msgspec.ValidationError:
+        raise GatewayError(400, "the request is not a JSON object", code="bad_json") from None
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(400, f"the request is not JSON: {error}", code="bad_json") from None
+
+
+def _boundary(content_type: bytes) -> bytes | None:
+    """Of multipart/form-data, as recordings are sent in; None for all else, which is JSON."""
+    if not content_type.lower().startswith(b"multipart/form-data"):
+        return None
+    header = Message()
+    header["content-type"] = content_type.decode("latin-1")
+    boundary = header.get_boundary()
+    if not boundary:
+        raise GatewayError(400, "the request is multipart/form-data without a boundary", code="bad_form")
+    return boundary.encode("latin-1", "replace")
+
+
+def _model_part(body: bytes, boundary: bytes) -> tuple[int, int]:
+    """Where its value begins and ends."""
+    dashes = b"--" + boundary
+    at = body.find(dashes)
+    for _ in range(_MOST_PARTS if at >= 0 else 0):
+        at += len(dashes)
+        head_end = body.find(b"\r\n\r\n", at, at + _LONGEST_PART_HEAD_BYTES)
+        begin = head_end + 4
+        end = body.find(b"\r\n" + dashes, begin)
+        if head_end < 0 or end < 0:
+            break
+        if _name(body[at:head_end]) == "model":
+            return begin, end
+        at = end + 2
+    raise _no_model()
+
+
+def _name(head: bytes) -> object:
+    # Browsers send names of files as they are, which as UTF-8 are not valid in a header.
+    return HeaderParser().parsestr(head.decode("latin-1").lstrip()).get_param("name", header="content-disposition")
+
+
+def _no_model() -> GatewayError:
+    return GatewayError(400, 'the request names no model; give one as "model"', code="model_missing", param="model")
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one answer, as far as it has come: each `usage` holds all so far, and the last one counts.
+
+    With `continuous_usage_stats` vLLM sends it with every token.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def read(self, answer: bytes) -> None:
+        """A part of it, in whole events."""
+        begin = answer.rfind(_USAGE)
+        if begin < 0:
+            return
+        if match := _PROMPT.search(answer, begin):
+            self.prompt_tokens = int(match[1])
+        if match := _COMPLETION.search(answer, begin):
+            self.completion_tokens = int(match[1])

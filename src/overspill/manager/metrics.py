@@ -1,0 +1,191 @@
+"""The manager's /metrics: the machine, engines' states, requests through the gateway, and engines' own series."""
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from overspill.manager.application import Application
+from overspill.manager.states import State
+from overspill.manager.telemetry.watcher import Moment
+
+PREFIX = "overspill_manager_"
+LABEL = "model"
+# Prometheus waits 10 s for the whole page by default.
+_ENGINE_WAIT_S = 2.0
+_TRAFFIC = {
+    "requests": "Requests that the gateway took.",
+    "failed": "Of these, such that failed.",
+    "cancelled": "Of these, such that their client cancelled.",
+    "prompt_tokens": "Prompt tokens, as answers tell.",
+    "completion_tokens": "Answer tokens, as answers tell.",
+}
+_WAITING = {"in_flight": "Requests being answered.", "waiting": "Requests that wait for a model."}
+_MACHINE = {
+    "ram.total_bytes": ("ram_total_bytes", "RAM of the machine."),
+    "ram.available_bytes": ("ram_available_bytes", "RAM that can be taken without swapping."),
+    "ram.pinned_bytes": ("ram_pinned_bytes", "RAM that engines pinned for KV."),
+    "ram.spilled_bytes": ("ram_spilled_bytes", "RAM for spilled KV."),
+    "cpu.use": ("cpu_use", "Share of all cores that is busy."),
+}
+_GPU = {
+    "used_bytes": ("used_bytes", "GPU memory in use."),
+    "total_bytes": ("total_bytes", "GPU memory in all."),
+    "use": ("use", "Share of time in which a kernel ran."),
+    "temperature_c": ("temperature_celsius", "Temperature of the GPU."),
+    "power_w": ("power_watts", "Power that the GPU takes."),
+    "to_gpu_bytes_per_s": ("to_gpu_bytes_per_s", "Bytes per second over PCIe to the GPU."),
+    "from_gpu_bytes_per_s": ("from_gpu_bytes_per_s", "Bytes per second over PCIe from the GPU."),
+}
+_DISK = {
+    "free_bytes": ("free_bytes", "Free on the disk of models, or of logs."),
+    "total_bytes": ("total_bytes", "Size of that disk."),
+    "read_bytes_per_s": ("read_bytes_per_s", "Bytes per second read from it."),
+    "write_bytes_per_s": ("write_bytes_per_s", "Bytes per second written to it."),
+}
+_PROCESS = {"ram_bytes": ("ram_bytes", "RAM of an engine or a job.")}
+# One line of a page; others, whatever an engine wrote there, would make the whole page unreadable for Prometheus.
+_SAMPLE = re.compile(
+    rb'([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*",? ?)*)\})?[ \t]+(\S+(?:[ \t]+-?\d+)?)\s*'
+)
+_ABOUT = re.compile(rb"# (HELP|TYPE) ([a-zA-Z_:][\w:]*)(?: (.*))?")
+_TAKEN = re.compile(rb'((?:"(?:[^"\\]|\\.)*"|[^"])*?)\b' + LABEL.encode() + rb'="')
+_PARTS = (b"_bucket", b"_sum", b"_count")
+
+
+async def metrics_page(application: Application) -> bytes:
+    pages = await _engine_pages(application)
+    moment = application.watching.latest
+    own = [*(machine_families(moment) if moment is not None else ()), *_manager_families(application, pages)]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(own))
+    # In a thread, as the event loop passes tokens: a page of vLLM's has hundreds of lines.
+    merging = asyncio.to_thread(merged, {name: page for name, page in pages.items() if page is not None})
+    return generate_latest(registry) + await merging
+
+
+async def _engine_pages(application: Application) -> dict[str, bytes | None]:
+    """Of engines that are ready, all at once; None for one that does not answer in time."""
+    engines = application.engines
+    urls = {one.name: one.url for one in engines.snapshots() if one.state is State.READY and one.url is not None}
+    answers = await asyncio.gather(*(engines.upstream.get(url, "/metrics", _ENGINE_WAIT_S) for url in urls.values()))
+    return {name: answer[1] if answer is not None and answer[0] == 200 else None for name, answer in zip(urls, answers)}
+
+
+def machine_families(moment: Moment) -> Iterator[Metric]:
+    for name, (series, text) in _MACHINE.items():
+        if name in moment.values:
+            yield GaugeMetricFamily(PREFIX + series, text, value=moment.values[name])
+    yield from _gauges("gpu", _GPU, {str(gpu.index): gpu for gpu in moment.sample.gpus})
+    yield from _gauges("disk", _DISK, moment.sample.disks)
+    yield from _gauges("process", _PROCESS, moment.sample.processes)
+
+
+def _gauges(kind: str, table: Mapping[str, tuple[str, str]], samples: Mapping[str, object]) -> Iterator[Metric]:
+    """A family for each field of the samples, with a label of this kind."""
+    for attribute, (series, text) in table.items():
+        family = GaugeMetricFamily(f"{PREFIX}{kind}_{series}", text, labels=[kind])
+        for name, sample in samples.items():
+            if (value := getattr(sample, attribute)) is not None:
+                family.add_metric([name], value)
+        yield family
+
+
+def _manager_families(application: Application, pages: Mapping[str, bytes | None]) -> Iterator[Metric]:
+    engines = application.engines.snapshots()
+    state = GaugeMetricFamily(f"{PREFIX}engine_state", "1 for the state it is in.", labels=[LABEL, "state"])
+    for one in engines:
+        for each in State:
+            state.add_metric([one.name, str(each)], float(one.state is each))
+    yield state
+    text = "1 if a ready engine's own series are here, 0 if it was too slow."
+    answered = GaugeMetricFamily(f"{PREFIX}engine_answered", text, labels=[LABEL])
+    for model, page in pages.items():
+        answered.add_metric([model], float(page is not None))
+    yield answered
+    for name, text in (_TRAFFIC | _WAITING).items():
+        kind = CounterMetricFamily if name in _TRAFFIC else GaugeMetricFamily
+        family = kind(PREFIX + name, text, labels=[LABEL])
+        for one in engines:
+            family.add_metric([one.name], getattr(one.traffic, name))
+        yield family
+    yield GaugeMetricFamily(f"{PREFIX}start_time_seconds", "When the manager began.", value=application.since)
+    jobs = sum(not job.is_over for job in application.jobs.list())
+    yield GaugeMetricFamily(f"{PREFIX}jobs", "Jobs that run or wait.", value=jobs)
+
+
+class _Collected:
+    """Families as prometheus_client wants them: from a collector."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+# Pages of engines. Not prometheus_client's parser: it takes six times as long, and as long no token passes the gateway.
+
+
+@dataclass(slots=True)
+class _Family:
+    help: bytes = b""
+    kind: bytes = b""
+    lines: list[bytes] = field(default_factory=list)
+
+    def text(self, name: bytes) -> Iterator[bytes]:
+        if self.help:
+            yield b"# HELP %s %s" % (name, self.help)
+        yield b"# TYPE %s %s" % (name, self.kind or b"untyped")
+        yield from self.lines
+
+
+def merged(pages: Mapping[str, bytes]) -> bytes:
+    """Several engines on one page: every series with its model's name, every family once and together, sorted."""
+    families: dict[bytes, _Family] = {}
+    for model, page in pages.items():
+        _add(families, _label(model), page)
+    lines = [line for name in sorted(families) if families[name].lines for line in families[name].text(name)]
+    return b"\n".join([*lines, b""])
+
+
+def _add(families: dict[bytes, _Family], label: bytes, page: bytes) -> None:
+    current = b""
+    for line in page.splitlines():
+        if about := _ABOUT.fullmatch(line):
+            what, current, text = about.groups(default=b"")
+            family = families.setdefault(current, _Family())
+            if what == b"HELP":
+                family.help = family.help or text
+            elif family.kind not in (b"", text):  # engines of two versions
+                family.kind = b"untyped"
+            else:
+                family.kind = text
+        elif (sample := _SAMPLE.fullmatch(line)) and _is_number(sample[3].split()[0]):
+            name, labels, value = sample.groups(default=b"")
+            is_part = name != current and name.startswith(current) and name.removeprefix(current) in _PARTS
+            family = families.setdefault(current if current and is_part else name, _Family())
+            family.lines.append(b"%s{%s} %s" % (name, _with(label, labels), value))
+
+
+def _label(model: str) -> bytes:
+    escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{LABEL}="{escaped}"'.encode()
+
+
+def _with(label: bytes, labels: bytes) -> bytes:
+    if taken := _TAKEN.match(labels):
+        # As Prometheus itself does with a label that is its own.
+        labels = b'%sexported_%s="%s' % (taken[1], LABEL.encode(), labels[taken.end() :])
+    return b"%s,%s" % (label, labels) if labels else label
+
+
+def _is_number(text: bytes) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,173 @@
+"""Memory that a model needs and would take, by its plan for the machine as it would be with other engines gone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overspill.figures import Known, derived
+from overspill.hardware import Hardware, detect
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import format_size
+from overspill.launch.launch import Launch
+from overspill.launch.machine import TooMuchRam
+from overspill.launch.reference import ModelRef
+from overspill.planning.attempts import PROCESS_RAM_BYTES, peak_ram_bytes
+from overspill.planning.planner import Plan
+from overspill.planning.refusal import refusal
+from overspill.planning.report import longest_as_text, plan_as_json
+from overspill.registry import ModelSettings
+
+_LEAST_CONTEXT = 256
+_MOST_STEPS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory in two places: needed, held or free."""
+
+    gpu_bytes: int = 0
+    ram_bytes: int = 0
+
+    def __add__(self, other: "Memory") -> "Memory":
+        return Memory(gpu_bytes=self.gpu_bytes + other.gpu_bytes, ram_bytes=self.ram_bytes + other.ram_bytes)
+
+    def __sub__(self, other: "Memory") -> "Memory":
+        return Memory(gpu_bytes=self.gpu_bytes - other.gpu_bytes, ram_bytes=self.ram_bytes - other.ram_bytes)
+
+    def holds(self, need: "Memory") -> bool:
+        return need.gpu_bytes <= max(0, self.gpu_bytes) and need.ram_bytes <= max(0, self.ram_bytes)
+
+    def where_needed(self, need: "Memory") -> "Memory":
+        """Without the place of which nothing is needed, and which may have no limit."""
+        return Memory(
+            gpu_bytes=self.gpu_bytes if need.gpu_bytes else 0, ram_bytes=self.ram_bytes if need.ram_bytes else 0
+        )
+
+    def __str__(self) -> str:
+        parts = [(self.gpu_bytes, "of GPU memory"), (self.ram_bytes, "of RAM")]
+        return " and ".join(f"{format_size(max(0, size))} {where}" for size, where in parts if size) or "no memory"
+
+
+NOTHING = Memory()
+
+
+def total(parts: list[Memory]) -> Memory:
+    return sum(parts, NOTHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    least: Memory = NOTHING
+    """With which it can be started."""
+    takes: Memory = NOTHING
+    """Held on the machine as it is: without a limit an engine takes what is free."""
+    refused: str = ""
+    """Why it cannot be started, whatever is stopped for it."""
+
+
+def reckon(settings: ModelSettings, evictable: Memory) -> Need:
+    """Reads the model's files and looks at the machine: not for the event loop. A model that cannot be planned needs
+    nothing: starting it says why."""
+    try:
+        launch = _launch(settings, evictable)
+    except TooMuchRam as error:
+        return Need(refused=str(error))
+    except OverspillError:
+        return Need()
+    return need_of(launch.plan, launch.settings)
+
+
+def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
+    way = plan.chosen
+    if way is None:
+        return Need(refused=refusal(plan))
+    limit = plan.budget.limit_bytes.value
+    is_given = any(settings.get(name) is not None for name in ("gpu_memory", "gpu_memory_utilization"))
+    is_limited = is_given or way.num_mechanisms > 0
+    device = limit if is_limited else min(limit, plan.need_gpu_bytes)
+    least_ram = peak_ram_bytes(way.weights, way.kv.spilled_bytes + (settings.get("offload_ram") or 0))
+    takes_ram = way.peak_ram_bytes
+    if plan.platform.is_cpu:
+        # RAM plays the GPU's memory.
+        return Need(least=Memory(ram_bytes=least_ram + device), takes=Memory(ram_bytes=takes_ram + limit))
+    return Need(least=Memory(gpu_bytes=device, ram_bytes=least_ram), takes=Memory(gpu_bytes=limit, ram_bytes=takes_ram))
+
+
+def holds_of(plan: Mapping[str, Any]) -> Memory:
+    """Memory of an engine that was started by a plan, given as JSON; none without a plan."""
+    if not plan:
+        return NOTHING
+    parts = ("weights_pinned_bytes", "spilled_kv_bytes", "offload_bytes")
+    ram = sum(int(plan.get(name) or 0) for name in parts) + PROCESS_RAM_BYTES
+    given = plan.get("gpu_bytes")
+    device = int(given["value"] if isinstance(given, Mapping) else given or 0)
+    if plan.get("device") == "cpu":
+        return Memory(ram_bytes=ram + device)
+    return Memory(gpu_bytes=device, ram_bytes=ram)
+
+
+def free_memory() -> Memory:
+    """Now, on this machine: of the GPU an engine would take, and of RAM."""
+    hardware = detect()
+    gpu = hardware.gpus[0].free_bytes.value if hardware.gpus else 0
+    return Memory(gpu_bytes=gpu, ram_bytes=hardware.machine.ram_available_bytes.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replanned:
+    """A model's plan at a context of the user's choice."""
+
+    plan: Plan
+    limit: int
+    """The longest context that the model was made for."""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.recommended is not None
+
+    @property
+    def why_not(self) -> str:
+        return "" if self.fits else refusal(self.plan)
+
+    @property
+    def longest(self) -> str:
+        """What RAM makes of this GPU."""
+        return longest_as_text(self.plan)
+
+    @property
+    def step(self) -> int:
+        """Of a slider over all contexts."""
+        step = _LEAST_CONTEXT
+        while self.limit / step > _MOST_STEPS:
+            step *= 2
+        return step
+
+    def as_json(self) -> dict[str, Any]:
+        return {**plan_as_json(self.plan), "why_not": self.why_not, "limit": self.limit}
+
+
+def replan(settings: ModelSettings, changes: Mapping[str, Any], own: Memory) -> Replanned:
+    """`changes` are parsed values; `own` is what the model's engine holds now. Reads files and looks at the machine."""
+    plan = _launch(settings.changed(changes), own).plan
+    return Replanned(plan=plan, limit=max(plan.facts.max_position_embeddings, plan.max_model_len))
+
+
+def _launch(settings: ModelSettings, evictable: Memory) -> Launch:
+    return Launch.of(ModelRef.of_model(settings.source, settings), {}, found=with_more(detect(), evictable))
+
+
+def with_more(hardware: Hardware, evictable: Memory) -> Hardware:
+    """As if engines that hold so much were gone."""
+    machine, gpus = hardware.machine, hardware.gpus
+    ram = _more(machine.ram_available_bytes, evictable.ram_bytes, machine.ram_total_bytes.value)
+    if gpus:
+        first = replace(gpus[0], free_bytes=_more(gpus[0].free_bytes, evictable.gpu_bytes, gpus[0].total_bytes.value))
+        gpus = (first, *gpus[1:])
+    return replace(hardware, machine=replace(machine, ram_available_bytes=ram), gpus=gpus)
+
+
+def _more(figure: Known[int], num_bytes: int, most: int) -> Known[int]:
+    if not num_bytes:
+        return figure
+    note = "; ".join(filter(None, (figure.note, "with what other engines hold")))
+    return derived(min(most, figure.value + num_bytes), figure, note=note)

@@ -1,0 +1,234 @@
+"""Files and rows that outlive a process: records for the next manager, status files of engines, runs and models."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+from overspill.files import replace_file
+from overspill.manager.backend import Identity, Unit, journal_of, unit_of
+from overspill.manager.needs import NOTHING, Memory, holds_of
+from overspill.processes import identity
+from overspill.registry import Model, Registry, RegistryError, RunEnd, end_run, list_models, list_runs
+from overspill.serve.status import Status, read_statuses
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_ANNOUNCED = "manager.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """An engine that runs: how the next manager finds it again after a crash."""
+
+    name: str
+    pid: int
+    process: str
+    url: str | None
+    """None where the engine chooses its address itself, and reports it later."""
+    log_file: str | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The model's, when it was started."""
+    holds: Memory = NOTHING
+    started_at: float
+    unit: str | None = None
+    """systemd's, if it was started by that."""
+    journal: str | None = None
+    """The command that shows the unit's log."""
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.pid, self.process)
+
+
+class Records(Generic[T]):
+    """JSON files of one kind in a folder of the manager's, by name."""
+
+    def __init__(self, folder: Path, parse: Callable[[dict[str, Any]], T]) -> None:
+        self.folder, self._parse = folder, parse
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, name: str, values: Mapping[str, Any]) -> None:
+        replace_file(self._path(name), json.dumps(values))
+
+    def remove(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def read_all(self) -> list[T]:
+        """Without files that cannot be read."""
+        found = []
+        for path in sorted(self.folder.glob("*.json")):
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                found.append(self._parse(json.loads(path.read_text())))
+        return found
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{file_name(name)}.json"
+
+
+def engine_records(folder: Path) -> Records[Record]:
+    return Records(folder, lambda values: Record(**{**values, "holds": Memory(**values["holds"])}))
+
+
+def file_name(name: str) -> str:
+    """A model's name as one file's."""
+    return quote(name, safe="")
+
+
+class Catalogue:
+    """The registry's models: read in a thread, and kept for when the registry cannot be read."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.problem = ""
+        """Why the registry could not be read the last time."""
+        self._models: dict[str, Model] = {}
+        self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
+
+    def get(self, name: str) -> Model | None:
+        return self._models.get(name)
+
+    def names(self) -> list[str]:
+        return list(self._models)
+
+    def models(self) -> list[Model]:
+        return list(self._models.values())
+
+    async def find(self, name: str) -> Model | None:
+        """One that was added a moment ago is found too."""
+        called_at = time.monotonic()
+        if name not in self._models:
+            async with self._reading:
+                if self._read_at < called_at:  # else another call has read it meanwhile
+                    await self._read()
+        return self._models.get(name)
+
+    async def refresh(self, older_than_s: float = 0.0) -> None:
+        async with self._reading:
+            if time.monotonic() - self._read_at >= older_than_s:
+                await self._read()
+
+    async def _read(self) -> None:
+        began = time.monotonic()
+        try:
+            models = await asyncio.to_thread(list_models, self.registry)
+        except RegistryError as error:
+            if str(error) != self.problem:
+                logger.warning("Overspill: %s", error)
+            self.problem = str(error)
+            # Calls that waited for this attempt do not make one of their own.
+            self._read_at = time.monotonic()
+        else:
+            self.problem = ""
+            self._models = {model.name: model for model in models}
+            self._read_at = began
+
+
+# Status files of `overspill serve`
+
+
+def running_statuses() -> dict[int, Status]:
+    """Of every engine of this machine that lives, by the number of its process. Blocks."""
+    return {status.pid: status for status in read_statuses() if _is_here(status) and status.is_alive}
+
+
+def phases_of(status: Status) -> tuple[tuple[str, float], ...]:
+    """Each with the time at which it began, in seconds since 1970."""
+    return tuple((str(one.phase), datetime.fromisoformat(one.at).timestamp()) for one in status.phases)
+
+
+def record_of(status: Status, name: str, unit: Unit | None) -> Record:
+    """Of an engine that somebody else started."""
+    phases = phases_of(status)
+    return Record(
+        name=name,
+        pid=status.pid,
+        process=status.process or "",
+        url=status.url,
+        log_file=status.log_file,
+        holds=holds_of(status.plan),
+        started_at=phases[0][1] if phases else 0.0,
+        unit=unit.name if unit is not None else None,
+        journal=journal_of(unit.name, is_user=unit.is_user) if unit is not None else None,
+    )
+
+
+def model_of(status: Status, models: Mapping[str, Model]) -> tuple[str, Unit | None]:
+    """The registry's name, if one of its models is meant, and the unit: a unit names its model by where it is, and
+    serves it by name."""
+    unit, served = unit_of(status.pid), models.get(status.served_name)
+    if status.model in models:
+        return status.model, unit
+    if served is not None and served.settings.source == status.source:
+        return served.name, unit
+    return next((name for name in models if unit is not None and unit.is_of(name)), status.model), unit
+
+
+def how_it_ended(registry: Registry, name: str, who: Identity) -> tuple[bool, str] | None:
+    """Whether the engine ended on request, and its last words; None if it could not write any. Blocks."""
+    for status in read_statuses():
+        if _is_here(status) and (status.pid, status.process) == (who.pid, who.process) and status.problem:
+            return False, status.problem
+    try:
+        runs = list_runs(registry, name, limit=5)
+    except RegistryError:
+        return None
+    for run in runs:
+        if (run.pid, run.process) == (who.pid, who.process) and run.end not in (None, RunEnd.LOST):
+            return run.end is RunEnd.STOPPED, run.detail or ""
+    return None
+
+
+def end_killed_run(registry: Registry, name: str, who: Identity, reason: str) -> None:
+    """Of a process that was killed, and so writes nothing itself any more. Blocks."""
+    for run in list_runs(registry, name, limit=5):
+        if (run.pid, run.process) == (who.pid, who.process) and run.ended_at is None:
+            end_run(registry, run.id, RunEnd.KILLED, detail=reason)
+
+
+def _is_here(status: Status) -> bool:
+    """Homes may be shared between machines."""
+    return status.host == platform.node()
+
+
+# The manager itself, for commands of the same user
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    url: str
+    pid: int
+    process: str
+    """Boot and start time: the number alone may be another process's by now."""
+
+
+def announce(folder: Path, url: str) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    announced = Announced(url=url, pid=os.getpid(), process=identity(os.getpid()) or "")
+    replace_file(folder / _ANNOUNCED, json.dumps(dataclasses.asdict(announced)))
+
+
+def withdraw(folder: Path) -> None:
+    with suppress(OSError):
+        (folder / _ANNOUNCED).unlink()
+
+
+def find_manager(folder: Path) -> Announced | None:
+    """The manager that runs, if any."""
+    try:
+        announced = Announced(**json.loads((folder / _ANNOUNCED).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return announced if identity(announced.pid) == announced.process else None

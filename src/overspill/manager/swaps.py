@@ -1,0 +1,385 @@
+"""Swaps of models: requests that wait for one, which is loaded next, and which engines are evicted for it.
+
+Eviction is a pure function, by memory and not by count.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain, combinations
+
+from overspill.manager.engine import Engine
+from overspill.manager.errors import NoRoom, NotServed, QueueFull, StartFailed
+from overspill.manager.needs import Memory, Need, total
+from overspill.manager.states import State, Timing
+from overspill.registry import Model
+
+logger = logging.getLogger(__name__)
+
+# Sets of so many are compared; of more engines the least recently used are looked at, and the rest another time.
+_COMPARED = 10
+_HOLDING = (State.STARTING, State.READY, State.STOPPING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """An engine that holds memory, as far as eviction is concerned."""
+
+    name: str
+    holds: Memory
+    in_flight: int
+    last_used: float
+    ready_since: float | None
+    """None while it starts."""
+    may_go: bool = True
+    """False for one that Overspill's manager did not start: whoever did may stop it."""
+    is_kept: bool = False
+    """Its model is set to be kept: no other goes before it."""
+    is_leaving: bool = False
+    """Stopping, or draining in order to stop: what it holds will be free."""
+    is_overdue: bool = False
+    """Starting for longer than anybody waits, and nobody does."""
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.may_go and not self.is_kept and not self.is_leaving
+
+
+class Verdict(StrEnum):
+    FITS = "fits"
+    EVICT = "evict"
+    WAIT = "wait"
+    """For engines that leave, start, or have not served long enough yet."""
+    NEVER = "never"
+    """Not even with everything gone that may go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    verdict: Verdict
+    victims: tuple[str, ...] = ()
+
+
+def choose(need: Memory, free: Memory, running: Iterable[Running], *, now: float, least_service_s: float) -> Choice:
+    """The fewest that free enough; idle ones before busy ones, and of these the least recently used.
+
+    A busy engine is left alone until it has served for a while: two models that are asked for in turn would otherwise
+    only ever load.
+    """
+    engines = list(running)
+    if free.holds(need):
+        return Choice(Verdict.FITS)
+    leaving = total([one.holds for one in engines if one.is_leaving])
+    evictable = [one for one in engines if one.is_evictable]
+    if not (free + leaving + total([one.holds for one in evictable])).holds(need):
+        return Choice(Verdict.NEVER)
+    if (free + leaving).holds(need):
+        return Choice(Verdict.WAIT)
+    candidates = sorted((one for one in evictable if _has_served(one, now, least_service_s)), key=_order)
+    compared = candidates[:_COMPARED]
+    enough = [group for group in _groups(compared) if (free + leaving + total([o.holds for o in group])).holds(need)]
+    if not enough and len(candidates) > _COMPARED:
+        return Choice(Verdict.EVICT, tuple(one.name for one in compared))
+    if not enough:
+        return Choice(Verdict.WAIT)
+    best = min(enough, key=lambda group: (sum(o.in_flight > 0 for o in group), len(group), list(map(_order, group))))
+    return Choice(Verdict.EVICT, tuple(one.name for one in best))
+
+
+def kept_in_the_way(need: Memory, free: Memory, running: Iterable[Running]) -> tuple[str, ...]:
+    """The fewest engines that are kept without which there would be room; none if there is some, or would be none."""
+    engines = list(running)
+    room = free + total([one.holds for one in engines if one.is_evictable or one.is_leaving])
+    if room.holds(need):
+        return ()
+    kept = sorted((one for one in engines if one.is_kept and one.may_go and not one.is_leaving), key=_order)
+    groups = _groups(kept[:_COMPARED])  # the smallest come first
+    enough = (group for group in groups if (room + total([one.holds for one in group])).holds(need))
+    return tuple(one.name for one in next(enough, ()))
+
+
+def _has_served(one: Running, now: float, least_service_s: float) -> bool:
+    if one.ready_since is None:
+        return one.is_overdue
+    return not one.in_flight or now - one.ready_since >= least_service_s
+
+
+def _order(one: Running) -> tuple[bool, float, str]:
+    return one.in_flight > 0, one.last_used, one.name
+
+
+def _groups(candidates: list[Running]) -> Iterable[tuple[Running, ...]]:
+    return chain.from_iterable(combinations(candidates, size) for size in range(1, len(candidates) + 1))
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    name: str
+    ready: "asyncio.Future[None]"
+    may_evict: bool = True
+    since: float = field(default_factory=time.monotonic)
+
+
+class Queue:
+    """Bounded, in the order in which requests came, and left by clients that go away."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._waiting: dict[Waiting, None] = {}  # in order, and quick to leave
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def join(self, name: str, *, may_evict: bool = True) -> Waiting:
+        if len(self._waiting) >= self.most:
+            raise QueueFull(
+                f"{len(self._waiting)} requests wait for models to load already, and {self.most} may; ask again later",
+                retry_after_s=5.0,
+            )
+        one = Waiting(name, asyncio.get_running_loop().create_future(), may_evict)
+        self._waiting[one] = None
+        return one
+
+    def leave(self, one: Waiting) -> None:
+        self._waiting.pop(one, None)
+
+    def count(self, name: str) -> int:
+        return sum(one.name == name for one in self._waiting)
+
+    def names(self) -> list[str]:
+        """Of models, the one that was requested first at the front."""
+        return list(dict.fromkeys(one.name for one in self._waiting))
+
+    def since(self, name: str) -> float:
+        """When the first of those that wait for it came; on the monotonic clock."""
+        return min((one.since for one in self._waiting if one.name == name), default=float("inf"))
+
+    def may_evict(self, name: str) -> bool:
+        return any(one.may_evict for one in self._waiting if one.name == name)
+
+    def admit(self, name: str) -> None:
+        for one in self._take(name):
+            one.ready.set_result(None)
+
+    def refuse(self, name: str, error: NotServed) -> None:
+        for one in self._take(name):
+            one.ready.set_exception(error)
+
+    def refuse_all(self, error: NotServed) -> None:
+        for name in self.names():
+            self.refuse(name, error)
+
+    def _take(self, name: str) -> list[Waiting]:
+        taken = [one for one in self._waiting if one.name == name]
+        for one in taken:
+            del self._waiting[one]
+        return [one for one in taken if not one.ready.done()]
+
+
+@dataclass(eq=False, slots=True)
+class Swaps:
+    queue: Queue
+    timing: Timing
+    engines: Mapping[str, Engine]
+    find_model: Callable[[str], Model | None]
+    reckon: Callable[[Model, Memory], Need]
+    """Blocks."""
+    free: Callable[[], Memory]
+    """Blocks. What is free now."""
+    budget: Memory | None
+    """What all engines together may hold, instead of what is free."""
+    reserved_for: list[str] = field(default_factory=list)
+    """Why no engine is started now, if there are reasons."""
+    _draining: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Engines that take no new requests, for which model, and until when they are waited for."""
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self) -> None:
+        self.woken.set()
+
+    async def turn(self) -> None:
+        self._stop_idle()
+        self._end_drains()
+        for name in self.queue.names():
+            waiting = self.queue.names()
+            if name not in waiting:
+                continue  # its clients went away meanwhile
+            if self.engines[name].is_draining and name != waiting[0]:
+                continue
+            if not await self._serve(name):
+                # Nobody overtakes: what becomes free is for the one that waits longest.
+                break
+
+    async def _serve(self, name: str) -> bool:
+        """Whether those behind may be looked at: it is ready, starting, or refused."""
+        engine, model = self.engines[name], self.find_model(name)
+        match engine.state:
+            case State.READY:
+                # Requested before the model that it was to be evicted for.
+                engine.is_draining = False
+                self._draining.pop(name, None)
+                self.queue.admit(name)
+                return True
+            case State.STARTING:
+                return True
+            case State.STOPPING:
+                return False
+        failure, wait = engine.failure, engine.retry_after_s
+        if failure is not None and (wait > 0 or (failure.count and self.queue.since(name) < failure.at)):
+            self.queue.refuse(name, _failed(engine, wait))
+            return True
+        if model is None:
+            self.queue.refuse(name, NoRoom(f"{name} is not in the registry any more"))
+            return True
+        if self.reserved_for:
+            self.queue.refuse(name, NoRoom(f"{name} is not started now: {self.reserved_for[-1]}", retry_after_s=30.0))
+            return True
+        try:
+            need, free = await asyncio.to_thread(self.reckon, model, self._evictable()), await self._free()
+        except Exception as error:
+            # Of one model, or of the driver: those that wait behind it must not wait for that.
+            logger.exception("Overspill: what %s needs cannot be told", name)
+            self.queue.refuse(name, NoRoom(f"what {name} needs cannot be told ({type(error).__name__}: {error})"))
+            return True
+        if need.refused and self._is_in_motion():
+            return False
+        if need.refused:
+            kept = _kept([one.name for one in self._running() if one.is_kept])
+            self.queue.refuse(name, NoRoom(f"{name} cannot be started: {need.refused}{kept}"))
+            return True
+        if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED):
+            return True  # meanwhile
+        running = self._running()
+        choice = choose(need.least, free, running, now=time.monotonic(), least_service_s=self.timing.least_service_s)
+        return self._carry_out(choice, engine, model, need, free)
+
+    def _carry_out(self, choice: Choice, engine: Engine, model: Model, need: Need, free: Memory) -> bool:
+        name = engine.name
+        match choice.verdict:
+            case Verdict.FITS:
+                engine.want_up(model.settings.as_json(), need.takes)
+                self._end_drains()  # there was room without those that were to go for it
+                return True
+            case Verdict.NEVER if self._is_in_motion():
+                return False
+            case Verdict.NEVER:
+                self.queue.refuse(name, self._no_room(name, need, free))
+                return True
+            case Verdict.EVICT if not self.queue.may_evict(name):
+                self.queue.refuse(name, self._no_room(name, need, free, choice.victims))
+                return True
+            case Verdict.EVICT if self._is_settling():
+                return False
+            case Verdict.EVICT:
+                for victim in choice.victims:
+                    self._draining[victim] = (name, time.monotonic() + self.timing.drain_s)
+                    self.engines[victim].is_draining = True
+                self._end_drains()
+        return False
+
+    def _end_drains(self) -> None:
+        """Those that are idle by now are stopped; those that nobody needs to go any more stay."""
+        now = time.monotonic()
+        for victim, (for_name, deadline) in list(self._draining.items()):
+            engine = self.engines[victim]
+            if engine.state not in (State.READY, State.STARTING):
+                del self._draining[victim]
+            elif not self.queue.count(for_name) or self.engines[for_name].state in (State.STARTING, State.READY):
+                del self._draining[victim]
+                engine.is_draining = False
+            elif not engine.in_flight or now > deadline:
+                del self._draining[victim]
+                engine.want_down(f"it was stopped to make room for {for_name}")
+
+    def _stop_idle(self) -> None:
+        now = time.monotonic()
+        for name, engine in self.engines.items():
+            model = self.find_model(name)
+            ttl = model.settings.ttl if model is not None and not model.settings.keep else None
+            if ttl is None or engine.state is not State.READY or not engine.is_managed:
+                continue
+            if not engine.in_flight and not self.queue.count(name) and now - engine.last_used >= ttl:
+                engine.want_down(f"it was not used for {ttl} s")
+
+    async def _free(self) -> Memory:
+        """What starting engines will take is theirs already, whether they have it yet or not."""
+        holding = [one for one in self.engines.values() if one.state in _HOLDING or one.has_process]
+        if self.budget is not None:
+            return self.budget - total([one.holds for one in holding])
+        measured = await asyncio.to_thread(self.free)
+        return measured - total([one.holds for one in holding if one.state is State.STARTING])
+
+    def _evictable(self) -> Memory:
+        return total([one.holds for one in self._running() if one.is_evictable or one.is_leaving])
+
+    def _running(self) -> list[Running]:
+        return [
+            Running(
+                name=one.name,
+                holds=one.holds,
+                in_flight=one.in_flight,
+                last_used=one.last_used,
+                ready_since=one.ready_since,
+                may_go=one.is_managed and not one.held,
+                is_kept=self._is_kept(one.name),
+                is_leaving=one.is_draining or one.state is State.STOPPING,
+                is_overdue=one.starting_s > self.timing.load_s and not self.queue.count(one.name),
+            )
+            for one in self.engines.values()
+            if one.state in _HOLDING
+        ]
+
+    def _is_kept(self, name: str) -> bool:
+        model = self.find_model(name)
+        return model is not None and bool(model.settings.keep)
+
+    def _is_in_motion(self) -> bool:
+        """The free memory is about to change: an engine that starts has taken a part of what it was promised, which
+        then counts twice, and of one that ended not all is free yet."""
+        if self.budget is not None:
+            return False
+        moving = any(one.state in (State.STARTING, State.STOPPING) for one in self.engines.values())
+        return moving or self._is_settling()
+
+    def _is_settling(self) -> bool:
+        """Memory of an engine that has just ended may not be free yet: nobody else should go for it."""
+        if self.budget is not None:
+            return False
+        last = max((one.ended_at for one in self.engines.values()), default=float("-inf"))
+        return time.monotonic() - last < self.timing.settle_s
+
+    def _no_room(self, name: str, need: Need, free: Memory, victims: tuple[str, ...] = ()) -> NoRoom:
+        short = f"{name} needs {need.least}; {free.where_needed(need.least)} is free"
+        if victims:
+            return NoRoom(f"{short}. Stop {' and '.join(victims)} first, or switch to {name}")
+        if kept := kept_in_the_way(need.least, free, self._running()):
+            return NoRoom(short + _kept(kept))
+        held = [one.name for one in self.engines.values() if one.held and one.state in _HOLDING]
+        if held:
+            return NoRoom(f"{short}, and {', '.join(held)} is being measured. Ask again later", retry_after_s=30.0)
+        others = [one for one in self._running() if not one.may_go]
+        if others:
+            return NoRoom(f"{short}, and {', '.join(one.name for one in others)} was not started here. Stop it first")
+        return NoRoom(f"{short}, and stopping other models would not be enough. Use a shorter context, or less RAM")
+
+
+def _kept(names: Sequence[str]) -> str:
+    """The end of a refusal for which kept engines are the reason."""
+    if not names:
+        return ""
+    who, are = " and ".join(names), "is" if len(names) == 1 else "are"
+    return (
+        f". {who} {are} kept, and so not stopped for it. Stop {who} first, or take that back: overspill models edit "
+        f"{names[0]} --no-keep"
+    )
+
+
+def _failed(engine: Engine, wait: float) -> StartFailed:
+    assert engine.failure is not None
+    again = f"it is tried again in {wait:.0f} s" if wait >= 1 else "it is tried again at the next request"
+    return StartFailed(
+        f"{engine.failure.reason}; {again}", retry_after_s=max(1.0, wait), log_lines=engine.failure.log_lines
+    )

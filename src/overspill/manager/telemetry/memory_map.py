@@ -1,0 +1,187 @@
+"""Where memory goes and where KV lies, from one moment, without effects. Parts add up to the total."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from overspill.manager.states import Snapshot
+from overspill.manager.telemetry.machine import Sample
+from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
+
+Sizes = Mapping[str, int | None]
+"""An engine's memory as its workers report it: fields of overspill.serve.status.Memory."""
+
+
+class Kind(StrEnum):
+    WEIGHTS = "weights"
+    RESIDENT_KV = "KV cache"
+    WINDOW = "window for spilled KV"
+    ACTIVATIONS = "activations and graphs"
+    SPILLED_KV = "spilled KV"
+    OFFLOAD_POOL = "pool for idle KV"
+    ENGINE_OTHER = "other of this engine"
+    OTHER = "other programs"
+    FREE = "free"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    kind: Kind
+    num_bytes: int
+    engine: str | None = None
+    """None for memory of no engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What an engine reports, and what the driver or the kernel counts for it."""
+
+    engine: str
+    parts: tuple[tuple[Kind, int], ...]
+    """The surest first: where less is in use than they say, as while an engine starts, the last are cut."""
+    taken_bytes: int | None
+    """As counted from outside; None where nobody counts, as for GPU memory under WSL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Map:
+    title: str
+    total_bytes: int
+    parts: tuple[Part, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        parts = [{"kind": str(one.kind), "bytes": one.num_bytes, "engine": one.engine} for one in self.parts]
+        return {"title": self.title, "total_bytes": self.total_bytes, "parts": parts}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """One number of an engine; None is what it does not report."""
+
+    name: str
+    value: float | None
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTiers:
+    engine: str
+    is_stale: bool
+    tiers: tuple[Tier, ...]
+
+
+def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
+    """Of each GPU, then of RAM."""
+    running = [(one, sample.processes.get(one.name), one.plan.get("device") == "cpu") for one in engines if one.pid]
+    maps = []
+    for gpu in sample.gpus:
+        claims = [
+            # Engines report all their GPUs together; the parts are shown on the first.
+            gpu_claim(one.name, one.memory if gpu.index == 0 else {}, process.gpu_bytes if process else None)
+            for one, process, on_cpu in running
+            if not on_cpu
+        ]
+        parts = memory_map(gpu.total_bytes, gpu.used_bytes, claims)
+        maps.append(Map(title=f"GPU {gpu.index}: {gpu.name}", total_bytes=gpu.total_bytes, parts=tuple(parts)))
+    total, used = sample.ram.total_bytes, sample.ram.total_bytes - sample.ram.available_bytes
+    claims = [
+        ram_claim(one.name, one.memory, process.ram_bytes if process else None, on_cpu=on_cpu)
+        for one, process, on_cpu in running
+    ]
+    return [*maps, Map(title="RAM", total_bytes=total, parts=tuple(memory_map(total, used, claims)))]
+
+
+def gpu_claim(engine: str, memory: Sizes, taken_bytes: int | None) -> Claim:
+    parts = _device_parts(memory)
+    known = sum(size for _, size in parts) + (memory.get("non_torch_bytes") or 0) + (memory.get("context_bytes") or 0)
+    return Claim(engine=engine, parts=parts, taken_bytes=known if taken_bytes is None else taken_bytes)
+
+
+def ram_claim(engine: str, memory: Sizes, taken_bytes: int | None, *, on_cpu: bool = False) -> Claim:
+    """On the CPU platform what would be the GPU's is in RAM as well."""
+    parts: tuple[tuple[Kind, int], ...] = (
+        (Kind.WEIGHTS, memory.get("weights_in_ram_bytes") or 0),
+        (Kind.SPILLED_KV, memory.get("spilled_bytes") or 0),
+        (Kind.OFFLOAD_POOL, memory.get("pool_bytes") or 0),
+    )
+    if on_cpu:
+        parts += tuple(part for part in _device_parts(memory) if part[0] is not Kind.ACTIVATIONS)
+    known = sum(size for _, size in parts)
+    return Claim(engine=engine, parts=parts, taken_bytes=known if taken_bytes is None else taken_bytes)
+
+
+def _device_parts(memory: Sizes) -> tuple[tuple[Kind, int], ...]:
+    return (
+        (Kind.WEIGHTS, memory.get("weights_bytes") or 0),
+        (Kind.RESIDENT_KV, memory.get("resident_kv_bytes") or 0),
+        (Kind.WINDOW, memory.get("window_bytes") or 0),
+        (Kind.ACTIVATIONS, (memory.get("activation_bytes") or 0) + (memory.get("graph_bytes") or 0)),
+    )
+
+
+def memory_map(total_bytes: int, used_bytes: int, claims: Sequence[Claim]) -> list[Part]:
+    """The parts of each engine, then other programs', then what is free; parts of 0 bytes are left out."""
+    total = max(0, total_bytes)
+    used = left = min(max(0, used_bytes), total)
+    parts: list[Part] = []
+    for claim in claims:
+        taken = min(max(0, claim.taken_bytes or 0), left)
+        left -= taken
+        sizes: dict[Kind, int] = {}
+        for kind, claimed in claim.parts:
+            size = min(max(0, claimed), taken)
+            taken -= size
+            sizes[kind] = sizes.get(kind, 0) + size
+        sizes[Kind.ENGINE_OTHER] = sizes.get(Kind.ENGINE_OTHER, 0) + taken
+        parts += [Part(kind=kind, num_bytes=size, engine=claim.engine) for kind, size in sizes.items()]
+    parts += [Part(kind=Kind.OTHER, num_bytes=left), Part(kind=Kind.FREE, num_bytes=total - used)]
+    return [part for part in parts if part.num_bytes]
+
+
+# Names and units of what the dashboard shows of an engine, by its field of Metrics, Rates or Sizes.
+_TIERS = (
+    ("KV on the GPU", "resident_kv_bytes", "bytes"),
+    ("spilled KV in RAM", "spilled_bytes", "bytes"),
+    ("idle KV in RAM", "pool_used_bytes", "bytes"),
+    ("pool for idle KV", "pool_bytes", "bytes"),
+    ("KV in use", "kv_cache_use", "share"),
+    ("resident blocks in use", "resident_blocks_used", ""),
+    ("spilled blocks in use", "spilled_blocks_used", ""),
+    ("hits on the GPU", "prefix_hit_rate", "share"),
+    ("hits in RAM", "external_hit_rate", "share"),
+    ("tokens from RAM, in all", "ram_hit_tokens", "tokens"),
+    ("requests running", "requests_running", ""),
+    ("requests waiting", "requests_waiting", ""),
+    ("answer tokens", "generation_tokens_per_s", "tok/s"),
+    ("prompt tokens", "prompt_tokens_per_s", "tok/s"),
+    ("TTFT", "ttft_s", "s"),
+    ("time per token", "tpot_s", "s"),
+    ("RAM to GPU", "load_bytes_per_s", "bytes/s"),
+    ("GPU to RAM", "store_bytes_per_s", "bytes/s"),
+)
+
+
+def engine_tiers(moment: Moment, engines: Sequence[Snapshot]) -> list[EngineTiers]:
+    """Of engines whose numbers are known."""
+    memory = {one.name: one.memory for one in engines}
+    return [
+        EngineTiers(
+            engine=name,
+            is_stale=moment.sample.at - numbers.metrics.at > STALE_S,
+            tiers=tuple(
+                Tier(name=title, value=_number(numbers, memory.get(name, {}), field), unit=unit)
+                for title, field, unit in _TIERS
+            ),
+        )
+        for name, numbers in sorted(moment.engines.items())
+    ]
+
+
+def _number(numbers: EngineNumbers, memory: Sizes, field: str) -> float | None:
+    """`pool_bytes` is also a field of the sizes; the metric, which is current, comes first."""
+    for source in (numbers.metrics, numbers.rates):
+        if hasattr(source, field):
+            value: float | None = getattr(source, field)
+            return value
+    return memory.get(field)

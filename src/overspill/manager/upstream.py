@@ -1,0 +1,266 @@
+"""HTTP to engines on this machine: a connection that passes bytes on as they come, and a few kept for the next request.
+
+Not httpx: its parser and its layers cost more for each token than everything else that the gateway does.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from overspill.address import client_context
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+_MOST_PENDING_BYTES = 256 * 1024
+# vLLM's server closes a connection that was idle for 5 s; one that is about to be closed is not worth trying.
+_IDLE_S = 2.0
+_MOST_IDLE = 128
+_CONNECT_S = 5.0
+_MOST_PAGE_BYTES = 8 << 20
+
+
+class UpstreamLost(Exception):
+    """The engine cannot be reached, or the connection broke before the answer's end."""
+
+    def __init__(self, why: str, *, had_begun: bool = False) -> None:
+        super().__init__(why)
+        self.had_begun = had_begun
+        """Whether any part of the answer had come: the request must not be repeated then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    def value(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.headers if key == name), None)
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self.idle_since = 0.0
+        self.was_used = False
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._lost: str | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head: Head | None = None
+        self._pieces: list[bytes] = []
+        self._pending = 0
+        self._is_paused = False
+        self._is_complete = self._keeps_alive = False
+        self._has_begun = False
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are not asyncio.Transport, and behave like it.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._has_begun = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._lost = f"what it answered is not HTTP: {error}"
+            self.close()
+        if self._pending > _MOST_PENDING_BYTES and not self._is_paused and self._transport is not None:
+            # The client reads slower than the engine writes.
+            self._is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._is_complete and self._lost is None:
+            if error is None and self._head is not None and self._ends_with_connection(self._head):
+                self._is_complete = True
+            else:
+                self._lost = str(error) if error is not None else "it closed the connection"
+        self._lost = self._lost or "the connection is closed"
+        self._transport = None
+        self._wake()
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._head = Head(self._parser.get_status_code(), self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+        self._pending += len(body)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
+        # The parser knows it only now.
+        self._keeps_alive = bool(self._parser.should_keep_alive())
+
+    # For callers
+
+    @property
+    def is_usable(self) -> bool:
+        return (
+            self._transport is not None
+            and not self._transport.is_closing()
+            and self._lost is None
+            and time.monotonic() - self.idle_since < _IDLE_S
+        )
+
+    @property
+    def may_be_kept(self) -> bool:
+        return self._keeps_alive and self._lost is None
+
+    def send(self, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        if self.was_used:
+            self._reset()
+        self.was_used = True
+        if self._transport is None:
+            return  # head() raises
+        lines = [b"%s %s HTTP/1.1\r\nhost: %s:%d" % (method.encode(), target, self.host.encode(), self.port)]
+        lines += [b"%s: %s" % header for header in headers]
+        if body or method not in ("GET", "HEAD"):
+            lines.append(b"content-length: %d" % len(body))
+        self._transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+
+    async def head(self) -> Head:
+        while self._head is None:
+            self._raise_if_lost()
+            await self._wait()
+        return self._head
+
+    async def read(self) -> bytes | None:
+        """All that has come since the last call; None at the end."""
+        while not self._pieces:
+            if self._is_complete:
+                return None
+            self._raise_if_lost()
+            await self._wait()
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._pending = 0
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return data
+
+    async def read_all(self, most_bytes: int) -> bytes:
+        body = bytearray()
+        while (part := await self.read()) is not None:
+            body += part
+            if len(body) > most_bytes:
+                raise UpstreamLost(f"its answer is larger than {most_bytes} bytes", had_begun=True)
+        return bytes(body)
+
+    def close(self) -> None:
+        """At once: the engine sees it and stops computing."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise UpstreamLost(self._lost, had_begun=self._has_begun)
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    @staticmethod
+    def _ends_with_connection(head: Head) -> bool:
+        return head.value(b"content-length") is None and head.value(b"transfer-encoding") is None
+
+
+class Upstream:
+    """Connections to engines, by address."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, int], list[Connection]] = {}
+
+    async def connect(self, url: str, *, fresh: bool = False) -> Connection:
+        host, port = address(url)
+        kept = self._idle.get((host, port), [])
+        while kept and not fresh:
+            connection = kept.pop()
+            if connection.is_usable:
+                return connection
+            connection.close()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                loop, tls = asyncio.get_running_loop(), client_context(url)
+                _, made = await loop.create_connection(lambda: Connection(host, port), host, port, ssl=tls)
+        except (OSError, TimeoutError) as error:
+            raise UpstreamLost(f"it cannot be reached at {url}: {error or 'no answer'}") from error
+        return made
+
+    def give_back(self, connection: Connection) -> None:
+        kept = self._idle.setdefault((connection.host, connection.port), [])
+        if connection.may_be_kept and len(kept) < _MOST_IDLE:
+            connection.idle_since = time.monotonic()
+            kept.append(connection)
+        else:
+            connection.close()
+
+    def drop(self, url: str) -> None:
+        """Of an engine that is gone."""
+        for connection in self._idle.pop(address(url), []):
+            connection.close()
+
+    def close(self) -> None:
+        for kept in self._idle.values():
+            for connection in kept:
+                connection.close()
+        self._idle.clear()
+
+    async def get(
+        self, url: str, path: str, timeout: float, *, most_bytes: int = _MOST_PAGE_BYTES
+    ) -> tuple[int, bytes] | None:
+        """Status and body; None if nobody answers in time, or the body is larger. It may be anybody's program."""
+        connection = None
+        try:
+            async with asyncio.timeout(timeout):
+                connection = await self.connect(url, fresh=True)
+                connection.send("GET", path.encode(), [(b"connection", b"close")], b"")
+                head = await connection.head()
+                return head.status, await connection.read_all(most_bytes)
+        except (UpstreamLost, TimeoutError):
+            return None
+        finally:
+            if connection is not None:
+                connection.close()
+
+    async def served_names(self, url: str, timeout: float) -> tuple[str, ...]:
+        """The names that clients must use for an engine's models; none where it does not answer."""
+        answer = await self.get(url, "/v1/models", timeout)
+        with suppress(ValueError, KeyError, TypeError):
+            if answer is not None and answer[0] == 200:
+                return tuple(str(model["id"]) for model in json.loads(answer[1])["data"])
+        return ()
+
+
+def address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,1 +1,0 @@
-"""What the machine and its engines do, second by second."""
