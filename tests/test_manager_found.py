@@ -189,7 +189,7 @@ def test_our_own_engines_are_not_found_nor_stopped(start: Start) -> None:
     assert server.pid not in [one.pid for one in find_servers(ours=[server.pid])]
     # Below a process of ours, as a guard's server is.
     assert server.pid not in [one.pid for one in find_servers(ours=[os.getpid()])]
-    with pytest.raises(ManagerError, match="is no vLLM server that was found; nothing was stopped"):
+    with pytest.raises(ManagerError, match="is not a vLLM server that was found; nothing was stopped"):
         stop_found(server.pid, who, "Qwen/Qwen3-8B", ours=[server.pid])
     assert is_alive(server.pid)
 
@@ -257,11 +257,11 @@ def test_no_other_program_can_be_stopped_this_way() -> None:
         who = identity(other.pid)
         assert who is not None
         for name in ("vllm", "sleep", ""):
-            with pytest.raises(ManagerError, match="is no vLLM server"):
+            with pytest.raises(ManagerError, match="is not a vLLM server"):
                 stop_found(other.pid, who, name)
         own = identity(os.getpid())
         assert own is not None
-        with pytest.raises(ManagerError, match="is no vLLM server"):
+        with pytest.raises(ManagerError, match="is not a vLLM server"):
             stop_found(os.getpid(), own, "vllm")
         for pid in (0, -1, 1 << 22):
             with pytest.raises(ManagerError, match="nothing was stopped"):

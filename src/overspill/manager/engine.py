@@ -234,7 +234,7 @@ class Engine:
 
     async def _step(self, seen: Seen) -> None:
         if seen is Seen.ABSENT and self._was_asked_to_end:
-            self._bury()  # so its end is no failure, whatever is wanted by now
+            self._bury()  # an end on request is not a failure, whatever is wanted by now
         is_launched = self._process is not None
         decision = decide(self.wanted, seen, launched=is_launched, failed=self.failure is not None)
         if decision.step is not Step.GIVE_UP:
@@ -256,7 +256,7 @@ class Engine:
         if process is None:
             return Seen.ABSENT
         if self._child is not None:
-            self._child.poll()  # so that it is no zombie
+            self._child.poll()  # else it stays a zombie
         if not process.is_alive:
             left = await asyncio.to_thread(process.living)
             if not left:
@@ -357,7 +357,7 @@ class Engine:
         return self._answered_at - self.ready_since
 
     async def _give_up(self) -> None:
-        """It is gone, and nobody here asked for that, unless it was silent."""
+        """The processes are gone without a request from here, or were ended for their silence."""
         process, is_silent = self._process, self._is_ending
         assert process is not None
         code = self._child.poll() if self._child is not None else None
@@ -366,7 +366,7 @@ class Engine:
         known = await asyncio.to_thread(how_it_ended, self.world.registry, self.name, process.root)
         was_loading, patience_s, served_s = self._answered_at is None, self._patience_s, self._served_s
         self._bury()
-        # What was ended here for its silence ends as well as if a user had asked for it, and has failed all the same.
+        # An engine that was ended for its silence ends as cleanly as on request, and has failed all the same.
         if not is_silent and was_loading and self._launches < _LAUNCHES and _PORT_TAKEN.search("\n".join(lines)):
             return  # launched again, with another port
         if not is_silent and ((known is not None and known[0]) or code == 0):
@@ -377,7 +377,7 @@ class Engine:
         how = f", killed by {signal_name(-code)}" if code is not None and code < 0 else how
         if is_silent:
             how = f" after it had not answered for {patience_s:g} s, and was ended"
-        # Of one that ended as it was asked to, its record says what is said here already.
+        # After an end on request the record only repeats the reason.
         said, shown = _said(lines)
         why = said or (known[1].splitlines()[0] if known is not None and known[1] and not known[0] else "")
         why = why or ("" if lines else _no_room_for(self.log_file))
@@ -444,7 +444,7 @@ class Engine:
         self._publish()
 
     def _observe_wish(self) -> None:
-        """Who asked sees the effect at once; the loop does the rest."""
+        """Shows the new state at once; the loop does the rest."""
         is_there = self._process is not None or self._is_launching
         seen = Seen.ABSENT if not is_there else Seen.LOADING if self._answered_at is None else Seen.SERVING
         seen = Seen.ENDING if self._is_ending else seen

@@ -246,7 +246,7 @@ def stop_found(
         raise ManagerError(f"process {pid} has ended, or is another one by now; nothing was stopped. Look again")
     argv = argv_of(pid)
     if pid == os.getpid() or any(pid in family(one, every) for one in ours) or not is_vllm(argv):
-        raise ManagerError(f"process {pid} is no vLLM server that was found; nothing was stopped")
+        raise ManagerError(f"process {pid} is not a vLLM server that was found; nothing was stopped")
     if is_titled(argv) and (owner := owner_of(pid)) is not None:
         raise ManagerError(
             f"process {pid} is the engine of {program_of(owner)}, which is running; nothing was stopped. To end it, "

@@ -244,7 +244,7 @@ class Jobs:
         self._note_end(job, JobState.DONE if code == 0 else JobState.FAILED, code)
 
     async def _outlast(self, job: Job) -> None:
-        """A job that outlived the manager that began it: waited for, as nothing may be measured beside it."""
+        """A job that outlived the manager that began it: waited for, as two measurements would disturb each other."""
         holding = asyncio.create_task(self._hold(job))
         try:
             while job.is_alive:

@@ -156,7 +156,7 @@ def _size(path: Path) -> int:
 
 def _stat(path: Path) -> tuple[int, int]:
     try:
-        told = path.stat()
+        stat = path.stat()
     except OSError:
         return 0, 0
-    return told.st_size, told.st_ino
+    return stat.st_size, stat.st_ino

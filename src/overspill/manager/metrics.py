@@ -20,8 +20,8 @@ _TRAFFIC = {
     "requests": "Requests that the gateway took.",
     "failed": "Of these, such that failed.",
     "cancelled": "Of these, such that their client cancelled.",
-    "prompt_tokens": "Prompt tokens, as answers tell.",
-    "completion_tokens": "Answer tokens, as answers tell.",
+    "prompt_tokens": "Prompt tokens, as answers report.",
+    "completion_tokens": "Answer tokens, as answers report.",
 }
 _WAITING = {"in_flight": "Requests being answered.", "waiting": "Requests that wait for a model."}
 _MACHINE = {

@@ -55,7 +55,7 @@ def event(name: str, data: str) -> str:
 
 
 def stream(events: AsyncIterator[str], closing: asyncio.Event, media_type: str = MEDIA_TYPE) -> StreamingResponse:
-    """Proxies are told not to keep it back."""
+    """With headers that keep proxies from buffering it."""
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     quiet = ": nothing new\n\n" if media_type == MEDIA_TYPE else ""
     return StreamingResponse(_until(events, closing, quiet), media_type=media_type, headers=headers)

@@ -66,7 +66,7 @@ class Choice:
 def choose(need: Memory, free: Memory, running: Iterable[Running], *, now: float, least_service_s: float) -> Choice:
     """The fewest that free enough; idle ones before busy ones, and of these the least recently used.
 
-    A busy engine is left alone until it has served for a while: two models that are asked for in turn would otherwise
+    A busy engine is left alone until it has served for a while: two models that are requested in turn would otherwise
     only ever load.
     """
     engines = list(running)
@@ -241,8 +241,8 @@ class Swaps:
             need, free = await asyncio.to_thread(self.reckon, model, self._evictable()), await self._free()
         except Exception as error:
             # Of one model, or of the driver: those that wait behind it must not wait for that.
-            logger.exception("Overspill: what %s needs cannot be told", name)
-            self.queue.refuse(name, NoRoom(f"what {name} needs cannot be told ({type(error).__name__}: {error})"))
+            logger.exception("Overspill: the memory that %s needs is unknown", name)
+            self.queue.refuse(name, NoRoom(f"what {name} needs is unknown ({type(error).__name__}: {error})"))
             return True
         if need.refused and self._is_in_motion():
             return False
