@@ -48,7 +48,9 @@ def make_web(application: Application | None) -> FastAPI:
 
 
 async def _metrics(request: Request) -> Response:
-    return Response(await metrics_page(request.app.state.application), media_type=_PROMETHEUS)
+    app = request.app.state.application
+    page = await metrics_page(app.engines, app.watching, app.jobs, app.since)
+    return Response(page, media_type=_PROMETHEUS)
 
 
 async def _health() -> Response:

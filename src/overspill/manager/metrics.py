@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from overspill.manager.application import Application
-from overspill.manager.states import State
-from overspill.manager.telemetry.watcher import Moment
+from overspill.manager.fleet import Engines
+from overspill.manager.jobs import Jobs
+from overspill.manager.states import Snapshot, State
+from overspill.manager.telemetry.watcher import Moment, Watching
 
 PREFIX = "overspill_manager_"
 LABEL = "model"
@@ -56,10 +57,14 @@ _TAKEN = re.compile(rb'((?:"(?:[^"\\]|\\.)*"|[^"])*?)\b' + LABEL.encode() + rb'=
 _PARTS = (b"_bucket", b"_sum", b"_count")
 
 
-async def metrics_page(application: Application) -> bytes:
-    pages = await _engine_pages(application)
-    moment = application.watching.latest
-    own = [*(machine_families(moment) if moment is not None else ()), *_manager_families(application, pages)]
+async def metrics_page(engines: Engines, watching: Watching, jobs: Jobs, since: float) -> bytes:
+    """`since`: when the manager began."""
+    pages = await _engine_pages(engines)
+    own = [] if watching.latest is None else list(machine_families(watching.latest))
+    own += _engine_families(engines.snapshots(), pages)
+    num_jobs = sum(not job.is_over for job in jobs.list())
+    own.append(GaugeMetricFamily(f"{PREFIX}start_time_seconds", "When the manager began.", value=since))
+    own.append(GaugeMetricFamily(f"{PREFIX}jobs", "Jobs that run or wait.", value=num_jobs))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected(own))
     # In a thread, as the event loop passes tokens: a page of vLLM's has hundreds of lines.
@@ -67,9 +72,8 @@ async def metrics_page(application: Application) -> bytes:
     return generate_latest(registry) + await merging
 
 
-async def _engine_pages(application: Application) -> dict[str, bytes | None]:
+async def _engine_pages(engines: Engines) -> dict[str, bytes | None]:
     """Of engines that are ready, all at once; None for one that does not answer in time."""
-    engines = application.engines
     urls = {one.name: one.url for one in engines.snapshots() if one.state is State.READY and one.url is not None}
     answers = await asyncio.gather(*(engines.upstream.get(url, "/metrics", _ENGINE_WAIT_S) for url in urls.values()))
     return {name: answer[1] if answer is not None and answer[0] == 200 else None for name, answer in zip(urls, answers)}
@@ -94,8 +98,7 @@ def _gauges(kind: str, table: Mapping[str, tuple[str, str]], samples: Mapping[st
         yield family
 
 
-def _manager_families(application: Application, pages: Mapping[str, bytes | None]) -> Iterator[Metric]:
-    engines = application.engines.snapshots()
+def _engine_families(engines: list[Snapshot], pages: Mapping[str, bytes | None]) -> Iterator[Metric]:
     state = GaugeMetricFamily(f"{PREFIX}engine_state", "1 for the state it is in.", labels=[LABEL, "state"])
     for one in engines:
         for each in State:
@@ -112,9 +115,6 @@ def _manager_families(application: Application, pages: Mapping[str, bytes | None
         for one in engines:
             family.add_metric([one.name], getattr(one.traffic, name))
         yield family
-    yield GaugeMetricFamily(f"{PREFIX}start_time_seconds", "When the manager began.", value=application.since)
-    jobs = sum(not job.is_over for job in application.jobs.list())
-    yield GaugeMetricFamily(f"{PREFIX}jobs", "Jobs that run or wait.", value=jobs)
 
 
 class _Collected:
