@@ -253,8 +253,8 @@ def serve(folder: Path, port: int, token_ms: float) -> None:
     from overspill.manager.backend import OwnProcesses
     from overspill.manager.fleet import Options
     from overspill.manager.needs import Memory, Need
-    from overspill.manager.server import run_until_stopped
-    from overspill.manager.setup import Setup
+    from overspill.manager.web.server import run_until_stopped
+    from overspill.manager.web.setup import Setup
     from overspill.registry import add_model, open_registry
 
     need = Need(least=Memory(ram_bytes=1), takes=Memory(ram_bytes=1))

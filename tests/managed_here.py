@@ -11,11 +11,11 @@ import httpx
 import uvicorn
 import uvloop
 
-from overspill.manager.app import make_app
-from overspill.manager.application import Application, running
-from overspill.manager.security.access import Access
-from overspill.manager.security.connections import BoundedProtocol
-from overspill.manager.setup import Setup, is_for_this_machine_only
+from overspill.manager.web.access import Access
+from overspill.manager.web.app import make_app
+from overspill.manager.web.application import Application, running
+from overspill.manager.web.server import BoundedProtocol
+from overspill.manager.web.setup import Setup
 from tests.manager_process import Place
 
 
@@ -38,7 +38,7 @@ def managed_here(place: Place, **setup: Any) -> Iterator[Here]:
     async def serve() -> None:
         made = Setup(folder=place.folder / "manager", models_folders=(place.folder,), **setup)
         with place.registry() as registry:
-            access = Access(registry, is_loopback=is_for_this_machine_only(made))
+            access = Access(registry, is_loopback=made.is_local)
             async with running(made, registry, access, place.options()) as application:
                 here.application = application
                 config = uvicorn.Config(

@@ -19,8 +19,8 @@ import httpx
 import uvloop
 
 from overspill.address import free_port
-from overspill.manager.server import run
-from overspill.manager.setup import Setup
+from overspill.manager.web.server import run
+from overspill.manager.web.setup import Setup
 from overspill.registry import Registry, open_registry
 from tests.manager_process import ROOT, Place, of_folder
 

@@ -23,10 +23,10 @@ from overspill.manager.backend import OwnProcesses
 from overspill.manager.fleet import Engines, Options
 from overspill.manager.gateway import Gateway
 from overspill.manager.needs import Memory, Need
-from overspill.manager.security.bodies import BodyGuard
 from overspill.manager.states import Timing
 from overspill.processes import processes
 from overspill.registry import Model, Registry, add_model, open_registry
+from tests.guarded_app import open_to_all
 
 ROOT = Path(__file__).parents[1]
 IMPATIENT = Timing(
@@ -118,7 +118,7 @@ async def managing(place: Place, **options: Any) -> AsyncIterator[Engines]:
 async def gateway(engines: Engines, port: int = 0, **settings: Any) -> AsyncIterator[str]:
     """Its address."""
     listening = socket.create_server(("127.0.0.1", port), backlog=512)
-    app = BodyGuard(Gateway(engines), **settings)
+    app = open_to_all(Gateway(engines), **settings)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

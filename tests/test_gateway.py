@@ -57,7 +57,7 @@ async def serving(
 ) -> AsyncIterator[Served]:
     async with (
         managing(place, **options) as engines,
-        gateway(engines, max_bytes=body_limit, pause_s=pause_s) as url,
+        gateway(engines, max_body_bytes=body_limit, body_pause_s=pause_s) as url,
         httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=None)) as http,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=240) as client,
     ):
@@ -224,7 +224,7 @@ def test_a_mistake_is_told_in_openais_shape(place: Place) -> None:
         chunk = b"100001\r\n" + b"x" * 0x100001 + b"\r\n"  # one byte more than is accepted
         for large in (b"content-length: %d\r\n\r\n" % (1 << 30), b"transfer-encoding: chunked\r\n\r\n" + chunk):
             reader, writer = await asyncio.open_connection(*served.url.removeprefix("http://").split(":"))
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + large)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + large)
             answer = (await reader.read()).decode()
             writer.close()
             assert answer.startswith("HTTP/1.1 413 ")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from overspill.manager.errors import ManagerError
-from overspill.manager.security.sites import origins
+from overspill.manager.web.setup import origin_of
 from overspill.registry.access import KeyScope, create_key
 from tests.chromium import TIMEOUT_MS, chromium, needs_chromium
 from tests.managed_here import managed_here
@@ -94,13 +94,13 @@ def test_the_site_may_read_answers_and_refusals_of_the_gateway_and_no_other_may(
 
 def test_a_site_that_was_not_written_as_browsers_do_is_understood_or_refused() -> None:
     given = ["https://chat.example/", "HTTPS://Chat.Example:443", "http://localhost:3000", "http://[::1]:3000"]
-    assert origins(given) == (
+    assert tuple(origin_of(one, "--allow-origin") for one in given) == (
         "https://chat.example", "https://chat.example", "http://localhost:3000", "http://[::1]:3000",
     )  # fmt: skip
     for wrong in ("*", "chat.example", "https://", "https://chat.example/app", "https://me@chat.example",
                   "https://chat.example:x", "null", ""):  # fmt: skip
         with pytest.raises(ManagerError, match=r"--allow-origin .*https://chat\.example"):
-            origins([wrong])
+            origin_of(wrong, "--allow-origin")
 
 
 @needs_chromium

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from overspill.manager.security.access import IDLE, LOCAL, LONGEST, Access
-from overspill.manager.security.login_limit import _MAX_ADDRESSES, LoginLimit
+from overspill.manager.web.access import _MAX_ADDRESSES, IDLE, LOCAL, LONGEST, Access, LoginLimit
 from overspill.registry import Registry, RegistryUnavailable
 from overspill.registry.access import (
     KeyScope,
@@ -82,8 +81,8 @@ def test_on_a_busy_server_nobody_waits_for_the_registry(registry: Registry) -> N
         remove_key(registry, "laptop")
         clock.now += 1.5
         assert await access.identify(f"Bearer {secret}", None) is not None
-        assert access._looking is not None
-        await access._looking
+        assert access._refreshing is not None
+        await access._refreshing
         assert await access.identify(f"Bearer {secret}", None) is None
 
     asyncio.run(story())
@@ -146,7 +145,7 @@ def test_a_key_for_everything_may_log_in_and_one_for_the_gateway_may_not(registr
 
 @pytest.mark.parametrize("age", [IDLE, LONGEST])
 def test_a_session_that_is_idle_or_old_is_none(registry: Registry, age: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from overspill.manager.security import access as module
+    from overspill.manager.web import access as module
 
     async def story() -> None:
         set_password(registry, PASSWORD)
@@ -213,8 +212,8 @@ def test_while_the_registry_does_not_answer_one_try_is_enough_for_all_who_wait(r
         assert await access.identify(key, None) is not None and tries == 1, "nor does who comes a moment later"
         clock.now += 1.5
         assert await access.identify(key, None) is not None
-        assert access._looking is not None, "it is tried again beside the requests"
-        await access._looking
+        assert access._refreshing is not None, "it is tried again beside the requests"
+        await access._refreshing
         assert tries == 2
         clock.now += 60
         refused = await asyncio.gather(*(access.identify(key, None) for _ in range(20)), return_exceptions=True)

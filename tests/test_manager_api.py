@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from overspill.kv.sizes import GiB
-from overspill.manager.app import make_web
+from overspill.manager.allowlist import FlagNotAllowed, require_allowed
 from overspill.manager.job_commands import JobKind, command
-from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed
+from overspill.manager.web.app import make_web
 from overspill.registry.access import KeyScope, create_key, set_password
 from tests.managed_here import Here, managed_here
 from tests.manager_process import Place

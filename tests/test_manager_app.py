@@ -21,21 +21,21 @@ from overspill.address import free_port
 from overspill.cli import app
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, MiB
-from overspill.manager import server, sse
-from overspill.manager.actions import Actions, Caller
+from overspill.manager import sse
 from overspill.manager.needs import Memory, reckon, replan
-from overspill.manager.pages import words
-from overspill.manager.pages.cards import Card, changes_of, form_values
-from overspill.manager.pages.charts import charts_of
-from overspill.manager.pages.rendering import fragment
 from overspill.manager.records import announce, find_manager, withdraw
-from overspill.manager.setup import limit, own_folder
 from overspill.manager.states import Snapshot, State
 from overspill.manager.telemetry.engine_metrics import Metrics
 from overspill.manager.telemetry.gpus import GpuSample
 from overspill.manager.telemetry.machine import CpuSample, ProcessSample, RamSample, Sample
 from overspill.manager.telemetry.memory_map import Kind, engine_tiers, memory_maps
 from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
+from overspill.manager.web import server
+from overspill.manager.web.actions import Actions, Caller
+from overspill.manager.web.charts import charts_of
+from overspill.manager.web.model_pages import Card, changes_of, form_values
+from overspill.manager.web.rendering import duration, element_id, fragment, shown
+from overspill.manager.web.setup import limit, own_folder
 from overspill.processes import identity
 from overspill.registry import ModelSettings, Registry, add_model, open_registry
 from overspill.registry.audit import AuditOutcome, list_audit
@@ -62,14 +62,14 @@ def sample(**more: Any) -> Sample:
 
 
 def test_numbers_have_units_and_what_is_not_known_is_a_dash() -> None:
-    assert words.shown(3 * GiB, "bytes") == "3 GiB" and words.shown(1.5 * MiB, "bytes/s") == "1.5 MiB/s"
-    assert words.shown(0.254, "share") == "25 %" and words.shown(0.0312, "s") == "31 ms"
-    assert words.shown(12.34, "tok/s") == "12.3 tok/s" and words.shown(131072, "tokens") == "131,072 tokens"
-    assert words.shown(None, "bytes") == "–" and words.duration(3700) == "1 h 1 min"
+    assert shown(3 * GiB, "bytes") == "3 GiB" and shown(1.5 * MiB, "bytes/s") == "1.5 MiB/s"
+    assert shown(0.254, "share") == "25 %" and shown(0.0312, "s") == "31 ms"
+    assert shown(12.34, "tok/s") == "12.3 tok/s" and shown(131072, "tokens") == "131,072 tokens"
+    assert shown(None, "bytes") == "–" and duration(3700) == "1 h 1 min"
 
 
 def test_elements_of_different_models_have_different_ids_that_a_page_can_use() -> None:
-    ids = {words.element_id(name) for name in ("a", "A", "a/b", "a.b", "a b")}
+    ids = {element_id(name) for name in ("a", "A", "a/b", "a.b", "a b")}
     assert len(ids) == 5 and all(one.isalnum() and one[0].isalpha() for one in ids)
 
 
@@ -213,7 +213,7 @@ def test_what_fails_unexpectedly_is_not_done_by_the_audit_log(registry: Registry
     """Any error but ours and a client that left was written down as done."""
 
     async def run() -> None:
-        actions = Actions(registry, None, None)  # type: ignore[arg-type]
+        actions = Actions(registry, None, None, None, None)  # type: ignore[arg-type]
         with pytest.raises(OSError, match="Too many open files"):
             async with actions.audited(Caller(who="key x", address="127.0.0.1"), "stop", "qwen"):
                 raise OSError(24, "Too many open files")

@@ -25,7 +25,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
 from overspill.kv.sizes import MiB
-from overspill.manager.app import make_web
+from overspill.manager.web.app import make_web
 from overspill.registry import Measurement, save_result
 from overspill.registry.access import KeyScope, create_key, set_password
 from tests.managed_process import ManagedProcess, QuickPlace, audit, managed_process, read_all
@@ -482,7 +482,8 @@ def fixation(target: Target) -> None:
         told = answer.headers["set-cookie"]
         session = told.partition("=")[2].partition(";")[0]
         assert session != "chosen-by-somebody-else" and len(session) >= 32
-        assert "HttpOnly" in told and "SameSite=Strict" in told
+        # Browsers compare attributes whatever their case.
+        assert "HttpOnly" in told and "samesite=strict" in told.lower()
     for cookie, status in (("chosen-by-somebody-else", 401), (session, 200), (f"{session}; overspill=other", 401)):
         headers = {"cookie": f"overspill={cookie}"}
         answer = httpx.get(f"{target.closed.url}/api/models", headers=headers, trust_env=False, timeout=60)

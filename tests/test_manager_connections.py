@@ -18,13 +18,12 @@ from overspill.kv.sizes import MiB
 SERVER = """
 import sys
 import uvicorn
-from overspill.manager.security.connections import BoundedProtocol
-from overspill.manager.security.bodies import BodyGuard
-from tests.guarded_app import APP
+from overspill.manager.web.server import BoundedProtocol
+from tests.guarded_app import APP, open_to_all
 from tests.test_manager_connections import big
 
 BoundedProtocol.headers_s, BoundedProtocol.unread_s, BoundedProtocol.max_header_bytes = 2.0, 2.0, 4096
-app = BodyGuard(big(APP), pause_s=0.5)
+app = open_to_all(big(APP), body_pause_s=0.5)
 uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, fd=int(sys.argv[1]), log_level="warning")).run()
 """
 

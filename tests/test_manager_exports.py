@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from overspill.kv.options import Options
 from overspill.manager.metrics import PREFIX, machine_families, merged
-from overspill.manager.pages.charts import _CHARTS, charts_of
 from overspill.manager.telemetry.gpus import GpuSample
 from overspill.manager.telemetry.machine import CpuSample, DiskSample, RamSample, Sample, chart_values
 from overspill.manager.telemetry.watcher import Moment
+from overspill.manager.web.charts import _CHARTS, charts_of
 from overspill.measure.metrics import parse_counters, read_counters
 from overspill.measure.target import Target
 from tests.chat_model import make_chat_model
@@ -155,7 +155,7 @@ def test_the_machines_gauges_have_gpus_and_disks_and_leave_out_what_is_not_known
 
 def test_the_page_knows_what_is_little_of_every_unit_of_a_chart() -> None:
     """Without it, the axis of a chart has no end, and nothing is drawn."""
-    script = (DOCS.parent / "src/overspill/manager/static/manager.js").read_text()
+    script = (DOCS.parent / "src/overspill/manager/web/static/manager.js").read_text()
     (least,) = re.findall(r"const least = \{(.*?)\};", script)
     units = {unit for _, _, unit, _ in _CHARTS} - {"share"}
     assert units == set(re.findall(r'"([^"]*)":', least))

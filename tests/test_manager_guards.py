@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,16 +16,12 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from overspill.manager.messages import GatewayError
-from overspill.manager.security.access import Access
-from overspill.manager.security.bodies import BodyGuard
-from overspill.manager.security.cookies import clear_cookie, cookie_name, new_browser_id, read_cookie, set_cookie
-from overspill.manager.security.csrf import CsrfGuard, cross_site, csrf_token
-from overspill.manager.security.guards import guarded
-from overspill.manager.security.headers import SecurityHeaders
-from overspill.manager.security.hosts import HostGuard, allowed_names, host_is_allowed
+from overspill.manager.web.access import Access, cookie_name, read_cookie, set_cookie
+from overspill.manager.web.guards import Guards, allowed_names, cross_site, csrf_token, host_is_allowed
+from overspill.manager.web.setup import Setup
 from overspill.registry import Registry, RegistryUnavailable
-from overspill.registry.access import KeyScope, create_key, set_password
-from tests.guarded_app import APP, asked, message_of
+from overspill.registry.access import KeyScope, create_key, new_session_id, set_password
+from tests.guarded_app import APP, SETUP, asked, message_of, open_to_all
 
 PASSWORD = "four words, not together"
 
@@ -33,10 +30,15 @@ PASSWORD = "four words, not together"
 
 
 def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites() -> None:
-    plain, over_tls = set_cookie("abc", is_tls=False), set_cookie("abc", is_tls=True, max_age_s=60)
-    assert plain == "overspill=abc; Path=/; HttpOnly; SameSite=Strict"
-    assert over_tls == "__Host-overspill=abc; Path=/; HttpOnly; SameSite=Strict; Secure; Max-Age=60"
-    assert "Max-Age=0" in clear_cookie(is_tls=False)
+    def cookie(value: str, *, is_tls: bool) -> list[str]:
+        response = Response()
+        set_cookie(response, value, is_tls=is_tls)
+        first, *attributes = response.headers["set-cookie"].split("; ")
+        return [first, *sorted(attributes)]
+
+    assert cookie("abc", is_tls=False) == ["overspill=abc", "HttpOnly", "Path=/", "SameSite=strict"]
+    assert cookie("abc", is_tls=True) == ["__Host-overspill=abc", "HttpOnly", "Path=/", "SameSite=strict", "Secure"]
+    assert "Max-Age=0" in cookie("", is_tls=False)
 
 
 def test_a_cookie_that_is_there_twice_or_odd_is_none() -> None:
@@ -81,14 +83,14 @@ def test_where_a_request_comes_from(headers: dict[str, str], refused: str | None
 
 
 def test_a_browser_needs_the_token_of_our_page_and_others_do_not() -> None:
-    app = CsrfGuard(APP)
-    cookie = new_browser_id()
+    app = open_to_all(APP)
+    cookie = new_session_id()
     browser = {"Origin": HERE, "Cookie": f"{cookie_name(is_tls=False)}={cookie}"}
     assert asked(app, "POST", "/api/x").status_code == 200, "a program"
     assert asked(app, "POST", "/api/x", headers={**browser, "X-CSRF-Token": csrf_token(cookie)}).status_code == 200
     assert asked(app, "POST", "/api/x", headers={**browser, "Authorization": "Bearer k"}).status_code == 200
     assert asked(app, "GET", "/api/x", headers=browser).status_code == 200
-    for token in ({}, {"X-CSRF-Token": ""}, {"X-CSRF-Token": csrf_token(new_browser_id())}, {"X-CSRF-Token": "é"}):
+    for token in ({}, {"X-CSRF-Token": ""}, {"X-CSRF-Token": csrf_token(new_session_id())}, {"X-CSRF-Token": "é"}):
         headers = [(name, value.encode()) for name, value in {**browser, **token}.items()]
         answer = asked(app, "DELETE", "/api/x", headers=headers)
         assert answer.status_code == 403 and "X-CSRF-Token" in message_of(answer)
@@ -100,10 +102,10 @@ def test_a_browser_needs_the_token_of_our_page_and_others_do_not() -> None:
 def test_another_site_can_post_nothing_anywhere(path: str) -> None:
     """A form or a fetch of text/plain needs no leave of ours; on loopback without a key it would load models."""
     for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
-        answer = asked(CsrfGuard(APP), "POST", path, headers={**headers, "Content-Type": "text/plain"}, content=b"{}")
+        answer = asked(open_to_all(APP), "POST", path, headers={**headers, "Content-Type": "text/plain"}, content=b"{}")
         assert answer.status_code == 403 and "another site" in message_of(answer)
-    assert asked(CsrfGuard(APP), "POST", "/v1/x", headers={"Origin": HERE}).status_code == 200
-    allowed = CsrfGuard(APP, allowed_origins=["http://evil.example"])
+    assert asked(open_to_all(APP), "POST", "/v1/x", headers={"Origin": HERE}).status_code == 200
+    allowed = open_to_all(APP, Setup(folder=Path(), allowed_origins=("http://evil.example",)))
     assert asked(allowed, "POST", "/v1/x", headers={"Origin": "http://evil.example"}).status_code == 200
 
 
@@ -111,9 +113,9 @@ def test_a_refusal_on_the_gateways_paths_is_like_its_own_errors() -> None:
     """Clients of OpenAI's API were given a number as code, and `src` in place of `source`."""
     large, evil = {"Content-Length": "9999"}, {"Origin": "http://evil.example"}
     refusals = [
-        (asked(CsrfGuard(APP), "POST", "/v1/completions", headers=evil), 403, "forbidden"),
-        (asked(HostGuard(APP, names=["localhost"]), "GET", "/v1/models", base="http://x.example"), 421, "wrong_host"),
-        (asked(BodyGuard(APP, max_bytes=9), "POST", "/v1/completions", headers=large), 413, "too_large"),
+        (asked(open_to_all(APP), "POST", "/v1/completions", headers=evil), 403, "forbidden"),
+        (asked(open_to_all(APP), "GET", "/v1/models", base="http://x.example"), 421, "wrong_host"),
+        (asked(open_to_all(APP, max_body_bytes=9), "POST", "/v1/completions", headers=large), 413, "too_large"),
     ]
     for answer, status, code in refusals:
         told = GatewayError(status, message_of(answer), code=code)
@@ -136,7 +138,7 @@ def test_names_of_this_machine_are_answered_and_others_are_not() -> None:
 
 
 def test_a_rebound_name_is_refused_before_anything_else() -> None:
-    app = HostGuard(APP, names=allowed_names("127.0.0.1"))
+    app = open_to_all(APP)
     assert asked(app, "GET", "/").status_code == 200
     answer = asked(app, "GET", "/", base="http://evil.example:7999")
     assert answer.status_code == 421 and "--allow-host" in message_of(answer) and "'evil.example:7999'" in answer.text
@@ -148,17 +150,18 @@ def test_a_rebound_name_is_refused_before_anything_else() -> None:
 
 
 def test_pages_may_load_from_here_and_nothing_else() -> None:
-    headers = asked(SecurityHeaders(APP), "GET", "/page").headers
+    over_tls = Setup(folder=Path(), public_url="https://manager.example")
+    headers = asked(open_to_all(APP), "GET", "/page").headers
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
     assert "http" not in policy and "*" not in policy
     assert headers["x-content-type-options"] == "nosniff" and headers["cross-origin-opener-policy"] == "same-origin"
     assert headers["referrer-policy"] == "same-origin" and headers["cache-control"] == "no-store"
     assert "strict-transport-security" not in headers
-    assert "strict-transport-security" in asked(SecurityHeaders(APP, is_tls=True), "GET", "/page").headers
-    vendored = asked(SecurityHeaders(APP), "GET", "/static/vendor/htmx-2.0.11.min.js").headers
+    assert "strict-transport-security" in asked(open_to_all(APP, over_tls), "GET", "/page").headers
+    vendored = asked(open_to_all(APP), "GET", "/static/vendor/htmx-2.0.11.min.js").headers
     assert "immutable" in vendored["cache-control"]
-    streamed = asked(SecurityHeaders(APP), "GET", "/parts")
+    streamed = asked(open_to_all(APP), "GET", "/parts")
     assert streamed.headers["cache-control"] == "no-cache", "a handler's own stays"
     assert streamed.text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
 
@@ -167,7 +170,7 @@ def test_pages_may_load_from_here_and_nothing_else() -> None:
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read_or_as_soon_as_it_is() -> None:
-    app = BodyGuard(APP, max_bytes=1000)
+    app = open_to_all(APP, max_body_bytes=1000)
     assert asked(app, "POST", "/", content=b"x" * 1000).json()["length"] == 1000
     declared = asked(app, "POST", "/", content=b"x" * 1001)
     assert declared.status_code == 413 and "at most 1000 B" in message_of(declared)
@@ -193,7 +196,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 
         scope = {"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b"",
                  "headers": [(b"content-length", b"100"), (b"host", b"localhost")]}  # fmt: skip
-        await BodyGuard(APP, pause_s=0.2)(scope, send_bytes, send)
+        await open_to_all(APP, body_pause_s=0.2)(scope, send_bytes, send)
         return answers
 
     async def nothing() -> Message:
@@ -217,7 +220,7 @@ def test_whoever_is_unknown_gets_the_login_page_or_a_refusal_and_a_gateway_key_t
     gateway, _ = create_key(registry, "gateway", KeyScope.GATEWAY)
 
     def ask(method: str, path: str, key: str = "", **headers: str) -> httpx.Response:
-        app = guarded(APP, Access(registry, is_loopback=True), bound_host="127.0.0.1")
+        app = Guards(APP, Access(registry, is_loopback=True), SETUP)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return asked(app, method, path, headers={**named, **({"Authorization": f"Bearer {key}"} if key else {})})
 
@@ -244,13 +247,15 @@ def test_a_whole_login_in_a_browser(registry: Registry) -> None:
         async def log_in(request: Request) -> Response:
             session_id = await access.log_in((await request.body()).decode(), "10.0.0.7")
             assert session_id is not None
-            return Response(headers={"Set-Cookie": set_cookie(session_id, is_tls=False)})
+            response = Response()
+            set_cookie(response, session_id, is_tls=False)
+            return response
 
         async def who(request: Request) -> Response:
             return JSONResponse(request.state.identity.who)
 
         routes = [Route("/login", log_in, methods=["POST"]), Route("/api/who", who, methods=["POST"])]
-        app = guarded(Starlette(routes=routes), access, bound_host="0.0.0.0")
+        app = Guards(Starlette(routes=routes), access, Setup(folder=Path(), host="0.0.0.0"))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url=HERE, headers={"Origin": HERE}) as browser:
             assert (await browser.post("/api/who")).status_code == 403, "no cookie, no token"
@@ -274,5 +279,5 @@ def test_a_registry_that_cannot_be_read_lets_nobody_in(registry: Registry) -> No
         raise RegistryUnavailable("the registry is locked")
 
     access._read = fail  # type: ignore[method-assign]
-    answer = asked(guarded(APP, access, bound_host="127.0.0.1"), "GET", "/api/x")
+    answer = asked(Guards(APP, access, SETUP), "GET", "/api/x")
     assert answer.status_code == 503 and "the registry is locked" in message_of(answer)

@@ -158,7 +158,7 @@ def test_a_server_is_scraped_and_one_that_is_not_there_gives_nothing() -> None:
 def test_parsing_needs_neither_vllm_nor_torch() -> None:
     code = (
         "import sys, overspill.manager.telemetry.memory_map, overspill.manager.foreign; "
-        "import overspill.manager.security.access; "
+        "import overspill.manager.web.access; "
         "print([name for name in ('torch', 'vllm', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

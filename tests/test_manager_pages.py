@@ -15,10 +15,9 @@ import pytest
 from overspill.kv.sizes import GiB, MiB
 from overspill.manager.job_commands import FIELDS, JobKind
 from overspill.manager.jobs import Job, JobState, given_to_resume
-from overspill.manager.pages import words
-from overspill.manager.pages.cards import Card
-from overspill.manager.pages.rendering import fragment
 from overspill.manager.states import Snapshot, State
+from overspill.manager.web.model_pages import Card
+from overspill.manager.web.rendering import element_id, fragment, moment
 from overspill.measure.bench import DEFAULT_WORKLOAD
 from overspill.measure.experiment import Experiment
 from overspill.measure.tuning import Tuning
@@ -97,7 +96,7 @@ def test_a_context_is_saved_as_it_was_written_and_an_empty_one_is_not(client: ht
     saved = client.post("/models/context/a", data={"max_model_len": "99999"})
     # A stand-in's model cannot be planned; it is saved all the same, and both are said.
     assert "Saved: max model len." in saved.text and 'class="problem"' in saved.text
-    assert saved.headers["hx-trigger"] == f"saved-{words.element_id('a')}"
+    assert saved.headers["hx-trigger"] == f"saved-{element_id('a')}"
     assert client.get("/api/models/a").json()["max_model_len"] == 99999
     assert client.post("/models/context/a", data={"max_model_len": ""}).status_code == 400
     assert client.get("/api/models/a").json()["max_model_len"] == 99999
@@ -272,7 +271,7 @@ def test_a_log_can_be_followed_by_the_command_that_the_page_tells(here: Here, cl
 
 
 def test_times_are_told_so_that_a_browser_can_write_them_in_its_zone(client: httpx.Client) -> None:
-    assert words.moment(0.0) == '<time datetime="1970-01-01T00:00:00Z">1970-01-01 00:00:00 UTC</time>'
+    assert moment(0.0) == '<time datetime="1970-01-01T00:00:00Z">1970-01-01 00:00:00 UTC</time>'
     client.post("/api/engines/start/a")
     for path in ("/models", "/audit"):
         assert re.search(r'<time datetime="20\d\d-[^"]+Z">20', client.get(path).text), path

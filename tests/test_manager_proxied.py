@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from overspill.manager.errors import ManagerError
-from overspill.manager.security.binding import require_protection
-from overspill.manager.security.clients import client_address
-from overspill.manager.security.sites import origin_of
+from overspill.manager.web.guards import client_address
+from overspill.manager.web.setup import Setup, origin_of, require_protection
 from overspill.registry import open_registry
 from overspill.registry.access import create_key, remove_key, set_password
 from tests.managed import Managed, managed
@@ -82,13 +81,20 @@ def test_removing_the_last_key_does_not_open_the_door_to_who_comes_through_a_pro
             assert anybody.get("/healthz").status_code == 200
 
 
-@pytest.mark.parametrize("flag", [f"--public-url {PUBLIC}", "--allow-host manager.example"])
-def test_a_way_in_from_elsewhere_needs_a_key_or_a_password(flag: str) -> None:
-    require_protection("127.0.0.1", is_protected=True, public=flag)
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"public_url": PUBLIC}, f"--public-url {PUBLIC}"),
+        ({"allowed_hosts": ("manager.example",)}, "--allow-host manager.example"),
+    ],
+)
+def test_a_way_in_from_elsewhere_needs_a_key_or_a_password(given: dict[str, Any], flag: str) -> None:
+    setup = Setup(folder=Path(), **given)
+    require_protection(setup, is_protected=True)
     with pytest.raises(
         ManagerError, match=rf"^{re.escape(flag)} lets .*overspill manager password.* Or leave that out"
     ):
-        require_protection("127.0.0.1", is_protected=False, public=flag)
+        require_protection(setup, is_protected=False)
 
 
 def test_the_command_refuses_a_way_in_without_a_key_and_what_is_no_site(tmp_path: Path) -> None:

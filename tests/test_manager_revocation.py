@@ -10,18 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from overspill.manager.security import revocation
-from overspill.manager.security.access import IDLE, Access
-from overspill.manager.security.guards import AccessGuard
+from overspill.manager.web import access as module
+from overspill.manager.web.access import IDLE, Access
+from overspill.manager.web.guards import Guards
 from overspill.registry import Registry
 from overspill.registry.access import create_key, remove_key, set_password
+from tests.guarded_app import SETUP
 
 PASSWORD = "four words, not together"
 
 
 @pytest.fixture(autouse=True)
 def asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(revocation, "AGAIN_S", 0.0)
+    monkeypatch.setattr(module, "RECHECK_S", 0.0)
 
 
 class Endless:
@@ -62,10 +63,11 @@ async def listen(
 
     scope = {
         "type": "http", "method": "GET", "path": "/numbers", "raw_path": b"/numbers", "query_string": b"",
-        "headers": headers, "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0"},
+        "headers": [(b"host", b"localhost"), *headers], "http_version": "1.1", "scheme": "http",
+        "asgi": {"version": "3.0"},
     }  # fmt: skip
     async with asyncio.timeout(60):
-        await AccessGuard(endless.app, access=access)(scope, receive, send)
+        await Guards(endless.app, access, SETUP)(scope, receive, send)
         await endless.has_ended.wait()
     return status, parts
 
@@ -107,8 +109,6 @@ def test_a_stream_ends_when_its_session_is_logged_out(registry: Registry) -> Non
 def test_a_page_that_is_only_open_does_not_keep_its_session(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from overspill.manager.security import access as module
-
     async def story() -> None:
         set_password(registry, PASSWORD)
         access = Access(registry, is_loopback=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import overspill.manager
+from overspill.manager.allowlist import ModelNotAllowed, confined_source, is_repo_id
 from overspill.manager.errors import ManagerError
-from overspill.manager.security.binding import require_protection
-from overspill.manager.security.log_text import OneLine, one_line
-from overspill.manager.security.model_sources import ModelNotAllowed, confined_source, is_repo_id
+from overspill.manager.web.server import OneLine, one_line
+from overspill.manager.web.setup import Setup, require_protection
 
-VENDOR = Path(overspill.manager.__file__).parent / "static" / "vendor"
+VENDOR = Path(overspill.manager.__file__).parent / "web" / "static" / "vendor"
 
 
 # Logs, addresses, folders
@@ -35,14 +35,14 @@ def test_no_client_writes_lines_of_its_own_into_a_log(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
 def test_loopback_needs_no_protection(host: str) -> None:
-    require_protection(host, is_protected=False)
+    require_protection(Setup(folder=Path(), host=host), is_protected=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "gpu.example.org"])
 def test_other_addresses_need_a_key_or_a_password_and_the_refusal_says_how(host: str) -> None:
-    require_protection(host, is_protected=True)
+    require_protection(Setup(folder=Path(), host=host), is_protected=True)
     with pytest.raises(ManagerError, match=rf"--host {re.escape(host)} .*overspill manager password.* keys add NAME"):
-        require_protection(host, is_protected=False)
+        require_protection(Setup(folder=Path(), host=host), is_protected=False)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from overspill.cli.flags import print_table
 from overspill.kv.errors import OverspillError
 
 if TYPE_CHECKING:
-    from overspill.manager.asked import Manager
+    from overspill.manager.web.client import Manager, ThisMachine
 
 Name = Annotated[str, typer.Argument(help="The model, as `overspill ps` names it.")]
 ApiKey = Annotated[
@@ -21,30 +21,22 @@ ApiKey = Annotated[
 
 def ps(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, api_key: ApiKey = None) -> None:
     """Engines that run, with their state; with a manager, all models."""
-    from overspill.manager.serving import engines_here
-
-    manager = _manager(api_key)
-    shown = manager.engines() if manager is not None else engines_here()
+    source = _source(api_key)
+    engines = source.engines()
     if as_json:
-        print(json.dumps({"manager": manager.url if manager is not None else None, "engines": shown}, indent=2))
+        print(json.dumps({"manager": source.url, "engines": engines}, indent=2))
         return
-    print(f"manager: {manager.url}" if manager is not None else "no manager runs; these are the servers of this user")
+    print(f"manager: {source.url}" if source.url is not None else "no manager runs; these are the servers of this user")
     rows = [("name", "state", "since", "process", "address")]
     rows += [
-        (one["name"], _state(one), _since(one["since"]), str(one["pid"] or "-"), one["url"] or "-") for one in shown
+        (one["name"], _state(one), _since(one["since"]), str(one["pid"] or "-"), one["url"] or "-") for one in engines
     ]
     print_table(rows)
 
 
 def stop(name: Name, api_key: ApiKey = None) -> None:
     """Stops a model's engine, and waits until it has ended."""
-    from overspill.manager.serving import stop_here
-
-    manager = _manager(api_key)
-    if manager is not None:
-        manager.stop(name)
-    else:
-        stop_here(name)
+    _source(api_key).stop(name)
     print(f"stopped {name}")
 
 
@@ -56,36 +48,30 @@ def logs(
     api_key: ApiKey = None,
 ) -> None:
     """The end of an engine's log."""
-    from overspill.manager.serving import log_here
-
     if follow and search:
         raise OverspillError("--follow shows all lines, and --search looks for some; leave one of them out")
-    manager = _manager(api_key)
-    shown = (
-        manager.log(name, lines, search, follow=follow)
-        if manager is not None
-        else log_here(name, lines, search, follow=follow)
-    )
     try:
-        for line in shown:
+        for line in _source(api_key).log(name, lines, search, follow=follow):
             print(line, flush=follow)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 
 
-def _manager(api_key: str | None) -> "Manager | None":
-    """One that runs and lets us in; else what this user may see and stop is done without it."""
-    from overspill.manager.asked import find, is_open
+def _source(api_key: str | None) -> "Manager | ThisMachine":
+    """A manager that runs and lets us in, else this user's servers on this machine."""
+    from overspill.manager.web.client import ThisMachine, find
 
     manager = find(api_key)
-    if manager is None or is_open(manager):
+    if manager is None:
+        return ThisMachine()
+    if manager.is_open():
         return manager
     if api_key is not None:
         raise OverspillError(
             f"the manager at {manager.url} does not accept this key; overspill manager keys list names them"
         )
     print(f"note: the manager at {manager.url} wants a key (--api-key); going on without it", file=sys.stderr)
-    return None
+    return ThisMachine()
 
 
 def _state(engine: dict[str, Any]) -> str:

@@ -61,7 +61,7 @@ def run_manager(
     """Runs until it is stopped, and stops what it started."""
     if context.invoked_subcommand is not None:
         return
-    from overspill.manager.setup import make_setup
+    from overspill.manager.web.setup import make_setup
 
     setup = make_setup(
         host=host, port=port, models_folder=models_folder, public_url=public_url, allow_host=allow_host,
@@ -70,7 +70,7 @@ def run_manager(
     )  # fmt: skip
     from overspill.errors import CannotServe
     from overspill.manager.errors import AlreadyManaged
-    from overspill.manager.server import run_until_stopped
+    from overspill.manager.web.server import run_until_stopped
 
     try:
         with opened_registry() as registry:

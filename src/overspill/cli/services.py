@@ -17,7 +17,7 @@ from overspill.cli.managing import run_manager
 from overspill.kv.errors import OverspillError
 
 if TYPE_CHECKING:
-    from overspill.manager.setup import Setup
+    from overspill.manager.web.setup import Setup
     from overspill.service.installation import Units
     from overspill.service.units import Mode, ModelService, Service
 
@@ -193,7 +193,7 @@ def _systemctl(units: "Units") -> str:
 
 def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "Service":
     """A mistake that would end the manager when it starts ends this now."""
-    from overspill.manager.setup import make_setup
+    from overspill.manager.web.setup import make_setup
     from overspill.service.definition import left_out, manager_environment, manager_service, other_users_registry
 
     user = _user(run_as, is_system=is_system)
@@ -211,17 +211,14 @@ def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "
 
 
 def _require_protection(setup: "Setup") -> None:
-    from overspill.address import is_loopback
-    from overspill.manager.security.binding import require_protection
-    from overspill.manager.setup import public_flag
+    from overspill.manager.web.setup import require_protection
     from overspill.registry.access import list_keys, password_hash
 
-    public = public_flag(setup)
-    if is_loopback(setup.host) and not public:
+    if setup.is_local:
         return
     with opened_registry() as registry:
         is_protected = bool(list_keys(registry)) or password_hash(registry) is not None
-    require_protection(setup.host, is_protected=is_protected, public=public)
+    require_protection(setup, is_protected=is_protected)
 
 
 def _planned(

@@ -1,4 +1,4 @@
-"""Why a model is not served, by what the one who asked can do about it."""
+"""Errors of the manager: why a model is not served, by what the client can do about it."""
 
 from overspill.kv.errors import OverspillError
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from overspill.manager.allowlist import FlagNotAllowed, require_allowed, require_harmless
 from overspill.manager.errors import ManagerError
-from overspill.manager.vllm_flags import FlagNotAllowed, require_allowed, require_harmless
 from overspill.measure.bench import DEFAULT_WORKLOAD
 from overspill.measure.configuration import read_configuration
 from overspill.measure.goals import Goal

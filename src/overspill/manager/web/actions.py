@@ -1,0 +1,231 @@
+"""Everything that changes something, once for pages and API, each with a line in the audit log."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from overspill.kv.errors import OverspillError
+from overspill.manager.allowlist import confined_source, require_allowed
+from overspill.manager.errors import ManagerError, StartFailed
+from overspill.manager.fleet import Engines
+from overspill.manager.foreign import FoundServer, find_servers, look_at, stop_found
+from overspill.manager.job_commands import JobKind
+from overspill.manager.jobs import Job, Jobs, given_to_resume, measured
+from overspill.manager.needs import Replanned, replan
+from overspill.manager.states import Snapshot
+from overspill.manager.telemetry.watcher import Watching
+from overspill.manager.web.setup import Setup
+from overspill.registry import (
+    CannotNow,
+    Edit,
+    Model,
+    ModelSettings,
+    Registry,
+    RegistryError,
+    add_model,
+    edit_model,
+    get_model,
+    remove_model,
+)
+from overspill.registry.audit import AuditOutcome, record
+from overspill.settings import parse_settings
+
+logger = logging.getLogger(__name__)
+EngineAction = Literal["start", "switch", "stop", "restart"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The client of an action, for the audit log."""
+
+    who: str
+    address: str
+
+
+class Actions:
+    def __init__(self, registry: Registry, engines: Engines, setup: Setup, jobs: Jobs, watching: Watching) -> None:
+        self._registry, self._engines, self._setup = registry, engines, setup
+        self._jobs, self._watching = jobs, watching
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.refusals: dict[str, str] = {}
+        """Why the last start of a model was refused, where its state does not say it."""
+
+    # Models
+
+    async def add(self, caller: Caller, name: str, settings: Mapping[str, object]) -> Model:
+        async with self.audited(caller, "add model", name):
+            given = {key: value for key, value in settings.items() if value is not None}
+            checked = self._checked({"source": settings.get("source") or name, **given}, None)
+            model = await asyncio.to_thread(add_model, self._registry, name, checked)
+        await self._engines.catalogue.refresh()
+        return model
+
+    async def edit(self, caller: Caller, name: str, changes: Mapping[str, object], version: int | None) -> Edit:
+        async with self.audited(caller, "edit model", name) as details:
+            before = await asyncio.to_thread(get_model, self._registry, name)
+            checked = self._checked(changes, before.settings)
+            edit = await asyncio.to_thread(edit_model, self._registry, name, checked, version=version)
+            details.append(f"changed {', '.join(edit.changed) or 'nothing'}")
+        await self._engines.catalogue.refresh()
+        self._update_cards(name)
+        return edit
+
+    async def remove(self, caller: Caller, name: str, version: int | None) -> Model:
+        async with self.audited(caller, "remove model", name):
+            model = await asyncio.to_thread(remove_model, self._registry, name, version=version)
+        await self._engines.catalogue.refresh()
+        self.refusals.pop(name, None)
+        return model
+
+    async def plan(self, name: str, changes: Mapping[str, object]) -> Replanned:
+        """Of a model of the registry, with some settings changed."""
+        model = await asyncio.to_thread(get_model, self._registry, name)
+        parsed = parse_settings({key: value for key, value in changes.items() if key != "source"})
+        return await asyncio.to_thread(replan, model.settings, parsed, self._engines.snapshot(name).holds)
+
+    # Engines
+
+    async def control(self, caller: Caller, action: EngineAction, name: str) -> Snapshot:
+        """Does it to the end: a start returns when the engine is ready, and raises if it fails."""
+        self.refusals.pop(name, None)
+        async with self.audited(caller, "switch to" if action == "switch" else action, name):
+            if action == "stop":
+                return await self._engines.stop(name, reason=f"it was stopped by {caller.who}")
+            if action == "restart":
+                return await self._engines.restart(name)
+            return await self._engines.start(name, make_room=action == "switch")
+
+    def begin(self, caller: Caller, action: EngineAction, name: str) -> None:
+        """Runs it in the background; the engine's state, or `refusals`, shows the outcome."""
+        task = asyncio.create_task(self._run(name, self.control(caller, action, name)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, name: str, action: Awaitable[Snapshot]) -> None:
+        try:
+            await action
+        except OverspillError as error:
+            if not self._engines.snapshot(name).error:
+                self.refusals[name] = str(error)
+            self._update_cards(name)
+
+    # Jobs
+
+    async def add_job(
+        self, caller: Caller, kind: str, model: str, given: Mapping[str, str], *, stops_others: bool
+    ) -> Job:
+        if kind not in list(JobKind):
+            raise ManagerError(f"{kind!r:.40} is none of {', '.join(JobKind)}; use one of these")
+        async with self.audited(caller, f"start {kind}", model):
+            return await self._jobs.add(JobKind(kind), model, given, stops_others=stops_others)
+
+    async def resume_job(self, caller: Caller, number: int) -> Job:
+        """Its missing part, as a new job."""
+        job = self._jobs.get(number)
+        found = await asyncio.to_thread(measured, self._registry, job)
+        if not found.can_go_on or found.experiment is None:
+            raise ManagerError(f"job {number} left nothing to resume; start a new one")
+        async with self.audited(caller, f"resume {job.kind}", job.model):
+            given = given_to_resume(job, found.experiment)
+            return await self._jobs.add(JobKind(job.kind), job.model, given, stops_others=job.stops_others)
+
+    async def stop_job(self, caller: Caller, number: int, action: str = "stop job") -> Job:
+        """A second time kills it."""
+        async with self.audited(caller, action, str(number)):
+            return await self._jobs.stop(number)
+
+    # vLLM servers that Overspill did not start
+
+    async def found_servers(self) -> list[FoundServer]:
+        latest = self._watching.latest
+        gpus = latest.sample.gpus if latest is not None else ()
+        sizes = {pid: size for gpu in gpus for pid, size in gpu.processes.items()} if gpus else None
+        return await look_at(await asyncio.to_thread(find_servers, self._own_processes(), sizes))
+
+    async def watch_found(self, caller: Caller, pid: int, *, is_watched: bool) -> FoundServer:
+        """Shows its numbers on the dashboard, or no longer."""
+        server = next((one for one in await self.found_servers() if one.pid == pid), None)
+        if server is None:
+            raise ManagerError(f"process {pid} is not a vLLM server that was found; look again")
+        if is_watched and server.url is None:
+            raise ManagerError(
+                f"process {pid} does not answer, so its numbers cannot be read; it may still be starting"
+            )
+        async with self.audited(caller, "watch" if is_watched else "watch no more", server.name):
+            if is_watched and server.url is not None:
+                self._watching.found[server.name] = server.url
+            else:
+                self._watching.found.pop(server.name, None)
+        return server
+
+    async def stop_found(self, caller: Caller, pid: int, identity: str, name: str) -> bool:
+        """`identity` and `name` confirm the process as it was shown. Whether it had to be killed."""
+        async with self.audited(caller, "stop found server", f"{name} (process {pid})"):
+            was_killed = await asyncio.to_thread(stop_found, pid, identity, name, ours=self._own_processes())
+        self._watching.found.pop(name, None)
+        return was_killed
+
+    def _own_processes(self) -> list[int]:
+        """The manager and the first processes of its engines and jobs: these are not somebody else's servers."""
+        engines = [one.pid for one in self._engines.snapshots() if one.pid is not None]
+        return [os.getpid(), *engines, *self._jobs.processes().values()]
+
+    # Checks and records
+
+    @asynccontextmanager
+    async def audited(self, caller: Caller, action: str, subject: str) -> AsyncIterator[list[str]]:
+        """Writes the outcome into the audit log, with the details that are put into the list."""
+        details: list[str] = []
+        outcome, problem = AuditOutcome.DONE, ""
+        try:
+            yield details
+        except OverspillError as error:
+            outcome = AuditOutcome.FAILED if isinstance(error, StartFailed | CannotNow) else AuditOutcome.REFUSED
+            problem = str(error)
+            raise
+        except asyncio.CancelledError:
+            outcome, problem = AuditOutcome.FAILED, "the client went away, or the manager was stopped"
+            raise
+        except BaseException as error:
+            # A full disk, a bug of ours: how far it got is not known, and "done" would be a lie.
+            outcome, problem = AuditOutcome.FAILED, f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            text = "; ".join(filter(None, (*details, problem.partition("\n")[0])))
+            await asyncio.shield(self._record(caller, action, subject, outcome=outcome, detail=text or None))
+
+    async def _record(self, caller: Caller, action: str, subject: str, **result: Any) -> None:
+        try:
+            await asyncio.to_thread(
+                record, self._registry, who=caller.who, action=action, subject=subject, address=caller.address, **result
+            )
+        except RegistryError as error:
+            # The action is done or refused all the same.
+            logger.warning("Overspill: %s of %s by %s is not in the audit log: %s", action, subject, caller.who, error)
+
+    def _checked(self, given: Mapping[str, object], before: ModelSettings | None) -> dict[str, object]:
+        """Refuses sources and flags that may not be set over the web; unchanged ones stay."""
+        checked = dict(given)
+        source, flags = given.get("source"), given.get("vllm_args")
+        if isinstance(source, str) and (before is None or source != before.source):
+            checked["source"] = confined_source(source, self._setup.models_folders)
+        if flags and not self._setup.any_vllm_flag:
+            words = parse_settings({"vllm_args": flags})["vllm_args"]
+            if before is None or words != before.vllm_args:
+                require_allowed(words)
+        return checked
+
+    def _update_cards(self, name: str) -> None:
+        """Sends an event to the pages that show the model."""
+        with contextlib.suppress(OverspillError):
+            self._engines.changes.publish(name, self._engines.snapshot(name))

@@ -1,0 +1,96 @@
+"""The one object behind pages and API: all parts of a manager, started and ended in order."""
+
+import asyncio
+import contextlib
+import resource
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from overspill.manager.fleet import Engines, Options
+from overspill.manager.jobs import Jobs
+from overspill.manager.telemetry.watcher import Watching
+from overspill.manager.web.access import Access, LoginLimit
+from overspill.manager.web.actions import Actions, Caller
+from overspill.manager.web.setup import Setup
+from overspill.model.source import cache_folder
+from overspill.registry import Registry
+
+_NOTE_USE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Application:
+    setup: Setup
+    registry: Registry
+    engines: Engines
+    access: Access
+    watching: Watching
+    actions: Actions
+    jobs: Jobs
+    speeds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The newest measurement of each model, as of the last look at the page."""
+    limit: LoginLimit = field(default_factory=LoginLimit)
+    since: float = field(default_factory=time.time)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the manager ends: streams end then, and do not hold it up."""
+
+
+def _application(request: Request) -> Application:
+    application: Application = request.app.state.application
+    return application
+
+
+def _caller(request: Request) -> Caller:
+    return Caller(who=request.state.identity.who, address=request.state.address)
+
+
+App = Annotated[Application, Depends(_application)]
+Who = Annotated[Caller, Depends(_caller)]
+
+
+@asynccontextmanager
+async def running(setup: Setup, registry: Registry, access: Access, options: Options) -> AsyncIterator[Application]:
+    """Within a running event loop. Leaving stops jobs and engines."""
+    _allow_many_files()
+    async with Engines(registry, options) as engines:
+        jobs = Jobs(engines, setup.folder / "jobs")
+        watching = Watching(engines, {"models": cache_folder(), "logs": setup.folder}, jobs.processes)
+        actions = Actions(registry, engines, setup, jobs, watching)
+        application = Application(
+            setup=setup, registry=registry, engines=engines, access=access, watching=watching, actions=actions,
+            jobs=jobs,
+        )  # fmt: skip
+        tasks = [
+            asyncio.create_task(watching.run(), name="watching"),
+            asyncio.create_task(jobs.run(), name="jobs"),
+            asyncio.create_task(_note_use(access), name="note use"),
+        ]
+        try:
+            yield application
+        finally:
+            application.closing.set()
+            await actions.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(Exception):
+                await access.note_use()
+            if setup.keeps_engines:
+                await engines.close(keep=True)
+
+
+def _allow_many_files() -> None:
+    """Every stream through the gateway has two, and the usual limit of 1,024 is one for programs that select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+async def _note_use(access: Access) -> None:
+    while True:
+        await asyncio.sleep(_NOTE_USE_S)
+        await access.note_use()

@@ -1,0 +1,161 @@
+"""Engines for commands: through the API of a running manager, else by the status files that `overspill serve` keeps."""
+
+import asyncio
+import contextlib
+import os
+import platform
+import select
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from overspill.manager import logs
+from overspill.manager.errors import ManagerError
+from overspill.manager.records import file_name, find_manager
+from overspill.manager.states import State
+from overspill.manager.web.setup import own_folder
+from overspill.processes import identity
+from overspill.serve.status import Status, read_statuses
+from overspill.settings import nearest
+
+# Stopping waits for requests in flight, and for processes that do not end by themselves.
+_MANAGER_STOP_S = 300.0
+_STOP_S = 120.0
+_WAIT_S = 10.0
+
+
+def find(key: str | None) -> "Manager | None":
+    """This user's running manager, if any."""
+    found = find_manager(own_folder())
+    return None if found is None else Manager(found.url, key)
+
+
+@dataclass(frozen=True, slots=True)
+class Manager:
+    url: str
+    key: str | None = None
+
+    def engines(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = _accepted(self._sent("GET", "/api/engines")).json()
+        return found
+
+    def stop(self, name: str) -> None:
+        _accepted(self._sent("POST", f"/api/engines/stop/{quote(name)}", _MANAGER_STOP_S))
+
+    def log(self, name: str, num_lines: int, search: str, *, follow: bool) -> Iterator[str]:
+        query = {"lines": str(num_lines), "search": search, "follow": str(follow).lower()}
+        with self._client(None) as client, client.stream("GET", f"/api/logs/{quote(name)}", params=query) as answer:
+            if answer.is_error:
+                answer.read()
+            yield from _accepted(answer).iter_lines()
+
+    def is_open(self) -> bool:
+        """Whether it accepts our key, or needs none."""
+        return self._sent("GET", "/api/status").status_code not in (401, 403)
+
+    def _sent(self, method: str, path: str, timeout: float = _WAIT_S) -> httpx.Response:
+        try:
+            with self._client(timeout) as client:
+                return client.request(method, path)
+        except httpx.HTTPError as error:
+            raise ManagerError(f"the manager at {self.url} does not answer: {error}; look at its log") from error
+
+    def _client(self, timeout: float | None) -> httpx.Client:
+        headers = {"authorization": f"Bearer {self.key}"} if self.key is not None else {}
+        # trust_env: a proxy for the internet must not see requests to this machine's ports.
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+
+
+def _accepted(answer: httpx.Response) -> httpx.Response:
+    if not answer.is_error:
+        return answer
+    try:
+        message = answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"the manager answered {answer.status_code}: {answer.text[:200]}"
+    raise ManagerError(message)
+
+
+class ThisMachine:
+    """The same without a manager: this user's servers on this machine."""
+
+    url: None = None
+
+    def engines(self) -> list[dict[str, Any]]:
+        """As in the manager's API, as far as is known."""
+        return [
+            {
+                "name": one.model,
+                "state": str(State.READY if one.is_ready else State.STARTING if one.is_alive else State.FAILED),
+                "since": datetime.fromisoformat(one.ready_at or one.started_at).timestamp(),
+                "phase": str(one.phase),
+                "pid": one.pid if one.is_alive else None,
+                "url": one.url if one.is_alive else None,
+                "error": one.problem,
+            }
+            for one in _statuses()
+        ]
+
+    def stop(self, name: str) -> None:
+        """Sends SIGTERM, and waits for the end."""
+        status = _find(name, [one for one in _statuses() if one.is_alive])
+        try:
+            handle = os.pidfd_open(status.pid)
+        except OSError:
+            return  # it has ended
+        try:
+            # With the handle open, the number cannot become another process's between this look and the signal.
+            if identity(status.pid) != status.process:
+                return
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+            if not select.select([handle], [], [], _STOP_S)[0]:
+                raise ManagerError(f"{name} (process {status.pid}) was asked to end and has not for {_STOP_S:g} s")
+        finally:
+            os.close(handle)
+
+    def log(self, name: str, num_lines: int, search: str, *, follow: bool) -> Iterator[str]:
+        path = _log_file(name)
+        if search:
+            yield from (line.text for line in logs.search(path, search, limit=num_lines).lines)
+            return
+        if not follow:
+            yield from logs.tail(path, num_lines)
+            return
+        lines = logs.follow(path, num_lines)
+
+        async def read() -> list[str]:
+            return await anext(lines)
+
+        with asyncio.Runner() as runner:
+            while True:
+                yield from runner.run(read())
+
+
+def _log_file(name: str) -> Path:
+    known = [one for one in _statuses() if one.log_file is not None]
+    with contextlib.suppress(ManagerError):
+        return Path(_find(name, known).log_file or "")
+    # A manager may have served it.
+    kept = own_folder() / "logs" / f"{file_name(name)}.log"
+    if kept.exists():
+        return kept
+    hint = nearest(name, [one.model for one in known]) or "none is known here"
+    raise ManagerError(f"there is no log of {name!r:.220}; {hint}")
+
+
+def _find(name: str, statuses: list[Status]) -> Status:
+    for one in reversed(statuses):
+        if name in (one.model, one.served_name):
+            return one
+    hint = nearest(name, [one.model for one in statuses]) or "no server of this user runs here"
+    raise ManagerError(f"there is no server of {name!r:.220}; {hint}")
+
+
+def _statuses() -> list[Status]:
+    return [one for one in read_statuses() if one.host == platform.node()]

@@ -1,0 +1,282 @@
+"""The page of models: cards that follow their engines, settings, and a context that is planned while it is moved."""
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import exact_size
+from overspill.manager import sse
+from overspill.manager.errors import ManagerError
+from overspill.manager.states import Snapshot, State
+from overspill.manager.web.actions import EngineAction
+from overspill.manager.web.application import App, Application, Who
+from overspill.manager.web.rendering import element_id, form_of, fragment, page, part, redirect
+from overspill.registry import Model, Registry, get_model, list_results
+from overspill.settings import MODEL_SETTINGS
+
+router = APIRouter()
+_NO_LENGTH = "that is not a length; write how many tokens, for example 4096"
+_SPEEDS = ("output_throughput", "mean_ttft_ms")
+
+
+@router.get("/models")
+async def models(request: Request, app: App) -> Response:
+    await app.engines.catalogue.refresh()
+    names = [one.name for one in app.engines.snapshots()]
+    app.speeds.update(await asyncio.to_thread(last_speeds, app.registry, names))
+    running = _running(app)
+    cards = [_card(app, name, running) for name in names]
+    return page(
+        request, "models.html", cards=cards, problem=app.engines.catalogue.problem, settings=MODEL_SETTINGS,
+        values=form_values(None), folders=app.setup.models_folders,
+    )  # fmt: skip
+
+
+@router.get("/events/models")
+async def model_events(app: App) -> Response:
+    """The part of each card that follows its engine; forms are left alone while somebody writes in them."""
+
+    async def events() -> AsyncIterator[str]:
+        before: list[str] = []
+        async for changed in app.engines.events():
+            running = _running(app)
+            # Every card names the running engines when it asks before a switch.
+            shown = changed if running == before else app.engines.snapshots()
+            before = running
+            for name in {one.name: None for one in [*changed, *shown]}:
+                card = _card(app, name, running)
+                yield sse.event(f"state-{card.id}", fragment("card_state.html", card=card))
+
+    return sse.stream(events(), app.closing)
+
+
+@router.post("/models")
+async def add(request: Request, app: App, who: Who) -> Response:
+    form = await form_of(request)
+    await app.actions.add(who, form.get("name", "").strip(), changes_of(form))
+    return redirect("/models")
+
+
+@router.get("/models/settings/{name:path}")
+async def settings(request: Request, app: App, name: str) -> Response:
+    model = await asyncio.to_thread(get_model, app.registry, name)
+    return part("card_settings.html", model=model, settings=MODEL_SETTINGS, values=form_values(model), edited=None)
+
+
+@router.post("/models/settings/{name:path}")
+async def edit(request: Request, app: App, who: Who, name: str) -> Response:
+    form = await form_of(request)
+    version = form.get("version", "")
+    edited = await app.actions.edit(who, name, changes_of(form), int(version) if version.isdigit() else None)
+    return part(
+        "card_settings.html", model=edited.after, settings=MODEL_SETTINGS, values=form_values(edited.after),
+        edited=edited,
+    )  # fmt: skip
+
+
+@router.post("/models/context/{name:path}")
+async def save_context(request: Request, app: App, who: Who, name: str) -> Response:
+    """Saves the slider's context and answers with its plan: one that does not fit is saved too."""
+    length = (await form_of(request)).get("max_model_len", "").strip()
+    if not length:  # an empty setting would be reset
+        raise ManagerError(_NO_LENGTH)
+    edited = await app.actions.edit(who, name, {"max_model_len": length}, None)
+    try:
+        planned = await app.actions.plan(name, {})
+        answer = part("saved_context.html", edited=edited, planned=planned, plan=planned.plan)
+    except OverspillError as error:  # it is saved all the same
+        answer = part("saved_context.html", edited=edited, planned=None, problem=str(error))
+    # The form of all settings, if it is open, has an older version now.
+    answer.headers["hx-trigger"] = f"saved-{element_id(name)}"
+    return answer
+
+
+@router.post("/models/remove/{name:path}")
+async def remove(app: App, who: Who, name: str) -> Response:
+    await app.actions.remove(who, name, None)
+    return redirect("/models")
+
+
+@router.get("/models/slider/{name:path}")
+async def slider(app: App, name: str) -> Response:
+    planned = await app.actions.plan(name, {})
+    return part("slider.html", name=name, planned=planned, plan=planned.plan)
+
+
+@router.get("/models/plan/{name:path}")
+async def plan(request: Request, app: App, name: str) -> Response:
+    """The plan of a context while the slider is moved; its mistakes are a part of the page."""
+    length = request.query_params.get("max_model_len", "").strip()
+    if not length:
+        return part("notice.html", text=_NO_LENGTH)
+    try:
+        planned = await app.actions.plan(name, {"max_model_len": length})
+    except OverspillError as error:
+        return part("notice.html", text=str(error))
+    return part("planned.html", planned=planned, plan=planned.plan)
+
+
+@router.post("/models/{action}/{name:path}")
+async def control(app: App, who: Who, action: EngineAction, name: str) -> Response:
+    """Answers at once and without content: the card follows by events, which a late answer would overwrite."""
+    await app.engines.require_known(name)
+    app.actions.begin(who, action, name)
+    return Response(status_code=202)
+
+
+def _running(app: Application) -> list[str]:
+    """Engines that the manager would stop to make room; it leaves alone what others started."""
+    return [one.name for one in app.engines.snapshots() if one.pid is not None and one.is_managed]
+
+
+def _card(app: Application, name: str, running: Sequence[str]) -> "Card":
+    return Card(
+        model=app.engines.catalogue.get(name),
+        engine=app.engines.snapshot(name),
+        refusal=app.actions.refusals.get(name, ""),
+        speed=app.speeds.get(name),
+        others=[other for other in running if other != name],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Button:
+    action: str
+    label: str
+    help: str
+    is_main: bool = False
+    confirm: str = ""
+    """The question before it is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    model: Model | None
+    """None for an engine whose model was removed since."""
+    engine: Snapshot
+    refusal: str = ""
+    speed: Mapping[str, float] | None = None
+    others: Sequence[str] = ()
+    """Other models with running engines, which may have to make room for it."""
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def id(self) -> str:
+        return element_id(self.name)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Remarks next to its state."""
+        engine = self.engine
+        is_kept, is_preloaded = (self.model.settings.keep, self.model.settings.preload) if self.model else (None, None)
+        # Without a process it waits for memory; a new process has not reported its phase yet.
+        starting = engine.phase or ("the process begins" if engine.pid is not None else "waiting for room")
+        remarks = (
+            (engine.state is State.STARTING, starting),
+            (engine.is_draining, "answers what it has, then stops for another model"),
+            (not engine.is_managed and engine.pid is not None, "started outside the manager"),
+            (is_kept, "kept"),
+            (is_preloaded, "starts with the manager"),
+        )
+        return tuple(text for is_so, text in remarks if is_so)
+
+    @property
+    def buttons(self) -> tuple[Button, ...]:
+        match self.engine.state:
+            case State.STOPPED | State.FAILED:
+                return (
+                    Button(action="start", label="Start", help="Starts it, if there is room", is_main=True),
+                    Button(
+                        action="switch",
+                        label="Switch to it",
+                        help="Starts it, and stops what is in its way",
+                        confirm=self._what_may_stop,
+                    ),
+                )
+            case State.STARTING:
+                return (Button(action="stop", label="Stop", help="Ends the start"),)
+            case State.READY:
+                return (
+                    Button(action="stop", label="Stop", help="Ends it; requests that wait are refused"),
+                    Button(
+                        action="restart", label="Restart", help="Stops it, and starts it with its settings of now",
+                        is_main=bool(self.engine.needs_restart),
+                    ),
+                )  # fmt: skip
+        return ()
+
+    @property
+    def facts(self) -> list[tuple[str, Any, str]]:
+        """Name, value and unit: of the plan it runs with, else of its settings. Unset ones are up to the plan."""
+        plan, settings = self.engine.plan, self.model.settings if self.model is not None else None
+        facts: list[tuple[str, Any, str]] = []
+        if plan:
+            kv_bytes = sum(int(plan.get(name) or 0) for name in ("spilled_kv_bytes", "offload_bytes"))
+            facts = [
+                ("Context", plan.get("max_model_len"), "tokens"),
+                ("RAM for KV", kv_bytes, "bytes"),
+                ("Weights in RAM", plan.get("weights_in_ram_bytes"), "bytes"),
+            ]
+        elif settings is not None:
+            facts = [
+                ("Context", settings.max_model_len, "tokens"),
+                ("RAM, at most", settings.ram, "bytes"),
+                ("RAM for idle KV", settings.offload_ram, "bytes"),
+                ("Weights in RAM", settings.weights_ram, "bytes"),
+            ]
+            facts = [fact for fact in facts if fact[1] is not None]
+        if self.speed is not None:
+            ttft_ms = self.speed.get("mean_ttft_ms")
+            facts += [
+                ("Last measured", self.speed.get("output_throughput"), "tok/s"),
+                ("TTFT then", None if ttft_ms is None else ttft_ms / 1000, "s"),
+            ]
+        return facts
+
+    @property
+    def _what_may_stop(self) -> str:
+        if not self.others:
+            return ""
+        return f"Switch to {self.name}? What is in its way is stopped. Running now: {', '.join(self.others)}."
+
+
+def last_speeds(registry: Registry, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Speeds of each model's newest result. Blocks."""
+    found = {}
+    for name in names:
+        for result in list_results(registry, model=name, limit=1):
+            numbers = {key: result.metrics.get(key) for key in _SPEEDS}
+            found[name] = {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+    return found
+
+
+def form_values(model: Model | None) -> dict[str, str]:
+    """Settings as in a form: sizes as people write them, empty for unset ones."""
+    values = model.settings.as_json() if model is not None else {}
+    shown = {}
+    for setting in MODEL_SETTINGS:
+        value = values.get(setting.name)
+        if setting.name == "vllm_args":
+            shown[setting.name] = shlex.join(value or ())
+        elif value is None:
+            shown[setting.name] = ""
+        elif setting.is_size:
+            shown[setting.name] = exact_size(int(value))
+        else:
+            shown[setting.name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return shown
+
+
+def changes_of(form: Mapping[str, str]) -> dict[str, object]:
+    """The settings of a form that was sent; empty ones are reset."""
+    known = {setting.name for setting in MODEL_SETTINGS}
+    return {name: value.strip() or None for name, value in form.items() if name in known}

@@ -1,0 +1,207 @@
+"""The pages of the dashboard, logs, found servers, the audit log and the login; server-rendered, updated by events."""
+
+import asyncio
+import contextlib
+import math
+import shlex
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request
+from starlette.responses import RedirectResponse, Response
+
+from overspill.manager import logs, sse
+from overspill.manager.errors import ManagerError
+from overspill.manager.telemetry.memory_map import engine_tiers, memory_maps
+from overspill.manager.telemetry.watcher import Moment
+from overspill.manager.web.access import set_cookie
+from overspill.manager.web.actions import Caller
+from overspill.manager.web.application import App, Application, Who
+from overspill.manager.web.rendering import form_of, fragment, page, part, redirect
+from overspill.registry.audit import list_audit
+
+router = APIRouter()
+_SHOWN_LINES = 500
+_MAX_SECRET = 4096
+
+
+# Dashboard
+
+
+@router.get("/")
+async def dashboard(request: Request, app: App) -> Response:
+    panels = _panels(app, app.watching.latest) if app.watching.latest is not None else ""
+    return page(request, "dashboard.html", panels=panels)
+
+
+@router.get("/events/dashboard")
+async def dashboard_events(app: App) -> Response:
+    async def events() -> AsyncIterator[str]:
+        with app.watching.changes.listening() as listener:
+            while True:
+                moment = (await listener.next())["moment"]
+                yield sse.event("sample", moment.event) + sse.event("panels", _panels(app, moment))
+
+    return sse.stream(events(), app.closing)
+
+
+def _panels(app: Application, moment: Moment) -> str:
+    """Rendered once for each moment: it is the same for every browser that watches."""
+    if _rendered.get(id(app), (None, ""))[0] is not moment:
+        engines = app.engines.snapshots()
+        text = fragment(
+            "panels.html", sample=moment.sample, maps=memory_maps(moment.sample, engines),
+            tiers=engine_tiers(moment, engines), engines=engines,
+        )  # fmt: skip
+        _rendered.clear()
+        _rendered[id(app)] = (moment, text)
+    return _rendered[id(app)][1]
+
+
+_rendered: dict[int, tuple[Moment | None, str]] = {}
+
+
+# Try it
+
+
+@router.get("/try")
+async def try_it(request: Request, app: App) -> Response:
+    await app.engines.catalogue.refresh()
+    return page(request, "try.html", engines=app.engines.snapshots(), chosen=request.query_params.get("model", ""))
+
+
+# Logs
+
+
+@router.get("/logs")
+async def log(request: Request, app: App) -> Response:
+    engines = app.engines.snapshots()
+    names = [one.name for one in engines]
+    running = [one.name for one in engines if one.pid is not None]
+    name = request.query_params.get("name") or next(iter([*running, *names]), "")
+    search = request.query_params.get("search", "")[:200]
+    found, hint = None, ""
+    if name:
+        await app.engines.require_known(name)
+        hint = app.engines.log_hint(name)
+    if name and search and not hint:
+        found = await asyncio.to_thread(logs.search, app.engines.log_file(name), search, limit=_SHOWN_LINES)
+    # Follows the log in a terminal, at the address by which this page was found.
+    command = ["curl", "-N", f"{request.base_url}api/logs/{quote(name)}?follow=true"]
+    if request.state.identity.session is not None:  # a program has no login
+        command += ["-H", "Authorization: Bearer KEY"]
+    return page(
+        request, "logs.html", names=names, name=name, search=search, found=found, hint=hint,
+        command=shlex.join(command),
+    )  # fmt: skip
+
+
+@router.get("/events/logs/{name:path}")
+async def log_events(app: App, name: str) -> Response:
+    await app.engines.require_known(name)
+    return _followed(app, app.engines.log_file(name), _SHOWN_LINES)
+
+
+@router.get("/events/jobs/{number}")
+async def job_events(app: App, number: int) -> Response:
+    return _followed(app, Path(app.jobs.get(number).log_file), 200)
+
+
+def _followed(app: Application, path: Path, num_lines: int) -> Response:
+    async def events() -> AsyncIterator[str]:
+        async for lines in logs.follow(path, num_lines):
+            yield sse.event("lines", "\n".join(lines))
+
+    return sse.stream(events(), app.closing)
+
+
+# vLLM servers that Overspill did not start
+
+
+@router.get("/found")
+async def found(request: Request, app: App) -> Response:
+    return page(request, "found.html", servers=await app.actions.found_servers(), watched=app.watching.found)
+
+
+@router.get("/found/list")
+async def found_list(app: App) -> Response:
+    return part("found_list.html", servers=await app.actions.found_servers(), watched=app.watching.found)
+
+
+@router.post("/found/{pid}/watch")
+async def watch(app: App, who: Who, pid: int) -> Response:
+    await app.actions.watch_found(who, pid, is_watched=True)
+    return redirect("/found")
+
+
+@router.post("/found/{pid}/unwatch")
+async def unwatch(app: App, who: Who, pid: int) -> Response:
+    await app.actions.watch_found(who, pid, is_watched=False)
+    return redirect("/found")
+
+
+@router.post("/found/{pid}/stop")
+async def stop_found(request: Request, app: App, who: Who, pid: int) -> Response:
+    form = await form_of(request)
+    await app.actions.stop_found(who, pid, form.get("identity", "")[:200], form.get("confirm_name", "")[:1000])
+    return redirect("/found")
+
+
+# Audit and API
+
+
+@router.get("/audit")
+async def audit(request: Request, app: App) -> Response:
+    before = request.query_params.get("before", "")
+    number = int(before) if before.isdigit() and len(before) < 12 else None
+    return page(request, "audit.html", entries=await asyncio.to_thread(list_audit, app.registry, 100, number))
+
+
+@router.get("/api")
+async def api(request: Request) -> Response:
+    paths = request.app.openapi()["paths"]
+    listed = [(method.upper(), path, one) for path, methods in paths.items() for method, one in methods.items()]
+    return page(request, "api.html", listed=listed)
+
+
+# Login
+
+
+@router.get("/login")
+async def login(request: Request) -> Response:
+    return page(request, "login.html", problem="")
+
+
+@router.post("/login")
+async def log_in(request: Request, app: App) -> Response:
+    address = request.state.address
+    wait = math.ceil(app.limit.try_now(address))
+    if wait > 0:
+        refused = page(request, "login.html", 429, problem=f"too many tries; the next one is possible in {wait} s")
+        refused.headers["retry-after"] = str(wait)
+        return refused
+    secret = (await form_of(request)).get("secret", "")[:_MAX_SECRET]
+    session = await app.access.log_in(secret, address)
+    identity = await app.access.identify(None, session) if session is not None else None
+    problem = "that is neither the password nor a key for everything"
+    caller = Caller(who=identity.who if identity is not None else "nobody", address=address)
+    with contextlib.suppress(ManagerError):
+        async with app.actions.audited(caller, "log in", ""):
+            if session is None:
+                raise ManagerError(problem)
+    if session is None:
+        return page(request, "login.html", 403, problem=problem)
+    app.limit.succeeded(address)
+    response = RedirectResponse("/", status_code=303)
+    set_cookie(response, session, is_tls=request.state.is_tls)
+    return response
+
+
+@router.post("/logout")
+async def log_out(request: Request, app: App, who: Who) -> Response:
+    async with app.actions.audited(who, "log out", ""):
+        await app.access.log_out(request.state.identity)
+    response = redirect("/login")
+    set_cookie(response, "", is_tls=request.state.is_tls)
+    return response

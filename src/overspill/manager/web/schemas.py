@@ -1,0 +1,141 @@
+"""Bodies and answers of the API, for validation and for its documentation."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from overspill.manager.states import Snapshot
+from overspill.settings import MODEL_SETTINGS, Setting
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+def _field(setting: Setting) -> tuple[Any, Any]:
+    kind = setting.kind
+    description = f"{setting.help} {kind.note}".strip()
+    examples = [kind.example] if kind.example is not None else None
+    return kind.json | None, Field(None, description=description, examples=examples, max_length=kind.max_length)
+
+
+if TYPE_CHECKING:
+    ModelChanges = Strict
+else:
+    ModelChanges = create_model(
+        "ModelChanges",
+        __base__=Strict,
+        __doc__="Settings of a model; null takes one back.",
+        **{setting.name: _field(setting) for setting in MODEL_SETTINGS},
+    )
+
+
+class NewModel(ModelChanges):
+    name: str = Field(max_length=250, examples=["qwen"])
+
+
+class ModelEdit(ModelChanges):
+    version: int | None = Field(None, description="Change it only if it is still at this version.")
+
+
+class PlanRequest(NewModel):
+    """A model of the registry, with the settings to try."""
+
+
+class Open(BaseModel):
+    """With the fields that matter most; answers have more."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Model(Open):
+    name: str
+    source: str
+    version: int
+    state: str = Field(examples=["ready"])
+
+
+class Edited(BaseModel):
+    model: Model
+    changed: list[str]
+    needs_restart: list[str] = Field(description="Settings that a running engine takes only when it is started again.")
+
+
+class Phase(BaseModel):
+    phase: str
+    at: float
+
+
+_snapshot: dict[str, Any] = {field.name: (get_type_hints(Snapshot)[field.name], ...) for field in fields(Snapshot)}
+Engine: Any = create_model(
+    "Engine", __base__=Open, __doc__="An engine as it is seen now.", **{**_snapshot, "phases": (list[Phase], ...)}
+)
+
+
+class Plan(Open):
+    """As in `overspill plan --json`; without a way there are no speeds."""
+
+    model: str
+    max_model_len: int
+    longest_context: int
+    limit: int = Field(description="The longest context that the model was made for.")
+    fits: bool
+    why_not: str
+
+
+class NewJob(Strict):
+    kind: str = Field(max_length=20, examples=["bench"], description="bench, ab, verify or tune")
+    model: str = Field(max_length=250, examples=["qwen"])
+    given: dict[str, str] = Field(default_factory=dict, examples=[{"workload": "multi-turn:conversations=8"}])
+    stops_others: bool = Field(False, description="Stop the engines that run first, for their memory.")
+
+
+class Confirmation(Strict):
+    """Names the very process that was shown."""
+
+    identity: str = Field(max_length=200)
+    confirm_name: str = Field(max_length=1000, description="The server's name, as it was shown.")
+
+
+class Found(Open):
+    pid: int
+    identity: str
+    name: str
+    user: str
+    models: list[str]
+    owner: int | None
+
+
+class History(BaseModel):
+    time: list[float]
+    series: dict[str, list[float | None]]
+
+
+class Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class Refusal(BaseModel):
+    """Every error has this shape."""
+
+    src: str
+    error: Error
+
+
+_REFUSALS = {
+    400: "A mistake in the request.",
+    401: "A key or a login is needed.",
+    403: "Not allowed over the web, or for this key.",
+    404: "There is none.",
+    409: "Not possible as things are.",
+    413: "Too large.",
+    422: "Not of the documented shape.",
+    503: "The registry cannot be used now.",
+}
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Refusal, "description": text} for status, text in _REFUSALS.items()
+}

@@ -1,0 +1,130 @@
+"""How a manager runs: its address, the folders that models may come from, and what the web may set."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from overspill.address import is_loopback
+from overspill.folders import state_folder
+from overspill.kv.sizes import parse_size
+from overspill.manager.errors import ManagerError
+from overspill.manager.needs import Memory
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 7999
+SET_PASSWORD = "overspill manager password"
+ADD_KEY = "overspill manager keys add NAME"
+_NO_LIMIT = 1 << 60
+_USUAL_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    folder: Path
+    """The manager's own: logs, records of engines and jobs."""
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    models_folders: tuple[Path, ...] = ()
+    """Where models that are named over the web may lie, besides the hub's cache."""
+    public_url: str = ""
+    """How browsers reach it through a proxy with TLS, as https://manager.example."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that it answers to, besides its own."""
+    allowed_origins: tuple[str, ...] = ()
+    """Sites whose scripts may use the gateway."""
+    any_vllm_flag: bool = False
+    """Whether vLLM's flags that run code or open files may be set over the web."""
+    memory: Memory | None = None
+    """What all engines together may hold; without it, what is free on the machine."""
+    keeps_engines: bool = False
+    """Whether engines go on when the manager ends."""
+
+    @property
+    def public_flag(self) -> str:
+        """The flag that makes it reachable from elsewhere, such as by a proxy; empty if there is none."""
+        if self.public_url:
+            return f"--public-url {self.public_url}"
+        return f"--allow-host {self.allowed_hosts[0]}" if self.allowed_hosts else ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all clients are on this machine. Behind a proxy they all seem to be."""
+        return is_loopback(self.host) and not self.public_flag
+
+
+def make_setup(
+    *,
+    host: str,
+    port: int,
+    models_folder: Sequence[Path] | None,
+    public_url: str | None,
+    allow_host: Iterable[str] | None,
+    allow_origin: Iterable[str] | None,
+    ram: str | None,
+    gpu_memory: str | None,
+    any_vllm_flag: bool,
+    keep_engines: bool,
+) -> Setup:
+    """From the flags of `overspill manager`, by their names."""
+    for folder in models_folder or ():
+        if not folder.is_dir():
+            raise ManagerError(f"--models-folder {folder} is not a folder; make it, or name another")
+    return Setup(
+        folder=own_folder(),
+        host=host,
+        port=port,
+        models_folders=tuple(folder.resolve() for folder in models_folder or ()),
+        public_url=origin_of(public_url, "--public-url") if public_url else "",
+        allowed_hosts=tuple(allow_host or ()),
+        allowed_origins=tuple(origin_of(one, "--allow-origin") for one in allow_origin or ()),
+        any_vllm_flag=any_vllm_flag,
+        memory=limit(ram, gpu_memory),
+        keeps_engines=keep_engines,
+    )
+
+
+def require_protection(setup: Setup, *, is_protected: bool) -> None:
+    """Other machines may reach the manager only if it has a key or a password."""
+    if is_protected or setup.is_local:
+        return
+    if is_loopback(setup.host):
+        flag, instead = setup.public_flag, "leave that out"
+    else:
+        flag, instead = f"--host {setup.host}", f"use --host {DEFAULT_HOST}"
+    raise ManagerError(
+        f"{flag} lets other machines reach the manager, which starts and stops programs, and it has neither a "
+        f"password nor an API key. Set one with: {SET_PASSWORD}, or: {ADD_KEY}. Or {instead}"
+    )
+
+
+def own_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    state = state_folder(environ)
+    if state is None:
+        raise ManagerError("there is no home to keep the manager's records in; set XDG_STATE_HOME to a folder")
+    return state / "manager"
+
+
+def limit(ram: str | None, gpu_memory: str | None) -> Memory | None:
+    """None if neither is given; if one is, only the machine limits the other."""
+    if ram is None and gpu_memory is None:
+        return None
+    return Memory(
+        gpu_bytes=_NO_LIMIT if gpu_memory is None else parse_size(gpu_memory),
+        ram_bytes=_NO_LIMIT if ram is None else parse_size(ram),
+    )
+
+
+def origin_of(given: str, flag: str) -> str:
+    """A site as browsers write it in `Origin`: scheme, name, and a port that is not the usual one."""
+    try:
+        parts = urlsplit(given)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in _USUAL_PORTS or not parts.hostname or parts.path not in ("", "/") or "@" in parts.netloc:
+        raise ManagerError(
+            f"{flag} {given} is not a site; write how it is reached and its name, as https://chat.example"
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + ("" if port in (None, _USUAL_PORTS[parts.scheme]) else f":{port}")
