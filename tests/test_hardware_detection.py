@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from overspill.figures import Origin
-from overspill.hardware import Gpu, Hardware, describe, detect, parse_gpu
+from overspill.figures import Origin, as_json
+from overspill.hardware import Gpu, Hardware, detect, parse_gpu
 from overspill.hardware.gpu import visible_gpus
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, MiB
@@ -56,7 +56,7 @@ def test_of_mig_devices_a_number_takes_the_first_of_its_gpu() -> None:
 
 def test_this_machine_is_detected_and_described_as_json() -> None:
     hardware = detect()
-    described = json.loads(json.dumps(describe(hardware)))
+    described = json.loads(json.dumps(as_json(hardware)))
     assert described["machine"]["ram_total_bytes"] == {
         "value": hardware.machine.ram_total_bytes.value,
         "origin": "measured",
@@ -85,7 +85,7 @@ def test_a_setting_that_hides_every_gpu_is_named() -> None:
 
 def test_gpus_are_described_with_every_figure_and_its_origin(tmp_path: Path) -> None:
     nvml = FakeNvml(Device(ComputeRunningProcesses=[used(42, GiB)]))
-    described = describe(detect(nvml=nvml, environ={"XDG_CACHE_HOME": str(tmp_path)}))
+    described = as_json(detect(nvml=nvml, environ={"XDG_CACHE_HOME": str(tmp_path)}))
     (gpu,) = json.loads(json.dumps(described))["gpus"]
     assert gpu["total_bytes"]["value"] == (24564 - 357) * MiB and gpu["total_bytes"]["origin"] == "derived"
     assert gpu["free_bytes"] == {"value": 20 * GiB, "origin": "measured", "note": ""}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from overspill.figures import Origin
-from overspill.hardware import Gpu, describe, detect, measure_link
+from overspill.figures import Origin, as_json
+from overspill.hardware import Gpu, detect, measure_link
 
 pytestmark = pytest.mark.gpu
 
@@ -75,4 +75,4 @@ def test_detecting_with_measurement_takes_no_gpu_memory_and_is_remembered(gpu: G
     assert again.first_gpu().link.h2d_bytes_per_second.origin is Origin.MEASURED
     assert again.first_gpu().link.h2d_bytes_per_second.value == first.first_gpu().link.h2d_bytes_per_second.value
     assert not any(process.pid == os.getpid() for process in again.first_gpu().processes)
-    assert describe(again)["gpus"][0]["uuid"] == gpu.uuid
+    assert as_json(again)["gpus"][0]["uuid"] == gpu.uuid

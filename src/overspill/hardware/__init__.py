@@ -1,7 +1,7 @@
 """Hardware facts: what a planner needs to know about a machine, each figure with its origin."""
 
 from overspill.hardware.cards import CARDS, Card
-from overspill.hardware.detection import Hardware, describe, detect
+from overspill.hardware.detection import Hardware, detect
 from overspill.hardware.gpu import Gpu, GpuProcess, Link
 from overspill.hardware.link import LinkNotMeasured, find_link, measure_link
 from overspill.hardware.machine import Machine, NumaNode
@@ -17,7 +17,6 @@ __all__ = [
     "LinkNotMeasured",
     "Machine",
     "NumaNode",
-    "describe",
     "detect",
     "find_link",
     "measure_link",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from overspill.figures import Known, as_json, derived
+from overspill.figures import Known, derived
 from overspill.hardware.gpu import Gpu, visible_gpus
 from overspill.hardware.link import find_link
 from overspill.hardware.machine import Machine, read_machine
@@ -49,12 +49,6 @@ def detect(
     machine = without_gpu_memory(machine, report.gpus)
     gpus = tuple(replace(gpu, link=find_link(gpu, machine, measure=measure)) for gpu in gpus)
     return Hardware(machine, gpus, problems)
-
-
-def describe(hardware: Hardware) -> dict[str, Any]:
-    """Everything, as JSON takes it; sizes are bytes."""
-    described: dict[str, Any] = as_json(hardware)
-    return described
 
 
 def without_gpu_memory(machine: Machine, gpus: tuple[Gpu, ...]) -> Machine:

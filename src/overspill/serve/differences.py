@@ -1,4 +1,4 @@
-"""Whether what was planned happened: a decision on figures, made when an engine has started."""
+"""Differences between the plan and the engine that started: a decision on figures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Difference:
     happened: str
     remedy: str
     stops: bool
-    """Whether to go on would give the user something else than was planned; otherwise it is told."""
+    """Whether the engine would give the user something else than was planned; others are only reported."""
 
     def __str__(self) -> str:
         return f"{self.what}: planned {self.planned}, got {self.happened}. {self.remedy}"
@@ -79,17 +79,17 @@ def _context(plan: Plan, report: Report) -> Iterator[Difference]:
         )
 
 
-def _weights(way: Way, report: Report) -> Iterator[Difference]:
-    planned, got = way.weights.ram_bytes, report.weights_in_ram_bytes or 0
+def _shortfall(what: str, planned: int, got: int, remedy: str, by: str = "") -> Iterator[Difference]:
+    """A mechanism that moved less than planned, or nothing."""
     if planned and _is_less(got, planned):
-        yield Difference(
-            what="weights in RAM",
-            planned=format_size(planned),
-            happened=f"{format_size(got)} ({report.offloader})",
-            remedy="vLLM's offloader did not reach these layers; set VLLM_USE_V2_MODEL_RUNNER=0, or take a smaller "
-            "model.",
-            stops=True,
-        )
+        happened = f"{format_size(got)}{by}"
+        yield Difference(what=what, planned=format_size(planned), happened=happened, remedy=remedy, stops=True)
+
+
+def _weights(way: Way, report: Report) -> Iterator[Difference]:
+    remedy = "vLLM's offloader did not reach these layers; set VLLM_USE_V2_MODEL_RUNNER=0, or take a smaller model."
+    got = report.weights_in_ram_bytes or 0
+    return _shortfall("weights in RAM", way.weights.ram_bytes, got, remedy, f" ({report.offloader})")
 
 
 def _kv(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
@@ -110,31 +110,17 @@ def _kv(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
 
 
 def _spill(way: Way, report: Report) -> Iterator[Difference]:
-    planned, got = way.kv.spilled_bytes, report.spilled_bytes or 0
-    if planned and _is_less(got, planned):
-        yield Difference(
-            what="KV that can spill to RAM",
-            planned=format_size(planned),
-            happened=format_size(got),
-            remedy="Requests longer than the GPU's KV cache would not run; see vLLM's log for what spill says.",
-            stops=True,
-        )
+    remedy = "Requests longer than the GPU's KV cache would not run; see vLLM's log for what spill says."
+    return _shortfall("KV that can spill to RAM", way.kv.spilled_bytes, report.spilled_bytes or 0, remedy)
 
 
 def _pool(way: Way, report: Report) -> Iterator[Difference]:
-    planned, got = way.offload_bytes, report.pool.num_bytes if report.pool is not None else 0
-    if planned and _is_less(got, planned):
-        yield Difference(
-            what="offload pool",
-            planned=format_size(planned),
-            happened=format_size(got),
-            remedy="Conversations would not be kept in RAM; see vLLM's log for what offload says.",
-            stops=True,
-        )
+    remedy = "Conversations would not be kept in RAM; see vLLM's log for what offload says."
+    return _shortfall("offload pool", way.offload_bytes, report.pool.num_bytes if report.pool else 0, remedy)
 
 
 def _pinning(name: str, option: str, memory: HostMemoryReport | None) -> Iterator[Difference]:
-    """Memory that is still being pinned is no difference: it goes on while the engine serves."""
+    """Memory that is still being pinned is not a difference: pinning goes on while the engine serves."""
     if memory is not None and memory.refused:
         yield Difference(
             what=f"pinned {name}",
