@@ -1,8 +1,6 @@
-"""Everything together: detect, describe, which GPUs count, and where the link's speed is taken from."""
+"""Everything together: detect, and which GPUs count."""
 
 import json
-import os
-import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -100,91 +98,6 @@ def test_importing_and_detecting_load_neither_torch_nor_vllm() -> None:
         "import sys; import overspill.hardware as h; h.detect(); print({'torch', 'vllm', 'numpy'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-class Bench:
-    """A machine with one GPU, whose measuring child is a program of ours that counts its runs."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root, self.cache = root / "root", root / "cache"
-        Tree(self.root).node(1, 32, "4-7")
-        self.write_numa("1")
-        program = root / "python"
-        program.write_text(f'#!/bin/sh\necho "$3" >> {root}/runs\n. {root}/behaviour\n')
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setattr(sys, "executable", str(program))
-        self._root = root
-        self.behave('echo \'{"h2d": 26e9, "d2h": 25e9}\'')
-
-    def write_numa(self, node: str) -> None:
-        folder = self.root / "sys/bus/pci/devices/0000:41:00.0"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "numa_node").write_text(node)
-
-    def behave(self, script: str) -> None:
-        (self._root / "behaviour").write_text(script)
-
-    @property
-    def runs(self) -> list[str]:
-        file = self._root / "runs"
-        return file.read_text().splitlines() if file.exists() else []
-
-    def detect(self, device: Device | None = None, *, measure: bool) -> Gpu:
-        environ = {"XDG_CACHE_HOME": str(self.cache), "PATH": os.environ["PATH"]}
-        found = detect(measure=measure, environ=environ, root=self.root, nvml=FakeNvml(device or Device()))
-        return found.first_gpu()
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(tmp_path, monkeypatch)
-
-
-def test_a_link_is_measured_once_on_the_gpus_node_and_remembered(bench: Bench) -> None:
-    first = bench.detect(measure=True).link
-    assert first.h2d_bytes_per_second.value == 26 * 10**9
-    assert first.d2h_bytes_per_second.origin is Origin.MEASURED
-    for measure in (True, False):
-        again = bench.detect(measure=measure).link
-        assert again.d2h_bytes_per_second.value == 25 * 10**9
-        assert again.d2h_bytes_per_second.origin is Origin.MEASURED
-    assert bench.runs == ["[4, 5, 6, 7]"]
-
-
-def test_nothing_is_measured_unasked(bench: Bench) -> None:
-    assert bench.detect(measure=False).link.h2d_bytes_per_second.origin is Origin.DERIVED
-    assert bench.runs == []
-    assert not bench.cache.exists()
-
-
-def test_another_slot_is_measured_anew(bench: Bench) -> None:
-    bench.detect(measure=True)
-    bench.detect(Device(CurrPcieLinkWidth=8), measure=True)
-    assert len(bench.runs) == 2
-
-
-def test_a_gpu_whose_node_is_not_known_is_measured_on_any(bench: Bench) -> None:
-    bench.write_numa("-1")
-    bench.detect(measure=True)
-    assert bench.runs == ["[]"]
-
-
-def test_beside_other_programs_it_is_measured_and_not_remembered(bench: Bench) -> None:
-    busy = Device(ComputeRunningProcesses=[used(42, GiB)])
-    assert bench.detect(busy, measure=True).link.h2d_bytes_per_second.origin is Origin.MEASURED
-    assert not bench.cache.exists()
-    bench.detect(measure=True)
-    assert len(bench.runs) == 2
-
-
-def test_where_measuring_fails_pcie_is_the_answer_and_a_warning_says_so(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    bench.behave("echo 'CUDA out of memory' >&2; exit 1")
-    link = bench.detect(measure=True).link
-    assert link.h2d_bytes_per_second.note == "85% of PCIe 4.0 x16"
-    assert "CUDA out of memory; its speed is taken from PCIe" in caplog.text
-    assert not bench.cache.exists()
 
 
 def test_a_gpus_memory_that_the_kernel_counts_as_ram_is_taken_off(tmp_path: Path) -> None:

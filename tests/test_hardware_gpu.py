@@ -1,14 +1,11 @@
 """The real NVML and the real link. Run with `pytest -m gpu`."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from overspill.figures import Origin, as_json
-from overspill.hardware import Gpu, detect, measure_link
+from overspill.hardware import Gpu, detect
 
 pytestmark = pytest.mark.gpu
 
@@ -54,25 +51,3 @@ def test_a_program_on_the_gpu_is_seen(gpu: Gpu) -> None:
     assert busy.free_bytes.value <= gpu.free_bytes.value - 2**28
     # In a container the driver may list none, or the host's numbers.
     assert all(process.pid > 0 for process in busy.processes)
-
-
-def test_the_link_is_measured_near_what_pcie_promises(gpu: Gpu) -> None:
-    link = measure_link(gpu)
-    for rate in (link.h2d_bytes_per_second, link.d2h_bytes_per_second):
-        assert rate.origin is Origin.MEASURED
-        assert 10**9 < rate.value < 10**12
-        if gpu.link.h2d_bytes_per_second.origin is Origin.DERIVED:
-            # A virtual machine may report another width than it has; within a factor it must be the same link.
-            assert 0.2 < rate.value / gpu.link.h2d_bytes_per_second.value < 1.2
-
-
-def test_detecting_with_measurement_takes_no_gpu_memory_and_is_remembered(gpu: Gpu, tmp_path: Path) -> None:
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    first = detect(measure=True, environ=environ)
-    if gpu.processes:
-        pytest.skip("other programs use the GPU, so nothing is remembered")
-    again = detect(environ=environ)
-    assert again.first_gpu().link.h2d_bytes_per_second.origin is Origin.MEASURED
-    assert again.first_gpu().link.h2d_bytes_per_second.value == first.first_gpu().link.h2d_bytes_per_second.value
-    assert not any(process.pid == os.getpid() for process in again.first_gpu().processes)
-    assert as_json(again)["gpus"][0]["uuid"] == gpu.uuid

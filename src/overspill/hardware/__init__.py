@@ -3,7 +3,6 @@
 from overspill.hardware.cards import CARDS, Card
 from overspill.hardware.detection import Hardware, detect
 from overspill.hardware.gpu import Gpu, GpuProcess, Link
-from overspill.hardware.link import LinkNotMeasured, find_link, measure_link
 from overspill.hardware.machine import Machine, NumaNode
 from overspill.hardware.stated import parse_gpu, parse_link, parse_ram, with_stated
 
@@ -14,12 +13,9 @@ __all__ = [
     "GpuProcess",
     "Hardware",
     "Link",
-    "LinkNotMeasured",
     "Machine",
     "NumaNode",
     "detect",
-    "find_link",
-    "measure_link",
     "parse_gpu",
     "parse_link",
     "parse_ram",

@@ -8,7 +8,6 @@ from typing import Any
 
 from overspill.figures import Known, derived
 from overspill.hardware.gpu import Gpu, visible_gpus
-from overspill.hardware.link import find_link
 from overspill.hardware.machine import Machine, read_machine
 from overspill.hardware.nvml import read_gpus
 from overspill.kv.errors import OverspillError
@@ -30,16 +29,11 @@ class Hardware:
 
 def detect(
     *,
-    measure: bool = False,
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
     nvml: Any | None = None,
 ) -> Hardware:
-    """This machine and its GPUs.
-
-    Quick, and without touching the GPUs, unless `measure` is set: then a link that was never measured is, which takes
-    some seconds, most of them to import torch. Otherwise it follows from PCIe.
-    """
+    """This machine and its GPUs; quick, and without touching the GPUs. The speed of a link follows from PCIe."""
     machine = read_machine(root, environ)
     report = read_gpus(nvml, root)
     setting = environ.get("CUDA_VISIBLE_DEVICES")
@@ -47,7 +41,6 @@ def detect(
     if report.gpus and not gpus:
         problems = (*problems, f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU")
     machine = without_gpu_memory(machine, report.gpus)
-    gpus = tuple(replace(gpu, link=find_link(gpu, machine, measure=measure)) for gpu in gpus)
     return Hardware(machine, gpus, problems)
 
 
