@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from overspill.flags import read_flags
-from overspill.kv import plugin as kv_plugin
 from overspill.kv.errors import OverspillError
 from overspill.launch.arguments import combine
 from overspill.launch.launch import Launch
@@ -18,7 +17,6 @@ from overspill.planning.arguments import CONTRADICTING_VARIABLES, vllm_args
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.settings import SETTINGS, SettingsError, nearest
-from overspill.weights import plugin as weights_plugin
 
 # The rest of the table is a server's.
 _SETTINGS = {setting.name: setting for setting in SETTINGS if setting.name not in ("host", "port")}
@@ -98,7 +96,10 @@ def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple[Plan, dict[
     made = launch.plan
     if made.chosen is None:
         raise DoesNotFit(made)
-    # Where Overspill is only on the path, vLLM finds no plugin of it.
+    # Here, for they load vLLM, which takes seconds. Where Overspill is only on the path, vLLM finds no plugin of it.
+    from overspill.kv import plugin as kv_plugin
+    from overspill.weights import plugin as weights_plugin
+
     kv_plugin.register()
     weights_plugin.register()
     left = {_name(flag.name) for flag in read_flags(launch.vllm_args)}
