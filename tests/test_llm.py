@@ -288,7 +288,7 @@ if __name__ == "__main__":
 """
     script = llama.parent / "without_plugin.py"
     script.write_text(code)
-    engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     answer = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, **engine, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"},

@@ -100,7 +100,7 @@ def test_preempted_requests_resume_from_ram(llama: Path) -> None:
         assert_same(answers, expected)
         assert spilling.metric("hit_tokens") > 0
         spilling.assert_nothing_is_held()
-        assert spilling.metric("miss_tokens") >= 0
+        assert spilling.metric("miss_tokens") >= 6 * 180  # every prompt was nowhere at first
 
 
 def test_an_abort_during_a_load_leaks_nothing_and_frees_nothing_early(llama: Path, open_gate: None) -> None:
