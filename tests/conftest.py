@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.zygote import warm
+
 if TYPE_CHECKING:
     from overspill.registry import Registry
     from tests.managed_here import Here
@@ -56,6 +58,13 @@ def own_ports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(address, "_FIRST_PORT", 10000 + 3000 * (worker % 7))
         patched.setattr(address, "_LAST_PORT", 10000 + 3000 * (worker % 7) + 2999)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded() -> Iterator[None]:
+    """Servers and commands that tests start are forked from a process that has imported vLLM."""
+    with warm():
         yield
 
 

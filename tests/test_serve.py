@@ -26,6 +26,7 @@ from overspill.serve.status import Status, read_statuses
 from overspill.tiny import VOCAB, make_llama
 from tests.dying_core import DEATH_S, dying_after_loading, engine_cores
 from tests.engine import engine, random_prompt
+from tests.zygote import cold
 
 START_S = 240
 MAX_MODEL_LEN = 4096
@@ -152,13 +153,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """By its name in the registry."""
+    """By its name in the registry; executed, as a user would."""
     folder = tmp_path_factory.mktemp("server")
     with open_registry(environ={"XDG_STATE_HOME": str(folder / "state")}) as registry:
         add_model(registry, "tiny", {"source": str(model), "vllm_args": ["--seed", "7"]})
-    with serving("tiny", folder=folder) as running:
+    with cold():
+        running = Serve("tiny", folder=folder)
+    try:
         running.wait_for("/v1 serves")
         yield running
+    finally:
+        running.clean_up()
 
 
 PROMPT = random_prompt(1, 3200)

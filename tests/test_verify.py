@@ -22,6 +22,7 @@ from overspill.verify import children
 from overspill.verify.children import ChildDied, Children
 from overspill.verify.run import prove
 from overspill.verify.scenarios import read_request
+from tests.zygote import cold
 
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--ram", "6GiB", "--enforce-eager")
 OFFLOAD = ("returning", "preempted", "aborted", "damaged", "failed-load", "killed")
@@ -210,9 +211,11 @@ def test_an_engine_that_ended_by_itself_was_not_killed(tmp_path: Path, monkeypat
 def test_an_end_before_the_end_leaves_no_engine_behind(llama: Path, how: signal.Signals) -> None:
     mark = f"{time.time_ns()}"
     command = [sys.executable, "-m", "overspill", "verify", str(llama), *SETTINGS]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment(VERIFY_TEST=mark)
-    ) as running:
+    with cold():  # /proc shows the environment that a program was executed with
+        running = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment(VERIFY_TEST=mark)
+        )
+    with running:
         assert running.stderr is not None and "reference" in running.stderr.readline()
         deadline = time.monotonic() + 120
         while not leaders(mark) and time.monotonic() < deadline:
