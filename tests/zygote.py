@@ -40,6 +40,7 @@ import setproctitle
 
 PRELOADED = (
     "overspill.cli",
+    "overspill.verify.inprocess",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.core",

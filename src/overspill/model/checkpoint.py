@@ -12,6 +12,8 @@ from overspill.model.errors import BadCheckpoint, BadConfig
 
 # The format's own limit (safetensors, MAX_HEADER_SIZE): a longer header is not a header.
 MAX_HEADER_BYTES = 100_000_000
+# The longest index known is some 20 MB (1000 experts); a config is a few KB.
+MAX_FILE_BYTES = 200_000_000
 LENGTH_BYTES = 8
 
 DTYPE_BITS = {

@@ -8,10 +8,8 @@ from urllib.parse import quote
 
 import httpx
 
-from overspill.model.checkpoint import INDEX, LENGTH_BYTES, header_length
+from overspill.model.checkpoint import INDEX, LENGTH_BYTES, MAX_FILE_BYTES, header_length
 from overspill.model.errors import AccessDenied, BadCheckpoint, HubUnreachable, ModelNotFound
-from overspill.model.facts import ModelFacts
-from overspill.model.source import MAX_FILE_BYTES, read_files
 
 ENDPOINT = "https://huggingface.co"
 SINGLE = "model.safetensors"
@@ -99,9 +97,10 @@ class Repository:
             )
 
 
-def read_repository(
-    repo_id: str, *, revision: str = "main", token: str | None = None, endpoint: str = ENDPOINT, dtype: str = "auto"
-) -> ModelFacts:
+@contextmanager
+def open_repository(
+    repo_id: str, *, revision: str = "main", token: str | None = None, endpoint: str | None = None
+) -> Iterator[Repository]:
     # Compressed, a range would be one of other bytes.
     headers = {"Accept-Encoding": "identity"}
     if token:
@@ -109,9 +108,9 @@ def read_repository(
     # httpx drops the token when a redirect leads to another host, as the hub's do.
     with (
         _explained(repo_id),
-        httpx.Client(base_url=endpoint, headers=headers, timeout=TIMEOUT, follow_redirects=True) as client,
+        httpx.Client(base_url=endpoint or ENDPOINT, headers=headers, timeout=TIMEOUT, follow_redirects=True) as client,
     ):
-        return read_files(Repository(client, repo_id, revision), name=repo_id, dtype=dtype)
+        yield Repository(client, repo_id, revision)
 
 
 def _read(response: httpx.Response, length: int) -> bytes:

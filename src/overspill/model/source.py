@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from overspill.model.checkpoint import LENGTH_BYTES, Files, header_length, read_tensors
+from overspill.model.checkpoint import LENGTH_BYTES, MAX_FILE_BYTES, Files, header_length, read_tensors
 from overspill.model.config import Config, parse_object
 from overspill.model.description import describe
 from overspill.model.errors import AccessDenied, BadCheckpoint, HubUnreachable, ModelNotFound
@@ -16,8 +16,6 @@ from overspill.model.facts import ModelFacts
 
 CONFIG = "config.json"
 QUANT_CONFIG = "hf_quant_config.json"
-# The longest index known is some 20 MB (1000 experts); a config is a few KB.
-MAX_FILE_BYTES = 200_000_000
 _REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _REVISION = re.compile(r"[\w][\w./-]*")
 _TRUE = {"1", "on", "yes", "true"}
@@ -156,10 +154,11 @@ def read_model(
             "hub; fetch it, or unset HF_HUB_OFFLINE"
         )
     # Here, so that nothing but the hub needs httpx.
-    from overspill.model.hub import ENDPOINT, read_repository
+    from overspill.model.hub import open_repository
 
-    endpoint = environ.get("HF_ENDPOINT") or ENDPOINT
-    return read_repository(name, revision=revision, token=environ.get("HF_TOKEN"), endpoint=endpoint, dtype=dtype)
+    token, endpoint = environ.get("HF_TOKEN"), environ.get("HF_ENDPOINT")
+    with open_repository(name, revision=revision, token=token, endpoint=endpoint) as repository:
+        return read_files(repository, name=name, dtype=dtype)
 
 
 def _is_repo_id(name: str) -> bool:
