@@ -1,4 +1,4 @@
-"""Tables made from the code: options, metrics, recipes, and the list of packages.
+"""Tables made from the code: settings, options, metrics, recipes, and the list of packages.
 
 python docs/generate.py            writes the tables
 python docs/generate.py --check    fails if a page is stale
@@ -10,7 +10,7 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -57,6 +57,27 @@ def contexts() -> str:
     return "\n".join(f"### {machine.text} of RAM\n\n{_table(head, rows)}" for machine, (head, *rows) in tables)
 
 
+def _settings(scopes: Sequence[str], left_out: Sequence[str] = ()) -> Callable[[], str]:
+    def table() -> str:
+        from overspill.settings import TABLE
+
+        rows = [
+            (", ".join(f"`{flag}`" for flag in setting.flags), setting.help)
+            for setting in TABLE
+            if setting.scope in scopes and setting.name not in left_out
+        ]
+        return _table(("flag", "meaning"), rows)
+
+    return table
+
+
+def service_flags() -> str:
+    from overspill.settings import SETTINGS
+
+    flags = [flag for setting in SETTINGS for flag in setting.flags if setting.name not in ("gpu", "force")]
+    return f"{', '.join(f'`{flag}`' for flag in flags)}\n"
+
+
 def _recipe(name: str) -> Callable[[], str]:
     def table() -> str:
         from docs import recipes
@@ -93,6 +114,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "elsewhere": elsewhere,
     "counters": counters,
     "gauges": gauges,
+    "plan-settings": _settings(("everywhere", "commands"), ("host", "port")),
+    "serve-settings": _settings(("everywhere", "commands")),
+    "model-settings": _settings(("everywhere", "models"), ("vllm_args",)),
+    "service-flags": service_flags,
     "contexts": contexts,
     "lengths": _recipe("lengths"),
     "too-large": _recipe("too_large"),
@@ -101,7 +126,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "formula": formula,
     "packages": packages,
 }
-PAGES = (HERE / "options.md", HERE / "metrics.md", HERE / "recipes.md", HERE / "architecture.md")
+PAGES = tuple(
+    HERE / f"{name}.md"
+    for name in ("options", "metrics", "recipes", "architecture", "plan", "serve", "models", "service")
+)
 
 
 def refresh(page: str) -> str:

@@ -223,6 +223,12 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """As commands take it: what is on or off by a flag for each."""
+        own = "--no-" + self.flag.removeprefix("--")
+        return (self.flag, own) if self.is_yes_or_no and self.name != "force" else (self.flag,)
+
+    @property
     def variable(self) -> str:
         return "OVERSPILL_" + self.name.upper()
 
@@ -250,7 +256,8 @@ TABLE = (
         "The model: a folder, or a repository of Hugging Face's cache or hub.", Scope.MODELS,
     ),
     Setting(
-        "max_model_len", LENGTH, None, "The longest context to serve, in tokens; `128k` is 131,072.", is_vllms=True
+        "max_model_len", LENGTH, None,
+        "The longest context to serve, in tokens; `128k` is 131,072. Without it, the model's own limit.", is_vllms=True,
     ),
     Setting(
         "device", Kind(_one_of("auto", "cuda", "cpu")), "auto",
@@ -267,17 +274,20 @@ TABLE = (
     ),
     Setting(
         "gpu_memory_utilization", Kind(_share, float | str, example=0.9), None,
-        "Share of the GPU's memory for vLLM, from 0 to 1, without CUDA's context; without it, vLLM's own 0.92.",
+        "Share of the GPU's memory for vLLM, from 0 to 1, without CUDA's context; without it, vLLM's own 0.92. "
+        "Not together with `--gpu-memory`.",
         is_vllms=True,
     ),
-    Setting("ram", SIZE, None, "RAM that may be used; without it, what is available less a reserve."),
+    Setting("ram", SIZE, None, "RAM that may be used; without it, what is available less 4 GiB."),
     Setting("offload_ram", SIZE, None, "Of this, RAM for idle KV; without it, what is left. 0 keeps none."),
     Setting(
         "weights_ram", SIZE, None,
         "Of this, weights to keep in RAM (`4GiB`), in whole layers; without it, the plan chooses. 0 keeps none there.",
     ),
     Setting(
-        "link", TEXT, None, "Speed of the link to the GPU, instead of a measured one: `25GB/s`.", Scope.COMMANDS
+        "link", TEXT, None,
+        "Speed of the link to the GPU, such as `25GB/s` or `pcie4x16`; without it, by the GPU's PCIe link.",
+        Scope.COMMANDS,
     ),
     Setting(
         "dtype", Kind(_one_of("auto", "bfloat16", "float16", "float32", "half", "float"), example="auto"), "auto",
@@ -285,14 +295,18 @@ TABLE = (
     ),
     Setting(
         "kv_cache_dtype", Kind(_text, example="fp8", max_length=20), None,
-        "What numbers KV is kept in: `auto` as the model's, `fp8` half of that.", is_vllms=True,
+        "What numbers KV is kept in: `auto` as the model's, `fp8` half of that, rounded: answers may change.",
+        is_vllms=True,
     ),
     Setting(
         "kv_options", Kind(_kv_options, example="store=lazy,verify=all", max_length=200), None,
         "How KV is kept in RAM, beside the sizes that the plan finds: `store=lazy,eviction=arc,verify=all`.",
     ),
-    Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once."),
-    Setting("max_num_seqs", COUNT, MAX_NUM_SEQS, "Requests that may run at once.", is_vllms=True),
+    Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once; 1 if not given."),
+    Setting(
+        "max_num_seqs", COUNT, MAX_NUM_SEQS, "Requests that may run at once; 64 if not given, and at least `--at-once`.",
+        is_vllms=True,
+    ),
     Setting(
         "max_num_batched_tokens", LENGTH, None,
         "Tokens that one step computes, so the length of a prompt's chunks; without it, the plan chooses.",
@@ -320,8 +334,10 @@ TABLE = (
         "notes", Kind(_notes, max_length=_MAX_TEXT), None, "Anything worth knowing about it.", Scope.MODELS,
         takes_restart=False,
     ),
-    Setting("host", TEXT, "127.0.0.1", "Address to listen on.", Scope.COMMANDS),
-    Setting("port", Kind(_port, int), 8000, "Port to listen on.", Scope.COMMANDS),
+    Setting(
+        "host", TEXT, "127.0.0.1", "Address to listen on; without it 127.0.0.1, so this machine only.", Scope.COMMANDS
+    ),
+    Setting("port", Kind(_port, int), 8000, "Port to listen on; 8000 if not given.", Scope.COMMANDS),
     Setting("force", YES_OR_NO, False, "Go on although the plan says that it does not fit.", Scope.COMMANDS),
 )  # fmt: skip
 SETTINGS = tuple(setting for setting in TABLE if setting.scope is not Scope.MODELS)
