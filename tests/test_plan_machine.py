@@ -60,6 +60,15 @@ def test_without_a_gpu_vllms_cpu_build_is_planned_for(has: Has) -> None:
     assert find_device({"ram": 5 * GIB}).ram_bytes.value == 5 * GIB
 
 
+def test_ram_left_to_the_machine_can_be_set(has: Has) -> None:
+    has(parse_gpu("h200"))
+    assert find_device({"ram_reserve": 10 * GIB}).ram_bytes.value == 30 * GIB
+    assert "less 10 GiB" in (find_device({"ram_reserve": 10 * GIB}).ram_bytes.note or "")
+    assert find_device({"ram_reserve": 10 * GIB, "ram": 35 * GIB}).ram_bytes.value == 35 * GIB, "given is given"
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    assert find_device({"ram_reserve": 10 * GIB}).ram_bytes.value == 20 * GIB, "a quarter plays the GPU's memory"
+
+
 @pytest.mark.parametrize("vllm", [HERE, None])
 def test_without_a_gpu_other_builds_are_not(has: Has, vllm: Vllm | None) -> None:
     has(vllm=vllm)

@@ -17,7 +17,7 @@ from typing import Any
 
 from overspill.flags import hide_in_text, read_flags, refuse_secrets
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import MiB, exact_size, format_size, parse_size
+from overspill.kv.sizes import GiB, MiB, exact_size, format_size, parse_size
 from overspill.model.pages import KV_CACHE_DTYPE_BYTES
 from overspill.planning.connector_options import read_options, write_options
 from overspill.planning.setup import AT_ONCE, MAX_NUM_SEQS
@@ -26,6 +26,7 @@ _REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _DURATION = re.compile(r"(\d+)\s*([smhd]?)", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_TEXT = 10_000
+RAM_RESERVE_BYTES = 4 * GiB
 _LARGEST = (1 << 63) - 1  # that every reader of the registry's JSON holds
 # All but tab and newline; and what Python makes of bytes that are not UTF-8, which no database keeps.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
@@ -278,7 +279,11 @@ TABLE = (
         "Not together with `--gpu-memory`.",
         is_vllms=True,
     ),
-    Setting("ram", SIZE, None, "RAM that may be used; without it, what is available less 4 GiB."),
+    Setting("ram", SIZE, None, "RAM that may be used; without it, what is available less `--ram-reserve`."),
+    Setting(
+        "ram_reserve", SIZE, RAM_RESERVE_BYTES,
+        "RAM left to the rest of the machine where `--ram` is not given; 4 GiB if not set.",
+    ),
     Setting("offload_ram", SIZE, None, "Of this, RAM for idle KV; without it, what is left. 0 keeps none."),
     Setting(
         "weights_ram", SIZE, None,
@@ -304,7 +309,8 @@ TABLE = (
     ),
     Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once; 1 if not given."),
     Setting(
-        "max_num_seqs", COUNT, MAX_NUM_SEQS, "Requests that may run at once; 64 if not given, and at least `--at-once`.",
+        "max_num_seqs", COUNT, MAX_NUM_SEQS,
+        "Requests that may run at once; 64 if not given, and at least `--at-once`.",
         is_vllms=True,
     ),
     Setting(

@@ -28,6 +28,7 @@ from overspill.planning.setup import (
     Profiles,
     Wishes,
 )
+from overspill.settings import RAM_RESERVE_BYTES
 
 _BF16_CAPABILITY = (8, 0)
 # Of the RAM that is available, what plays the GPU's memory on a machine without one.
@@ -96,15 +97,16 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
             "--device cpu plans for a machine without a GPU, and --gpu states one; leave one of them out"
         )
     if wanted == "cpu" or (wanted == "auto" and not hardware.gpus and vllm is not None and vllm.is_cpu):
-        return _cpu(found, hardware, settings.get("gpu_memory"), ram)
+        return _cpu(found, hardware, settings)
     if ram is not None and settings.get("gpu") is None:  # a card that is stated is another machine's
         require_total(found.machine, ram)
     available = hardware.machine.ram_available_bytes
-    return Device(hardware.first_gpu(), CUDA, available if ram is not None else _less_reserve(available))
+    return Device(hardware.first_gpu(), CUDA, available if ram is not None else _less_reserve(available, settings))
 
 
-def _cpu(found: Hardware, hardware: Hardware, gpu_memory: int | None, ram: int | None) -> Device:
+def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> Device:
     """A part of RAM plays the GPU's memory: weights and resident KV lie in it, and the rest spills."""
+    gpu_memory, ram = settings.get("gpu_memory"), settings.get("ram")
     available = found.machine.ram_available_bytes
     if gpu_memory is None:
         total = derived(
@@ -121,7 +123,8 @@ def _cpu(found: Hardware, hardware: Hardware, gpu_memory: int | None, ram: int |
     if ram is not None:
         require_total(found.machine, ram, total.value)
     else:
-        beside = _less_reserve(derived(max(0, available.value - total.value), available, note=available.note))
+        rest = derived(max(0, available.value - total.value), available, note=available.note)
+        beside = _less_reserve(rest, settings)
     gpu = Gpu(
         index=0,
         uuid="",
@@ -168,13 +171,10 @@ def _measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes) -> Profiles:
     return profile
 
 
-def _less_reserve(available: Known[int]) -> Known[int]:
-    note = "; ".join(filter(None, (available.note, "less 4 GiB for the rest of the machine")))
-    return derived(max(0, available.value - RESERVE_BYTES), available, note=note)
-
-
-# Left to the rest of the machine where the RAM to use is not given.
-RESERVE_BYTES = 4 * GiB
+def _less_reserve(available: Known[int], settings: Mapping[str, Any]) -> Known[int]:
+    reserve = settings.get("ram_reserve", RAM_RESERVE_BYTES)
+    note = "; ".join(filter(None, (available.note, f"less {format_size(reserve)} for the rest of the machine")))
+    return derived(max(0, available.value - reserve), available, note=note)
 
 
 class TooMuchRam(OverspillError):
@@ -216,8 +216,6 @@ def require_available(machine: Machine, plan: Plan) -> None:
 def _require(need: int, have: int, stand_in: int, said: str, otherwise: str) -> None:
     if need <= have:
         return
-    most = (have - stand_in - RESERVE_BYTES) // GiB
+    most = (have - stand_in - RAM_RESERVE_BYTES) // GiB
     advice = f"Use --ram {most}GiB, or leave" if most > 0 else "Leave"
-    raise TooMuchRam(
-        f"{said}. {advice} --ram out to use what is available less {format_size(RESERVE_BYTES)}. {otherwise}"
-    )
+    raise TooMuchRam(f"{said}. {advice} --ram out to use what is available less --ram-reserve. {otherwise}")
