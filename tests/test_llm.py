@@ -19,6 +19,7 @@ from overspill.kv.sizes import GiB, MiB
 from overspill.planning.report import plan_as_json
 from overspill.settings import SETTINGS, SettingsError
 from tests.engine import random_prompt, sampling, stop_engines
+from tests.zygote import cold
 
 # As much as plays a GPU's memory here that a context of 4,096 tokens spills.
 SMALL: dict[str, Any] = {
@@ -289,9 +290,10 @@ if __name__ == "__main__":
     script = llama.parent / "without_plugin.py"
     script.write_text(code)
     engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    answer = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, **engine, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"},
-    )  # fmt: skip
+    with cold():
+        answer = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False,
+            env={**os.environ, **engine, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"},
+        )  # fmt: skip
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert answer.stdout.splitlines()[-1] == "True"

@@ -190,6 +190,8 @@ def _live(program: Program, preexec_fn: Callable[[], None] | None = None) -> Any
             if mode == "w":
                 stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=unbuffered)
             setattr(sys, ("stdin", "stdout", "stderr")[number], stream)
+        if program.args[1:4] == ["-m", "overspill", "manager"]:
+            _start_twin()
         code = program.run()
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -251,9 +253,10 @@ def _write_arguments(args: Sequence[str]) -> None:
 class _Preloaded:
     """The preloaded process, seen from the tests'; it starts when the first program does."""
 
-    def __init__(self) -> None:
+    def __init__(self, twin: socket.socket | None = None) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket = twin
 
     def _preload(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -266,8 +269,9 @@ class _Preloaded:
 
     def start(self, program: Program) -> int:
         with self._lock:
-            if self._process is None:
+            if self._socket is None:
                 self._preload()
+            assert self._socket is not None
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 ours = sorted(set(program.fds.values()))
@@ -279,7 +283,7 @@ class _Preloaded:
                 _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def stop(self) -> None:
-        if self._process is not None:
+        if self._socket is not None and self._process is not None:
             self._socket.close()
             self._process.wait()
 
@@ -307,6 +311,10 @@ def serve(fd: int) -> None:
     _patch()
     requests = socket.socket(fileno=fd)
     requests.send(b"r")
+    _answer(requests)
+
+
+def _answer(requests: socket.socket) -> None:
     while True:
         message, fds, _, _ = socket.recv_fds(requests, 1, 32)
         if not message:
@@ -316,6 +324,19 @@ def serve(fd: int) -> None:
         os.waitpid(parent, 0)
         for one in fds:
             os.close(one)
+
+
+def _start_twin() -> None:
+    """A manager's programs are forked from a copy of it that has run nothing yet: SQLite, for one, does not work in a
+    fork of a process that has opened a database."""
+    global _tests
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        _arrange({theirs.fileno(): theirs.fileno()})
+        _answer(theirs)
+        os._exit(0)
+    theirs.close()
+    _tests = _Preloaded(ours)
 
 
 def _start(requests: socket.socket, fds: Sequence[int]) -> None:
