@@ -143,14 +143,14 @@ def test_repeats_are_measured_in_turn_and_saved_with_everything(
     assert any(line.startswith("[2/4] offload, repeat 1 of 2: starting vLLM; ") for line in told)
 
 
-def test_answers_that_differ_are_told_and_no_failure(
+def test_differing_answers_are_reported_but_not_a_failure(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     report = run(asked(model, "none", "other = vllm --reply 8", repeats=1), registry, str, logs=tmp_path)
     assert report.exit_code == 0 and "4 of 4 answers of other are not those of none" in report.as_text()
 
 
-def test_a_configuration_that_does_not_start_is_told_and_the_others_are_measured(
+def test_a_failed_start_is_reported_and_other_configurations_run(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     told: list[str] = []
@@ -163,16 +163,16 @@ def test_a_configuration_that_does_not_start_is_told_and_the_others_are_measured
     assert any("ValueError: no memory for so much" in line and "broken-1.log" in line for line in told)
 
 
-def test_advice_to_a_configuration_without_a_plan_names_flags_that_it_takes(
+def test_advice_without_a_plan_names_flags_vllm_accepts(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
-    """It was to give --gpu-memory, which is refused there."""
+    """The advice was --gpu-memory, which is refused without a plan."""
     report = run(asked(model, "none", "full = vllm --crowded"), registry, str, logs=tmp_path / "logs")
     told = report.as_text()
     assert "give less with --gpu-memory-utilization 0.41" in told and "--gpu-memory 9.87GiB" not in told
 
 
-def test_settings_of_the_registry_that_a_configuration_cannot_take_are_told_once(
+def test_unusable_registry_settings_are_reported_once_per_label(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OVERSPILL_DATABASE_URL", f"sqlite:///{tmp_path}/registry.db")
@@ -188,7 +188,7 @@ def test_settings_of_the_registry_that_a_configuration_cannot_take_are_told_once
     assert all("not used" in one.config["warnings"][0] for one in list_results(registry))
 
 
-def test_a_server_that_dies_leaves_the_finished_part_and_the_others(
+def test_a_dying_server_keeps_finished_requests_and_other_runs(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     report = run(asked(model, "dying = vllm --die-after 3", "none"), registry, str, logs=tmp_path / "logs")
@@ -200,7 +200,7 @@ def test_a_server_that_dies_leaves_the_finished_part_and_the_others(
     assert report.exit_code == 1
 
 
-def test_kept_engines_start_once_and_are_emptied_until_they_say_so(
+def test_kept_engines_start_once_and_retry_a_refused_cache_reset(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     report = run(
@@ -215,7 +215,7 @@ def test_kept_engines_start_once_and_are_emptied_until_they_say_so(
     assert "With --keep, the repeats of a configuration share one start of its engine" in report.as_text()
 
 
-def test_a_stop_keeps_what_is_finished_and_resume_does_what_is_missing(
+def test_stop_keeps_finished_repeats_and_resume_runs_the_rest(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     stop = threading.Event()
@@ -236,7 +236,7 @@ def test_a_stop_keeps_what_is_finished_and_resume_does_what_is_missing(
     assert sum(one.is_complete for one in list_results(registry, experiment=second.experiment)) == 2
 
 
-def test_a_resume_tells_if_engines_are_not_started_as_before(
+def test_resume_warns_if_engines_start_differently(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     first = run(asked(model, "none", "b = vllm", repeats=1), registry, str, logs=tmp_path)
@@ -248,7 +248,7 @@ def test_a_resume_tells_if_engines_are_not_started_as_before(
     ]
 
 
-def test_a_resume_tells_of_another_version_variable_and_gpu(
+def test_resume_warns_of_another_version_variable_or_gpu(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the command was compared, and an updated vLLM on another card has the same."""
@@ -266,7 +266,7 @@ def test_a_resume_tells_of_another_version_variable_and_gpu(
         assert "variable VLLM_ATTENTION_BACKEND is OTHER, was not set" in line and "command" not in line
 
 
-def test_a_folder_of_the_same_name_elsewhere_is_not_the_model_that_was_measured(
+def test_resume_refuses_a_folder_of_the_same_name_elsewhere(
     registry: Registry, stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in ("here", "there"):
@@ -280,7 +280,7 @@ def test_a_folder_of_the_same_name_elsewhere_is_not_the_model_that_was_measured(
         run(definition, registry, str, resume=first.experiment, logs=tmp_path / "logs")
 
 
-def test_an_experiment_that_is_being_measured_is_not_resumed_beside_it(
+def test_resume_refuses_an_experiment_already_being_measured(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     """A second engine was started for the same repeat, and the log of the first was emptied."""
@@ -302,7 +302,7 @@ def test_an_experiment_that_is_being_measured_is_not_resumed_beside_it(
     assert run(definition, registry, str, resume=report.experiment, logs=tmp_path).is_complete, "and then it is"
 
 
-def test_a_signal_ends_it_while_the_first_request_hangs(
+def test_a_signal_ends_the_run_while_the_first_request_hangs(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     """The request that tries a server had neither a time limit nor an eye on signals."""
@@ -352,9 +352,7 @@ def test_a_full_disk_ends_the_engine_and_keeps_what_was_saved(
     assert report.is_complete and len(stored(registry)) == 2
 
 
-def test_a_tier_that_nobody_has_or_uses_is_told(
-    model: Path, registry: Registry, stand_in: None, tmp_path: Path
-) -> None:
+def test_an_absent_or_unused_tier_is_reported(model: Path, registry: Registry, stand_in: None, tmp_path: Path) -> None:
     with pytest.raises(MeasureError, match="--expect spill: none of the configurations has it"):
         run(asked(model, "none", "ram = overspill-lazy:1MiB", expects="spill"), registry, str)
     unused = asked(model, "none", "ram = overspill-lazy:1MiB", expects="offload", repeats=1)
@@ -465,7 +463,9 @@ def open_folder(folder: Path) -> contextlib.AbstractContextManager[Registry]:
     return open_registry(f"sqlite:///{folder}/registry.db")
 
 
-def test_a_ctrl_c_leaves_no_process_and_what_was_finished(interrupted: tuple[Path, str, dict[int, str | None]]) -> None:
+def test_ctrl_c_leaves_no_process_and_keeps_finished_repeats(
+    interrupted: tuple[Path, str, dict[int, str | None]],
+) -> None:
     folder, name, started = interrupted
     assert len(started) > 3, "a guard, a server and its engine, twice"
     assert not [pid for pid, known in started.items() if identity(pid) == known]
@@ -481,7 +481,7 @@ def test_another_experiment_is_not_resumed_under_its_name(interrupted: tuple[Pat
     assert answer.returncode == 2 and "another --repeats: 2, and not 5" in answer.stderr
 
 
-def test_a_resumed_comparison_is_complete_and_tells_what_came_from_ram(
+def test_a_resumed_comparison_completes_and_reports_ram_hits(
     interrupted: tuple[Path, str, dict[int, str | None]], model: Path
 ) -> None:
     folder, name, _ = interrupted

@@ -43,7 +43,7 @@ def test_a_step_begins_when_it_is_queued_if_the_gpu_was_idle() -> None:
     assert backlog.seconds(12.0) == 0
 
 
-def test_steps_that_vllm_waited_for_are_over_whatever_was_expected_of_them() -> None:
+def test_steps_vllm_waited_for_leave_the_backlog() -> None:
     """An estimate twice too long must not grow into seconds."""
     backlog = Backlog(2)
     for i in range(1000):
@@ -51,7 +51,7 @@ def test_steps_that_vllm_waited_for_are_over_whatever_was_expected_of_them() -> 
     assert backlog.seconds(999 * 0.007) <= 0.028
 
 
-def test_one_step_at_a_time_is_all_that_can_be_queued_without_asynchronous_scheduling() -> None:
+def test_synchronous_scheduling_queues_one_step_at_a_time() -> None:
     backlog = Backlog(1)
     backlog.add(0.060, began=10.0)
     backlog.add(0.007, began=10.001)
@@ -74,7 +74,7 @@ def test_loads_come_one_after_the_other() -> None:
     assert announced(Turn(300 * MB, idle=False), 200 * MB, 200 * MB, 0) == [True, False, True]
 
 
-def test_one_that_is_over_is_announced_whatever_else_is_on_the_way() -> None:
+def test_a_finished_load_is_announced_while_others_are_in_flight() -> None:
     assert announced(Turn(0, idle=False), 500 * MB, 0) == [False, True]
 
 
@@ -83,21 +83,21 @@ def test_an_idle_gpu_waits_for_the_first_load_alone() -> None:
     assert announced(Turn(0, idle=True), 900 * MB, 900 * MB, 900 * MB) == [True, False, False]
 
 
-def test_what_is_there_is_computed_before_the_gpu_waits_for_anything() -> None:
+def test_finished_loads_are_computed_before_the_gpu_waits() -> None:
     assert announced(Turn(0, idle=True), 0, 900 * MB) == [True, False]
     turn = Turn(0, idle=True, tolerated_bytes=10 * MB)
     turn.look_at(900 * MB)  # not checked yet
     assert announced(turn, 0, 5 * MB) == [True, False]
 
 
-def test_many_small_ones_are_computed_together() -> None:
+def test_many_small_loads_are_computed_together() -> None:
     turn = Turn(0, idle=True, tolerated_bytes=300 * MB)
     assert announced(turn, *[10 * MB] * 40) == [True] * 31 + [False] * 9
     assert announced(Turn(0, idle=True, tolerated_bytes=300 * MB), 900 * MB, 10 * MB) == [True, True]
 
 
-def test_once_there_is_much_to_compute_the_rest_is_for_the_next_step() -> None:
-    """Whether they are there or not: no first token would come before all of it is computed."""
+def test_loads_beyond_a_full_step_wait_for_the_next_step() -> None:
+    """Even finished loads wait: no first token would come before the whole step is computed."""
     assert announced(Turn(300 * MB, idle=False, many_tokens=100), 0, 0, 10 * MB) == [True, False, False]
     assert announced(Turn(300 * MB, idle=False, many_tokens=150), 10 * MB, 0, 0) == [True, True, False]
     assert announced(Turn(0, idle=True, many_tokens=100), 900 * MB, 0) == [True, False]
@@ -137,7 +137,7 @@ THREE = [LoadJob(i, name, [i], [i], 2000) for i, name in enumerate("abc", 1)]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_idle_engine_computes_the_first_before_it_waits_for_the_next(asynchronous: bool) -> None:
+def test_an_idle_engine_computes_the_first_load_before_waiting(asynchronous: bool) -> None:
     """Between two idle steps in flight vLLM has not scheduled what the first of them announced."""
     at = worker(asynchronous=asynchronous)
     assert look(at, StepJobs(loads=THREE)) == {"a"}
@@ -148,13 +148,13 @@ def test_an_idle_engine_computes_the_first_before_it_waits_for_the_next(asynchro
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_requests_that_are_gone_before_they_run_hold_nothing_up(asynchronous: bool) -> None:
+def test_requests_gone_before_they_run_delay_nothing(asynchronous: bool) -> None:
     at = worker(asynchronous=asynchronous)
     seen = [look(at, StepJobs(loads=THREE)), *(look(at, StepJobs()) for _ in range(6))]
     assert [names for names in seen if names] == [{"a"}, {"b"}, {"c"}]
 
 
-def test_a_busy_engine_announces_what_comes_in_time() -> None:
+def test_a_busy_engine_announces_loads_that_arrive_in_time() -> None:
     at = worker(asynchronous=True)
     decode = Pace(step_s=0.007, load_bytes_per_s=50e9)
     assert look(at, StepJobs(loads=THREE, num_tokens=3, pace=decode)) == set()

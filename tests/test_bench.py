@@ -151,8 +151,8 @@ def test_every_workload_is_measured(target: Target, name: str) -> None:
     json.dumps(metrics, allow_nan=False)
 
 
-def test_conversations_that_return_come_from_ram_with_the_same_answers(target: Target) -> None:
-    """One after the other, so that nothing but where the KV comes from differs between the two."""
+def test_returning_conversations_hit_ram_with_the_same_answers(target: Target) -> None:
+    """One request at a time, so that the two runs differ only in where the KV comes from."""
     workload = parse_workload(
         "multi-turn:conversations=6,turns=2,first=1000,input=50,output=8,concurrency=1,think_time=0"
     )
@@ -237,7 +237,7 @@ def test_json_has_everything(bench: Bench, server: Serve, tmp_path: Path) -> Non
     assert len(told["answers"]) == 6 and told["answers"][:3] == told["answers"][3:]
 
 
-def test_ctrl_c_keeps_what_is_finished_and_resume_asks_for_the_rest(
+def test_ctrl_c_keeps_finished_answers_and_resume_sends_the_rest(
     bench: Bench,
     server: Serve,
     tmp_path: Path,
@@ -320,7 +320,7 @@ def killable(tmp_path: Path) -> Iterator[Callable[..., Killable]]:
 TURNS = "multi-turn:conversations=6,turns=4,first=30,input=10,output=8,think_time=0.02,concurrency=2"
 
 
-def test_a_killed_server_keeps_what_is_finished_and_another_does_the_rest(
+def test_a_killed_server_loses_no_answer_and_another_resumes(
     bench: Bench, killable: Callable[..., Killable], tmp_path: Path
 ) -> None:
     whole = measure(find_target(killable().url), parse_workload(TURNS), seed=5)
@@ -355,7 +355,7 @@ def test_sigterm_keeps_what_is_finished(killable: Callable[..., Killable], tmp_p
     assert not part.is_complete and 0 < part.metrics["completed"] < 24
 
 
-def test_stopping_from_another_thread_returns_what_is_finished_and_so_does_save(
+def test_a_stop_from_a_thread_and_save_return_resumable_parts(
     killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("overspill.measure.measurement._SAVE_S", 0.2)
@@ -377,7 +377,7 @@ def test_stopping_from_another_thread_returns_what_is_finished_and_so_does_save(
         assert rest.is_complete and rest.answers == whole.answers
 
 
-def test_a_stop_ends_it_while_the_first_request_hangs(killable: Callable[..., Killable]) -> None:
+def test_a_stop_ends_the_run_while_the_first_request_hangs(killable: Callable[..., Killable]) -> None:
     """The request that tries a server had neither a time limit nor an eye on `stop`."""
     server, stop = killable("--pause", "60"), threading.Event()
 
@@ -392,7 +392,7 @@ def test_a_stop_ends_it_while_the_first_request_hangs(killable: Callable[..., Ki
     stopping.join()
 
 
-def test_what_is_saved_of_a_resumed_measurement_has_its_first_part(
+def test_saving_a_resumed_measurement_keeps_its_first_part(
     killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("overspill.measure.measurement._SAVE_S", 0.1)
@@ -420,10 +420,10 @@ def incomplete(bench: Bench, killable: Callable[..., Killable], state: Path) -> 
     return server, results(state)[0]
 
 
-def test_a_resume_goes_to_the_server_of_the_first_part_and_to_no_other(
+def test_resume_uses_only_the_server_of_the_first_part(
     bench: Bench, killable: Callable[..., Killable], tmp_path: Path
 ) -> None:
-    """Without an address it went to port 8000, and with another one there, without a word."""
+    """Without an address, resume used port 8000, and it silently accepted another server."""
     first, part = incomplete(bench, killable, tmp_path)
     other = killable()
     refused = bench(other.url, "--resume", str(part.id))
@@ -459,7 +459,7 @@ def test_a_server_that_tells_no_token_ids_is_measured_too(killable: Callable[...
     assert any("does not tell token ids" in note for note in outcome.notes)
 
 
-def test_requests_that_fail_are_counted_and_those_that_follow_are_not_sent(
+def test_failed_requests_are_counted_and_followups_not_sent(
     bench: Bench, killable: Callable[..., Killable], tmp_path: Path
 ) -> None:
     server = killable("--fail", str(30 + 8 + 10))  # the second turns
@@ -476,7 +476,7 @@ def test_requests_that_fail_are_counted_and_those_that_follow_are_not_sent(
     assert results(tmp_path)[0].is_complete
 
 
-def test_a_request_that_every_time_would_be_refused_ends_it(
+def test_a_request_refused_for_good_ends_the_run(
     bench: Bench, killable: Callable[..., Killable], tmp_path: Path
 ) -> None:
     answer = bench(killable("--refuse", "48").url, "--workload", TURNS)
@@ -498,7 +498,7 @@ def test_the_key_comes_from_the_environment_and_is_not_saved(
     assert "hush-hush" not in json.dumps([each.as_json() for each in results(tmp_path)])
 
 
-def test_a_registry_that_cannot_be_written_is_an_error_with_the_numbers(
+def test_an_unwritable_registry_is_an_error_but_prints_numbers(
     bench: Bench, killable: Callable[..., Killable], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -508,10 +508,8 @@ def test_a_registry_that_cannot_be_written_is_an_error_with_the_numbers(
     assert "The result will be printed only" in answer.stderr and "error: the result was not saved: " in answer.stderr
 
 
-def test_a_disk_that_fills_up_meanwhile_is_an_error_with_the_numbers(
-    killable: Callable[..., Killable], tmp_path: Path
-) -> None:
-    """Files may not grow any more, which SQLite sees as it sees a full disk."""
+def test_a_disk_filling_up_is_an_error_but_prints_numbers(killable: Callable[..., Killable], tmp_path: Path) -> None:
+    """Files may not grow any more, which looks like a full disk to SQLite."""
     server = killable("--pause", "0.5")
     with begun(tmp_path, server.url, "--workload", "offline:requests=2,input=9,output=8") as process:
         wait_for(lambda: len(server.asked()) == 2)

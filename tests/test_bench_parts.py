@@ -129,7 +129,7 @@ def test_requests_of_a_fixed_rate_are_sent_at_that_rate() -> None:
     assert [chain.start_s for chain in script.chains] == [0, 0.25, 0.5] and script.concurrency is None
 
 
-def test_what_is_too_long_is_told_with_what_would_fit() -> None:
+def test_a_workload_that_is_too_long_gets_one_that_fits() -> None:
     with pytest.raises(CannotMeasure) as told:
         require_fit(parse_workload("overhead:requests=2"), 0, 4096)
     assert "needs 9,216 tokens; the server takes 4,096" in str(told.value)
@@ -140,7 +140,7 @@ def test_what_is_too_long_is_told_with_what_would_fit() -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("have", [9000, 2048, 512])
-def test_what_is_said_to_fit_does(name: str, have: int) -> None:
+def test_the_advised_workload_fits(name: str, have: int) -> None:
     workload = parse_workload(name)
     if write_script(workload, 0).longest <= have:
         return
@@ -154,7 +154,7 @@ def test_what_is_said_to_fit_does(name: str, have: int) -> None:
 # Prompts.
 
 
-def test_prompts_are_the_same_for_the_same_seed_and_stay_in_the_vocabulary(tmp_path: Path) -> None:
+def test_prompts_repeat_with_their_seed_within_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 512}}))
     vocabulary = find_vocabulary(str(tmp_path))
     assert vocabulary == Vocabulary(64, 448)
@@ -272,7 +272,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_half_an_answer_is_none(name: str) -> None:
+def test_an_incomplete_answer_is_an_error(name: str) -> None:
     content, kind, why = BROKEN[name]
     stream = _Stream(sent=0.0)
     with pytest.raises(kind, match=why):
@@ -305,7 +305,7 @@ overspill_pool_bytes{engine="0"} 64.0
 """
 
 
-def test_counters_are_those_of_all_engines_and_their_growth_counts() -> None:
+def test_counters_sum_over_engines_and_report_growth() -> None:
     before = parse_counters(BEFORE, "m")
     assert before is not None and before["tokens_from_gpu_cache"] == 101 and "pool_bytes" not in before
     after = parse_counters(BEFORE.replace(" 7.0", " 57.0").replace(" 0.5", " 1.25"), "m")
@@ -314,7 +314,7 @@ def test_counters_are_those_of_all_engines_and_their_growth_counts() -> None:
     assert grown["spill_in_bytes"] is None, "a server without spill does not count it"
 
 
-def test_counters_that_are_not_told_or_began_anew_are_unknown() -> None:
+def test_missing_or_restarted_counters_are_unknown() -> None:
     before = parse_counters(BEFORE, "m")
     assert parse_counters("<html>", "m") is None
     assert set(difference(before, None).values()) == set(difference(None, before).values()) == {None}
@@ -442,7 +442,7 @@ def test_addresses_are_taken_as_people_write_them(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ftp://host", "http://", "http://host:99999", "http://a b", "host:port", "/v1"])
-def test_what_is_no_address_is_told(text: str) -> None:
+def test_a_malformed_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(MeasureError, match="write for example http"):
         parse_url(text)
 

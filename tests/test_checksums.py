@@ -56,7 +56,7 @@ def test_a_slot_that_is_stored_anew_is_judged_by_its_new_content(memory: HostMem
     checksums.close()
 
 
-def test_a_check_waits_for_checksums_that_are_still_being_computed(memory: HostMemory) -> None:
+def test_a_check_waits_for_pending_checksums(memory: HostMemory) -> None:
     checksums = Checksums(memory, "all", threads=1)
     for _ in range(20):
         memory.slots[:] += 1

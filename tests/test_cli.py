@@ -53,7 +53,7 @@ def test_a_plan_for_a_model_on_disk(llama: Path) -> None:
     assert text.returncode == 0 and "everything on the GPU" in text.stdout and "assumed" in text.stdout
 
 
-def test_what_does_not_fit_exits_with_one(llama: Path) -> None:
+def test_a_model_that_does_not_fit_exits_with_one(llama: Path) -> None:
     small = ("plan", str(llama), "--gpu", "1GiB", "--ram", "1GiB")
     answer = overspill(*small)
     assert answer.returncode == 1 and "does not fit" in answer.stdout
@@ -63,7 +63,7 @@ def test_what_does_not_fit_exits_with_one(llama: Path) -> None:
     assert json.loads(overspill(*small, "--json").stdout)["fits"] is False
 
 
-def test_what_is_forced_goes_on_with_a_warning(llama: Path) -> None:
+def test_a_forced_plan_goes_on_with_a_warning(llama: Path) -> None:
     tight = ("plan", str(llama), "--gpu", "2GiB", "--ram", "1GiB", "--max-num-batched-tokens", "2048")
     assert overspill(*tight).returncode == 1, "not even the engine's own process fits in 1 GiB"
     answer = overspill(*tight, "--force")
@@ -149,7 +149,7 @@ def test_the_commands_modules_do_not_load_the_engine() -> None:
     assert answer.stdout.strip() == "[]"
 
 
-def test_every_flag_of_plan_is_documented_and_every_documented_one_exists() -> None:
+def test_documented_flags_of_plan_match_its_help() -> None:
     page = (Path(__file__).parents[1] / "docs/plan.md").read_text()
     flags = set(re.findall(r"--[a-z-]+", overspill("plan", "--help").stdout)) - {"--help"}
     rows = re.findall(r"^\| (`--[^|]+) \|", page, re.MULTILINE)

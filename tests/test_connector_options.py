@@ -15,7 +15,7 @@ ALL = (
 )
 
 
-def test_what_is_read_is_what_the_connector_takes() -> None:
+def test_the_connector_accepts_options_as_read() -> None:
     read = read_options(ALL)
     assert read == {
         "store": "lazy", "eviction": "arc", "verify": "all", "load": "always", "spill_share": 0.25,
@@ -32,7 +32,7 @@ def test_every_option_can_be_written_but_the_sizes() -> None:
 @pytest.mark.parametrize(
     "written", [ALL, " store = lazy , pin=FALSE", "spill_share=1", "reserve_bytes=0.5GiB", "pin=true"]
 )
-def test_what_is_written_is_read_as_the_same(written: str) -> None:
+def test_options_survive_writing_and_reading(written: str) -> None:
     assert read_options(write_options(read_options(written))) == read_options(written)
 
 

@@ -135,7 +135,7 @@ def test_neighbours_on_both_sides_and_in_one_piece_are_one_copy() -> None:
     assert merged([5], [7], 10) == [(5, 7, 10)] and merged([], [], 10) == []
 
 
-def test_no_copy_is_longer_than_what_lies_between_two_looks_at_a_load() -> None:
+def test_copies_are_not_merged_past_a_progress_check() -> None:
     size = 48 << 20  # two of them, not three
     places = [i * size for i in range(5)]
     assert [n // size for _, _, n in merged(places, places, size)] == [2, 2, 1]
@@ -143,7 +143,7 @@ def test_no_copy_is_longer_than_what_lies_between_two_looks_at_a_load() -> None:
     assert [n // larger for _, _, n in merged([0, larger], [0, larger], larger)] == [1, 1]
 
 
-def test_batches_cover_all_copies_and_end_where_a_load_is_looked_at() -> None:
+def test_batches_cover_all_copies_and_end_at_progress_checks() -> None:
     def lengths(*sizes: int) -> list[int]:
         found = list(batches(np.array(sizes, np.uint64)))
         assert [i for part in found for i in range(len(sizes))[part]] == list(range(len(sizes)))

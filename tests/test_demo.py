@@ -130,7 +130,7 @@ def test_a_difference_is_found(other: Answer, why: str) -> None:
     assert why in difference([good, other], [good, ANSWER])
 
 
-def test_rounding_is_forgiven_only_where_the_prompt_was_computed_in_other_pieces() -> None:
+def test_rounding_is_allowed_where_prompt_chunks_differ() -> None:
     rounded = changed(logprobs=({5: -0.5001, 9: -1.5}, *ANSWER.logprobs[1:]), cached_tokens=0)
     result = compared([rounded], [ANSWER])
     assert not difference([rounded], [ANSWER])

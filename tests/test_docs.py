@@ -119,7 +119,7 @@ def said_by_vllm() -> str:
     return "\n".join(found)
 
 
-def test_what_vllm_is_quoted_with_it_says() -> None:
+def test_messages_quoted_from_vllm_are_in_its_code() -> None:
     """In the version that is installed. PyTorch's and argparse's own words are not in its code."""
     quoted = re.findall(
         r"`([^`]+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", section("troubleshooting.md", "vLLM says"), re.M))
@@ -132,7 +132,7 @@ def test_what_vllm_is_quoted_with_it_says() -> None:
         assert message in others or plain in vllm, message
 
 
-def test_every_command_that_vllms_messages_are_answered_with_plans() -> None:
+def test_commands_answering_vllm_messages_use_known_flags() -> None:
     from overspill.settings import SETTINGS
 
     known = {setting.flag for setting in SETTINGS}
@@ -185,7 +185,7 @@ def test_recipes_name_the_longest_context() -> None:
     assert recipes.plan_of(recipes.QWEN_4B, recipes.SMALL, longest + 64).recommended is None
 
 
-def test_recipes_call_their_speeds_assumed_and_are_right_about_it() -> None:
+def test_speeds_in_recipes_are_called_assumed_and_are() -> None:
     from docs import recipes
     from overspill.figures import Origin
 
@@ -196,7 +196,7 @@ def test_recipes_call_their_speeds_assumed_and_are_right_about_it() -> None:
             assert way is not None and way.decode_tokens_per_s.origin is way.ttft_s.origin is Origin.ASSUMED
 
 
-def test_a_pool_once_given_in_blocks_is_reckoned_as_the_connector_counts_it() -> None:
+def test_a_pool_size_in_blocks_converts_to_the_same_bytes() -> None:
     assert "50,000 blocks x 16 tokens x 98,304 bytes = 78,643,200,000 bytes = 78.6 GB" in page("recipes.md")
     assert Options.parse({"host_bytes": "78.6432GB"}).host_bytes == 50_000 * 16 * 2 * 48 * 4 * 128 * 2
 
@@ -242,7 +242,7 @@ def test_configurations_are_accepted(place: str, config: dict[str, Any]) -> None
     assert Options.parse(ours["kv_connector_extra_config"])
 
 
-def test_there_are_configurations_for_serve_and_for_multiconnector() -> None:
+def test_docs_configure_both_serve_and_multiconnector() -> None:
     names = [config["kv_connector"] for _, config in transfer_configs()]
     assert names.count(CONNECTOR) >= 3 and "MultiConnector" in names
 

@@ -49,7 +49,7 @@ both = pytest.mark.parametrize("order", [LruOrder, ArcOrder])
 
 
 @both
-def test_a_conversation_that_grew_block_by_block_loses_its_tail_first(order: type[LruOrder]) -> None:
+def test_a_conversation_grown_by_blocks_evicts_its_tail_first(order: type[LruOrder]) -> None:
     cache = Cache(4, order)
     for part in prefixes("abcd"):
         cache.store(part)
@@ -121,7 +121,7 @@ def test_a_dropped_block_is_not_found_and_its_slot_is_used_next(order: type[LruO
 
 
 @both
-def test_a_block_dropped_while_it_is_read_comes_back_when_the_reader_lets_go(order: type[LruOrder]) -> None:
+def test_a_block_dropped_while_pinned_is_reused_after_release(order: type[LruOrder]) -> None:
     cache = Cache(2, order)
     cache.store("a", "b")
     block = cache.find(key("a"))
@@ -136,7 +136,7 @@ def test_a_block_dropped_while_it_is_read_comes_back_when_the_reader_lets_go(ord
 
 
 @both
-def test_a_block_in_use_is_never_given_up_nor_what_it_continues(order: type[LruOrder]) -> None:
+def test_a_pinned_block_and_its_prefix_are_never_evicted(order: type[LruOrder]) -> None:
     cache = Cache(2, order)
     cache.store("a", "ab")
     tail = cache.find(key("ab"))
@@ -149,7 +149,7 @@ def test_a_block_in_use_is_never_given_up_nor_what_it_continues(order: type[LruO
 
 
 @both
-def test_clearing_leaves_every_slot_to_be_had(order: type[LruOrder]) -> None:
+def test_clearing_frees_every_slot(order: type[LruOrder]) -> None:
     cache = Cache(5, order)
     cache.store(*prefixes("abc"), "x", "y")
     assert cache.clear() == 5
@@ -166,12 +166,12 @@ def scan_after_a_second_use(order: type[LruOrder]) -> set[str]:
     return cache.names()
 
 
-def test_arc_keeps_what_was_used_twice_through_a_scan_and_lru_loses_it() -> None:
+def test_a_scan_evicts_a_twice_used_block_from_lru_not_from_arc() -> None:
     assert "h" in scan_after_a_second_use(ArcOrder)
     assert "h" not in scan_after_a_second_use(LruOrder)
 
 
-def test_arc_gives_more_room_to_new_content_when_it_misses_what_it_gave_up_too_early() -> None:
+def test_arc_adapts_its_target_to_misses_of_evicted_blocks() -> None:
     cache = Cache(4, ArcOrder)
     order = cache.pool.order
     assert isinstance(order, ArcOrder)
@@ -192,7 +192,7 @@ def test_arc_gives_more_room_to_new_content_when_it_misses_what_it_gave_up_too_e
 
 
 @both
-def test_a_block_that_is_used_for_ever_leaves_nothing_behind(order: type[LruOrder]) -> None:
+def test_endless_hits_and_orphaned_tails_take_bounded_memory(order: type[LruOrder]) -> None:
     cache = Cache(8, order)
     cache.store(*"abcdefgh")
     for _ in range(5_000):

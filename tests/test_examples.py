@@ -86,7 +86,7 @@ def test_conversations_come_back_from_ram(speaking: Path) -> None:
     assert sum(int(cached) > int(length) // 2 for turn, length, cached in turns if turn != "1") >= 6
 
 
-def test_an_engine_started_with_the_arguments_streams_two_answers(speaking: Path) -> None:
+def test_an_engine_from_engine_args_streams_two_answers_at_once(speaking: Path) -> None:
     told = run("async_engine.py", str(speaking), "4k", **SMALL, OVERSPILL_OFFLOAD_RAM="0")
     assert "'max_model_len': 4096" in told and "'kv_cache_memory_bytes'" in told and "spill_bytes" in told
     lines = re.findall(r"^(first|second): ", told, re.MULTILINE)

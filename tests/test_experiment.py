@@ -90,7 +90,7 @@ def test_vllm_and_overspill_accept_what_peers_are_made_of() -> None:
             assert Options.parse(config["kv_connector_extra_config"]).host_bytes == 1 << 30
 
 
-def test_lmcache_takes_its_size_from_the_environment_and_must_be_installed() -> None:
+def test_lmcache_is_sized_by_environment_and_must_be_installed() -> None:
     settings = read_peer("lmcache:2GiB")
     assert settings.environment == {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "2"}
     with pytest.raises(MeasureError, match="pip install lmcache"):
@@ -126,7 +126,7 @@ def test_a_label_ends_with_an_equals_sign(text: str, label: str, rest: str) -> N
     assert (read.label, read.text) == (label, rest)
 
 
-def test_common_flags_are_given_to_all_and_lose_against_a_configurations_own() -> None:
+def test_a_configurations_own_flags_override_common_flags() -> None:
     both = read_configurations(
         [("a", "none --max-num-seqs 4"), ("b", "--ram 8GiB")], "--max-model-len 4k --max-num-seqs 2 --block-size 32"
     )
@@ -135,7 +135,8 @@ def test_common_flags_are_given_to_all_and_lose_against_a_configurations_own() -
     assert both[1].vllm_args == ("--block-size", "32")
 
 
-def test_vllm_gets_numbers_written_out_because_it_reads_4k_as_4000() -> None:
+def test_vllm_gets_numbers_without_a_suffix() -> None:
+    """vLLM reads 4k as 4000."""
     assert read_configuration("a", "vllm --max-model-len 4k").vllm_args == ("--max-model-len", "4096")
 
 
@@ -257,7 +258,7 @@ def test_letters_are_used_in_order() -> None:
         written_configurations(["none", None, "native:1GiB"])
 
 
-def test_names_of_experiments_are_in_the_order_of_time_and_differ() -> None:
+def test_experiment_names_are_unique_and_begin_with_the_time() -> None:
     at = datetime(2026, 11, 15, 12, 0, 1, tzinfo=UTC)
     names = {Experiment.new_name(at) for _ in range(20)}
     assert len(names) > 1 and all(name.startswith("ab-20261115-120001-") for name in names)
@@ -266,7 +267,7 @@ def test_names_of_experiments_are_in_the_order_of_time_and_differ() -> None:
 # Order.
 
 
-def test_repeats_are_interleaved_and_every_second_one_is_turned_round() -> None:
+def test_repeats_alternate_and_every_second_one_is_reversed() -> None:
     order = [(step.repeat, step.label) for step in schedule(["a", "b"], 3, keeps_engines=False)]
     assert order == [(1, "a"), (1, "b"), (2, "b"), (2, "a"), (3, "a"), (3, "b")]
 
@@ -279,6 +280,6 @@ def test_kept_engines_have_their_repeats_one_after_the_other() -> None:
     assert all(is_last_of_life(planned, index, keeps_engines=False) for index in range(4))
 
 
-def test_what_is_done_is_not_done_again() -> None:
+def test_finished_steps_are_not_repeated() -> None:
     planned = schedule(["a", "b"], 2, keeps_engines=False)
     assert remaining(planned, {Step(1, "a"), Step(2, "b")}) == [Step(1, "b"), Step(2, "a")]

@@ -53,7 +53,7 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_pipe", [True, False], ids=["a pipe", "a file"])
-def test_standard_output_gets_the_report_between_what_else_is_printed(tmp_path: Path, is_pipe: bool) -> None:
+def test_standard_output_keeps_the_report_in_print_order(tmp_path: Path, is_pipe: bool) -> None:
     # As /dev/stdout is, and not itself: put in its place, a file would be everybody's standard output.
     link = tmp_path / "stdout"
     link.symlink_to("/proc/self/fd/1")

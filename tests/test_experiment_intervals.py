@@ -39,7 +39,7 @@ def repeats_of(draw: random.Random, count: int, middle: float, noise: float, sha
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
-def test_paired_intervals_hold_the_true_ratio_as_often_as_they_say(count: int) -> None:
+def test_paired_intervals_cover_the_true_ratio_at_95_percent(count: int) -> None:
     draw = random.Random(count)
     trials, held = 4000, 0
     for _ in range(trials):
@@ -64,7 +64,7 @@ def test_pairing_takes_out_what_repeats_have_in_common() -> None:
     assert apart.verdict in (Verdict.NO_DIFFERENCE, Verdict.NOT_SHOWN)
 
 
-def test_unpaired_intervals_hold_the_true_ratio_as_often_as_they_say() -> None:
+def test_unpaired_intervals_cover_the_true_ratio_at_95_percent() -> None:
     draw = random.Random(3)
     trials, held = 4000, 0
     for _ in range(trials):
@@ -127,7 +127,7 @@ def test_the_requests_of_one_run_make_nothing_better_or_worse() -> None:
     assert ratio.verdict is Verdict.ONE_RUN and verdict_words(BY_KEY["mean_ttft_ms"], ratio) == "one run"
 
 
-def test_resampled_intervals_hold_the_true_ratio_of_independent_requests() -> None:
+def test_resampled_intervals_cover_the_true_ratio_of_requests() -> None:
     draw = random.Random(5)
     trials, held = 100, 0
     for trial in range(trials):
@@ -153,7 +153,7 @@ def test_only_repeats_that_both_have_are_pairs() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_what_has_no_logarithm_has_no_ratio(bad: float) -> None:
+def test_values_without_a_logarithm_have_no_ratio(bad: float) -> None:
     assert paired_ratio({1: 1.0, 2: 1.0}, {1: bad, 2: 1.0}) is None
     assert unpaired_ratio([1.0, 1.0], [bad, 1.0]) is None
 
@@ -180,7 +180,7 @@ def test_no_difference_is_said_when_there_is_none(value: float, low: float, high
     assert ("no difference" in str(found)) == (verdict in (Verdict.NO_DIFFERENCE, Verdict.NOT_SHOWN))
 
 
-def test_repeats_that_are_far_apart_leave_everything_open_without_overflow() -> None:
+def test_wildly_different_repeats_show_nothing_without_overflow() -> None:
     ratio = paired_ratio({1: 1e-30, 2: 1.0}, {1: 1.0, 2: 1e-30})
     assert ratio is not None and ratio.verdict is Verdict.NOT_SHOWN
 
@@ -224,7 +224,7 @@ def test_each_configuration_is_compared_with_the_first() -> None:
     assert rate.ratios[2] is None
 
 
-def test_where_the_first_did_not_start_the_others_are_compared_with_the_next() -> None:
+def test_the_second_is_the_baseline_if_the_first_does_not_start() -> None:
     broken = Repeat(number=1, metrics={}, is_complete=False, problem="vLLM ended\nthe last lines of its log")
     found = compare(
         [
@@ -246,7 +246,7 @@ def test_higher_is_better_for_rates_and_worse_for_times() -> None:
     assert verdict_words(BY_KEY["mean_ttft_ms"], up) == "worse"
 
 
-def test_with_one_repeat_latencies_are_compared_over_requests_and_rates_are_not() -> None:
+def test_one_repeat_compares_latencies_by_request_and_no_rates() -> None:
     ours = {"mean_ttft_ms": 1000.0, "ttfts": [0.9, 1.1, 1.0, None, 1.0] * 7, "output_throughput": 5.0}
     theirs = {"mean_ttft_ms": 500.0, "ttfts": [0.45, 0.55, None, 0.5, 0.5] * 7, "output_throughput": 5.0}
     rows = {row.measure.key: row for row in compare([column("a", ours), column("b", theirs)]).rows}
@@ -268,7 +268,7 @@ def test_values_are_over_the_repeats_that_the_ratio_is_over() -> None:
     assert "Not all repeats" not in even
 
 
-def test_what_is_no_pair_is_shown_over_all_of_its_own() -> None:
+def test_an_unpaired_configuration_is_shown_over_all_its_repeats() -> None:
     ours = column("a", {"mean_ttft_ms": 100.0}, {"mean_ttft_ms": 400.0})
     found = compare([ours, column("b", {"mean_ttft_ms": 50.0}, conditions="other")])
     assert found.rows[0].values == (pytest.approx(200.0), 50.0) and not found.uneven
@@ -282,8 +282,8 @@ def started(label: str, *seconds: float, is_first: bool = False) -> Column:
     return Column(label=label, text="", repeats=tuple(made))
 
 
-def test_the_first_start_of_all_is_not_held_against_its_configuration() -> None:
-    """It reads weights from a cold cache: the same engine, as A and as B, loaded slower as A."""
+def test_the_first_start_is_left_out_of_load_times() -> None:
+    """The first start reads weights from a cold cache: the same engine, as A and as B, loaded slower as A."""
     found = compare([started("a", 60.0, 20.0, 20.0, is_first=True), started("b", 20.0, 20.0, 20.0)])
     (row,) = found.rows
     assert row.values == (pytest.approx(20.0), pytest.approx(20.0))
@@ -291,7 +291,7 @@ def test_the_first_start_of_all_is_not_held_against_its_configuration() -> None:
     assert "The first start of all, of a, reads its weights from disk" in comparison_as_text(found)
 
 
-def test_a_first_start_that_is_the_only_one_is_shown_and_not_compared() -> None:
+def test_a_sole_first_start_is_shown_but_not_compared() -> None:
     found = compare([started("a", 60.0, is_first=True), started("b", 20.0)])
     assert found.rows[0].values == (60.0, 20.0) and found.rows[0].ratios == (None, None)
     text = comparison_as_text(found)

@@ -19,7 +19,7 @@ with locked(Path(sys.argv[1]), "ab-1"):
 """
 
 
-def test_another_process_is_named_and_a_killed_one_leaves_nothing_locked(tmp_path: Path) -> None:
+def test_a_lock_names_its_process_and_ends_when_it_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
         try:

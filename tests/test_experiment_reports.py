@@ -54,14 +54,14 @@ def four_results(first: str = "none", second: str = "native", **changes: Any) ->
     ]
 
 
-def test_stored_repeats_are_compared_in_the_order_of_the_configurations() -> None:
+def test_stored_repeats_keep_the_order_of_configurations() -> None:
     found = compare_results(four_results())
     assert [each.label for each in found.columns] == ["none", "native"] and found.is_complete
     ratio = found.rows[0].ratios[1]
     assert ratio is not None and ratio.basis is Basis.PAIRS
 
 
-def test_the_first_start_of_an_experiment_is_the_earliest_with_a_load_time() -> None:
+def test_the_first_start_is_the_earliest_with_a_load_time() -> None:
     """Not the first in the table: an interrupted start, and a run that kept its engine, have none."""
     results = four_results()
     times = {1: (5, 30.0), 2: (2, 90.0), 3: (4, 31.0), 4: (3, 29.0)}
@@ -79,7 +79,7 @@ def test_the_first_start_of_an_experiment_is_the_earliest_with_a_load_time() -> 
     assert "of none, reads its weights from disk" in Report.of_results(results).as_text()
 
 
-def test_a_finished_attempt_stands_for_one_that_was_not() -> None:
+def test_a_finished_attempt_replaces_an_interrupted_one() -> None:
     attempts = four_results()
     broken = result(9, "none", 2, 1.0, is_complete=False, metrics={"problem": "interrupted"})
     for results in ([*attempts, broken], [broken, *attempts]):
@@ -97,7 +97,7 @@ def test_an_experiment_with_a_repeat_missing_says_how_to_go_on() -> None:
     assert "To go on: overspill ab --resume ab-1" in report.as_text()
 
 
-def test_some_results_of_an_experiment_are_not_told_to_be_incomplete() -> None:
+def test_a_selection_of_results_is_not_called_incomplete() -> None:
     some = Report.of_results(four_results()[:2], is_whole=False)
     assert some.is_complete and "Not complete" not in some.as_text()
     broken = result(9, "none", 2, 1.0, is_complete=False, metrics={"problem": "interrupted"})
@@ -120,7 +120,7 @@ def test_all_machines_and_versions_are_told() -> None:
     assert "H200, driver 570, Xeon\n" in alike and "vllm 0.32.0\n" in alike
 
 
-def test_repeats_of_one_start_are_told_to_be_that() -> None:
+def test_repeats_of_one_start_are_reported_as_such() -> None:
     """ "better" was said of them as of repeats with a start each."""
     kept, sentence = four_results(), "share one start of its engine: differences of a few percent are not to be trusted"
     for one in kept:
@@ -149,7 +149,7 @@ def test_the_text_has_units_ratios_and_the_command() -> None:
     assert "TTFT, mean" in only and "512" in only and "throughput" not in only
 
 
-def test_results_of_different_experiments_stand_beside_each_other() -> None:
+def test_results_of_different_experiments_get_prefixed_columns() -> None:
     other = result(7, "none", 1, 80.0, experiment="ab-2")
     alone = result(8, "x", 1, 90.0, experiment=None)
     report = Report.of_results([result(1, "none", 1, 100.0), other, alone])
@@ -245,7 +245,7 @@ def test_the_time_left_follows_from_the_steps_before() -> None:
     assert [duration(seconds) for seconds in (3, 89, 600, 7200)] == ["3 s", "89 s", "10 min", "2.0 h"]
 
 
-def test_what_is_told_names_configuration_repeat_and_phase() -> None:
+def test_progress_names_configuration_repeat_and_phase() -> None:
     said: list[str] = []
     reporter = Reporter(said.append, total=2, repeats=1)
     reporter.begin("none", 1, 2)

@@ -17,7 +17,7 @@ def damage(running: Engine, slot: int) -> None:
 
 
 @pytest.mark.parametrize("slot", [0, 7, 17])
-def test_a_damaged_block_changes_the_answer_when_nothing_checks_it(llama: Path, slot: int) -> None:
+def test_a_corrupt_block_changes_the_answer_without_checksums(llama: Path, slot: int) -> None:
     with engine(llama, overspill(verify="off")) as spilling:
         before = spilling.ask_one(PROMPT)
         spilling.forget_gpu()
@@ -28,7 +28,7 @@ def test_a_damaged_block_changes_the_answer_when_nothing_checks_it(llama: Path, 
 
 
 @pytest.mark.parametrize("slot", [0, 7, 17])
-def test_a_damaged_block_is_caught_counted_dropped_and_recomputed(
+def test_a_corrupt_block_is_caught_dropped_and_recomputed(
     llama: Path, slot: int, log: pytest.LogCaptureFixture
 ) -> None:
     with engine(llama, overspill(verify="all")) as spilling:

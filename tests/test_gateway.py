@@ -102,8 +102,8 @@ def test_a_request_loads_its_model_and_gets_its_answer(place: Place) -> None:
     with_gateway(place, run)
 
 
-def test_tokens_that_an_answer_tells_again_and_again_are_counted_once(place: Place) -> None:
-    """With each token came the sum so far, and all sums were added."""
+def test_cumulative_usage_in_a_stream_is_counted_once(place: Place) -> None:
+    """Each token came with the sum so far, and all sums were added."""
     place.add("a", behaviour={"token_s": 0.01})
     place.add("b", behaviour={"dies_after_tokens": 3})
     asked: dict[str, Any] = {"stream": True, "max_tokens": 5, "stream_options": {"continuous_usage_stats": True}}
@@ -182,7 +182,7 @@ def test_a_client_that_goes_away_ends_its_request_in_the_engine(place: Place, is
     with_gateway(place, run)
 
 
-def test_a_client_that_goes_away_while_its_model_loads_leaves_the_queue(place: Place) -> None:
+def test_a_client_leaving_during_a_load_leaves_the_queue(place: Place) -> None:
     place.add("a", behaviour={"start_s": 30})
 
     async def run(served: Served) -> None:
@@ -213,7 +213,7 @@ BAD_REQUESTS: dict[str, tuple[bytes, tuple[int, str]]] = {
 }
 
 
-def test_a_mistake_is_told_in_openais_shape(place: Place) -> None:
+def test_errors_have_openais_shape(place: Place) -> None:
     place.add("qwen")
 
     async def run(served: Served) -> None:
@@ -239,7 +239,7 @@ def test_a_mistake_is_told_in_openais_shape(place: Place) -> None:
     with_gateway(place, run)
 
 
-def test_what_the_engine_refuses_is_passed_on_as_it_is(place: Place) -> None:
+def test_an_engines_refusal_is_passed_on_unchanged(place: Place) -> None:
     place.add("a")
 
     async def run(served: Served) -> None:
@@ -251,7 +251,7 @@ def test_what_the_engine_refuses_is_passed_on_as_it_is(place: Place) -> None:
     with_gateway(place, run)
 
 
-def test_a_model_that_is_served_by_another_name_is_asked_for_by_that(place: Place) -> None:
+def test_the_served_model_name_is_sent_to_the_engine(place: Place) -> None:
     place.add("a", behaviour={"served": "other"})
 
     async def run(served: Served) -> None:
@@ -381,7 +381,7 @@ def test_an_engine_that_dies_while_it_answers_is_a_502(place: Place) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error_that_clients_raise(place: Place, inside: bool) -> None:
+def test_an_engine_dying_in_a_stream_raises_an_error_in_clients(place: Place, inside: bool) -> None:
     place.add("a", behaviour={"dies_after_tokens": 2, "dies_inside_event": inside})
 
     async def run(served: Served) -> None:
@@ -431,7 +431,7 @@ def test_an_answer_may_take_hours(place: Place) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_an_engine_that_hangs_is_ended_and_so_are_those_that_wait_for_it(place: Place, is_stream: bool) -> None:
+def test_a_hung_engine_is_killed_and_its_requests_fail(place: Place, is_stream: bool) -> None:
     place.add("a", behaviour={"token_s": 0.1})
 
     async def run(served: Served) -> None:
@@ -475,7 +475,7 @@ def test_a_client_that_sends_slowly_or_reads_nothing_is_let_go(place: Place) -> 
     with_gateway(place, run, pause_s=1.0, timing=dataclasses.replace(IMPATIENT, stalled_client_s=1.0))
 
 
-def test_a_connection_that_the_engine_closes_meanwhile_is_not_an_error(place: Place) -> None:
+def test_a_kept_connection_closed_by_the_engine_is_not_an_error(place: Place) -> None:
     place.add("a", behaviour={"closes_kept": True})
 
     async def run(served: Served) -> None:
@@ -577,7 +577,7 @@ def test_a_swap_keeps_neither_model_waiting_for_ever(place: Place) -> None:
     with_gateway(place, run)
 
 
-def test_a_folder_for_logs_that_cannot_be_written_is_a_clear_error(place: Place) -> None:
+def test_an_unwritable_log_folder_is_a_503(place: Place) -> None:
     place.add("a")
 
     async def run(served: Served) -> None:

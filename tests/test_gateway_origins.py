@@ -60,7 +60,7 @@ def test_a_browser_is_told_what_a_site_may_ask_of_the_gateway(place: Place) -> N
             assert "access-control-allow-methods" not in answer.headers
 
 
-def test_the_site_may_read_answers_and_refusals_of_the_gateway_and_no_other_may(place: Place) -> None:
+def test_only_the_allowed_site_reads_gateway_answers_and_errors(place: Place) -> None:
     key = {"Authorization": f"Bearer {key_of(place)}"}
     body = {"model": "a", "prompt": "x", "max_tokens": 2}
     with managed_here(place, allowed_origins=(SITE,)) as here, here.client(Origin=SITE) as client:
@@ -92,7 +92,7 @@ def test_the_site_may_read_answers_and_refusals_of_the_gateway_and_no_other_may(
         assert client.post("/v1/completions", json=body, headers=evil).status_code == 403
 
 
-def test_a_site_that_was_not_written_as_browsers_do_is_understood_or_refused() -> None:
+def test_origins_are_normalised_or_refused() -> None:
     given = ["https://chat.example/", "HTTPS://Chat.Example:443", "http://localhost:3000", "http://[::1]:3000"]
     assert tuple(origin_of(one, "--allow-origin") for one in given) == (
         "https://chat.example", "https://chat.example", "http://localhost:3000", "http://[::1]:3000",

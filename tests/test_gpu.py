@@ -104,7 +104,7 @@ def test_a_store_waits_for_the_compute_before_it(rig: Rig) -> None:
     assert (rig.memory.slots[blocks] == 5).all()
 
 
-def test_a_load_waits_for_the_compute_before_it_and_compute_can_wait_for_the_load(rig: Rig) -> None:
+def test_loads_wait_for_prior_compute_and_compute_for_the_fence(rig: Rig) -> None:
     rig.memory.slots[:] = 9
     torch.cuda._sleep(200_000_000)
     rig.buffer.fill_(5)  # still writes the blocks when the load is asked for
@@ -118,7 +118,7 @@ def test_a_load_waits_for_the_compute_before_it_and_compute_can_wait_for_the_loa
     assert bool((seen == 9).all())
 
 
-def test_a_load_tells_how_much_of_it_is_on_the_way(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_reports_its_remaining_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overspill.kv.cuda._MARK_BYTES", 8 * BLOCK_BYTES)
     torch.cuda._sleep(200_000_000)
     rig.copier.end_step()
@@ -153,7 +153,7 @@ def slow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "not fenced"])
-def test_a_request_that_runs_before_its_bytes_are_there_waits_for_them(
+def test_a_request_run_before_its_load_ends_waits_at_the_fence(
     llama: Path, monkeypatch: pytest.MonkeyPatch, fenced: bool
 ) -> None:
     from overspill.kv.cuda import _CudaTransfer
@@ -205,7 +205,7 @@ def test_tokens_from_ram_equal_computed_ones(llama: Path, extra: dict[str, objec
         spilling.assert_nothing_is_held()
 
 
-def test_a_damaged_block_changes_the_answer_without_checksums_and_is_caught_with_them(llama: Path) -> None:
+def test_only_checksums_catch_a_corrupt_block(llama: Path) -> None:
     prompt = random_prompt(1, 600)
     for verify, caught in (("off", False), ("all", True)):
         with engine(llama, overspill(verify=verify)) as spilling:

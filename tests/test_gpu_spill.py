@@ -136,7 +136,7 @@ def test_blocks_move_from_ram_to_the_gpu_and_within_it(rig: Rig) -> None:
         assert bool((rig.resident(region)[6] == 20 + region).all())
 
 
-def test_the_way_in_can_be_timed(rig: Rig) -> None:
+def test_h2d_copies_can_be_timed(rig: Rig) -> None:
     start = rig.streams.mark()
     rig.streams.fill(0, [(0, 16)])
     end = rig.streams.mark()
@@ -216,7 +216,7 @@ def test_fp8_kv_spills_too(llama: Path) -> None:
         assert spills.metric("spill_in_bytes") > 0
 
 
-def test_steps_that_stream_run_piecewise_and_others_in_full_graphs(llama: Path) -> None:
+def test_streaming_steps_run_piecewise_and_others_in_full_graphs(llama: Path) -> None:
     long, short = random_prompt(1, PROMPT), random_prompt(2, 300)
     graphs = {**SETTINGS, "enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
     with engine(llama, blocks=1400, **graphs) as plain:

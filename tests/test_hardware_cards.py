@@ -17,7 +17,7 @@ def test_keys_and_names_are_unique() -> None:
 
 
 @every_card
-def test_a_card_gives_cuda_less_than_is_on_the_box_and_not_much_less(card: Card) -> None:
+def test_cuda_memory_is_slightly_below_the_marketed_size(card: Card) -> None:
     on_the_box = card.marketed_gb * GiB
     # ECC on GDDR6 takes a sixteenth of it.
     assert 0.88 * on_the_box < card.total_bytes < card.shown_mib * MiB <= on_the_box
@@ -112,7 +112,7 @@ def test_cards_of_one_name_and_other_memory_are_not_mixed_up() -> None:
     assert card_in_machine("NVIDIA RTX A6000", 46068 * MiB) is BY_KEY["a6000"]  # with ECC switched on
 
 
-def test_of_cards_of_one_size_the_one_with_the_slowest_memory_is_taken() -> None:
+def test_modest_card_takes_the_slowest_memory_of_its_size() -> None:
     assert modest_card(24 * GiB).key == "l4"
     assert modest_card(23 * GiB).key == "l4"
     assert modest_card(80 * GiB).key == "a100-80gb"
@@ -129,7 +129,7 @@ def test_of_cards_of_one_size_the_one_with_the_slowest_memory_is_taken() -> None
      ("rtx5070ti", 8960, 2452), ("a2000", 3328, 1200), ("a4000", 6144, 1560), ("a4500", 7168, 1650),
      ("a5000", 8192, 1695), ("l4", 7424, 2040), ("a10", 9216, 1695), ("a30", 3584, 1440), ("h100-pcie", 14592, 1620)],
 )  # fmt: skip
-def test_flops_follow_from_cores_and_clock_as_the_data_sheets_have_them(key: str, cores: int, clock_mhz: int) -> None:
+def test_flops_from_cores_and_clock_match_the_data_sheets(key: str, cores: int, clock_mhz: int) -> None:
     card = BY_KEY[key]
     flops = tensor_flops(card.name, card.compute_capability, cores, clock_mhz)
     assert flops == pytest.approx(card.bf16_tflops * 1e12, rel=0.02)

@@ -66,7 +66,7 @@ def test_this_machine_is_detected_and_described_as_json() -> None:
     assert described["gpus"] or described["problems"]
 
 
-def test_a_machine_without_a_gpu_is_an_error_only_for_who_needs_one() -> None:
+def test_a_missing_gpu_is_an_error_only_when_one_is_needed() -> None:
     hardware = detect(nvml=FakeNvml(init=NVMLError(LIBRARY_NOT_FOUND)))
     assert hardware.gpus == ()
     with pytest.raises(OverspillError) as refused:
@@ -100,7 +100,7 @@ def test_importing_and_detecting_load_neither_torch_nor_vllm() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
-def test_a_gpus_memory_that_the_kernel_counts_as_ram_is_taken_off(tmp_path: Path) -> None:
+def test_gpu_memory_counted_as_ram_is_subtracted(tmp_path: Path) -> None:
     """On a GH200 the kernel shows the GPU's HBM as a NUMA node without CPUs, and adds it to MemTotal."""
     tree = Tree(tmp_path, total_gib=576, available_gib=500)
     tree.node(0, 480, "0-71")
@@ -123,7 +123,7 @@ def test_memory_without_cpus_that_is_not_a_gpus_stays_ram(tmp_path: Path) -> Non
     assert len(machine.numa_nodes) == 2
 
 
-def test_hardware_without_gpus_and_without_a_reason_still_makes_a_sentence() -> None:
+def test_missing_gpus_without_a_reason_still_get_a_message() -> None:
     with pytest.raises(OverspillError, match="no GPU to plan for: none was found"):
         Hardware(detect().machine, ()).first_gpu()
 

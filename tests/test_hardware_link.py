@@ -29,7 +29,7 @@ def test_a_link_that_is_not_measured_is_derived_from_pcie() -> None:
     assert found.d2h_bytes_per_second == found.h2d_bytes_per_second
 
 
-def test_from_a_stated_pcie_link_it_is_assumed() -> None:
+def test_a_link_from_a_stated_pcie_generation_is_assumed() -> None:
     assert link_from_pcie(assumed(5), measured(16)).h2d_bytes_per_second.origin is Origin.ASSUMED
 
 

@@ -115,7 +115,7 @@ def test_shared_memory_is_measured_where_there_is_any(tree: Tree) -> None:
     assert 0 < machine.shm_free_bytes.value <= machine.shm_total_bytes.value
 
 
-def test_the_memlock_limit_is_that_of_the_process_and_does_not_stop_cuda() -> None:
+def test_the_memlock_limit_is_read_but_does_not_stop_pinning() -> None:
     limited = "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))"
     show = (
         "from overspill.hardware import detect; m = detect().machine; print(m.memlock_bytes, m.memlock_stops_pinning)"
@@ -162,7 +162,7 @@ def test_containers_are_recognised_by_their_marks(
     assert find_container(tmp_path, environ) == kind
 
 
-def test_free_disk_is_that_of_the_filesystem_the_cache_would_be_on(tree: Tree, tmp_path: Path) -> None:
+def test_free_disk_is_that_of_the_future_cache_folder(tree: Tree, tmp_path: Path) -> None:
     machine = tree.read({"XDG_CACHE_HOME": str(tmp_path / "not/there/yet")})
     assert machine.cache_folder == tmp_path / "not/there/yet/overspill"
     assert machine.cache_free_bytes is not None

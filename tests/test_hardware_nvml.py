@@ -242,7 +242,7 @@ def test_an_h200_is_as_fast_as_its_data_sheet_says() -> None:
     assert gpu.link.h2d_bytes_per_second.value == pytest.approx(55e9, rel=0.05)
 
 
-def test_a_card_that_is_not_in_the_table_has_flops_by_its_cores_and_clock() -> None:
+def test_an_unlisted_cards_flops_come_from_cores_and_clock() -> None:
     gpu = only(
         read(Device(Name="NVIDIA GeForce RTX 4090 Laptop GPU", NumGpuCores=9728, MaxClockInfo={1: 2040, 2: 9001}))
     )
@@ -262,7 +262,7 @@ def test_processes_are_listed_once_with_what_is_known_of_them() -> None:
     )
 
 
-def test_a_driver_that_does_not_list_processes_is_not_an_idle_gpu() -> None:
+def test_an_unreadable_process_list_is_noted_not_taken_as_idle() -> None:
     refused = NVMLError(NO_PERMISSION)
     gpu = only(read(Device(ComputeRunningProcesses=refused, GraphicsRunningProcesses=refused)))
     assert gpu.processes == ()
@@ -298,11 +298,11 @@ def test_the_table_stands_in_for_memory_clocks_that_are_not_told() -> None:
     assert gpu.memory_bytes_per_second.origin is Origin.ASSUMED
 
 
-def test_a_version_of_the_package_without_a_function_is_one_figure_less() -> None:
+def test_a_missing_nvml_function_leaves_its_figure_unknown() -> None:
     assert only(read(Device(Name="NVIDIA X"), missing="NumGpuCores")).bf16_flops is None
 
 
-def test_a_driver_without_the_newer_memory_call_gives_the_total_it_has() -> None:
+def test_a_driver_without_the_newer_memory_call_gives_its_total() -> None:
     class Older(FakeNvml):
         def __getattr__(self, name: str) -> Any:
             answer = super().__getattr__(name)
@@ -320,7 +320,7 @@ def test_a_driver_without_the_newer_memory_call_gives_the_total_it_has() -> None
     assert gpu.total_bytes == measured(24564 * MiB, "includes what the driver reserves")
 
 
-def test_the_numa_node_next_to_the_gpu_is_read_from_its_pci_address(tmp_path: Path) -> None:
+def test_a_gpus_numa_node_is_read_from_its_pci_address(tmp_path: Path) -> None:
     for bus, node in (("41", "1"), ("42", "-1")):
         folder = tmp_path / f"sys/bus/pci/devices/0000:{bus}:00.0"
         folder.mkdir(parents=True)
@@ -388,13 +388,13 @@ def test_mig_devices_are_gpus_with_their_share() -> None:
     assert "a MIG device: other devices of this GPU share its link" in a.notes
 
 
-def test_a_mig_device_is_read_without_the_right_to_read_the_whole_gpu() -> None:
+def test_a_mig_device_is_read_without_access_to_the_whole_gpu() -> None:
     (part,) = read(mig(NVMLError(NO_PERMISSION), mig_part("MIG-a", 20))).gpus
     assert part.total_bytes.value == 20 * GiB
     assert part.memory_bytes_per_second is part.bf16_flops is None
 
 
-def test_mig_mode_without_a_device_is_a_problem_and_not_a_whole_gpu() -> None:
+def test_mig_mode_without_a_mig_device_is_a_problem() -> None:
     report = read(mig(SimpleNamespace(total=40 * GiB, reserved=0, free=0)))
     assert report.gpus == ()
     assert report.problems == (

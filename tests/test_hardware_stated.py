@@ -130,7 +130,7 @@ def here() -> Hardware:
     return detect()
 
 
-def test_a_stated_gpu_stands_in_for_those_of_the_machine_and_its_problems(here: Hardware) -> None:
+def test_a_stated_gpu_replaces_detected_gpus_and_their_problems(here: Hardware) -> None:
     stated = with_stated(here, gpu="rtx4090")
     assert [gpu.name for gpu in stated.gpus] == ["NVIDIA GeForce RTX 4090"]
     assert stated.problems == ()

@@ -76,7 +76,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-def test_it_is_pinned_from_the_first_slot_to_the_last_in_pieces_of_whole_slots() -> None:
+def test_slots_are_pinned_in_order_in_pieces_of_whole_slots() -> None:
     driver, memory = Driver(), HostMemory(5, PAGE)
     memory.prepare(driver)
     assert memory.wait_until_prepared(30)
@@ -100,7 +100,7 @@ def test_a_slot_never_lies_across_two_registered_pieces() -> None:
     memory.close()
 
 
-def test_only_slots_that_are_registered_count_as_pinned_meanwhile() -> None:
+def test_only_registered_slots_count_as_pinned_during_pinning() -> None:
     reached, goes_on, memory = threading.Event(), threading.Event(), HostMemory(6, PAGE)
 
     class SlowDriver(Driver):
@@ -119,7 +119,7 @@ def test_only_slots_that_are_registered_count_as_pinned_meanwhile() -> None:
     memory.close()
 
 
-def test_a_refusal_is_logged_and_the_rest_stays_unpinned_but_usable(log: pytest.LogCaptureFixture) -> None:
+def test_a_refused_pin_is_logged_and_leaves_slots_usable(log: pytest.LogCaptureFixture) -> None:
     driver, memory = Driver(refuses_after=1), HostMemory(8, PAGE)
     with log.at_level(logging.WARNING, logger="vllm"):
         memory.prepare(driver)
@@ -144,7 +144,7 @@ def test_closing_gives_every_registered_range_back_even_half_way() -> None:
     assert memory.pinned_bytes == 0
 
 
-def test_a_mapping_that_cannot_be_had_is_refused_with_what_to_change() -> None:
+def test_an_impossible_mapping_advises_a_lower_host_bytes() -> None:
     with pytest.raises(OverspillError, match=r"cannot map .* for host_bytes: .*lower host_bytes"):
         Mapping(2**56)
 

@@ -25,7 +25,7 @@ def layer_outermost(layers: list[str] = NAMES, page: int = PAGE, offset: int = 0
     )
 
 
-def test_with_blocks_outermost_a_block_of_all_layers_is_one_piece() -> None:
+def test_blocks_outermost_give_one_region_for_all_layers() -> None:
     assert block_regions(config(block_outermost())) == [Region(0, PAGE * LAYERS)]
 
 

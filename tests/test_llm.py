@@ -79,7 +79,7 @@ def test_a_plan_is_the_one_of_the_command_line(llama: Path) -> None:
     assert plan_as_json(made) == told
 
 
-def test_numbers_may_be_written_as_numbers_or_as_people_write_them(llama: Path) -> None:
+def test_sizes_may_be_numbers_or_strings(llama: Path) -> None:
     written = overspill.plan(str(llama), max_model_len="4k", gpu="24GiB", gpu_memory="16GiB", ram="64GiB")
     numbers = overspill.plan(str(llama), max_model_len=4096, gpu="24GiB", gpu_memory=16 * GiB, ram=64 * GiB)
     assert plan_as_json(written) == plan_as_json(numbers) and written.max_model_len == 4096
@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_by_the_name_of_the_argument(llama: Path, name: str) -> None:
+def test_an_error_names_the_argument(llama: Path, name: str) -> None:
     given, said = MISTAKES[name]
     with pytest.raises(overspill.OverspillError) as raised:
         overspill.plan(str(llama), **given)
@@ -144,7 +144,7 @@ def test_arguments_are_the_plans_flags_as_vllm_reads_them(llama: Path) -> None:
     assert vllm.EngineArgs(**spills).max_num_seqs == made.max_num_seqs
 
 
-def test_options_of_the_connector_stand_beside_the_sizes_that_were_planned(llama: Path) -> None:
+def test_connector_options_are_merged_with_planned_sizes(llama: Path) -> None:
     options = "store=lazy,verify=all,spill_share=1"
     both = {**SMALL, "offload_ram": "64MiB", "kv_options": options, "skip_tokenizer_init": True}
     arguments = overspill.engine_args(str(llama), **both)
@@ -159,7 +159,7 @@ def test_options_of_the_connector_stand_beside_the_sizes_that_were_planned(llama
     assert found is not None and (found.store, found.verify, found.spill_share) == ("lazy", "all", 1.0)
 
 
-def test_an_option_that_the_plan_has_no_use_for_is_left_out_with_a_word(llama: Path) -> None:
+def test_an_option_useless_to_the_plan_is_dropped_with_a_warning(llama: Path) -> None:
     with pytest.warns(overspill.PlanContradicted, match=r"--kv-options store=lazy would do nothing here"):
         arguments = overspill.engine_args(str(llama), **SMALL, kv_options="store=lazy,spill_share=1")
     assert set(arguments["kv_transfer_config"].kv_connector_extra_config) == {"spill_bytes", "spill_share"}
@@ -170,7 +170,7 @@ def test_an_option_that_the_plan_has_no_use_for_is_left_out_with_a_word(llama: P
     assert set(arguments["kv_transfer_config"].kv_connector_extra_config) == {"host_bytes", "verify"}
 
 
-def test_weights_in_ram_become_arguments_of_the_offloader_that_does_it(tmp_path: Path) -> None:
+def test_weights_in_ram_become_prefetch_offloader_arguments(tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096,
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -182,7 +182,7 @@ def test_weights_in_ram_become_arguments_of_the_offloader_that_does_it(tmp_path:
     assert read.offload_backend == "prefetch" and 0 < read.offload_num_in_group <= read.offload_group_size
 
 
-def test_arguments_of_the_users_own_win_and_a_contradiction_is_told(llama: Path) -> None:
+def test_user_arguments_override_the_plan_with_a_warning(llama: Path) -> None:
     with pytest.warns(overspill.PlanContradicted, match=r"replaces the plan's --gpu-memory-utilization") as told:
         arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", kv_cache_memory_bytes=2**30)
     assert arguments["kv_cache_memory_bytes"] == 2**30 and "gpu_memory_utilization" not in arguments
@@ -192,7 +192,7 @@ def test_arguments_of_the_users_own_win_and_a_contradiction_is_told(llama: Path)
     assert arguments["tensor_parallel_size"] == 2
 
 
-def test_what_vllm_and_the_plan_both_have_is_planned_with(llama: Path) -> None:
+def test_arguments_shared_by_vllm_and_the_plan_are_planned_with(llama: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", overspill.PlanContradicted)
         arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", gpu_memory_utilization=0.5)
@@ -206,14 +206,14 @@ def test_what_vllm_and_the_plan_both_have_is_planned_with(llama: Path) -> None:
     assert made.chosen is not None and made.chosen.weights.ram_bytes and made.wishes.at_once == 3
 
 
-def test_a_connector_of_the_users_own_takes_the_place_of_the_plans(llama: Path) -> None:
+def test_a_users_own_connector_replaces_the_planned_one(llama: Path) -> None:
     own = {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": 1}}
     with pytest.warns(overspill.PlanContradicted, match="--kv-transfer-config"):
         arguments = overspill.engine_args(str(llama), **SMALL, kv_transfer_config=own)
     assert arguments["kv_transfer_config"] is own
 
 
-def test_what_the_plan_is_not_about_is_passed_on_without_a_word(llama: Path) -> None:
+def test_arguments_outside_the_plan_are_passed_on_unwarned(llama: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", overspill.PlanContradicted)
         arguments = overspill.engine_args(
@@ -222,20 +222,20 @@ def test_what_the_plan_is_not_about_is_passed_on_without_a_word(llama: Path) -> 
     assert arguments["seed"] == 7 and arguments["enable_prefix_caching"] is False
 
 
-def test_a_variable_that_would_win_over_the_arguments_is_told(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_overriding_the_arguments_is_warned_of(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     with pytest.warns(overspill.PlanContradicted, match="VLLM_CPU_KVCACHE_SPACE is set"):
         overspill.engine_args(str(llama), **SMALL)
 
 
-def test_an_argument_that_nobody_has_is_refused_before_the_model_is_read() -> None:
+def test_an_unknown_argument_is_refused_before_reading_the_model() -> None:
     with pytest.raises(SettingsError, match=r"'max_num_sequences'; did you mean max_num_seqs\?"):
         overspill.engine_args("/nonexistent/model", max_num_sequences=3)
     with pytest.raises(SettingsError, match=r"'trust_remote'; did you mean trust_remote_code\?"):
         overspill.LLM("/nonexistent/model", trust_remote=True)
 
 
-def test_what_does_not_fit_is_refused_with_need_have_and_what_would_work(llama: Path) -> None:
+def test_a_model_that_does_not_fit_gets_need_have_and_advice(llama: Path) -> None:
     too_much = {**SMALL, "max_model_len": "32k", "gpu_memory": "4MiB"}
     for function in (overspill.engine_args, overspill.LLM):
         with pytest.raises(overspill.DoesNotFit, match=r"it needs .*; there is 4 MiB of that.*Longest") as raised:

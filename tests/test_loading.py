@@ -63,7 +63,7 @@ def by_name(**extra: Any) -> KVTransferConfig:
     [overspill(), by_name(), multi(kv_load_failure_policy="recompute")],
     ids=["module path", "plain name", "MultiConnector"],
 )
-def test_it_loads_and_serves_from_ram(llama: Path, transfer: KVTransferConfig) -> None:
+def test_a_forgotten_prompt_is_served_from_ram(llama: Path, transfer: KVTransferConfig) -> None:
     with engine(llama, transfer) as spilling:
         before = spilling.ask_one(PROMPT)
         spilling.forget_gpu()
@@ -122,9 +122,7 @@ def test_bad_settings_are_refused_before_the_model_loads(llama: Path, name: str)
     assert sentence in str(refusal.value)
 
 
-def test_ram_that_the_pool_took_is_not_missed_when_vllm_configures_again(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reconfiguring_does_not_count_the_pool_twice(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's connector is built when the pool is full; counting it twice refused half of all machines."""
     with engine(llama, by_name(host_bytes="64MiB")) as spilling:
         assert spilling.worker.memory is not None

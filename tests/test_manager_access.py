@@ -25,7 +25,7 @@ PASSWORD = "four words, not together"
 # Keys, password, sessions
 
 
-def test_on_loopback_everybody_is_local_until_there_is_a_key_or_a_password(registry: Registry) -> None:
+def test_loopback_clients_are_local_until_a_key_is_created(registry: Registry) -> None:
     async def story() -> None:
         access = Access(registry, is_loopback=True)
         assert await access.identify(None, None) is LOCAL
@@ -43,7 +43,7 @@ def test_on_loopback_everybody_is_local_until_there_is_a_key_or_a_password(regis
     asyncio.run(story())
 
 
-def test_removing_the_last_key_does_not_open_the_door_to_other_machines(registry: Registry) -> None:
+def test_removing_the_last_key_does_not_admit_other_machines(registry: Registry) -> None:
     async def story() -> None:
         access = Access(registry, is_loopback=False)
         secret, _ = create_key(registry, "laptop")
@@ -56,7 +56,7 @@ def test_removing_the_last_key_does_not_open_the_door_to_other_machines(registry
     asyncio.run(story())
 
 
-def test_a_key_that_another_process_removed_ends_within_two_seconds(registry: Registry) -> None:
+def test_a_key_removed_by_another_process_ends_in_two_seconds(registry: Registry) -> None:
     async def story() -> None:
         clock = Clock()
         access = Access(registry, is_loopback=True, clock=clock)
@@ -107,7 +107,7 @@ def test_wrong_keys_by_the_thousand_do_not_reach_the_database(registry: Registry
     asyncio.run(story())
 
 
-def test_who_logs_in_has_a_session_until_they_log_out(registry: Registry) -> None:
+def test_a_login_has_a_session_until_logout(registry: Registry) -> None:
     async def story() -> None:
         set_password(registry, PASSWORD)
         access = Access(registry, is_loopback=True)
@@ -126,7 +126,7 @@ def test_who_logs_in_has_a_session_until_they_log_out(registry: Registry) -> Non
     asyncio.run(story())
 
 
-def test_a_key_for_everything_may_log_in_and_one_for_the_gateway_may_not(registry: Registry) -> None:
+def test_a_full_key_may_log_in_and_a_gateway_key_may_not(registry: Registry) -> None:
     async def story() -> None:
         everything, _ = create_key(registry, "all")
         gateway, _ = create_key(registry, "gateway", KeyScope.GATEWAY)
@@ -144,7 +144,9 @@ def test_a_key_for_everything_may_log_in_and_one_for_the_gateway_may_not(registr
 
 
 @pytest.mark.parametrize("age", [IDLE, LONGEST])
-def test_a_session_that_is_idle_or_old_is_none(registry: Registry, age: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_or_old_session_is_invalid_and_removed(
+    registry: Registry, age: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from overspill.manager.web import access as module
 
     async def story() -> None:
@@ -168,7 +170,7 @@ def test_a_session_that_is_idle_or_old_is_none(registry: Registry, age: Any, mon
     asyncio.run(story())
 
 
-def test_use_is_noted_and_a_registry_that_fails_for_a_moment_locks_nobody_out(registry: Registry) -> None:
+def test_key_use_is_noted_and_a_brief_outage_locks_nobody_out(registry: Registry) -> None:
     async def story() -> None:
         clock = Clock()
         secret, _ = create_key(registry, "laptop")
@@ -190,8 +192,8 @@ def test_use_is_noted_and_a_registry_that_fails_for_a_moment_locks_nobody_out(re
     asyncio.run(story())
 
 
-def test_while_the_registry_does_not_answer_one_try_is_enough_for_all_who_wait(registry: Registry) -> None:
-    """Each waited for its own try, one after the other: the last of twenty for five minutes."""
+def test_waiters_share_one_try_at_an_unavailable_registry(registry: Registry) -> None:
+    """Each waiter made its own try, one after the other: the last of twenty waited five minutes."""
 
     async def story() -> None:
         clock = Clock()
@@ -224,7 +226,7 @@ def test_while_the_registry_does_not_answer_one_try_is_enough_for_all_who_wait(r
     asyncio.run(story())
 
 
-def test_what_changes_here_is_read_even_if_the_registry_has_just_not_answered(registry: Registry) -> None:
+def test_a_logout_counts_right_after_a_registry_failure(registry: Registry) -> None:
     async def story() -> None:
         set_password(registry, PASSWORD)
         clock = Clock()
@@ -273,7 +275,7 @@ def test_waits_double_after_five_tries_and_success_forgives() -> None:
     assert tries(limit, "10.0.0.7", 10) == 5
 
 
-def test_thousands_of_addresses_are_slowed_together_and_take_bounded_memory() -> None:
+def test_thousands_of_addresses_are_throttled_in_bounded_memory() -> None:
     clock = Clock()
     limit = LoginLimit(clock)
     limit.succeeded("10.0.0.7")
@@ -290,7 +292,7 @@ def test_thousands_of_addresses_are_slowed_together_and_take_bounded_memory() ->
     assert len(slow._by_address) == _MAX_ADDRESSES
 
 
-def test_all_of_an_ipv6_network_is_one_and_mapped_addresses_are_ipv4() -> None:
+def test_login_limits_group_ipv6_networks_and_mapped_ipv4() -> None:
     limit = LoginLimit(Clock())
     assert sum(limit.try_now(f"2001:db8::{number:x}") == 0 for number in range(100)) == 5
     assert tries(limit, "10.0.0.9", 5) == 5 and limit.try_now("::ffff:10.0.0.9") > 0

@@ -89,7 +89,7 @@ RUN_CODE = (
 )  # fmt: skip
 
 
-def test_flags_that_run_code_or_open_files_are_refused_over_the_web(client: httpx.Client) -> None:
+def test_the_web_refuses_flags_that_run_code_or_open_files(client: httpx.Client) -> None:
     for flag in RUN_CODE:
         refused = client.patch("/api/models/a", json={"vllm_args": ["--seed", "7", flag]})
         assert refused.status_code == 403 and "may not be set over the web" in message(refused)
@@ -98,7 +98,7 @@ def test_flags_that_run_code_or_open_files_are_refused_over_the_web(client: http
     assert client.patch("/api/models/a", json={"vllm_args": ["--seed", "7"]}).status_code == 200
 
 
-def test_flags_that_were_set_elsewhere_stay_when_something_else_is_changed(place: Place) -> None:
+def test_a_restricted_flag_set_elsewhere_survives_other_edits(place: Place) -> None:
     place.add("a", vllm_args=["--trust-remote-code"])
     with managed_here(place) as here, here.client() as client:
         body = {"vllm_args": ["--trust-remote-code"], "notes": "as it was"}
@@ -112,7 +112,7 @@ def test_flags_that_were_set_elsewhere_stay_when_something_else_is_changed(place
 # Engines
 
 
-def test_an_engine_is_started_answers_through_the_gateway_and_is_stopped(client: httpx.Client) -> None:
+def test_an_engine_starts_answers_through_the_gateway_and_stops(client: httpx.Client) -> None:
     ready = client.post("/api/engines/start/a").json()
     assert ready["state"] == "ready" and ready["pid"] and ready["url"].startswith("http://127.0.0.1:")
     asked = {"model": "a", "prompt": "x", "max_tokens": 2}
@@ -127,14 +127,14 @@ def test_an_engine_is_started_answers_through_the_gateway_and_is_stopped(client:
     assert client.post("/api/engines/stop/a").json()["state"] == "stopped"
 
 
-def test_without_waiting_it_answers_at_once_with_the_state_as_it_is(client: httpx.Client, place: Place) -> None:
+def test_start_without_wait_returns_the_current_state(client: httpx.Client, place: Place) -> None:
     place.behave("a", start_s=1.0)
     begun = client.post("/api/engines/start/a?wait=false")
     assert begun.status_code == 202 and begun.json()["state"] in ("stopped", "starting")
     until(client, "/api/engines/a", state="ready")
 
 
-def test_a_start_without_room_is_a_conflict_and_a_switch_makes_room(client: httpx.Client) -> None:
+def test_start_without_room_is_a_conflict_and_switch_makes_room(client: httpx.Client) -> None:
     client.post("/api/engines/start/a")
     refused = client.post("/api/engines/start/b")
     assert refused.status_code == 409 and "Stop a first, or switch to b" in message(refused)
@@ -143,7 +143,7 @@ def test_a_start_without_room_is_a_conflict_and_a_switch_makes_room(client: http
     assert client.post("/api/engines/restart/b").json()["state"] == "ready"
 
 
-def test_a_failed_start_tells_why_with_the_last_lines_of_the_log(client: httpx.Client, place: Place) -> None:
+def test_a_failed_start_reports_the_last_lines_of_the_log(client: httpx.Client, place: Place) -> None:
     place.behave("a", dies_at_start=True, says="shard 3 of 4")
     failed = client.post("/api/engines/start/a")
     assert failed.status_code == 409 and "shard 3 of 4" in message(failed) and "exit code" in message(failed)
@@ -175,7 +175,7 @@ def test_a_log_is_followed_as_plain_text(client: httpx.Client) -> None:
         assert "serves a on port" in next(told.iter_text())
 
 
-def test_five_hundred_watchers_that_come_and_go_leave_nothing_behind(here: Here, client: httpx.Client) -> None:
+def test_five_hundred_watchers_leave_no_listeners_behind(here: Here, client: httpx.Client) -> None:
     assert here.application is not None
     with httpx.Client(base_url=here.url, limits=httpx.Limits(max_connections=600), timeout=60) as many:
         for path in ("/events/dashboard", "/api/events", "/events/models"):
@@ -209,7 +209,7 @@ def test_the_machine_is_measured_and_its_history_kept(client: httpx.Client) -> N
     assert client.get("/api/sample").json()["ram"]["total_bytes"] == ram["total_bytes"]
 
 
-def test_what_was_done_is_in_the_audit_log_with_how_it_went(client: httpx.Client) -> None:
+def test_the_audit_log_has_actions_with_their_outcome(client: httpx.Client) -> None:
     client.post("/api/engines/start/a")
     client.post("/api/engines/start/b")
     client.patch("/api/models/a", json={"source": "/etc"})
@@ -222,7 +222,7 @@ def test_what_was_done_is_in_the_audit_log_with_how_it_went(client: httpx.Client
 # Jobs
 
 
-def test_a_job_runs_a_command_shows_its_output_and_can_be_stopped(client: httpx.Client) -> None:
+def test_a_job_runs_its_command_shows_output_and_can_be_stopped(client: httpx.Client) -> None:
     body = {"kind": "bench", "model": "a", "given": {"workload": "multi-turn:conversations=1,turns=1,think_time=0"}}
     job = client.post("/api/jobs", json=body).json()
     over = until_over(client, job["id"])
@@ -270,7 +270,7 @@ def test_a_value_that_looks_like_a_flag_is_a_value() -> None:
 # Access
 
 
-def test_with_a_password_nothing_is_told_to_nobody_and_a_login_opens_it(place: Place) -> None:
+def test_a_password_hides_everything_until_login(place: Place) -> None:
     place.add("a")
     with place.registry() as registry:
         set_password(registry, PASSWORD)
@@ -325,7 +325,7 @@ def test_only_a_found_server_that_is_named_is_stopped(client: httpx.Client) -> N
 # The description
 
 
-def test_everything_in_the_description_is_described() -> None:
+def test_every_path_of_the_openapi_description_is_documented() -> None:
     description = make_web(None).openapi()
     assert len(description["paths"]) > 25
     for path, methods in description["paths"].items():
@@ -334,7 +334,7 @@ def test_everything_in_the_description_is_described() -> None:
             assert one["summary"] and "422" in one["responses"] and "404" in one["responses"], (path, method)
 
 
-def test_mistakes_are_told_in_one_shape(client: httpx.Client) -> None:
+def test_errors_have_one_shape(client: httpx.Client) -> None:
     for answer in (
         client.post("/api/models", json={"name": "c", "no_such": 1}),
         client.post("/api/models", content=b"{", headers={"content-type": "application/json"}),

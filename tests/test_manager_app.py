@@ -68,12 +68,12 @@ def test_numbers_have_units_and_what_is_not_known_is_a_dash() -> None:
     assert shown(None, "bytes") == "–" and duration(3700) == "1 h 1 min"
 
 
-def test_elements_of_different_models_have_different_ids_that_a_page_can_use() -> None:
+def test_models_have_distinct_and_valid_element_ids() -> None:
     ids = {element_id(name) for name in ("a", "A", "a/b", "a.b", "a b")}
     assert len(ids) == 5 and all(one.isalnum() and one[0].isalpha() for one in ids)
 
 
-def test_the_map_of_a_gpu_shows_what_an_engine_holds_and_what_others_do() -> None:
+def test_memory_maps_separate_an_engine_from_other_use() -> None:
     gpu = GpuSample(
         index=0, uuid="", name="card", total_bytes=10 * GiB, used_bytes=8 * GiB, use=0.1, temperature_c=None,
         power_w=None, to_gpu_bytes_per_s=None, from_gpu_bytes_per_s=None, processes={7: 6 * GiB},
@@ -209,7 +209,7 @@ def test_a_manager_is_found_by_its_file_only_while_it_lives(tmp_path: Path) -> N
     assert find_manager(tmp_path) is None
 
 
-def test_what_fails_unexpectedly_is_not_done_by_the_audit_log(registry: Registry) -> None:
+def test_the_audit_log_records_an_unexpected_error_as_failed(registry: Registry) -> None:
     """Any error but ours and a client that left was written down as done."""
 
     async def run() -> None:
@@ -224,7 +224,7 @@ def test_what_fails_unexpectedly_is_not_done_by_the_audit_log(registry: Registry
     asyncio.run(run())
 
 
-def test_why_a_model_was_stopped_is_in_the_managers_log_and_on_its_card(tmp_path: Path) -> None:
+def test_the_stop_reason_is_logged_and_shown_on_the_card(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     place = QuickPlace(tmp_path)
     place.add("a")
@@ -247,7 +247,7 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield running
 
 
-def test_another_name_for_it_is_refused(manager: Managed) -> None:
+def test_an_unknown_host_header_is_refused(manager: Managed) -> None:
     assert httpx.get(manager.url + "/", headers={"host": "evil.example"}, timeout=60).status_code == 421
     assert httpx.get(manager.url + "/", headers={"host": "localhost"}, timeout=60).status_code == 200
 
@@ -275,7 +275,7 @@ def test_a_second_manager_of_the_same_user_is_refused(manager: Managed) -> None:
     assert second.returncode == 1 and f"a manager runs already (process {manager.process.pid})" in second.stderr
 
 
-def test_a_server_of_others_is_shown_watched_and_stopped_only_by_its_name(manager: Managed, tmp_path: Path) -> None:
+def test_a_found_server_is_watched_and_stopped_only_by_its_name(manager: Managed, tmp_path: Path) -> None:
     program = tmp_path / "vllm"
     program.write_text((Path(__file__).parent / "vllm_lookalike.py").read_text())
     server = subprocess.Popen(
@@ -318,7 +318,7 @@ def test_an_engine_of_a_running_script_cannot_be_stopped(manager: Managed, tmp_p
         os.kill(engine, 0)  # it lives
 
 
-def test_it_ends_although_somebody_watches(manager: Managed) -> None:
+def test_the_manager_exits_while_a_client_watches(manager: Managed) -> None:
     with httpx.stream("GET", manager.url + "/events/dashboard", timeout=30) as events:
         lines = events.iter_lines()
         assert next(lines)
@@ -330,7 +330,7 @@ def test_it_ends_although_somebody_watches(manager: Managed) -> None:
     assert find_manager(own_folder({"XDG_STATE_HOME": str(manager.folder / "state")})) is None
 
 
-def test_one_that_was_killed_leaves_the_way_free_for_the_next(tmp_path: Path) -> None:
+def test_a_killed_manager_does_not_block_the_next(tmp_path: Path) -> None:
     with managed(tmp_path) as first:
         first.process.kill()
         first.process.wait(timeout=10)
@@ -343,9 +343,8 @@ def test_one_that_was_killed_leaves_the_way_free_for_the_next(tmp_path: Path) ->
             second.clean_up()
 
 
-def test_the_command_runs_on_the_event_loop_that_the_gateway_is_tested_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manager_command_runs_on_uvloop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway is tested on the same event loop."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     loops = []
 
@@ -359,7 +358,7 @@ def test_the_command_runs_on_the_event_loop_that_the_gateway_is_tested_on(
     assert isinstance(loop, uvloop.Loop)
 
 
-def test_a_terminal_that_is_closed_ends_it_and_what_it_started(tmp_path: Path) -> None:
+def test_closing_the_terminal_ends_the_manager_and_its_engines(tmp_path: Path) -> None:
     """It died at once, and its engines went on without anybody to stop them."""
     place = QuickPlace(tmp_path)
     place.add("a")
@@ -386,7 +385,7 @@ def test_a_terminal_that_is_closed_ends_it_and_what_it_started(tmp_path: Path) -
             os.kill(pid, signal.SIGKILL)
 
 
-def test_with_nohup_it_outlives_its_terminal(tmp_path: Path) -> None:
+def test_with_nohup_the_manager_outlives_its_terminal(tmp_path: Path) -> None:
     place = QuickPlace(tmp_path)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

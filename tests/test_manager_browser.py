@@ -275,7 +275,7 @@ def test_every_page_is_whole_in_light_in_dark_and_on_a_phone(
     page.close()
 
 
-def test_every_field_has_a_label_and_every_page_can_be_reached_by_keyboard(watched: Watched) -> None:
+def test_every_field_has_a_label_and_pages_work_by_keyboard(watched: Watched) -> None:
     page = watched.page()
     for path in SHOWN:
         page.goto(path)
@@ -310,9 +310,7 @@ def test_a_start_without_room_is_refused_and_a_switch_makes_room(page: "Page") -
     assert number(page, "try-answer-tokens") == 4
 
 
-def test_a_manager_that_was_killed_finds_its_engine_again_and_the_page_follows(
-    browser: "Browser", manager: Managed
-) -> None:
+def test_the_page_recovers_when_a_killed_manager_restarts(browser: "Browser", manager: Managed) -> None:
     alone = Watched(browser, manager.url)  # a browser tells that nobody answers meanwhile
     page = alone.page()
     page.goto("/")

@@ -52,7 +52,7 @@ def assert_fails_soon(client: httpx.Client, since: float) -> None:
     assert told["pid"] is None
 
 
-def test_a_core_killed_while_it_starts_answers_who_waits(manager: Managed) -> None:
+def test_a_core_killed_during_start_answers_its_waiters(manager: Managed) -> None:
     """vLLM's server then waits for its core for ever; so did the client, and the state was "starting"."""
     (manager.folder / "dies").touch()
     with manager.client() as client:

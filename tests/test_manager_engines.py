@@ -50,7 +50,7 @@ def test_an_engine_starts_is_ready_and_stops(place: Place) -> None:
     asyncio.run(run())
 
 
-def test_an_engine_is_started_where_no_name_can_be_a_folders(place: Place) -> None:
+def test_an_engine_starts_in_an_empty_working_folder(place: Place) -> None:
     """vLLM takes `tmp/x` for a folder if one is where it was started, and in / that would be any of the disk's."""
     place.add("tmp/a")
 
@@ -102,7 +102,7 @@ def test_engines_that_are_kept_are_adopted_by_the_next_manager(place: Place) -> 
     asyncio.run(run())
 
 
-def test_one_killed_at_its_start_has_failed_with_a_reason_and_is_not_tried_again_at_once(place: Place) -> None:
+def test_a_kill_during_start_fails_with_a_reason_and_backs_off(place: Place) -> None:
     place.add("a", behaviour={"start_s": 30})
 
     async def run() -> None:
@@ -124,7 +124,7 @@ def test_one_killed_at_its_start_has_failed_with_a_reason_and_is_not_tried_again
     asyncio.run(run())
 
 
-def test_why_a_start_failed_is_told_with_the_end_of_the_log(place: Place) -> None:
+def test_a_failed_start_reports_the_end_of_the_log(place: Place) -> None:
     place.add("a", behaviour={"dies_at_start": True, "says": "loading\nshard 3 of 4"})
 
     async def run() -> None:
@@ -150,7 +150,7 @@ def test_a_program_that_is_not_there_is_a_failed_start(place: Place) -> None:
     asyncio.run(run())
 
 
-def test_one_that_dies_while_it_serves_has_failed(place: Place) -> None:
+def test_an_engine_that_dies_while_serving_has_failed(place: Place) -> None:
     place.add("a")
 
     async def run() -> None:
@@ -164,7 +164,7 @@ def test_one_that_dies_while_it_serves_has_failed(place: Place) -> None:
     asyncio.run(run())
 
 
-def test_one_that_somebody_else_stops_well_is_stopped_and_has_not_failed(place: Place) -> None:
+def test_an_engine_terminated_from_outside_is_stopped_not_failed(place: Place) -> None:
     place.add("a")
 
     async def run() -> None:
@@ -179,7 +179,7 @@ def test_one_that_somebody_else_stops_well_is_stopped_and_has_not_failed(place: 
 
 
 @pytest.mark.parametrize("behaviour", ["ignores_sigterm", "dies_at_sigterm"])
-def test_one_that_does_not_end_well_is_gone_all_the_same(place: Place, behaviour: str) -> None:
+def test_stop_ends_a_stubborn_engine_and_its_children(place: Place, behaviour: str) -> None:
     place.add("a", behaviour={behaviour: True, "has_child": True})
 
     async def run() -> None:
@@ -196,8 +196,8 @@ def test_one_that_does_not_end_well_is_gone_all_the_same(place: Place, behaviour
     asyncio.run(run())
 
 
-def test_what_a_killed_engine_leaves_behind_is_stopping_until_it_is_gone(place: Place) -> None:
-    """A new engine beside what is left of the old one would not find its memory."""
+def test_a_killed_engine_is_stopping_until_its_children_are_gone(place: Place) -> None:
+    """A new engine beside the remains of the old one would not find its memory."""
     place.add("a", behaviour={"has_child": True})
 
     async def run() -> None:
@@ -242,9 +242,7 @@ def test_a_port_that_is_taken_meanwhile_is_replaced_by_another(place: Place) -> 
         asyncio.run(run())
 
 
-def test_somebody_else_who_answers_on_the_port_is_not_taken_for_the_engine(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_server_on_the_port_is_not_taken_for_the_engine(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.add("a", behaviour={"start_s": 1.0})
 
     async def run() -> None:
@@ -311,10 +309,8 @@ def deaf(place: Place, *, from_start: bool = False) -> OwnProcesses:
     return OwnProcesses(program=(sys.executable, "-S", str(program), str(place.behaviours.with_suffix(".starts"))))
 
 
-def test_a_hung_engine_that_ends_well_when_it_is_asked_to_has_failed_all_the_same(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was shown as stopped from outside, without an error."""
+def test_a_hung_engine_that_exits_cleanly_has_failed(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine was shown as stopped from outside, without an error."""
     place.add("a")
 
     async def run() -> None:
@@ -329,7 +325,7 @@ def test_a_hung_engine_that_ends_well_when_it_is_asked_to_has_failed_all_the_sam
     asyncio.run(run())
 
 
-def test_a_start_that_hangs_and_ends_well_has_failed_and_is_not_begun_again_and_again(place: Place) -> None:
+def test_a_hung_start_that_exits_cleanly_fails_without_a_retry(place: Place) -> None:
     place.add("a")
 
     async def run() -> None:
@@ -342,10 +338,10 @@ def test_a_start_that_hangs_and_ends_well_has_failed_and_is_not_begun_again_and_
     asyncio.run(run())
 
 
-def test_one_that_served_for_long_has_no_failed_start_when_it_is_killed_and_leaves_something_behind(
+def test_kill_after_long_service_is_not_a_failed_start(
     place: Place,
 ) -> None:
-    """While what it left was ended it was forgotten that it had served, and waits doubled with each such end."""
+    """Its service time was forgotten while its children were terminated, and the backoff doubled with each kill."""
     place.add("a", behaviour={"has_child": True})
 
     async def run() -> None:
@@ -362,7 +358,7 @@ def test_one_that_served_for_long_has_no_failed_start_when_it_is_killed_and_leav
     asyncio.run(run())
 
 
-def test_why_a_model_was_stopped_is_told_to_it_logged_and_shown(
+def test_the_stop_reason_is_left_for_the_engine_logged_and_shown(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", logger="overspill.manager")
@@ -385,7 +381,7 @@ def test_why_a_model_was_stopped_is_told_to_it_logged_and_shown(
     asyncio.run(run())
 
 
-def test_the_run_of_one_that_had_to_be_killed_says_why(place: Place) -> None:
+def test_the_run_of_a_killed_engine_records_the_stop_reason(place: Place) -> None:
     place.add("a", behaviour={"ignores_sigterm": True})
 
     async def run() -> None:
@@ -401,7 +397,7 @@ def test_the_run_of_one_that_had_to_be_killed_says_why(place: Place) -> None:
     asyncio.run(run())
 
 
-def test_an_engine_goes_for_another_that_does_not_fit_beside_it(place: Place) -> None:
+def test_an_engine_is_evicted_for_one_that_does_not_fit_beside(place: Place) -> None:
     for name, size in (("a", GiB), ("b", GiB), ("c", 2 * GiB)):
         place.add(name, ram=size)
 
@@ -420,7 +416,7 @@ def test_an_engine_goes_for_another_that_does_not_fit_beside_it(place: Place) ->
     asyncio.run(run())
 
 
-def test_what_fits_nowhere_is_refused_and_stops_nobody(place: Place) -> None:
+def test_a_model_that_fits_nowhere_is_refused_and_evicts_nothing(place: Place) -> None:
     place.add("a")
     place.add("huge", ram=3 * GiB)
 
@@ -434,7 +430,7 @@ def test_what_fits_nowhere_is_refused_and_stops_nobody(place: Place) -> None:
     asyncio.run(run())
 
 
-def test_requests_in_flight_end_before_their_engine_goes(place: Place) -> None:
+def test_an_engine_drains_its_requests_before_eviction(place: Place) -> None:
     for name in ("a", "b"):
         place.add(name, ram=2 * GiB)
 
@@ -453,7 +449,7 @@ def test_requests_in_flight_end_before_their_engine_goes(place: Place) -> None:
     asyncio.run(run())
 
 
-def test_an_engine_stays_if_the_request_it_should_go_for_gives_up(place: Place) -> None:
+def test_drain_is_cancelled_when_the_waiting_request_gives_up(place: Place) -> None:
     for name in ("a", "b"):
         place.add(name, ram=2 * GiB)
 
@@ -469,8 +465,8 @@ def test_an_engine_stays_if_the_request_it_should_go_for_gives_up(place: Place) 
     asyncio.run(run())
 
 
-def test_an_engine_stays_if_the_model_it_should_go_for_found_room_elsewhere(place: Place) -> None:
-    """It was stopped with its requests cut, for a model that was starting already."""
+def test_drain_is_cancelled_when_the_model_finds_room_elsewhere(place: Place) -> None:
+    """The draining engine was stopped and its requests cut, for a model that was already starting."""
     for name in ("a", "b", "c"):
         place.add(name, behaviour={"start_s": 1.0 if name == "c" else 0.0})
 
@@ -494,7 +490,7 @@ def test_an_engine_stays_if_the_model_it_should_go_for_found_room_elsewhere(plac
     asyncio.run(run())
 
 
-def test_a_queue_that_gets_empty_while_a_model_is_chosen_is_no_error() -> None:
+def test_a_queue_emptied_while_choosing_a_model_is_not_an_error() -> None:
     async def run() -> None:
         queue = Queue(10)
         queue.join("a")
@@ -534,7 +530,7 @@ def test_requests_that_do_not_end_are_ended_after_a_while(place: Place) -> None:
     asyncio.run(run())
 
 
-def test_an_idle_model_is_unloaded_after_its_ttl_and_a_used_one_is_not(place: Place) -> None:
+def test_ttl_unloads_an_idle_model_and_keeps_a_used_one(place: Place) -> None:
     place.add("a", ttl=1)
     place.add("b", ttl=1)
 
@@ -549,7 +545,7 @@ def test_an_idle_model_is_unloaded_after_its_ttl_and_a_used_one_is_not(place: Pl
     asyncio.run(run())
 
 
-def test_the_queue_has_an_end_a_deadline_and_is_left_by_who_goes_away(place: Place) -> None:
+def test_the_queue_has_a_limit_a_deadline_and_can_be_left(place: Place) -> None:
     place.add("a", behaviour={"start_s": 30})
 
     async def run() -> None:
@@ -569,7 +565,7 @@ def test_the_queue_has_an_end_a_deadline_and_is_left_by_who_goes_away(place: Pla
     asyncio.run(run())
 
 
-def test_a_model_that_is_not_there_is_told_with_the_nearest(place: Place) -> None:
+def test_an_unknown_model_suggests_the_nearest_name(place: Place) -> None:
     place.add("qwen")
 
     async def run() -> None:
@@ -583,7 +579,7 @@ def test_a_model_that_is_not_there_is_told_with_the_nearest(place: Place) -> Non
     asyncio.run(run())
 
 
-def test_changes_are_told_to_who_listens_and_a_slow_listener_gets_the_latest(place: Place) -> None:
+def test_listeners_get_changes_and_a_slow_one_gets_the_latest(place: Place) -> None:
     place.add("a")
 
     async def run() -> None:

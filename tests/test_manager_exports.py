@@ -53,7 +53,7 @@ def engine_page(tokens: int, model: str = "served") -> bytes:
 # The page, as a pure function
 
 
-def test_pages_become_one_with_every_family_once_and_every_series_by_its_model() -> None:
+def test_merged_metrics_have_each_family_once_and_a_model_label() -> None:
     found = families(merged({"b": engine_page(20), "a": engine_page(10)}))
     assert values(found["vllm:prompt_tokens"], "vllm:prompt_tokens_total") == {"a": 10, "b": 20}
     assert found["vllm:prompt_tokens"].documentation == "help of vllm:prompt_tokens"
@@ -63,7 +63,7 @@ def test_pages_become_one_with_every_family_once_and_every_series_by_its_model()
     assert merged({}) == b""
 
 
-def test_a_name_of_any_kind_and_a_label_that_is_taken_already_stay_readable() -> None:
+def test_odd_model_names_and_taken_labels_stay_parseable() -> None:
     odd = 'a "b"\\ c\nd'
     page = b'x{model_name="m"} 1\ny{model="theirs",other="model=\\"no\\""} 2\nz{other="model=\\"no\\""} 3\n'
     found = families(merged({odd: page}))
@@ -72,13 +72,13 @@ def test_a_name_of_any_kind_and_a_label_that_is_taken_already_stay_readable() ->
     assert found["z"].samples[0].labels == {"model": odd, "other": 'model="no"'}
 
 
-def test_what_is_no_series_does_not_spoil_the_page() -> None:
+def test_malformed_lines_do_not_spoil_the_merged_metrics() -> None:
     page = b'<html>\nx 1\nx{broken="} 2\ny abc\n\xff\xfe\n# EOF\n# a remark\nz{a="1",} 3 1700000000000\n'
     found = families(merged({"a": page, "b": b"", "c": b"x +Inf"}))
     assert set(found) == {"x", "z"} and values(found["x"]) == {"a": 1, "c": float("inf")}
 
 
-def test_engines_of_two_versions_that_disagree_on_a_family_leave_it_without_a_kind() -> None:
+def test_a_family_with_conflicting_types_becomes_untyped() -> None:
     found = families(merged({"a": b"# TYPE x counter\nx 1\n", "b": b"# HELP x Help.\n# TYPE x gauge\nx 2\n"}))
     assert found["x"].type == "unknown" and values(found["x"]) == {"a": 1, "b": 2}
 
@@ -98,7 +98,7 @@ def start(here: Here, *names: str) -> None:
             assert client.post(f"/api/engines/start/{name}").status_code == 200
 
 
-def test_the_managers_page_has_the_series_of_engines_that_are_ready(place: Place) -> None:
+def test_manager_metrics_include_series_of_ready_engines(place: Place) -> None:
     add(place, "a", engine_page(10))
     add(place, "b", engine_page(20))
     add(place, "c", engine_page(30))
@@ -115,7 +115,7 @@ def test_the_managers_page_has_the_series_of_engines_that_are_ready(place: Place
         assert read_counters(Target(url=here.url, model="c")) is None, "it does not run"
 
 
-def test_an_engine_that_is_slow_is_told_and_holds_up_nobody(place: Place) -> None:
+def test_a_slow_engine_is_reported_and_delays_nobody(place: Place) -> None:
     add(place, "a", engine_page(10))
     add(place, "slow", engine_page(20), metrics_s=60)
     add(place, "slower", engine_page(20), metrics_s=60)
@@ -129,7 +129,7 @@ def test_an_engine_that_is_slow_is_told_and_holds_up_nobody(place: Place) -> Non
         assert values(found["vllm:prompt_tokens"], "vllm:prompt_tokens_total") == {"a": 10}
 
 
-def test_the_machines_gauges_have_gpus_and_disks_and_leave_out_what_is_not_known() -> None:
+def test_gauges_of_gpus_and_disks_omit_unknown_values() -> None:
     gpu = GpuSample(
         index=1, uuid="GPU-1", name="H200", total_bytes=9, used_bytes=4, use=0.5, temperature_c=61, power_w=512.5,
         to_gpu_bytes_per_s=None, from_gpu_bytes_per_s=7, processes={},
@@ -153,15 +153,15 @@ def test_the_machines_gauges_have_gpus_and_disks_and_leave_out_what_is_not_known
     assert drawn["gpu-temperature"] == ("°C", "gpu 1 temperature") and drawn["gpu-power"] == ("W", "gpu 1 power")
 
 
-def test_the_page_knows_what_is_little_of_every_unit_of_a_chart() -> None:
-    """Without it, the axis of a chart has no end, and nothing is drawn."""
+def test_the_page_has_a_least_axis_range_for_every_chart_unit() -> None:
+    """Without one, the axis of a chart has no end, and nothing is drawn."""
     script = (DOCS.parent / "src/overspill/manager/web/static/manager.js").read_text()
     (least,) = re.findall(r"const least = \{(.*?)\};", script)
     units = {unit for _, _, unit, _ in _CHARTS} - {"share"}
     assert units == set(re.findall(r'"([^"]*)":', least))
 
 
-def test_counters_of_the_manager_are_none_of_a_models() -> None:
+def test_manager_counters_are_not_counted_for_a_model() -> None:
     page = 'overspill_manager_requests_total{model="a"} 5\nvllm:prompt_tokens_total{model="a b",engine="0"} 7\n'
     assert parse_counters(page, "a b") == {"prompt_tokens": 7}
     assert parse_counters(page, "a") is None
@@ -190,7 +190,7 @@ def exported(place: Place) -> set[str]:
     return set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
 
 
-def test_every_expression_of_the_dashboard_and_of_the_alerts_has_a_series(exported: set[str]) -> None:
+def test_dashboard_and_alert_expressions_use_exported_series(exported: set[str]) -> None:
     panels = json.loads((DOCS / "grafana-dashboard.json").read_text())["panels"]
     shown = {target["expr"]: target for panel in panels for target in panel.get("targets", [])}
     rules = yaml.safe_load((DOCS / "prometheus-alerts.yml").read_text())["groups"][0]["rules"]
@@ -210,7 +210,7 @@ def test_the_alerts_say_what_they_are_about() -> None:
     assert "overspill_pinning_refused" in rules["OverspillPoolNotPinned"]["expr"]
 
 
-def test_the_scrape_configuration_in_the_documentation_can_be_read() -> None:
+def test_the_documented_scrape_configuration_parses() -> None:
     (block,) = re.findall(r"^```yaml\n(.*?)^```$", (DOCS / "manager.md").read_text(), re.MULTILINE | re.DOTALL)
     told = yaml.safe_load(block)
     assert told["scrape_configs"][0]["static_configs"][0]["targets"] == ["127.0.0.1:7999"]

@@ -93,9 +93,7 @@ def locked(place: Place) -> Iterator[Callable[[], None]]:
             let_go()
 
 
-def test_while_the_registry_is_locked_everything_but_writing_goes_on(
-    place: Place, manager: ManagedProcess, client: httpx.Client
-) -> None:
+def test_a_locked_registry_stops_only_writes(place: Place, manager: ManagedProcess, client: httpx.Client) -> None:
     assert client.post("/api/models", json=new_model("before")).status_code == 201
     with locked(place):
         for path in PAGES:
@@ -114,7 +112,7 @@ def test_while_the_registry_is_locked_everything_but_writing_goes_on(
     assert "stop of a by local is not in the audit log" in manager.out.read_text()
 
 
-def test_a_write_that_meets_a_short_lock_waits_for_its_end_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_write_waits_for_a_short_lock_without_blocking_others(tmp_path: Path) -> None:
     answers: list[int] = []
     place = new_place(tmp_path)
     with managed_process(place, patience_s=60) as manager, manager.client() as client:
@@ -132,8 +130,8 @@ def test_a_write_that_meets_a_short_lock_waits_for_its_end_and_keeps_nobody_wait
         assert answers == [201] and "late" in names(client)
 
 
-def test_a_model_that_another_process_added_a_moment_ago_is_found(place: Place, client: httpx.Client) -> None:
-    """It was not, when the manager had looked for new ones within the last fifth of a second."""
+def test_a_model_just_added_by_another_process_is_found(place: Place, client: httpx.Client) -> None:
+    """Missed when the manager had looked for new models within the last fifth of a second."""
     for i in range(20):
         place.add(f"added-{i}")
         assert client.get(f"/api/engines/added-{i}").status_code == 200
@@ -212,7 +210,7 @@ def test_a_full_disk_stops_neither_pages_nor_engines_and_is_told(tmp_path: Path)
 # Logs
 
 
-def test_a_log_of_a_gigabyte_is_shown_and_searched_without_reading_it(
+def test_a_gigabyte_log_is_shown_and_searched_without_reading_it(
     place: Place, manager: ManagedProcess, client: httpx.Client
 ) -> None:
     client.post("/api/engines/start/a")
@@ -246,7 +244,7 @@ def test_a_log_of_a_gigabyte_is_shown_and_searched_without_reading_it(
     assert resident_bytes(manager.pid) - memory < 64 * MiB
 
 
-def test_a_log_that_grows_to_a_gigabyte_is_cut_while_its_engine_goes_on(
+def test_a_log_growing_to_a_gigabyte_is_cut_as_its_engine_runs(
     place: Place, manager: ManagedProcess, client: httpx.Client
 ) -> None:
     client.post("/api/engines/start/a")
@@ -269,9 +267,7 @@ def resident_bytes(pid: int) -> int:
 # Clients
 
 
-def test_five_hundred_watchers_that_vanish_leave_neither_tasks_nor_files(
-    manager: ManagedProcess, client: httpx.Client
-) -> None:
+def test_five_hundred_vanishing_watchers_leak_no_tasks_or_files(manager: ManagedProcess, client: httpx.Client) -> None:
     client.post("/api/engines/start/a")
     paths = ("/events/dashboard", "/events/models", "/api/events", "/events/logs/a", "/api/logs/a?follow=true")
     client.get("/healthz")
@@ -298,7 +294,7 @@ def test_five_hundred_watchers_that_vanish_leave_neither_tasks_nor_files(
 # Its own death
 
 
-def test_killed_while_an_answer_streams_it_comes_back_to_an_engine_that_never_stopped(tmp_path: Path) -> None:
+def test_a_manager_killed_mid_stream_comes_back_to_its_engine(tmp_path: Path) -> None:
     place = new_place(tmp_path)
     place.behave("a", token_s=0.05)
     place.add("gone")

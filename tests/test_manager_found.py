@@ -96,7 +96,7 @@ def is_alive(pid: int) -> bool:
     return identity(pid) is not None
 
 
-def test_a_server_is_found_with_what_it_serves_and_takes_and_without_its_secrets(start: Start) -> None:
+def test_a_found_server_shows_models_and_memory_but_no_secrets(start: Start) -> None:
     server = start("--models", "qwen", "lora-1")
     found = server.looked_at()
     assert found.identity == identity(server.pid) and found.name == "Qwen/Qwen3-8B"
@@ -107,7 +107,7 @@ def test_a_server_is_found_with_what_it_serves_and_takes_and_without_its_secrets
     assert found.ram_bytes > MiB and found.gpu_bytes is None
 
 
-def test_memory_of_its_engine_is_counted_for_the_server_and_the_engine_is_not_listed(start: Start) -> None:
+def test_an_engines_memory_counts_for_its_server(start: Start) -> None:
     server = start("--has-child")
     engine = child_of(server)
     servers = find_servers(gpu_bytes={engine: 7 * MiB, server.pid: MiB, 1: 99 * MiB})
@@ -119,7 +119,8 @@ def test_memory_of_its_engine_is_counted_for_the_server_and_the_engine_is_not_li
     assert uncounted.gpu_bytes is None
 
 
-def test_an_engine_whose_server_is_gone_is_found_for_it_may_hold_a_gpu(start: Start) -> None:
+def test_an_orphaned_engine_is_found_and_can_be_stopped(start: Start) -> None:
+    """It may hold a GPU."""
     server = start("--has-child")
     engine = child_of(server)
     server.process.kill()
@@ -195,7 +196,7 @@ def test_our_own_engines_are_not_found_nor_stopped(start: Start) -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["--hangs", "--huge", "--needs-key"])
-def test_a_server_that_does_not_answer_well_is_listed_all_the_same(start: Start, behaviour: str) -> None:
+def test_a_misbehaving_server_is_still_listed(start: Start, behaviour: str) -> None:
     found = start(behaviour).looked_at()
     assert (found.models, found.needs_key) == ((), behaviour == "--needs-key")
     assert (found.url is not None) == (behaviour == "--needs-key")
@@ -239,7 +240,7 @@ def test_a_server_that_ignores_sigterm_is_killed_in_the_end(start: Start) -> Non
     assert server.process.wait() == -signal.SIGKILL
 
 
-def test_nothing_is_stopped_by_another_name_or_for_another_process(start: Start) -> None:
+def test_stop_refuses_another_name_or_another_process(start: Start) -> None:
     server = start()
     who = server.found().identity
     for name in ("", "qwen", "Qwen/Qwen3-8B ", str(server.pid)):
@@ -330,7 +331,7 @@ def test_command_lines_of_others(line: str) -> None:
     assert serve_arguments(line.split()) is None
 
 
-def test_listening_sockets_have_addresses_that_this_machine_reaches() -> None:
+def test_listeners_have_addresses_reachable_from_this_machine() -> None:
     with ExitStack() as stack:
         for host in ("127.0.0.1", "0.0.0.0", "::1", "::", "::ffff:127.0.0.2"):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET

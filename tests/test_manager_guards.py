@@ -41,7 +41,7 @@ def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites() -> None:
     assert "Max-Age=0" in cookie("", is_tls=False)
 
 
-def test_a_cookie_that_is_there_twice_or_odd_is_none() -> None:
+def test_an_ambiguous_or_malformed_cookie_is_ignored() -> None:
     assert read_cookie("a=1; overspill=abc; b=2", is_tls=False) == "abc"
     assert read_cookie("overspill=abc; overspill=abc", is_tls=False) == "abc"
     for header in (
@@ -169,7 +169,7 @@ def test_pages_may_load_from_here_and_nothing_else() -> None:
 # Bodies
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read_or_as_soon_as_it_is() -> None:
+def test_a_body_over_the_limit_is_refused_declared_or_streamed() -> None:
     app = open_to_all(APP, max_body_bytes=1000)
     assert asked(app, "POST", "/", content=b"x" * 1000).json()["length"] == 1000
     declared = asked(app, "POST", "/", content=b"x" * 1001)
@@ -215,7 +215,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 # All together
 
 
-def test_whoever_is_unknown_gets_the_login_page_or_a_refusal_and_a_gateway_key_the_gateway(registry: Registry) -> None:
+def test_unknown_clients_get_a_login_or_401_and_keys_their_scope(registry: Registry) -> None:
     everything, _ = create_key(registry, "all")
     gateway, _ = create_key(registry, "gateway", KeyScope.GATEWAY)
 

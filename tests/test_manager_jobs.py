@@ -58,10 +58,8 @@ async def until_it_is(jobs: Jobs, number: int, state: JobState) -> None:
     await eventually(lambda: jobs.get(number).state is state)
 
 
-def test_a_bench_stopped_while_its_engine_loads_stays_stopped_and_keeps_nobody_waiting(
-    place: Place, program: list[str]
-) -> None:
-    """It was failed later, when its engine did not start, and the next job waited for that engine."""
+def test_a_bench_stopped_during_a_load_does_not_block_the_next(place: Place, program: list[str]) -> None:
+    """The bench failed later, when its engine did not start, and the next job waited for that engine."""
     place.add("slow", behaviour={"start_s": 60})
     place.add("a")
 
@@ -79,7 +77,7 @@ def test_a_bench_stopped_while_its_engine_loads_stays_stopped_and_keeps_nobody_w
     with_jobs(place, run)
 
 
-def test_a_job_that_fails_in_a_way_nobody_thought_of_keeps_nobody_waiting(
+def test_an_unexpected_error_in_a_job_does_not_block_the_next(
     place: Place, program: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.add("a")
@@ -122,8 +120,8 @@ def test_the_engine_of_a_bench_is_not_stopped_for_another_model(place: Place, pr
     with_jobs(place, run, timing=dataclasses.replace(IMPATIENT, drain_s=0.05, least_service_s=0.0))
 
 
-def test_engines_stopped_for_a_job_are_not_started_again_beside_it(place: Place, program: list[str]) -> None:
-    """The next request brought them back, into the memory that the job was promised."""
+def test_engines_stopped_for_a_job_stay_stopped_until_it_ends(place: Place, program: list[str]) -> None:
+    """The next request restarted them, in the memory that the job was promised."""
     place.add("a", behaviour={"start_s": 60})
     place.add("b")
 
@@ -183,8 +181,8 @@ def left_behind(
         child.stdin.close()
 
 
-def test_a_job_that_outlived_its_manager_is_waited_for_and_can_be_stopped(place: Place, program: list[str]) -> None:
-    """It was shown as lost while it ran on, nothing could stop it, and the next job measured beside it."""
+def test_a_job_outliving_its_manager_is_awaited_and_stoppable(place: Place, program: list[str]) -> None:
+    """The job was shown as lost while it ran on, nothing could stop it, and the next job measured beside it."""
     place.add("a")
 
     async def run(engines: Engines, jobs: Jobs) -> None:
@@ -208,9 +206,7 @@ def test_a_job_that_outlived_its_manager_is_waited_for_and_can_be_stopped(place:
         ("saved as result 7", JobState.LOST, "its exit code is not known; its log says how it ended"),
     ],
 )
-def test_how_such_a_job_ended_is_told_as_far_as_its_log_tells(
-    place: Place, says: str, state: JobState, told: str
-) -> None:
+def test_the_end_of_a_left_behind_job_is_read_from_its_log(place: Place, says: str, state: JobState, told: str) -> None:
     place.add("a")
 
     async def run(engines: Engines, jobs: Jobs) -> None:
@@ -222,7 +218,7 @@ def test_how_such_a_job_ended_is_told_as_far_as_its_log_tells(
         with_jobs(place, run)
 
 
-def test_such_a_job_ends_with_the_next_manager(place: Place) -> None:
+def test_a_left_behind_job_is_stopped_with_the_next_manager(place: Place) -> None:
     place.add("a")
 
     async def run(engines: Engines, jobs: Jobs) -> None:
@@ -236,7 +232,7 @@ def test_such_a_job_ends_with_the_next_manager(place: Place) -> None:
     assert job.state is JobState.STOPPED and "the manager was stopped" in job.error
 
 
-def test_a_job_that_died_with_its_manager_is_lost_and_so_is_one_that_waited(place: Place) -> None:
+def test_jobs_running_or_waiting_at_a_crash_are_lost(place: Place) -> None:
     place.add("a")
     with left_behind(place) as child:
         pass
@@ -250,7 +246,7 @@ def test_a_job_that_died_with_its_manager_is_lost_and_so_is_one_that_waited(plac
     assert {job.id: job.state for job in records.read_all()} == dict.fromkeys((1, 2, 3), JobState.LOST)
 
 
-def test_such_a_job_keeps_what_it_was_promised(place: Place, program: list[str]) -> None:
+def test_a_left_behind_job_keeps_its_reservations(place: Place, program: list[str]) -> None:
     for name in ("a", "b"):
         place.add(name, ram=2 * GiB)
 

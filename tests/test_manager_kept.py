@@ -23,7 +23,7 @@ from tests.test_models_cli import Overspill, ok, overspill  # noqa: F401 (a fixt
 # What goes, as a pure function
 
 
-def test_one_that_is_kept_never_goes() -> None:
+def test_a_kept_engine_is_never_evicted() -> None:
     kept, other = engine("a", 4, is_kept=True), engine("b", 4, last_used=9.0)
     assert decide_who(4, 0, kept, other) == (Verdict.EVICT, ("b",)), "though it was used later"
     assert decide_who(4, 0, kept) == (Verdict.NEVER, ())
@@ -31,7 +31,7 @@ def test_one_that_is_kept_never_goes() -> None:
     assert decide_who(4, 0, engine("a", 4, is_kept=True, is_leaving=True)) == (Verdict.WAIT, ()), "somebody stopped it"
 
 
-def test_who_is_in_the_way_is_told_only_if_that_would_help() -> None:
+def test_kept_engines_are_named_only_if_stopping_them_would_help() -> None:
     a, b, c = (engine(name, 2, is_kept=True, last_used=at) for name, at in (("a", 3.0), ("b", 1.0), ("c", 2.0)))
     assert kept_in_the_way(ram(2), ram(0), [a, b, c]) == ("b",), "the fewest, and of them the least recently used"
     assert kept_in_the_way(ram(4), ram(0), [a, b, c]) == ("b", "c")
@@ -45,7 +45,7 @@ def test_who_is_in_the_way_is_told_only_if_that_would_help() -> None:
 # With engines
 
 
-def test_a_kept_model_stays_and_who_has_no_room_beside_it_is_told_why(place: Place) -> None:
+def test_a_kept_model_stays_and_the_refusal_names_it(place: Place) -> None:
     place.add("a", ram=2 * GiB, keep=True, ttl=1)
     place.add("b", ram=2 * GiB)
 
@@ -73,7 +73,7 @@ def test_a_kept_model_stays_and_who_has_no_room_beside_it_is_told_why(place: Pla
     asyncio.run(run())
 
 
-def test_others_are_planned_without_the_memory_of_what_is_kept(place: Place) -> None:
+def test_memory_of_kept_engines_does_not_count_as_evictable(place: Place) -> None:
     """On a machine without a limit of its own, the plan says already that there is no room."""
     place.add("a", ram=GiB, keep=True)
     place.add("b", ram=GiB)
@@ -93,9 +93,7 @@ def test_others_are_planned_without_the_memory_of_what_is_kept(place: Place) -> 
     asyncio.run(run())
 
 
-def test_models_are_started_with_the_manager_by_name_and_as_far_as_there_is_room(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_preloaded_models_start_by_name_while_there_is_room(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     place.add("c", ram=GiB, preload=True)
     place.add("b", ram=GiB, preload=True, behaviour={"start_s": 0.3})
     place.add("a", ram=GiB, preload=True, behaviour={"dies_at_start": True})
@@ -118,7 +116,7 @@ def test_models_are_started_with_the_manager_by_name_and_as_far_as_there_is_room
     assert "d needs 1 GiB" in caplog.text, "and nothing went for it"
 
 
-def test_one_that_outlived_the_last_manager_is_not_started_twice(place: Place) -> None:
+def test_a_preloaded_engine_still_running_is_not_started_twice(place: Place) -> None:
     place.add("a", preload=True)
 
     async def run() -> None:
@@ -136,7 +134,7 @@ def test_one_that_outlived_the_last_manager_is_not_started_twice(place: Place) -
 # Everywhere else
 
 
-def test_the_api_the_form_and_the_card_know_them(place: Place) -> None:
+def test_api_form_and_card_show_keep_and_preload(place: Place) -> None:
     place.add("a")
     with managed_here(place) as here, here.client() as client:
         edited = client.patch("/api/models/a", json={"keep": True, "preload": True}).json()
@@ -154,14 +152,14 @@ def test_the_api_the_form_and_the_card_know_them(place: Place) -> None:
         assert '<span class="phase">kept' not in page and '<span class="phase">starts' not in page
 
 
-def test_they_survive_a_form(place: Place) -> None:
+def test_keep_and_preload_survive_a_form(place: Place) -> None:
     with place.registry() as registry:
         model = add_model(registry, "a", {"source": "gpt2", "keep": True, "preload": False})
     parsed = parse_settings(changes_of(form_values(model)))
     assert (parsed["keep"], parsed["preload"]) == (True, False)
 
 
-def test_flags_set_them_and_take_them_back(overspill: Overspill) -> None:  # noqa: F811
+def test_flags_set_and_unset_keep_and_preload(overspill: Overspill) -> None:  # noqa: F811
     ok(overspill("add", "a", "--source", "gpt2", "--keep", "--preload"))
     told = json.loads(ok(overspill("show", "a", "--json")))
     assert (told["keep"], told["preload"]) == (True, True)

@@ -51,7 +51,7 @@ def test_the_end_of_a_log_is_what_reading_all_of_it_says(tmp_path: Path, text: s
     assert logs.tail(tmp_path / "none") == []
 
 
-def test_a_log_is_followed_through_truncation_and_through_a_new_file(tmp_path: Path) -> None:
+def test_follow_survives_truncation_and_replacement_of_a_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("old\n")
 
@@ -79,7 +79,7 @@ def test_a_log_is_followed_through_truncation_and_through_a_new_file(tmp_path: P
     assert asyncio.run(run()) == ["old", "new", "emptied", "replaced by a longer one"]
 
 
-def test_a_log_that_is_too_large_begins_anew_and_its_writer_goes_on(tmp_path: Path) -> None:
+def test_an_oversized_log_rotates_while_its_writer_continues(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("ab") as writer:
         writer.write(b"x" * 99 + b"\n")

@@ -44,7 +44,7 @@ def page() -> Page:
     return first.add(Counter, "overspill_hit_tokens", 64, 0).add(Gauge, "overspill_pool_bytes", 1 << 40, 0)
 
 
-def test_series_are_read_and_summed_over_engines_whatever_the_labels_hold() -> None:
+def test_series_are_summed_over_engines_whatever_their_labels() -> None:
     metrics = parse_metrics(page().text(), at=10.0)
     assert (metrics.requests_running, metrics.kv_cache_use) == (5, 0.5)
     assert (metrics.generation_tokens, metrics.prompt_tokens) == (1500, 4e6)
@@ -69,7 +69,7 @@ def test_rates_are_those_of_the_time_between() -> None:
     assert (between.external_hit_rate, between.tpot_s, between.load_bytes_per_s) == (None, None, None)
 
 
-def test_an_engine_that_began_anew_has_no_rates_rather_than_negative_ones() -> None:
+def test_a_restarted_engine_has_no_rates_not_negative_ones() -> None:
     before = parse_metrics(page().text(), at=10.0)
     anew = Page().add(Counter, "vllm:generation_tokens", 7).add(Counter, "vllm:prompt_tokens", 9e6)
     after = parse_metrics(anew.text(), at=11.0)
@@ -137,7 +137,7 @@ class _Server(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_is_scraped_and_one_that_is_not_there_gives_nothing() -> None:
+def test_scraping_a_failing_or_absent_server_returns_none() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 

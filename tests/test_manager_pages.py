@@ -65,7 +65,7 @@ def test_a_switch_asks_and_names_what_runs() -> None:
     assert confirm() == "" and "Running now: b, c." in confirm("b", "c")
 
 
-def test_a_stopped_model_shows_what_is_set_and_a_running_one_what_was_planned(place: Place) -> None:
+def test_cards_show_settings_if_stopped_and_the_plan_if_running(place: Place) -> None:
     place.add("a", ram=12 * GiB, offload_ram=64 * MiB, max_model_len=4096)
     with place.registry() as registry:
         model: Model = get_model(registry, "a")
@@ -90,7 +90,7 @@ def test_cards_that_were_stopped_learn_what_runs_now(client: httpx.Client) -> No
 # The context
 
 
-def test_a_context_is_saved_as_it_was_written_and_an_empty_one_is_not(client: httpx.Client, place: Place) -> None:
+def test_a_context_is_saved_as_written_but_not_an_empty_one(client: httpx.Client, place: Place) -> None:
     for answer in (client.get("/models/plan/a?max_model_len="), client.post("/models/context/a", data={})):
         assert "write how many tokens" in answer.text
     saved = client.post("/models/context/a", data={"max_model_len": "99999"})
@@ -134,7 +134,7 @@ def test_a_login_form_that_is_refused_is_a_page(place: Place) -> None:
 # Jobs
 
 
-def test_the_page_stops_a_job_once_and_kills_it_only_when_asked_to(client: httpx.Client) -> None:
+def test_the_page_stops_a_job_once_and_kills_it_on_request(client: httpx.Client) -> None:
     number = client.post("/api/jobs", json={"kind": "bench", "model": "a", "given": {"workload": SLOW}}).json()["id"]
     place = f"/runs/jobs/{number}"
     job = until(client, number, "running")
@@ -209,7 +209,7 @@ def test_a_comparison_that_was_ended_early_can_be_resumed(place: Place) -> None:
     ],
     ids=["done", "complete, and its tier was not used", "nothing was begun", "nothing was measured"],
 )
-def test_what_has_nothing_missing_or_nothing_to_go_on_with_is_not_resumed(
+def test_a_job_without_anything_to_resume_is_not_resumed(
     place: Place, state: JobState, output: str, is_complete: bool
 ) -> None:
     place.add("a")
@@ -241,7 +241,7 @@ def test_the_list_of_jobs_tells_when_one_has_ended_since(place: Place) -> None:
         assert "Nothing was measured yet" in client.get("/runs/results").text
 
 
-def test_forms_offer_what_there_is_and_show_what_is_taken_otherwise(client: httpx.Client) -> None:
+def test_forms_list_valid_choices_and_show_defaults(client: httpx.Client) -> None:
     shown = client.get("/runs").text
     goal = re.search(r'<select id="tune-goal".*?</select>', shown)
     assert goal and re.findall(r"<option[^>]*>(\w+)", goal[0]) == ["throughput", "ttft", "context"]
@@ -259,7 +259,7 @@ def test_forms_offer_what_there_is_and_show_what_is_taken_otherwise(client: http
 # The rest
 
 
-def test_a_log_can_be_followed_by_the_command_that_the_page_tells(here: Here, client: httpx.Client) -> None:
+def test_the_curl_command_on_the_page_follows_the_log(here: Here, client: httpx.Client) -> None:
     shown = client.get("/logs?name=a").text
     command = re.search("<code>(curl.*?)</code>", shown)
     assert command
@@ -270,7 +270,7 @@ def test_a_log_can_be_followed_by_the_command_that_the_page_tells(here: Here, cl
         assert "serves a" in next(log.iter_lines())
 
 
-def test_times_are_told_so_that_a_browser_can_write_them_in_its_zone(client: httpx.Client) -> None:
+def test_times_carry_utc_for_the_browser_to_localise(client: httpx.Client) -> None:
     assert moment(0.0) == '<time datetime="1970-01-01T00:00:00Z">1970-01-01 00:00:00 UTC</time>'
     client.post("/api/engines/start/a")
     for path in ("/models", "/audit"):

@@ -52,7 +52,7 @@ def test_a_browser_logs_in_and_acts_through_the_proxy(manager: Managed) -> None:
         assert addresses == {("log in", "203.0.113.9")}
 
 
-def test_who_comes_through_the_proxy_is_not_local(manager: Managed) -> None:
+def test_a_client_behind_the_proxy_is_not_local(manager: Managed) -> None:
     with manager.client(**FORWARDED) as anybody:
         assert anybody.get("/api/models").status_code == 401
     with manager.client(Host="other.example") as anybody:
@@ -60,10 +60,10 @@ def test_who_comes_through_the_proxy_is_not_local(manager: Managed) -> None:
 
 
 @pytest.mark.parametrize("setup", [{"public_url": PUBLIC}, {"allowed_hosts": ("manager.example",)}])
-def test_removing_the_last_key_does_not_open_the_door_to_who_comes_through_a_proxy(
+def test_removing_the_last_key_does_not_admit_proxied_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: dict[str, Any]
 ) -> None:
-    """It listens on loopback, where everybody was local as soon as there was no key left."""
+    """The manager listens on loopback, where every client was local as soon as no key was left."""
     for place in place_in(tmp_path, monkeypatch):
         with place.registry() as registry:
             create_key(registry, "laptop")
@@ -97,7 +97,7 @@ def test_a_way_in_from_elsewhere_needs_a_key_or_a_password(given: dict[str, Any]
         require_protection(setup, is_protected=False)
 
 
-def test_the_command_refuses_a_way_in_without_a_key_and_what_is_no_site(tmp_path: Path) -> None:
+def test_public_access_needs_a_key_and_a_valid_site(tmp_path: Path) -> None:
     with managed(tmp_path) as plain:
         for words, told in (
             (("--public-url", PUBLIC), "has neither a password nor an API key"),

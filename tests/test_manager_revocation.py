@@ -125,8 +125,8 @@ def test_a_page_that_is_only_open_does_not_keep_its_session(
     asyncio.run(story())
 
 
-def test_what_nobody_can_lose_is_not_asked_for_again(registry: Registry) -> None:
-    """Anybody on loopback: a stream of theirs costs nothing more."""
+def test_a_loopback_stream_is_not_identified_again(registry: Registry) -> None:
+    """Access from loopback cannot be revoked, so that such a stream costs nothing more."""
 
     async def story() -> None:
         access, asked = Access(registry, is_loopback=True), 0

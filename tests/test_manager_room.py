@@ -71,7 +71,8 @@ def test_memory_that_comes_back_late_is_waited_for(place: Place, monkeypatch: py
     asyncio.run(run())
 
 
-def test_what_can_never_fit_is_refused_once_nothing_moves(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_can_never_fit_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only once no other model is loading."""
     measured(place, monkeypatch)
     place.add("a", ram=2 * GiB, behaviour={"start_s": 0.5})
     place.add("huge", ram=4 * GiB)
@@ -87,7 +88,7 @@ def test_what_can_never_fit_is_refused_once_nothing_moves(place: Place, monkeypa
     asyncio.run(run())
 
 
-def test_what_is_free_is_told_of_what_is_needed_only(place: Place) -> None:
+def test_a_refusal_reports_only_the_kind_of_memory_that_is_short(place: Place) -> None:
     place.add("huge", ram=8 * GiB)
 
     async def run() -> None:
@@ -117,7 +118,7 @@ def test_a_model_that_cannot_be_planned_keeps_nobody_waiting(place: Place) -> No
     asyncio.run(run())
 
 
-def test_an_engine_that_hangs_while_it_starts_goes_for_one_that_is_waited_for(place: Place) -> None:
+def test_a_hung_start_is_evicted_for_a_waiting_model(place: Place) -> None:
     place.add("hung", ram=2 * GiB, behaviour={"start_s": 1000})
     place.add("b", ram=GiB)
 
@@ -191,7 +192,7 @@ def started_by_hand(place: Place, port: int) -> "Iterator[subprocess.Popen[bytes
         child.wait()
 
 
-def test_a_server_that_somebody_else_started_and_paused_is_not_killed(place: Place) -> None:
+def test_a_paused_unmanaged_server_is_not_killed(place: Place) -> None:
     place.add("a")
 
     async def run() -> None:
@@ -210,7 +211,7 @@ def test_a_server_that_somebody_else_started_and_paused_is_not_killed(place: Pla
     asyncio.run(run())
 
 
-def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
+def test_an_unreadable_process_is_not_taken_for_dead() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened: list[int] = []
     own: Callable[[], str | None] = lambda: processes.identity(os.getpid())  # noqa: E731
@@ -231,7 +232,7 @@ def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
     assert alive is not None and own() == alive
 
 
-def test_an_engine_survives_that_the_manager_runs_out_of_files_for_a_while(place: Place) -> None:
+def test_an_engine_survives_the_manager_running_out_of_files(place: Place) -> None:
     place.add("a")
 
     async def run() -> None:

@@ -79,9 +79,7 @@ def test_a_sample_has_the_machines_own_figures(sampler: Sampler, tmp_path: Path)
     assert sample.disks["models"].total_bytes == sample.disks["state"].total_bytes
 
 
-def test_memory_and_work_of_a_child_are_counted_for_the_process_that_is_watched(
-    sampler: Sampler, parent: subprocess.Popen[str]
-) -> None:
+def test_a_childs_memory_and_cpu_count_for_its_watched_parent(sampler: Sampler, parent: subprocess.Popen[str]) -> None:
     told(parent, "held")
     before = sampler.read({"engine": parent.pid}).processes["engine"]
     assert before.num_processes == 2
@@ -96,9 +94,7 @@ def test_memory_and_work_of_a_child_are_counted_for_the_process_that_is_watched(
     assert values["ram.used_bytes"] + values["ram.available_bytes"] == values["ram.total_bytes"]
 
 
-def test_a_process_that_ended_counts_nothing_and_leaves_no_file_open(
-    sampler: Sampler, parent: subprocess.Popen[str]
-) -> None:
+def test_an_ended_process_counts_nothing_and_leaks_no_file(sampler: Sampler, parent: subprocess.Popen[str]) -> None:
     told(parent, "held")
     pids = family(parent.pid, processes())
     assert sampler.read({"engine": parent.pid}).processes["engine"].num_processes == len(pids) == 2
@@ -146,7 +142,7 @@ def test_writing_a_file_shows_as_disk_use(sampler: Sampler, tmp_path: Path) -> N
     assert (sampler.read({}).disks["state"].write_bytes_per_s or 0) > 0
 
 
-def test_a_process_with_brackets_and_spaces_in_its_name_is_counted(sampler: Sampler, tmp_path: Path) -> None:
+def test_a_process_named_with_brackets_and_spaces_is_counted(sampler: Sampler, tmp_path: Path) -> None:
     program = tmp_path / "a) b (c"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([program, "3600"]) as process:
@@ -251,7 +247,7 @@ def test_a_ring_keeps_the_newest_rows_in_order_and_gaps_as_null() -> None:
     assert ring.columns(["a"], after=3.0) == {"time": [4.0], "series": {"a": [6]}}
 
 
-def test_a_series_that_is_long_gone_is_forgotten_and_their_number_is_bounded() -> None:
+def test_expired_series_are_dropped_and_their_number_is_bounded() -> None:
     ring = Ring(4)
     ring.append(0.0, {"old": 1.0})
     for at in range(1, 8):
@@ -314,7 +310,7 @@ def test_while_an_engine_loads_no_more_is_shown_than_is_in_use() -> None:
     assert sizes(memory_map(24 * GiB, 10 * GiB, [claim])) == {"WEIGHTS": 10, "FREE": 14}
 
 
-def test_where_the_driver_does_not_count_the_engines_own_figures_are_taken() -> None:
+def test_an_engines_own_figures_replace_missing_driver_counts() -> None:
     claim = gpu_claim("qwen", memory(STARTED), taken_bytes=None)
     assert sizes(memory_map(24 * GiB, 22 * GiB, [claim]))["ENGINE_OTHER"] == 0.75
 
@@ -346,7 +342,7 @@ def test_parts_always_add_up_and_are_never_negative() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_to_a_gpu_show_on_its_link_and_memory_on_its_process() -> None:
+def test_copies_to_a_gpu_show_on_its_link_and_its_process() -> None:
     import torch
 
     sampler = Sampler({})

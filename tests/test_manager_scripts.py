@@ -115,7 +115,7 @@ def test_a_question_that_failed_is_taken_back_and_asked_again(watched: Watched, 
 
 
 @needs_chromium
-def test_what_was_answered_before_a_stop_is_a_turn(watched: Watched, place: Place) -> None:
+def test_a_stopped_answer_still_counts_as_a_turn(watched: Watched, place: Place) -> None:
     place.behave("a", token_s=0.2)
     page = watched.page()
     page.goto("/try?model=a")
@@ -171,9 +171,7 @@ def test_the_focus_stays_on_the_card_whose_button_was_pressed(watched: Watched, 
 
 
 @needs_chromium
-def test_the_context_that_is_shown_is_the_one_that_is_planned_and_saved(
-    browser: "Browser", place: Place, llama: Path
-) -> None:
+def test_the_context_shown_is_the_one_planned_and_saved(browser: "Browser", place: Place, llama: Path) -> None:
     settings = {"source": str(llama), "gpu_memory": 8 * MiB, "ram": 12 * GiB, "dtype": "float32", "max_model_len": 4096}
     with place.registry() as registry:
         add_model(registry, "real", settings)
@@ -227,7 +225,7 @@ def test_nothing_is_compared_before_something_is_ticked(browser: "Browser", plac
 
 
 @needs_chromium
-def test_a_job_is_stopped_with_an_answer_and_killed_after_a_question(watched: Watched) -> None:
+def test_a_job_stop_is_acknowledged_and_a_kill_confirmed(watched: Watched) -> None:
     page = watched.page()
     with httpx.Client(base_url=watched.url, timeout=30) as client:
         body = {"kind": "bench", "model": "a", "given": {"workload": SLOW}}
@@ -250,7 +248,7 @@ def test_a_job_is_stopped_with_an_answer_and_killed_after_a_question(watched: Wa
 
 
 @needs_chromium
-def test_an_answer_that_comes_late_does_not_say_that_a_job_ends_which_has_ended(watched: Watched) -> None:
+def test_a_late_stop_response_does_not_mark_an_ended_job(watched: Watched) -> None:
     page = watched.page()
     kept: list[tuple[Route, APIResponse]] = []
     page.route("**/runs/jobs/*/stop", lambda route: kept.append((route, route.fetch())))
@@ -328,8 +326,8 @@ def test_a_button_works_from_the_moment_it_is_shown(watched: Watched, place: Pla
 
 
 @needs_chromium
-def test_an_answer_that_comes_late_does_not_put_an_older_state_on_the_card(watched: Watched, place: Place) -> None:
-    """It was rendered before the engine ended, and took the place of what the stream had told meanwhile."""
+def test_a_late_response_does_not_put_an_older_state_on_a_card(watched: Watched, place: Place) -> None:
+    """The response was rendered before the engine ended, and replaced what the stream had shown since."""
     place.behave("a", ignores_sigterm=True)
     page = watched.page()
     page.goto("/models")

@@ -39,7 +39,7 @@ def test_loopback_needs_no_protection(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "gpu.example.org"])
-def test_other_addresses_need_a_key_or_a_password_and_the_refusal_says_how(host: str) -> None:
+def test_other_addresses_need_a_key_or_password(host: str) -> None:
     require_protection(Setup(folder=Path(), host=host), is_protected=True)
     with pytest.raises(ManagerError, match=rf"--host {re.escape(host)} .*overspill manager password.* keys add NAME"):
         require_protection(Setup(folder=Path(), host=host), is_protected=False)
@@ -65,7 +65,7 @@ def confined(folders: Path, source: str) -> str:
     return confined_source(source, [folders / "models"], folders / "hub")
 
 
-def test_models_come_from_the_hub_the_cache_and_configured_folders(folders: Path) -> None:
+def test_allowed_sources_are_the_hub_the_cache_and_set_folders(folders: Path) -> None:
     good = str(folders / "models" / "good")
     assert confined(folders, "Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
     assert confined(folders, good) == good
@@ -102,9 +102,7 @@ def test_a_refusal_does_not_tell_what_is_on_the_disk(folders: Path) -> None:
     assert said(str(folders / "secret")) == said(str(folders / "there-is-none"))
 
 
-def test_a_repositorys_id_does_not_become_a_folder_by_where_the_manager_runs(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repo_id_is_not_taken_for_a_folder_in_the_cwd(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folders)
     assert is_repo_id("secret")
     with pytest.raises(ModelNotAllowed, match="a folder of that name is where the manager was started"):
@@ -114,7 +112,7 @@ def test_a_repositorys_id_does_not_become_a_folder_by_where_the_manager_runs(
 # Vendored files
 
 
-def test_vendored_files_are_those_that_were_fetched_with_their_licences() -> None:
+def test_vendored_files_match_their_hashes_and_licences() -> None:
     listed: dict[str, str] = {}
     for package in json.loads((VENDOR / "vendor.json").read_text())["packages"]:
         assert package["licence"] in ("0BSD", "MIT") and package["licence_file"] in package["files"]

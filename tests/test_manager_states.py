@@ -28,9 +28,7 @@ CASES = list(itertools.product(Wanted, Seen, (False, True), (False, True)))
 
 
 @pytest.mark.parametrize(("wanted", "seen", "launched", "failed"), CASES)
-def test_every_combination_has_the_state_and_the_step_of_the_table(
-    wanted: Wanted, seen: Seen, launched: bool, failed: bool
-) -> None:
+def test_every_combination_decides_as_the_table_says(wanted: Wanted, seen: Seen, launched: bool, failed: bool) -> None:
     expected = EXPECTED.get((wanted, seen))
     if expected is None and wanted is UP:
         expected = Decision(State.FAILED, Step.GIVE_UP) if launched else Decision(State.STARTING, Step.LAUNCH)
@@ -39,13 +37,13 @@ def test_every_combination_has_the_state_and_the_step_of_the_table(
     assert decide(wanted, seen, launched=launched, failed=failed) == expected
 
 
-def test_only_what_is_absent_and_was_not_launched_is_launched() -> None:
+def test_only_absent_engines_not_launched_yet_are_launched() -> None:
     """Two processes of one engine would fight for the same memory."""
     launching = [case for case in CASES if decide(*case[:2], launched=case[2], failed=case[3]).step is Step.LAUNCH]
     assert {case[:3] for case in launching} == {(UP, Seen.ABSENT, False)}
 
 
-def test_ready_is_only_what_answers_and_stopped_only_what_has_no_process() -> None:
+def test_only_serving_engines_are_ready_only_absent_ones_stopped() -> None:
     for wanted, seen, launched, failed in CASES:
         state = decide(wanted, seen, launched=launched, failed=failed).state
         assert (state is not State.READY) or seen is Seen.SERVING
@@ -66,40 +64,40 @@ def decide_who(need: float, free: float, *running: Running, now: float = 100.0) 
     return choice.verdict, choice.victims
 
 
-def test_nobody_goes_where_there_is_room() -> None:
+def test_no_engine_is_evicted_where_there_is_room() -> None:
     assert decide_who(4, 4, engine("a", 8)) == (Verdict.FITS, ())
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_engine_is_evicted_first() -> None:
     assert decide_who(4, 0, engine("a", 4, last_used=9.0), engine("b", 4, last_used=3.0)) == (Verdict.EVICT, ("b",))
 
 
-def test_one_large_engine_goes_rather_than_two_small_ones() -> None:
+def test_one_large_engine_is_evicted_rather_than_two_small_ones() -> None:
     running = [engine("a", 2, last_used=1.0), engine("b", 2, last_used=2.0), engine("c", 4, last_used=3.0)]
     assert decide_who(4, 0, *running) == (Verdict.EVICT, ("c",))
 
 
-def test_no_more_go_than_are_needed() -> None:
+def test_no_more_engines_are_evicted_than_needed() -> None:
     running = [engine("a", 2, last_used=1.0), engine("b", 2, last_used=2.0), engine("c", 2, last_used=3.0)]
     assert decide_who(4, 1, *running) == (Verdict.EVICT, ("a", "b"))
 
 
-def test_idle_engines_go_before_a_busy_one_even_if_that_are_more() -> None:
+def test_several_idle_engines_are_evicted_before_a_busy_one() -> None:
     running = [engine("a", 2, last_used=1.0), engine("b", 2, last_used=2.0), engine("c", 4, in_flight=1)]
     assert decide_who(4, 0, *running) == (Verdict.EVICT, ("a", "b"))
 
 
-def test_a_busy_engine_serves_for_a_while_before_it_goes() -> None:
+def test_a_busy_engine_serves_for_a_while_before_eviction() -> None:
     busy = engine("a", 4, in_flight=3, ready_since=95.0)
     assert decide_who(4, 0, busy) == (Verdict.WAIT, ())
     assert decide_who(4, 0, busy, now=105.0) == (Verdict.EVICT, ("a",))
 
 
-def test_an_idle_engine_goes_at_once() -> None:
+def test_an_idle_engine_is_evicted_at_once() -> None:
     assert decide_who(4, 0, engine("a", 4, ready_since=99.9)) == (Verdict.EVICT, ("a",))
 
 
-def test_nobody_else_goes_while_one_is_leaving() -> None:
+def test_no_other_engine_is_evicted_while_one_is_leaving() -> None:
     assert decide_who(4, 0, engine("a", 4, is_leaving=True), engine("b", 4)) == (Verdict.WAIT, ())
 
 
@@ -107,11 +105,11 @@ def test_a_starting_engine_is_waited_for() -> None:
     assert decide_who(4, 0, engine("a", 4, ready_since=None)) == (Verdict.WAIT, ())
 
 
-def test_an_engine_of_somebody_elses_never_goes() -> None:
+def test_an_unmanaged_engine_is_never_evicted() -> None:
     assert decide_who(4, 0, engine("a", 4, may_go=False)) == (Verdict.NEVER, ())
 
 
-def test_what_would_not_fit_anyway_stops_nobody() -> None:
+def test_a_model_that_would_not_fit_anyway_evicts_nothing() -> None:
     assert decide_who(9, 0, engine("a", 4), engine("b", 4)) == (Verdict.NEVER, ())
 
 
@@ -148,18 +146,19 @@ def test_victims_always_free_enough_and_each_of_them_is_needed() -> None:
     assert verdicts == set(Verdict)
 
 
-def test_of_many_engines_some_go_now_and_the_rest_next_time() -> None:
+def test_many_engines_are_evicted_over_several_rounds() -> None:
     running = [engine(f"{i:02}", 1, last_used=float(i)) for i in range(30)]
     verdict, victims = decide_who(20, 0, *running)
     assert verdict is Verdict.EVICT and victims == tuple(f"{i:02}" for i in range(10))
 
 
-def test_back_off_doubles_up_to_a_limit_and_is_none_after_good_service() -> None:
+def test_backoff_doubles_up_to_a_limit() -> None:
+    """After good service the failure count is 0, and there is no backoff."""
     timing = Timing(back_off_s=10, most_back_off_s=60)
     assert [timing.back_off(n) for n in range(6)] == [0, 10, 20, 40, 60, 60]
 
 
-def test_secrets_and_what_is_between_neighbours_do_not_go_through() -> None:
+def test_secrets_and_hop_by_hop_headers_are_not_forwarded() -> None:
     given = [
         (b"authorization", b"Bearer secret"), (b"cookie", b"session=1"), (b"host", b"manager"), (b"te", b"trailers"),
         (b"connection", b"keep-alive, X-Hop"), (b"x-hop", b"1"), (b"content-length", b"9"), (b"accept", b"*/*"),
@@ -171,7 +170,7 @@ def test_secrets_and_what_is_between_neighbours_do_not_go_through() -> None:
     assert passed_back(answer, length=5) == [(b"content-type", b"text/plain"), (b"content-length", b"5")]
 
 
-def test_a_model_without_a_limit_needs_less_than_it_takes_and_one_with_a_limit_exactly_that(llama: object) -> None:
+def test_without_a_memory_limit_a_model_needs_less_than_it_takes(llama: object) -> None:
     settings = {"gpu": "24GiB", "ram": 64 * GiB, "max_model_len": 4096}
     free = need_of(plan_for(str(llama), settings), settings)
     assert 0 < free.least.gpu_bytes < free.takes.gpu_bytes <= 24 * GiB
@@ -186,7 +185,7 @@ def test_on_a_cpu_everything_needed_is_ram(llama: object) -> None:
     assert need.least.gpu_bytes == need.takes.gpu_bytes == 0 and need.least.ram_bytes > GiB
 
 
-def test_what_does_not_fit_at_all_is_refused_with_the_plans_words(llama: object) -> None:
+def test_a_model_that_cannot_fit_is_refused_in_the_plans_words(llama: object) -> None:
     settings = {"device": "cpu", "gpu_memory": 1 << 20, "ram": 4 * GiB}
     need = need_of(plan_for(str(llama), settings), settings)
     assert need == Need(refused=need.refused) and "does not fit" in need.refused and need.least == NOTHING

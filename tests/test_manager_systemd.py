@@ -63,7 +63,7 @@ def units(place: Place) -> Units:
     return Units(systemctl=(str(program), "--user"), folder=folder, otherwise=own)
 
 
-def test_a_model_with_a_unit_is_started_watched_and_stopped_by_systemd(place: Place, units: Units) -> None:
+def test_systemd_starts_and_stops_a_model_that_has_a_unit(place: Place, units: Units) -> None:
     place.add("a")
     place.add("b")
 
@@ -96,8 +96,8 @@ def test_a_unit_that_dies_has_failed(place: Place, units: Units) -> None:
     assert not of_folder(place.folder)
 
 
-def test_where_systemd_has_the_log_the_command_that_shows_it_is_told(place: Place, units: Units) -> None:
-    """Its log was an empty file, on the page as well as after a failure."""
+def test_the_log_hint_of_a_unit_names_the_journalctl_command(place: Place, units: Units) -> None:
+    """The log was an empty file, on the page as well as after a failure."""
     place.add("a")
     hint = "systemd keeps the log of overspill@a.service; see: journalctl --user -u overspill@a.service"
 
@@ -134,8 +134,8 @@ def test_the_page_and_the_api_name_the_command_too(place: Place, units: Units) -
             assert "journalctl --user -u overspill@a.service" in client.get(f"/logs?name=a{query}").text
 
 
-def test_a_unit_that_systemd_starts_again_is_found_by_what_it_serves(place: Place, units: Units) -> None:
-    """Its status names the model by where it is: the card said that it had failed, while it ran and held memory."""
+def test_a_unit_restarted_by_systemd_is_found_by_its_served_name(place: Place, units: Units) -> None:
+    """Its status names the model by its path: the card said failed, while the unit ran and held memory."""
     place.add("a")
 
     async def run() -> None:
@@ -154,7 +154,7 @@ def test_a_unit_that_systemd_starts_again_is_found_by_what_it_serves(place: Plac
     asyncio.run(run())
 
 
-def test_a_unit_that_systemd_starts_again_is_still_what_the_manager_started(
+def test_a_unit_restarted_by_systemd_is_still_managed(
     place: Place, units: Units, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.add("a")
@@ -200,7 +200,7 @@ def test_a_unit_is_of_the_model_that_it_is_named_for() -> None:
     assert not Unit(unit_name("a"), True).is_of("b") and not Unit(unit_name("a"), True).is_of("x" * 300)
 
 
-def test_an_engine_that_was_started_by_hand_is_found_used_and_left_alone(place: Place, units: Units) -> None:
+def test_an_engine_started_by_hand_is_used_and_left_running(place: Place, units: Units) -> None:
     place.add("a", ram=2 << 30)
     place.add("b", ram=1 << 30)
 

@@ -30,7 +30,7 @@ def test_nothing_counted_is_nothing_reported() -> None:
     assert some.is_empty() and some.take() is None
 
 
-def test_what_was_taken_is_not_reported_again() -> None:
+def test_taken_stats_are_not_reported_again() -> None:
     some = stats(hit_tokens=3)
     taken = some.take()
     assert taken is not None and taken.data == {"hit_tokens": 3}
@@ -45,7 +45,7 @@ def test_a_name_that_nobody_would_show_cannot_be_counted(name: str) -> None:
         OverspillStats().count(name)
 
 
-def test_aggregation_adds_counters_and_keeps_the_last_gauge_of_each_rank() -> None:
+def test_aggregation_sums_counters_and_keeps_each_ranks_gauge() -> None:
     first, second = stats(load_bytes=10), stats(load_bytes=4, store_bytes=1)
     first.gauge("pool_bytes", 5)
     second.gauge("pool_bytes", 3)

@@ -171,7 +171,7 @@ def test_a_long_header_takes_a_second_request(
     }
 
 
-def test_a_server_that_ignores_ranges_is_not_listened_to_for_long(server: Hub, environ: dict[str, str]) -> None:
+def test_a_server_ignoring_ranges_is_not_read_to_the_end(server: Hub, environ: dict[str, str]) -> None:
     expected = read_model(NAME, environ=environ)
     server.ranges, server.bytes_sent = False, 0
     assert read_model(NAME, environ=environ) == expected

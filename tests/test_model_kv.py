@@ -120,7 +120,7 @@ def test_float8_halves_a_page() -> None:
     assert pages == [64 * KiB, 32 * KiB]
 
 
-def test_a_checkpoint_that_asks_for_float8_gets_it_unless_the_user_asks_otherwise() -> None:
+def test_a_checkpoints_float8_kv_is_used_unless_overridden() -> None:
     facts = replace(describe_config(models.llama_3_1_8b()), kv_cache_dtype="fp8")
     assert kv_geometry(facts).page_size_bytes == 32 * KiB
     assert kv_geometry(facts, CacheSettings(kv_cache_dtype="bfloat16")).page_size_bytes == 64 * KiB
@@ -208,7 +208,7 @@ def test_a_kv_cache_packed_by_a_backend_is_not_guessed_at() -> None:
         kv_geometry(facts)
 
 
-def test_a_window_in_some_layers_of_a_qwen_is_refused_as_vllm_does() -> None:
+def test_a_window_in_some_qwen_layers_is_refused_as_by_vllm() -> None:
     some = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}
     with pytest.raises(BadConfig, match="set use_sliding_window to false"):
         describe_config({**models.qwen3_8b(), **some})

@@ -95,7 +95,7 @@ def test_without_weights_they_are_derived(folder: Path) -> None:
     assert derived.weights.total_bytes == measured.weights.total_bytes
 
 
-def test_a_dtype_that_the_config_does_not_give_is_that_of_the_weights(folder: Path) -> None:
+def test_a_dtype_missing_from_the_config_comes_from_the_weights(folder: Path) -> None:
     write_config(folder, torch_dtype=None)
     assert read_folder(folder).dtype == "bfloat16"
 
@@ -271,7 +271,7 @@ BAD: list[tuple[str, Callable[[Path], Any], type[ModelError], str]] = [
 
 
 @pytest.mark.parametrize(("breaks", "error", "said"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_what_cannot_be_read_is_explained_in_one_sentence(
+def test_an_unreadable_model_is_explained_in_one_sentence(
     folder: Path, breaks: Callable[[Path], Any], error: type[ModelError], said: str
 ) -> None:
     breaks(folder)
@@ -295,7 +295,7 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["", "config.json", SHARDS[0]])
-def test_what_may_not_be_read_is_said(folder: Path, name: str) -> None:
+def test_a_file_without_read_permission_is_reported(folder: Path, name: str) -> None:
     for parent in (folder, *list(folder.parents)[:-2]):
         if parent.owner() == folder.owner():
             parent.chmod(0o755)

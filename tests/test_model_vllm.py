@@ -122,7 +122,7 @@ def test_measured_weights_are_the_parameters_that_vllm_makes(
     assert facts.weights.total_bytes == answers[name, "tiny"]["weight_bytes"]
 
 
-def test_what_a_config_leaves_out_is_what_transformers_fills_in() -> None:
+def test_config_defaults_are_those_of_transformers() -> None:
     from dataclasses import MISSING, fields
 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

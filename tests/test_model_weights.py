@@ -47,8 +47,8 @@ def test_derived_weights_are_those_of_the_published_checkpoint(config: dict[str,
     assert weights.source is Origin.DERIVED
 
 
-def test_what_is_not_quantised_takes_what_vllm_runs_it_in_where_the_config_does_not_say() -> None:
-    """gpt-oss-20b was 16.2 GiB: its attention and embeddings were taken for float32."""
+def test_unquantised_weights_default_to_the_dtype_vllm_runs() -> None:
+    """Without a dtype in its config, gpt-oss-20b was 16.2 GiB: attention and embeddings were taken for float32."""
     config = {key: value for key, value in models.gpt_oss_20b().items() if key != "torch_dtype"}
     facts = derive(config)
     assert facts.dtype == "bfloat16" and facts.weights.total_bytes == 13_761_264_768
@@ -205,7 +205,8 @@ def test_a_tied_lm_head_is_not_loaded_though_it_was_saved(tmp_path: Path) -> Non
     assert facts.weights.unused_bytes == facts.weights.embedding_bytes == 512 * 256 * 2
 
 
-def test_a_checkpoint_without_an_lm_head_is_tied_whatever_its_config_forgot(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_lm_head_is_tied(tmp_path: Path) -> None:
+    """Even if its config does not say so."""
     config = models.SMALL["llama, biases"]
     parsed = Config(config, where="config.json")
     tensors = derive_tensors(parsed, dtype="bfloat16", is_tied=True, quantization=None)

@@ -253,7 +253,7 @@ def test_every_command_has_an_example_in_its_help(quick: Overspill, command: str
     assert f"Example: overspill models {command}" in ok(quick(command, "--help"))
 
 
-def test_every_flag_is_documented_and_every_documented_one_exists(quick: Overspill) -> None:
+def test_documented_flags_match_the_help(quick: Overspill) -> None:
     page = (Path(__file__).parents[1] / "docs/models.md").read_text()
     flags = {flag for command in COMMANDS for flag in re.findall(r"--[a-z][a-z-]+", ok(quick(command, "--help")))} - {
         "--help"

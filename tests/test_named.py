@@ -47,7 +47,7 @@ def run(home: dict[str, str], tmp_path: Path) -> Overspill:
     return run
 
 
-def test_flags_win_over_the_registry_and_the_registry_over_the_environment(registered: dict[str, str]) -> None:
+def test_flags_override_the_registry_and_it_the_environment(registered: dict[str, str]) -> None:
     named = look_up("small", registered)
     values = named.applied(resolve({"ram": "8GiB"}, {"OVERSPILL_MAX_MODEL_LEN": "4k", "OVERSPILL_PORT": "9000"}))
     assert (values["ram"].value, values["ram"].origin) == (8 << 30, GivenBy.FLAG)
@@ -59,7 +59,7 @@ def test_flags_win_over_the_registry_and_the_registry_over_the_environment(regis
     assert "--ram" not in note and note.endswith("-- --seed 7")
 
 
-def test_a_repository_of_the_registry_is_never_taken_for_a_folder(
+def test_a_registered_repository_is_never_taken_for_a_folder(
     home: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_registry(environ=home) as registry:
@@ -72,7 +72,7 @@ def test_a_repository_of_the_registry_is_never_taken_for_a_folder(
         look_up("far", home)
 
 
-def test_the_registry_wins_over_a_repository_and_a_folder_over_the_registry(
+def test_a_folder_overrides_the_registry_and_it_a_repository(
     registered: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert look_up("some/model", registered).source == str(llama)
@@ -90,7 +90,7 @@ def test_without_a_registry_none_is_made(home: dict[str, str], run: Overspill, l
     assert answer.returncode == 0 and not Path(home["XDG_STATE_HOME"]).exists()
 
 
-def test_a_registry_that_cannot_be_asked_stops_only_names_of_its_own(llama: Path, run: Overspill) -> None:
+def test_an_unavailable_registry_stops_only_registered_names(llama: Path, run: Overspill) -> None:
     broken = {"OVERSPILL_DATABASE_URL": "postgresql://me:hush@127.0.0.1:1/db"}
     assert look_up(str(llama), broken).warning == ""
     named = look_up("Qwen/Qwen3-8B", broken)
@@ -116,7 +116,7 @@ def test_a_plan_by_name_says_what_came_from_the_registry(registered: dict[str, s
     assert "--enforce-eager" not in graphs["vllm_args"]
 
 
-def test_what_the_registry_has_of_a_plan_is_in_the_plan_of_its_model(home: dict[str, str], run: Overspill) -> None:
+def test_registered_settings_are_used_in_the_plan(home: dict[str, str], run: Overspill) -> None:
     """Weights in RAM were left out of the plan, and a second GPU was not mentioned."""
     folder = Path(home["XDG_STATE_HOME"]).parent / "llama"
     folder.mkdir()

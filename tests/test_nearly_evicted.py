@@ -52,7 +52,7 @@ def test_the_blocks_that_leave_next_are_found_nearest_first() -> None:
     assert found == nearest
 
 
-def test_no_more_are_returned_than_asked_for_and_the_rest_comes_later() -> None:
+def test_advance_returns_at_most_the_limit_and_the_rest_later() -> None:
     queue = Queue(20, depth=6)
     nearest = queue.next_out(6)
     assert queue.advance(limit=2) == nearest[:2]
@@ -110,7 +110,7 @@ def test_an_idle_queue_costs_next_to_nothing() -> None:
     assert queue.looked_at <= 160 * 100 / 16 + 200
 
 
-def test_while_nothing_is_taken_no_more_are_found_than_are_near_eviction() -> None:
+def test_an_unused_queue_yields_only_blocks_near_eviction() -> None:
     queue = Queue(64, depth=8)
     found = [queue.advance(limit=3) for _ in range(20)]
     assert sum(len(some) for some in found) == 8

@@ -62,7 +62,7 @@ def test_a_shared_prefix_is_loaded_once_it_is_gone_from_the_gpu(llama: Path, sto
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc"])
-def test_a_pool_smaller_than_the_working_set_gives_up_tails_and_keeps_heads(llama: Path, eviction: str) -> None:
+def test_a_pool_below_the_working_set_evicts_tails_before_heads(llama: Path, eviction: str) -> None:
     prompts = [random_prompt(i, 320) for i in range(4)]
     order = [0, 1, 2, 3, 0, 2, 1, 0, 3, 3, 1]
     with engine(llama) as plain:
@@ -103,7 +103,7 @@ def test_preempted_requests_resume_from_ram(llama: Path) -> None:
         assert spilling.metric("miss_tokens") >= 6 * 180  # every prompt was nowhere at first
 
 
-def test_an_abort_during_a_load_leaks_nothing_and_frees_nothing_early(llama: Path, open_gate: None) -> None:
+def test_abort_during_a_load_neither_leaks_nor_frees_early(llama: Path, open_gate: None) -> None:
     prompt, other = random_prompt(1, 600), random_prompt(2, 300)
     with engine(llama) as plain:
         expected = [plain.ask_one(prompt), plain.ask_one(other)]
@@ -125,7 +125,7 @@ def test_an_abort_during_a_load_leaks_nothing_and_frees_nothing_early(llama: Pat
         spilling.assert_nothing_is_held()
 
 
-def test_an_abort_during_a_store_leaks_nothing_and_the_copy_is_whole(llama: Path, open_gate: None) -> None:
+def test_abort_during_a_store_leaks_nothing_and_keeps_the_copy(llama: Path, open_gate: None) -> None:
     prompt, other = random_prompt(1, 600), random_prompt(2, 500)
     with engine(llama) as plain:
         expected = [plain.ask_one(other), plain.ask_one(prompt)]
@@ -203,7 +203,7 @@ def test_two_requests_for_the_same_prefix_load_it_once(llama: Path) -> None:
         assert all(a.num_cached == 576 for a in answers)
 
 
-def test_hits_that_are_slower_to_load_than_to_recompute_are_skipped(llama: Path) -> None:
+def test_hits_slower_to_load_than_to_recompute_are_skipped(llama: Path) -> None:
     prompt = random_prompt(1, 600)
     with engine(llama, overspill(load="auto")) as spilling:
         before = spilling.ask_one(prompt)
@@ -217,7 +217,7 @@ def test_hits_that_are_slower_to_load_than_to_recompute_are_skipped(llama: Path)
         assert spilling.metric("load_bytes") == 0
 
 
-def test_what_is_skipped_counts_once_however_long_its_request_waits_for_room(llama: Path) -> None:
+def test_a_skipped_load_counts_once_while_its_request_waits(llama: Path) -> None:
     prompt = random_prompt(1, 600)
     with engine(llama, overspill(load="auto"), blocks=30) as spilling:
         before = spilling.ask_one(prompt)

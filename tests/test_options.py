@@ -60,17 +60,15 @@ def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
         ({"lmcache.mp.port": 5555}, "LMCache's; remove it"),
     ],
 )
-def test_what_other_connectors_call_it_is_answered_with_what_it_is_called_here(
-    given: dict[str, Any], instead: str
-) -> None:
-    """By their spelling num_cpu_blocks and cpu_bytes_to_use both came out as spill_bytes."""
+def test_another_connectors_option_is_answered_with_ours(given: dict[str, Any], instead: str) -> None:
+    """By spelling alone, num_cpu_blocks and cpu_bytes_to_use were both answered with spill_bytes."""
     with pytest.raises(OverspillError, match=instead) as refused:
         Options.parse({"host_bytes": "1GiB"} | given)
     said = str(refused.value)
     assert repr(next(iter(given))) in said and "did you mean" not in said and "\n" not in said
 
 
-def test_what_other_connectors_call_it_is_no_option_here_and_names_only_what_is() -> None:
+def test_options_of_other_connectors_map_only_to_ours() -> None:
     known = {f.name for f in fields(Options)}
     assert known.isdisjoint(ELSEWHERE)
     for instead in ELSEWHERE.values():

@@ -93,7 +93,7 @@ def qwen3_next_weights() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def test_what_fits_stays_on_the_gpu() -> None:
+def test_a_model_that_fits_stays_on_the_gpu() -> None:
     made = plan(LLAMA_8B, "24GiB", "64GiB", 32768)
     way = made.recommended
     assert way is not None and way.name == "everything on the GPU"
@@ -123,7 +123,7 @@ def test_seven_billion_parameters_do_not_mean_eight_gigabytes() -> None:
     assert way.kv.resident_bytes + way.kv.spilled_bytes >= 4096 * 524288
 
 
-def test_without_enough_ram_there_is_no_way_and_the_longest_context_is_told() -> None:
+def test_without_enough_ram_the_plan_gives_the_longest_context() -> None:
     made = plan(LLAMA_8B, "24GiB", "4GiB", 131072)
     assert [way for way in made.ways if way.is_exact] == []
     assert 20_000 < made.longest_context < 60_000
@@ -132,7 +132,7 @@ def test_without_enough_ram_there_is_no_way_and_the_longest_context_is_told() ->
     assert [w for w in plan(LLAMA_8B, "24GiB", "4GiB", made.longest_context + 64).ways if w.is_exact] == []
 
 
-def test_a_smaller_kv_dtype_is_offered_but_not_recommended_over_an_exact_way() -> None:
+def test_fp8_kv_is_offered_but_not_preferred_to_an_exact_way() -> None:
     made = plan(LLAMA_8B, "24GiB", "128GiB", 131072)
     assert made.recommended is not None and made.recommended.is_exact
     assert any(way.kv_cache_dtype == "fp8" for way in made.ways)
@@ -140,7 +140,7 @@ def test_a_smaller_kv_dtype_is_offered_but_not_recommended_over_an_exact_way() -
     assert asked.recommended is not None and asked.recommended.kv_cache_dtype == "fp8"
 
 
-def test_what_fits_with_rounded_kv_only_is_refused_and_the_refusal_says_how_it_would_fit() -> None:
+def test_a_fit_with_fp8_kv_only_is_refused_with_alternatives() -> None:
     """A plan of Llama-3.1-8B for a 24 GB card and 10 GiB of RAM recommended KV in fp8, and serve started it."""
     made = plan(LLAMA_8B, "rtx4090", "10GiB", 131072)
     assert made.recommended is None and made.chosen is None
@@ -293,7 +293,7 @@ def test_the_least_ram_is_enough_and_no_less_is() -> None:
     assert exact(least) and not exact(least - 1)
 
 
-def test_what_fits_needs_only_the_engines_own_ram() -> None:
+def test_a_model_that_fits_needs_only_the_engines_own_ram() -> None:
     assert plan(LLAMA_8B, "24GiB", "64GiB", 8192).least_ram_bytes == 3 * GIB
 
 
@@ -325,7 +325,7 @@ def test_a_refusal_says_need_have_and_what_would_work() -> None:
         assert part in said
 
 
-def test_what_is_forced_is_the_nearest_way() -> None:
+def test_force_takes_the_way_nearest_to_fitting() -> None:
     made = plan(LLAMA_8B, "24GiB", "8GiB", 131072, kv_cache_dtype="auto", force=True)
     assert made.recommended is None and made.chosen is made.forced is not None
     assert made.forced.kv.spilled_bytes + 3 * GIB == made.least_ram_bytes
@@ -338,15 +338,15 @@ def test_a_context_beyond_the_models_own_is_warned_of() -> None:
     assert made.recommended is not None and "--max-model-len 4096" in made.warnings[0]
 
 
-def test_no_longer_context_is_advised_than_the_model_was_made_for() -> None:
+def test_advice_never_exceeds_the_models_own_context() -> None:
     """509,936 tokens would fit in RAM, and vLLM refuses them."""
     made = plan(LLAMA_8B, "rtx4090", "64GiB", 1_048_576)
     assert made.recommended is None and made.longest_context > 131072
     assert "--max-model-len 131072." in refusal(made) and str(made.longest_context) not in refusal(made)
 
 
-def test_weights_that_must_be_on_the_gpu_once_are_told_as_the_reason() -> None:
-    """OLMo-2-7B and 12 GB: "use a smaller or a quantised model" was said, while larger ones of other classes fit."""
+def test_a_refusal_says_that_weights_must_fit_on_the_gpu_once() -> None:
+    """OLMo-2-7B on 12 GB got "use a smaller or a quantised model", while larger ones of other classes fit."""
     made = plan(OLMO_7B, "rtx3060", "256GiB", 1024)
     said = refusal(made)
     assert "Olmo2ForCausalLM through Transformers" in said and "smaller or a quantised model" not in said
@@ -361,7 +361,7 @@ def test_weights_that_must_be_on_the_gpu_once_are_told_as_the_reason() -> None:
 # What a run has measured.
 
 
-def test_what_was_measured_takes_the_place_of_what_is_assumed() -> None:
+def test_measured_figures_replace_assumed_ones() -> None:
     seen = Profile(non_torch_bytes=GIB, activation_bytes=2 * GIB, graph_bytes=GIB // 2, context_bytes=GIB)
     made = plan(LLAMA_8B, "24GiB", "64GiB", 8192, profiles=lambda chunk, dtype: seen if chunk == 8192 else None,
                 max_num_batched_tokens=8192)  # fmt: skip
@@ -430,8 +430,8 @@ def test_no_weights_in_ram_where_none_are_asked_for() -> None:
     assert found is not None and found.weights.ram_bytes == made.fitting_weights_ram
 
 
-def test_more_weights_than_ram_is_refused_with_the_amount_that_fits() -> None:
-    """Pinned, 12 GiB take 14."""
+def test_too_many_weights_for_ram_get_the_amount_that_fits() -> None:
+    """Pinned, 12 GiB of weights take 14."""
     made = plan(LLAMA_8B, "24GiB", "16GiB", 65536, weights_ram_bytes=12 * GIB, kv_cache_dtype="auto")
     said = refusal(made)
     assert made.recommended is None and made.least_ram_bytes is not None and made.least_ram_bytes > 16 * GIB
@@ -493,7 +493,7 @@ def test_a_share_and_a_size_of_the_gpu_are_refused_together() -> None:
 # What RAM makes of a GPU.
 
 
-def test_the_longest_context_without_ram_is_told_beside_the_one_with_it() -> None:
+def test_the_longest_context_is_given_with_and_without_ram() -> None:
     made = plan(LLAMA_8B, "24GiB", "128GiB", 131072)
     told = plan_as_json(made)
     alone = told["longest_on_gpu_tokens"]

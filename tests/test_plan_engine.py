@@ -103,7 +103,7 @@ def test_idle_kv_gets_the_ram_it_was_given(models: Models) -> None:
         assert running.scheduler.host.num_slots == (64 << 20) // made.recommended.geometry.bytes_per_block
 
 
-def test_one_token_more_than_the_longest_is_refused_by_the_engine_as_well(models: Models) -> None:
+def test_the_engine_refuses_one_token_beyond_the_longest_context(models: Models) -> None:
     """The longest context comes from the same arithmetic as the engine's own check."""
     tight: dict[str, Any] = {"gpu_memory": "6MiB", "max_model_len": 32768}
     refused = planned(models("llama"), **tight)

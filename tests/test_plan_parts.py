@@ -38,7 +38,7 @@ def test_the_least_that_frees_enough_is_moved() -> None:
 
 
 @pytest.mark.parametrize("gib", [1, 3, 6, 10, 13])
-def test_what_is_moved_follows_vllms_rule(gib: int) -> None:
+def test_moved_layers_follow_vllms_rule(gib: int) -> None:
     found = least_that_saves(gib * GIB)
     assert found is not None
     moved = [i for i in range(32) if i % found.group_size >= found.group_size - found.num_in_group]
@@ -102,7 +102,7 @@ def test_experts_have_a_workspace_beside_what_attention_takes(chunk: int, is_eag
     assert found.activation_bytes.value / GIB == pytest.approx(gib, abs=0.04)
 
 
-def test_what_will_be_used_is_less_than_what_may_be() -> None:
+def test_expected_use_stays_below_the_budget() -> None:
     """23.3 to 23.8 GB were in use of a budget of 24."""
     budget = gpu_budget(parse_gpu("h200"), 24 * 10**9, assumed(int(0.51 * GIB)))
     assert budget.used_bytes.value == budget.usable_bytes.value + int(0.51 * GIB)
@@ -241,7 +241,7 @@ def test_layers_one_after_the_other_are_a_run(layers: tuple[int, ...], runs: int
     assert WeightOffload(layers=layers, ram_bytes=1, pinned_bytes=1).num_runs == runs
 
 
-def test_prefetched_weights_take_twice_their_ram_while_they_are_loaded() -> None:
+def test_prefetched_weights_take_twice_their_ram_while_loading() -> None:
     """3.9 GB took 8.8 of RAM, 4.5 after what was left over had gone back; those read in RAM took 1.15 times theirs."""
     prefetched, uva = groupings(LAYERS, 480 / 416)[3], uva_offloads(LAYERS, 480 / 416)[3]
     assert prefetched.loading_bytes == 2 * prefetched.pinned_bytes
@@ -297,7 +297,7 @@ def test_without_graphs_layers_are_launched_one_by_one() -> None:
 # What is only assumed may be more.
 
 
-def test_a_request_that_barely_fits_by_assumption_gets_ram_as_well() -> None:
+def test_a_request_that_barely_fits_by_assumption_spills_some_kv() -> None:
     """Llama-3.1-8B with 16,384 tokens: 2 GiB were thought to be there, 1.74 were, and vLLM refused to start."""
     geometry = kv_geometry(describe_config(models.llama_3_1_8b()), CacheSettings())
 
@@ -317,7 +317,7 @@ def test_a_request_that_barely_fits_by_assumption_gets_ram_as_well() -> None:
     assert less * geometry.bytes_per_block + safe.spilled_bytes >= 16384 * 131072 + geometry.bytes_per_block
 
 
-def test_what_was_measured_leaves_no_doubt() -> None:
+def test_measured_overheads_need_no_safety_margin() -> None:
     facts = describe_config(models.llama_3_1_8b())
     assert assumed_overheads(facts, max_num_batched_tokens=2048, max_num_seqs=64).doubt_bytes > GIB // 4
     seen = Profile(non_torch_bytes=1, activation_bytes=2, graph_bytes=3, context_bytes=4)

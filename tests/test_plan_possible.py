@@ -48,7 +48,9 @@ def test_bfloat16_is_refused_on_a_card_without(llama_8b: str) -> None:
     ("config", "length"), [(LLAMA_8B, 131_072), (LLAMA_8B, 8192), (OLMO_7B, 4096), (models.qwen3_8b(), 32_768)]
 )
 @pytest.mark.parametrize("utilization", [None, 0.7])
-def test_a_card_of_the_size_that_is_needed_does(config: dict[str, Any], length: int, utilization: float | None) -> None:
+def test_a_card_of_the_needed_size_is_just_enough(
+    config: dict[str, Any], length: int, utilization: float | None
+) -> None:
     small = plan(config, "12GiB", "64GiB", length, gpu_memory_utilization=utilization)
     needed = small.need_gpu_bytes
     enough, too_small = (
@@ -65,7 +67,7 @@ def test_a_card_is_advised_with_the_ram_that_any_card_needs(llama_8b: str) -> No
     assert enough.chosen is not None
 
 
-def test_what_fits_with_rounded_kv_only_is_tuned_if_that_is_allowed(llama_8b: str) -> None:
+def test_a_fit_with_fp8_kv_only_is_tuned_if_allowed(llama_8b: str) -> None:
     """Its candidates ask for fp8, which a server does not take by itself."""
     subject = Subject(name="model", source=llama_8b)
     given = {"gpu": "rtx4090", "ram": 10 * GiB, "max_model_len": 131_072}

@@ -51,7 +51,7 @@ def test_asking_makes_no_registry(home: dict[str, str], caplog: pytest.LogCaptur
     assert not list(Path(home["XDG_STATE_HOME"]).iterdir()) and not caplog.text
 
 
-def test_a_fingerprint_is_readable_and_changes_with_everything_that_decides() -> None:
+def test_a_fingerprint_is_readable_and_changes_with_every_input() -> None:
     key = fingerprint(LLAMA, H200, **CASE)
     assert key.startswith("llamaforcausallm-nvidia-h200-vllm0.32.0-8192x64-")
     assert key == fingerprint(replace(LLAMA, name="another name"), H200, **CASE), "the same weights by another name"
@@ -90,9 +90,7 @@ def test_a_locked_registry_is_one_warning_and_asked_once(
 @pytest.mark.parametrize(
     "url", ["postgresql://me:hush@127.0.0.1:1/db", "sqlite:////proc/none.db", "nonsense", "sqlite:////dev/null"]
 )
-def test_a_registry_that_cannot_be_used_is_a_warning_without_its_password(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unusable_registry_is_a_warning_without_its_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         remember("key", SEEN, environ={"OVERSPILL_DATABASE_URL": url})
         recall("key", {"OVERSPILL_DATABASE_URL": url})

@@ -75,13 +75,13 @@ def test_an_engine_without_overspill_is_left_alone() -> None:
         (engine(inside_multi()), '"kv_load_failure_policy": "recompute": add it'),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_in_one_sentence_with_what_to_change(config: Any, said: str) -> None:
+def test_an_impossible_engine_is_refused_with_one_line_of_advice(config: Any, said: str) -> None:
     with pytest.raises(OverspillError, match=said) as refused:
         check_engine(config)
     assert "\n" not in str(refused.value)
 
 
-def test_inside_multiconnector_it_works_with_the_policy_at_the_top() -> None:
+def test_multiconnector_works_with_the_policy_at_its_top_level() -> None:
     assert check_engine(engine(inside_multi(kv_load_failure_policy="recompute"))) is not None
 
 
@@ -95,9 +95,7 @@ def test_a_platform_without_cudas_driver_is_refused(options: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize("found", [lambda name: None, lambda name: __import__("no_such_package")])
-def test_a_gpu_without_the_package_for_its_driver_is_told_what_to_install(
-    found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_driver_package_is_named_with_pip_install(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
     monkeypatch.setattr(preflight, "current_platform", cuda)
     monkeypatch.setattr(preflight, "find_spec", found)
@@ -107,8 +105,8 @@ def test_a_gpu_without_the_package_for_its_driver_is_told_what_to_install(
     assert check_engine(engine(transfer())) is not None
 
 
-def test_vllms_flag_that_would_replace_the_connector_is_refused_by_the_engine() -> None:
-    """As vLLM makes its configuration: afterwards nothing would show that Overspill had been asked for."""
+def test_kv_offloading_size_is_refused_beside_our_connector() -> None:
+    """Refused while vLLM makes its configuration: later nothing would show that Overspill had been requested."""
     plugin.register()
     cache = CacheConfig(kv_offloading_size=2)
     with pytest.raises(Exception, match=r'--kv-offloading-size 2 makes vLLM use its own.*"host_bytes": "2GiB"'):

@@ -59,7 +59,7 @@ def test_the_tightest_of_nested_limits_counts(tmp_path: Path) -> None:
     assert machine.ram().source.endswith("slice/memory.max")
 
 
-def test_the_limit_at_the_mount_counts_when_the_path_is_the_hosts(tmp_path: Path) -> None:
+def test_a_mount_limit_counts_when_the_path_is_the_hosts(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 10 * GIB, "0::/kubepods/pod7/c1")
     machine.limit_v2("", 4 * GIB, 1 * GIB)
     assert machine.ram().available_bytes == 3 * GIB
@@ -93,7 +93,7 @@ def test_a_kernel_without_memavailable_is_named(tmp_path: Path) -> None:
         machine.ram()
 
 
-def test_oom_kills_are_counted_by_the_cgroup_or_else_by_the_machine(tmp_path: Path) -> None:
+def test_oom_kills_are_counted_by_cgroup_or_else_by_machine(tmp_path: Path) -> None:
     proc, sys = tmp_path / "proc", tmp_path / "sys"
     (proc / "self").mkdir(parents=True)
     (proc / "vmstat").write_text("nr_free_pages 1\n")
@@ -120,7 +120,7 @@ def test_a_pool_that_leaves_the_reserve_is_accepted() -> None:
     require_ram({"host_bytes": 6 * GIB}, 4 * GIB, Ram(10 * GIB, "test"))
 
 
-def test_a_pool_that_would_not_is_refused_with_need_have_and_the_largest_that_fits() -> None:
+def test_a_pool_over_the_reserve_is_refused_with_the_largest_fit() -> None:
     with pytest.raises(OverspillError) as refused:
         require_ram({"host_bytes": 6 * GIB + 1, "spill_bytes": 0}, 4 * GIB, Ram(10 * GIB, "the cgroup limit X"))
     message = str(refused.value)

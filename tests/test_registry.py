@@ -88,7 +88,7 @@ def test_a_model_comes_back_as_it_was_added(registry: Registry) -> None:
     assert json.loads(json.dumps(added.as_json()))["ram"] == 64 * GiB
 
 
-def test_what_is_not_set_is_left_open(registry: Registry) -> None:
+def test_unset_settings_stay_unset(registry: Registry) -> None:
     added = add_model(registry, "Qwen/Qwen3-8B", {"ram": None})
     assert added.settings == ModelSettings(source="Qwen/Qwen3-8B")
     assert added.settings.for_commands == {} and added.settings.vllm_args == ()
@@ -250,7 +250,7 @@ def test_a_folder_is_kept_by_its_whole_path(
 # Restarts.
 
 
-def test_every_setting_is_kept_and_says_whether_it_takes_a_restart(registry: Registry) -> None:
+def test_settings_are_kept_and_say_if_they_need_a_restart(registry: Registry) -> None:
     names = [setting.name for setting in MODEL_SETTINGS]
     assert list(add_model(registry, "qwen", {"source": "gpt2"}).as_json()) == [
         "name", *names, "version", "created_at", "updated_at",
@@ -332,14 +332,14 @@ def test_a_run_whose_process_died_is_found_lost(registry: Registry) -> None:
     assert [(run.id, run.end) for run in end_lost_runs(registry)] == [(lost.id, RunEnd.LOST)]
 
 
-def test_a_process_that_was_gone_when_its_run_was_recorded_does_not_run(registry: Registry) -> None:
+def test_a_run_recorded_after_its_process_ended_is_not_running(registry: Registry) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     start_run(registry, "qwen", ["vllm"], pid=child.pid)
     assert running_runs(registry) == [] and len(end_lost_runs(registry)) == 1
 
 
-def test_a_process_with_the_number_of_an_older_one_is_not_taken_for_it(registry: Registry) -> None:
+def test_a_reused_pid_is_not_taken_for_the_recorded_process(registry: Registry) -> None:
     run = start_run(registry, "qwen", ["vllm"], pid=os.getpid())
     with registry.writing() as session:
         session.connection().exec_driver_sql("UPDATE runs SET process = 'another boot:1'")
@@ -361,7 +361,7 @@ def test_secrets_are_not_recorded() -> None:
     assert shown == '{"eos_token": "</s>", "remote_url": "redis://***@h", "s3_secret_key": "***", "n": 1}'
 
 
-def test_who_may_use_an_address_is_not_recorded() -> None:
+def test_credentials_in_urls_are_not_recorded() -> None:
     environ = {"HF_ENDPOINT": "https://user:hunter2@mirror/x", "LMCACHE_REMOTE_URL": "redis://:pw@host:6379,b://t@h"}
     hidden = {"HF_ENDPOINT": "https://***@mirror/x", "LMCACHE_REMOTE_URL": "redis://***@host:6379,b://***@h"}
     assert environment_that_matters(environ) == hidden
@@ -513,7 +513,7 @@ def test_what_list_prints_can_be_imported(registry: Registry, tmp_path: Path) ->
         assert get_model(other, "qwen").settings == get_model(registry, "qwen").settings
 
 
-def test_the_hub_cache_is_imported_without_touching_what_is_there(registry: Registry, tmp_path: Path) -> None:
+def test_importing_the_hub_cache_keeps_existing_models_unchanged(registry: Registry, tmp_path: Path) -> None:
     for name in ("models--Qwen--Qwen3-8B", "models--gpt2", "models--org--mine"):
         (tmp_path / name / "snapshots/abc").mkdir(parents=True)
         (tmp_path / name / "snapshots/abc/config.json").write_text("{}")
@@ -564,7 +564,7 @@ def test_a_file_that_is_none_of_models_is_refused(tmp_path: Path, case: str) -> 
     assert str(file) in str(told.value) and len(str(told.value)) < 400
 
 
-def test_a_file_that_grows_when_it_is_read_out_does_not(registry: Registry, tmp_path: Path) -> None:
+def test_nested_yaml_references_do_not_blow_up_the_report(registry: Registry, tmp_path: Path) -> None:
     """A list of references to lists of references: a few lines that print as gigabytes."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]

@@ -101,7 +101,7 @@ def test_a_bad_url_is_refused_without_repeating_a_password(case: str) -> None:
         "postgresql://me:hush@no-such-host.invalid/registry",
     ],
 )
-def test_a_server_that_does_not_answer_is_told_of_without_the_password(url: str) -> None:
+def test_an_unreachable_server_is_reported_without_the_password(url: str) -> None:
     place = find_place(url)
     assert "hush" not in str(place)
     with pytest.raises(RegistryUnavailable, match="check OVERSPILL_DATABASE_URL and the server") as told:

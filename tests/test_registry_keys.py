@@ -133,7 +133,7 @@ def test_sessions_begin_are_seen_and_end(registry: Registry) -> None:
     assert list_sessions(registry) == []
 
 
-def test_a_new_password_ends_all_sessions_and_a_removed_key_those_that_it_began(registry: Registry) -> None:
+def test_a_new_password_ends_all_sessions_a_removed_key_its_own(registry: Registry) -> None:
     _, key = create_key(registry, "laptop")
     start_session(registry, "a", key.who, "")
     start_session(registry, "b", "password", "")

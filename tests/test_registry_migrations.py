@@ -103,7 +103,7 @@ def rows_of_the_first_revision(connection: Connection) -> None:
     )
 
 
-def test_data_of_the_first_revision_is_there_after_the_last_and_back(url: str, connection: Connection) -> None:
+def test_first_revision_data_survives_migrating_up_and_down(url: str, connection: Connection) -> None:
     migrate(connection, known_revisions()[0])
     rows_of_the_first_revision(connection)
     connection.commit()
@@ -213,8 +213,8 @@ def test_processes_that_open_a_new_registry_at_once_all_succeed(tmp_path: Path, 
             assert connection.execute(text("SELECT count(*) FROM models")).scalar() == 4
 
 
-def test_switching_to_wal_is_tried_again_while_sqlite_does_not_wait(tmp_path: Path) -> None:
-    """Of four processes that switched 300 new files at once, one was told twice that the database is locked."""
+def test_switching_to_wal_retries_while_the_file_is_locked(tmp_path: Path) -> None:
+    """Of four processes that switched 300 new files at once, one failed twice with a locked database."""
     file = tmp_path / "registry.db"
     engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": 0})
     with closing(sqlite3.connect(file, isolation_level=None, check_same_thread=False)) as other:

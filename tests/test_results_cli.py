@@ -129,14 +129,14 @@ def test_single_results_are_compared(overspill: Overspill) -> None:
 
 
 @pytest.mark.parametrize("words", [("5", "1"), ("1", "5"), ("2", "1"), ("ab-2", "1"), ("ab-1", "5")])
-def test_what_is_named_first_is_compared_with(overspill: Overspill, words: tuple[str, str]) -> None:
-    """It was the one with the lowest number, or the experiment's first configuration."""
+def test_the_first_name_given_is_the_baseline(overspill: Overspill, words: tuple[str, str]) -> None:
+    """The baseline was the lowest number, or the experiment's first configuration."""
     firsts = {"5": "#5 multi-turn", "1": "none", "2": EVIL, "ab-2": "ab-2 none", "ab-1": "none"}
     told = json.loads(overspill("compare", *words, "--json")[1])
     assert told["configurations"][0]["label"] == firsts[words[0]]
 
 
-def test_some_results_of_a_complete_experiment_are_not_told_to_be_resumed(overspill: Overspill) -> None:
+def test_a_selection_of_a_complete_experiment_offers_no_resume(overspill: Overspill) -> None:
     for words in (("1", "2"), ("1",)):
         out = overspill("compare", *words)[1]
         assert "Not complete" not in out and "--resume" not in out

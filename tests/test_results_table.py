@@ -30,7 +30,7 @@ def test_a_connectors_bursts_are_shown_beside_its_median_step() -> None:
     assert "| a | – |" in tables.scheduler_cost({"rows": [row | {"error": "it cannot be driven"}]})
 
 
-def test_the_front_page_has_the_control_and_no_ratio_that_it_could_explain() -> None:
+def test_the_front_page_has_the_control_and_no_peer_ratio() -> None:
     """A ratio to the best peer stood there; where nothing is loaded, systems differ by as much."""
     page = results_table.render("summary", "offload-h200.json")
     assert "control: from the GPU's cache" in page and "best peer" not in page
@@ -48,7 +48,7 @@ def test_a_caption_names_the_commits_of_all_runs(runs: list[str | None], said: s
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md", "docs/plan.md"])
-def test_every_result_that_is_shown_says_where_and_at_which_commit_it_was_measured(document: str) -> None:
+def test_every_result_shown_names_its_hardware_and_commit(document: str) -> None:
     text = (ROOT / document).read_text()
     shown = set(re.findall(r"<!-- table:[\w-]+ ([^\s>]+) -->", text))
     captions = re.findall(r"<!-- table:(?:[\w-]+-hardware|[\w-]+-where) ([^\s>]+) -->\n(.+)\n", text)
@@ -56,7 +56,7 @@ def test_every_result_that_is_shown_says_where_and_at_which_commit_it_was_measur
     assert all(re.search(r"\bcommits? [0-9a-f]{7}", line) for _, line in captions), captions
 
 
-def test_an_experiment_is_shown_with_its_ratios_and_what_did_not_run_or_not_to_its_end() -> None:
+def test_an_experiment_table_shows_ratios_and_incomplete_runs() -> None:
     result = {
         "configurations": [{"label": "a", "repeats": 2, "problem": None},
                            {"label": "b", "repeats": 1, "problem": "interrupted"},
@@ -104,7 +104,7 @@ def test_families_show_identity_distance_and_bytes() -> None:
     assert table.endswith("\n- B, offload eager: failed, AssertionError: answer 0\n- B, spill: refused, no\n")
 
 
-def test_a_report_is_kept_with_its_commit_and_without_folders_of_the_machine() -> None:
+def test_a_kept_report_has_its_commit_and_no_local_folders() -> None:
     one = {
         "argv": ["/usr/bin/python3", "serve", "/home/me/work/models/a"], "started_at": "2026-01-02", "gpu": "G",
         "config": {"log_file": "/home/me/state/a.log", "seed": 1},

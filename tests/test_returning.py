@@ -52,7 +52,7 @@ def only_when_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @MODES
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_one_that_returns_is_computed_sooner_than_when_its_bytes_are_waited_for(
+def test_early_announcement_gives_an_earlier_first_token(
     monkeypatch: pytest.MonkeyPatch, asynchronous: bool, busy: bool
 ) -> None:
     (ahead,), other = returning(monkeypatch, [0.0], asynchronous=asynchronous, busy=busy)
@@ -68,7 +68,7 @@ def test_one_that_returns_is_computed_sooner_than_when_its_bytes_are_waited_for(
 @MODES
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("offsets", [[0.0, 0.0, 0.0], [0.0, 0.013, 0.029]], ids=["at once", "soon after"])
-def test_of_several_each_has_its_first_token_when_it_is_computed(
+def test_each_returning_request_gets_its_token_once_computed(
     monkeypatch: pytest.MonkeyPatch, offsets: list[float], asynchronous: bool, busy: bool
 ) -> None:
     answers, _ = returning(monkeypatch, offsets, asynchronous=asynchronous, busy=busy)
@@ -82,12 +82,14 @@ def test_of_several_each_has_its_first_token_when_it_is_computed(
 
 @MODES
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_small_ones_are_computed_together(monkeypatch: pytest.MonkeyPatch, asynchronous: bool, busy: bool) -> None:
+def test_small_returning_requests_are_computed_together(
+    monkeypatch: pytest.MonkeyPatch, asynchronous: bool, busy: bool
+) -> None:
     answers, _ = returning(monkeypatch, [0.0] * 6, asynchronous=asynchronous, busy=busy, length=8, new=1)
     assert len({answer.tokens_at[0] for answer in answers}) <= 4
 
 
-def test_without_counting_what_is_to_be_computed_they_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_token_limit_requests_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overspill.kv.speeds._MANY_STEPS", 0)
     answers, _ = returning(monkeypatch, [0.0] * 3, asynchronous=True, busy=True)
     assert len({answer.tokens_at[0] for answer in answers}) < 3

@@ -169,7 +169,7 @@ def check_that_everything_happened(tally: Tally) -> None:
         assert tally.totals.get(name, 0) > 0, f"no sequence had any {name}"
 
 
-def test_no_sequence_leaks_a_block_frees_one_in_flight_or_hits_content_that_is_not_there() -> None:
+def test_no_sequence_leaks_or_frees_in_flight_or_hits_stale_kv() -> None:
     tally = Tally()
     sequences(250, tally)()
     assert tally.operations > 10_000
@@ -177,7 +177,7 @@ def test_no_sequence_leaks_a_block_frees_one_in_flight_or_hits_content_that_is_n
 
 
 @pytest.mark.soak
-def test_none_of_a_great_many_sequences_does_either() -> None:
+def test_none_of_ten_thousand_sequences_leaks_or_hits_stale_kv() -> None:
     tally = Tally()
     sequences(10_000, tally)()
     check_that_everything_happened(tally)
@@ -213,8 +213,8 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_requests_that_wait_for_one_load_do_not_look_its_prefix_up(probes: list[Any]) -> None:
-    """They did, all of it, in every pass: 63 of them took 0.2 s of each step for a prefix of 100k tokens."""
+def test_requests_waiting_for_a_load_do_not_look_up_its_prefix(probes: list[Any]) -> None:
+    """All of them looked it up in every pass: 63 requests took 0.2 s of each step for a prefix of 100k tokens."""
     engine = Engine(Setup(gpu_blocks=400, host_slots=100, batched_tokens=64, max_seqs=40))
     engine.add(PREFIXES[0][:57], max_tokens=1)
     while engine.scheduler.has_requests():
@@ -234,7 +234,7 @@ def test_requests_that_wait_for_one_load_do_not_look_its_prefix_up(probes: list[
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc"])
-def test_admission_does_not_look_a_local_prefix_up_block_by_block(probes: list[Any], eviction: str) -> None:
+def test_admission_does_not_look_up_a_local_prefix_by_block(probes: list[Any], eviction: str) -> None:
     engine = Engine(Setup(gpu_blocks=60, host_slots=60, batched_tokens=64, eviction=eviction))
     for tail in range(3):
         probes.clear()
@@ -245,7 +245,7 @@ def test_admission_does_not_look_a_local_prefix_up_block_by_block(probes: list[A
 
 
 @pytest.mark.parametrize("fault", ["unreadable", "corrupt"])
-def test_a_request_whose_load_failed_is_recomputed_instead_of_loaded_again(fault: str) -> None:
+def test_a_request_whose_load_failed_is_recomputed_not_reloaded(fault: str) -> None:
     """vLLM keeps blocks free for requests that load, and goes on to count one whose load has failed: it never admitted
     the second load of a prompt that needs more than half of the pool."""
     engine = Engine(Setup(gpu_blocks=19, host_slots=40))
@@ -263,9 +263,9 @@ def test_a_request_whose_load_failed_is_recomputed_instead_of_loaded_again(fault
     assert engine.totals["load_failures"] == 1
 
 
-def test_a_request_whose_load_failed_lets_others_go_first_whose_loads_hold_blocks() -> None:
-    """vLLM left it before them. To compute its window takes more blocks than to load it did, so it waited for theirs,
-    and they for their turn."""
+def test_a_failed_load_yields_to_requests_with_loads_in_flight() -> None:
+    """vLLM left the failed request before them. Computing its window takes more blocks than loading it, so it waited
+    for their blocks, and they for their turn."""
     setup = Setup(groups=FULL_AND_WINDOW, gpu_blocks=35, host_slots=120, batched_tokens=64, longest_flight=1, seed=3)
     engine = Engine(setup)
     long, short = PREFIXES[0][:57], PREFIXES[1][:33]
@@ -282,7 +282,7 @@ def test_a_request_whose_load_failed_lets_others_go_first_whose_loads_hold_block
     assert engine.totals["hit_tokens"] > len(long)
 
 
-def test_a_request_whose_load_failed_is_not_kept_waiting_by_loads_of_others() -> None:
+def test_a_request_whose_load_failed_does_not_wait_for_others() -> None:
     """vLLM keeps blocks free for it, which a preempted request before it did not get to load into; and looked no
     further."""
     engine = Engine(Setup(gpu_blocks=19, host_slots=40, batched_tokens=64, longest_flight=0))
@@ -310,8 +310,8 @@ def test_a_preempted_request_finds_in_ram_what_it_had_computed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_a_pool_smaller_than_what_is_near_eviction_copies_do_not_push_each_other_out(seed: int) -> None:
-    """They did, and were made again, so that an engine with nothing to do never slept."""
+def test_lazy_copies_in_a_small_pool_do_not_evict_each_other(seed: int) -> None:
+    """In a pool smaller than the range near eviction they did, and were made again: an idle engine never slept."""
     setup = Setup(
         groups=((4, 0), (4, 6)), gpu_blocks=65, host_slots=12, store="lazy", batched_tokens=32, ranks=4,
         asynchronous=True, longest_flight=8, seed=seed,
@@ -338,7 +338,7 @@ def finds(what: str) -> None:
         sequences(1000, Tally(), search=False)()
 
 
-def test_freeing_gpu_blocks_with_their_request_instead_of_their_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freeing_gpu_blocks_before_their_store_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     finished = OffloadScheduler.finished
 
     def frees_at_once(self: OffloadScheduler, *args: Any) -> None:
@@ -352,7 +352,7 @@ def test_freeing_gpu_blocks_with_their_request_instead_of_their_store_is_found(m
     finds("GPU block freed during its store")
 
 
-def test_a_hash_that_can_be_found_before_its_store_is_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_a_hash_before_its_store_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Stores._start
 
     def finds_at_once(self: Stores, *args: Any, **kwargs: Any) -> None:

@@ -226,7 +226,7 @@ def test_systemd_is_told_when_it_answers_and_by_serve_alone(server: Serve) -> No
         assert "NOTIFY_SOCKET" not in Path(f"/proc/{pid}/environ").read_text()
 
 
-def test_the_same_model_on_the_same_port_is_told_from_another_program(server: Serve, model: Path) -> None:
+def test_serving_a_model_twice_on_a_port_names_the_first_server(server: Serve, model: Path) -> None:
     again = run("serve", str(model), *TINY, "--port", str(server.port))
     assert again.returncode == 1 and f"is already served on http://127.0.0.1:{server.port}" in again.stderr
     assert re.search(r"by process \d+ \(.*vllm", again.stderr)
@@ -235,7 +235,7 @@ def test_the_same_model_on_the_same_port_is_told_from_another_program(server: Se
     assert f"by overspill serve of tiny, process {server.process.pid}, run 1 of the registry, since " in known.stderr
 
 
-def test_other_processes_see_what_the_server_is_and_how_it_started(server: Serve, model: Path) -> None:
+def test_other_processes_read_the_servers_status_and_phases(server: Serve, model: Path) -> None:
     status = server.status()
     assert status is not None and status.is_alive and status.is_ready and status.error is None
     assert (status.pid, status.model, status.source) == (server.process.pid, "tiny", str(model))
@@ -250,7 +250,7 @@ def test_other_processes_see_what_the_server_is_and_how_it_started(server: Serve
     assert memory.resident_kv_bytes and memory.spilled_bytes >= plan["spilled_kv_bytes"] > 0
 
 
-def test_the_registry_knows_that_it_runs_and_with_which_arguments(server: Serve, model: Path) -> None:
+def test_the_registry_records_the_running_server_and_arguments(server: Serve, model: Path) -> None:
     (recorded,) = server.runs()
     assert recorded.is_running and recorded.model == "tiny" and recorded.pid == server.process.pid
     assert recorded.settings is not None and recorded.settings.source == str(model)
@@ -532,7 +532,7 @@ def test_what_the_page_says_to_try_without_a_gpu_works(tmp_path: Path) -> None:
             assert running.wait(timeout=60) == 0
 
 
-def test_every_flag_is_documented_and_every_documented_one_exists() -> None:
+def test_documented_flags_match_the_help() -> None:
     page = PAGE.read_text()
     table = page.partition("## Flags")[2].partition("\n## ")[0]
     told = run("serve", "--help")

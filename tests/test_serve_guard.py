@@ -52,7 +52,7 @@ def _lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["obedient", "stubborn"])
-def test_a_closed_life_line_ends_a_family_even_a_child_in_another_session(kind: str) -> None:
+def test_closing_the_lifeline_ends_children_in_other_sessions(kind: str) -> None:
     guard, family = guarded(kind)
     assert len(family) == 2
     assert guard.stdin is not None and guard.stdout is not None
@@ -63,7 +63,7 @@ def test_a_closed_life_line_ends_a_family_even_a_child_in_another_session(kind: 
     guard.stdout.close()
 
 
-def test_the_exit_code_of_a_server_that_ends_is_its_own_and_its_orphans_go() -> None:
+def test_the_guard_exits_with_the_servers_code_and_ends_orphans() -> None:
     guard, family = guarded("dies")
     assert guard.wait(timeout=60) == 3
     assert_gone(family)

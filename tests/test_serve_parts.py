@@ -94,7 +94,7 @@ def test_a_flag_of_the_users_replaces_the_plans(given: list[str], replaced: list
     assert combined.follows_plan == (not replaced)
 
 
-def test_weights_that_the_user_moves_replace_all_of_the_plans_flags_for_it() -> None:
+def test_user_weight_offload_replaces_all_planned_offload_flags() -> None:
     combined = combine([*PLANNED, *PREFETCH], ["--cpu-offload-gb", "4"])
     assert not [word for word in combined.words if word.startswith("--offload")]
     assert len(combined.contradictions) == 3
@@ -164,7 +164,7 @@ def test_a_flag_of_vllms_that_a_setting_says_becomes_the_setting(
         assert adopted.settings[name] == value and list(adopted.vllm_args) == left
 
 
-def test_a_typed_flag_wins_over_the_registry_and_gives_way_to_none_of_its_own_kind() -> None:
+def test_typed_flags_override_the_registry_and_may_not_conflict() -> None:
     registered = with_registered(resolve({}, {}), "m", {"weights_ram": 2**30})
     assert adopt(registered, ["--cpu-offload-gb", "2"]).values["weights_ram"].value == 2**31
     assert adopt(registered, ["--offload-group-size", "4"]).settings["weights_ram"] is None
@@ -180,8 +180,8 @@ def test_a_typed_flag_wins_over_the_registry_and_gives_way_to_none_of_its_own_ki
             adopt(resolve({}, {}), wrong)
 
 
-def test_weights_that_are_typed_are_a_part_of_the_plan_and_of_its_command(tmp_path: Path) -> None:
-    """They were added to a plan that had already given the RAM away."""
+def test_typed_weight_offload_is_part_of_the_plan_and_command(tmp_path: Path) -> None:
+    """The weights were added to a plan that had already given the RAM away."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096,
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -204,14 +204,14 @@ GONE = ("--swap-space", "--preemption-mode", "--disable-log-requests")
 
 
 @pytest.mark.parametrize("flag", GONE)
-def test_a_flag_that_vllm_no_longer_has_is_refused_with_what_to_use(flag: str) -> None:
-    """A dry run passed --swap-space on without a word, and vLLM refused it when it was started."""
+def test_a_flag_removed_from_vllm_is_refused_with_a_replacement(flag: str) -> None:
+    """A dry run passed --swap-space on without a warning, and vLLM refused it at the start."""
     for written in (flag, "--" + flag.removeprefix("--").replace("-", "_")):
         with pytest.raises(OverspillError, match=f"{flag} cannot be used .* no longer; .*--"):
             check(combine(PLANNED, [written, "4"]), {}, on_cpu=False)
 
 
-def test_the_flags_that_are_gone_are_gone() -> None:
+def test_flags_listed_as_removed_are_unknown_to_vllm() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -220,8 +220,8 @@ def test_the_flags_that_are_gone_are_gone() -> None:
     assert {"--cpu-offload-gb", "--no-enable-log-requests"} <= known and known.isdisjoint(GONE)
 
 
-def test_a_misspelt_setting_is_told_and_none_of_vllms_flags_is_taken_for_one() -> None:
-    """It went to vLLM without a word, which refused it ten seconds later."""
+def test_a_misspelt_setting_is_reported_and_no_vllm_flag_is() -> None:
+    """The setting went to vLLM without a warning, which refused it ten seconds later."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -308,7 +308,7 @@ WRONG: dict[str, tuple[Callable[[Report], dict[str, object]], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_differs_from_the_plan_is_found(spilling: Plan, name: str) -> None:
+def test_a_difference_from_the_plan_is_found_with_its_remedy(spilling: Plan, name: str) -> None:
     change, what = WRONG[name]
     way = chosen(spilling)
     report = as_planned(spilling, way)
@@ -363,7 +363,7 @@ def test_a_profile_is_kept_only_where_vllm_profiled(spilling: Plan) -> None:
 # Reports.
 
 
-def test_a_report_reads_as_it_was_written_and_the_slowest_worker_decides(spilling: Plan, tmp_path: Path) -> None:
+def test_reports_round_trip_and_the_slowest_worker_decides(spilling: Plan, tmp_path: Path) -> None:
     assert read(tmp_path) == [] and earliest([]) is Phase.STARTING
     reports = [as_planned(spilling, chosen(spilling)), Report(phase=Phase.LOADING)]
     for rank, report in enumerate(reports):
@@ -435,7 +435,7 @@ def run(prepared: Prepared, *, force: bool = False) -> None:
     run_server(prepared, force=force, quiet=True, log_file=None)
 
 
-def test_an_engine_that_did_not_become_what_was_planned_is_stopped(
+def test_an_engine_that_differs_from_its_plan_is_stopped(
     spilling: Plan, played: Callable[..., Prepared], capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = dataclasses.replace(as_planned(spilling, chosen(spilling)), pool=None)
@@ -446,7 +446,7 @@ def test_an_engine_that_did_not_become_what_was_planned_is_stopped(
     require_free(prepared.address, set())  # nobody listens any more
 
 
-def test_a_difference_that_the_users_own_flag_made_does_not_stop_the_engine(
+def test_a_difference_made_by_a_user_flag_stops_no_engine(
     spilling: Plan, played: Callable[..., Prepared], capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = dataclasses.replace(as_planned(spilling, chosen(spilling)), max_model_len=1000)
@@ -480,9 +480,7 @@ def test_systemd_is_told_at_a_path_or_an_abstract_name(tmp_path: Path, capsys: p
     assert "systemd could not be told" in capsys.readouterr().err
 
 
-def test_how_a_server_ended_is_recorded_and_a_new_start_takes_its_place(
-    spilling: Plan, played: Callable[..., Prepared]
-) -> None:
+def test_a_servers_end_is_recorded_and_a_new_start_replaces_it(spilling: Plan, played: Callable[..., Prepared]) -> None:
     prepared = played(as_planned(spilling, chosen(spilling)), seconds=2)
     for number in (1, 2):
         with pytest.raises(CannotServe):
@@ -502,7 +500,7 @@ def stop_when_ready() -> None:
 
 
 @pytest.mark.parametrize("reason", ["it was not used for 600 s", ""])
-def test_a_run_that_was_stopped_says_why_if_who_asked_did(
+def test_a_stopped_run_records_the_reason_that_was_left(
     spilling: Plan, played: Callable[..., Prepared], capfd: pytest.CaptureFixture[str], reason: str
 ) -> None:
     me = identity(os.getpid())
@@ -519,7 +517,7 @@ def test_a_run_that_was_stopped_says_why_if_who_asked_did(
     assert (f"stopped: {reason}" in capfd.readouterr().err) == bool(reason)
 
 
-def test_why_one_was_stopped_is_taken_once_and_by_the_one_it_was_left_for(tmp_path: Path) -> None:
+def test_a_stop_reason_is_read_once_and_only_by_its_process(tmp_path: Path) -> None:
     home = {"XDG_STATE_HOME": str(tmp_path)}
     assert take_reason(7, "boot 1", home) == ""
     leave_reason(7, "boot 1", "it was not used", home)
@@ -530,7 +528,7 @@ def test_why_one_was_stopped_is_taken_once_and_by_the_one_it_was_left_for(tmp_pa
 
 
 @pytest.mark.parametrize("trouble", ["no database", "no folder"])
-def test_nothing_that_cannot_be_told_stops_a_server(
+def test_a_server_runs_on_if_its_status_cannot_be_recorded(
     spilling: Plan, played: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str], trouble: str,
 ) -> None:  # fmt: skip
@@ -606,7 +604,7 @@ def test_the_plugins_are_those_of_the_package() -> None:
     assert package["entry-points"][plugins.GROUP] == plugins.PLUGINS
 
 
-def test_plugins_are_found_in_metadata_written_for_them_before_an_older_one(tmp_path: Path) -> None:
+def test_our_plugin_metadata_is_found_before_older_metadata(tmp_path: Path) -> None:
     assert not plugins.are_found([str(tmp_path)])
     old = tmp_path / "old/overspill-0.0.1.dist-info"
     old.mkdir(parents=True)

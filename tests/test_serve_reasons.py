@@ -113,7 +113,7 @@ CASES: list[tuple[list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("lines", "told"), CASES)
-def test_numbers_in_vllms_messages_become_need_have_and_what_would_work(lines: list[str], told: list[str]) -> None:
+def test_numbers_in_vllms_messages_become_need_have_and_advice(lines: list[str], told: list[str]) -> None:
     why = reason([*lines, SECONDHAND.format({"EngineCore_DP0": 1})])
     assert all(part in why for part in told) and "Error" not in why and "\n" not in why
 
@@ -129,7 +129,7 @@ def test_an_engine_without_a_plan_is_advised_vllms_flags(lines: list[str]) -> No
 @pytest.mark.parametrize(
     ("have", "everything", "part"), [("9.87", "23.52", "0.41"), ("23.51", "23.52", "0.99"), ("0.1", "80.0", "0.01")]
 )
-def test_the_share_that_is_free_is_advised_to_an_engine_without_a_plan(have: str, everything: str, part: str) -> None:
+def test_an_engine_without_a_plan_is_advised_the_free_share(have: str, everything: str, part: str) -> None:
     for where, what in (("device cuda:0", "Free"), ("node 0", "Available")):
         kind = "GPU" if what == "Free" else "CPU"
         line = (
@@ -172,8 +172,8 @@ INVALID = [
 ]
 
 
-def test_a_context_that_the_model_was_not_made_for_is_told_with_the_flag() -> None:
-    """Only `1 validation error for ModelConfig` was told: what was wrong stood on the next line."""
+def test_a_context_beyond_the_models_own_is_reported_with_a_flag() -> None:
+    """Only `1 validation error for ModelConfig` was shown: the reason stood on the next line."""
     for lines in (LONGER, [FROM_CORE + line for line in LONGER[1:]]):
         why = reason([*lines, SECONDHAND.format({"EngineCore_DP0": 1})])
         assert why.startswith("40960 tokens are more than the 32768 the model was made for")
@@ -186,7 +186,7 @@ def test_a_model_without_a_tokenizer_is_told_what_to_add() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "(APIServer pid=7) ", FROM_CORE])
-def test_settings_that_vllm_does_not_accept_are_named_with_what_is_wrong(prefix: str) -> None:
+def test_settings_vllm_rejects_are_named_with_the_reason(prefix: str) -> None:
     why = reason([f"{prefix}{line}" for line in INVALID])
     assert why == (
         "vLLM does not accept its settings (SchedulerConfig): max_num_seqs: Input should be greater than or equal to "
@@ -267,7 +267,7 @@ def test_tracebacks_are_left_out_of_what_is_shown() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "(APIServer pid=7) ", FROM_CORE])
-def test_what_an_error_goes_on_with_is_shown_and_frames_are_not(prefix: str) -> None:
+def test_continuation_lines_of_an_error_are_shown_without_frames(prefix: str) -> None:
     """Every line that began with a space was left out, and so was what pydantic found wrong."""
     for lines in (LONGER[1:], NO_TOKENIZER, INVALID):
         shown = without_tracebacks([f"{prefix}{line}" for line in lines])

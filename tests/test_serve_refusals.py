@@ -39,8 +39,8 @@ def prepared_of(folder: Path, plan: Plan, *given: str, **environment: str) -> Pr
     return prepare(str(folder), plan, PLACE, given, vllm=Vllm("0.32.0", is_cpu=False), environment=environment)
 
 
-def test_a_context_that_the_model_was_not_made_for_is_refused_before_the_start(tmp_path: Path) -> None:
-    """The plan warned of it, vLLM was started all the same, and ended."""
+def test_a_context_beyond_the_models_own_is_refused_before_start(tmp_path: Path) -> None:
+    """The plan only warned, so vLLM was started and failed."""
     folder = folder_of(tmp_path / "m")
     plan = plan_of(folder, 2049)
     with pytest.raises(CannotServe, match=r"2,049 tokens are more than the 2,048 .*Use --max-model-len 2048\."):
@@ -64,7 +64,7 @@ def test_a_context_that_the_model_was_not_made_for_is_refused_before_the_start(t
         (["--max-model-len", "1024"], {}, {}),
     ],
 )
-def test_a_longer_context_is_left_to_whoever_has_said_that_it_can_be(
+def test_an_explicitly_allowed_longer_context_is_accepted(
     tmp_path: Path, given: list[str], environment: dict[str, str], settings: dict[str, object]
 ) -> None:
     folder = folder_of(tmp_path / "m")
@@ -96,7 +96,7 @@ def test_the_longest_context_is_vllms(tmp_path: Path, name: str) -> None:
         ModelConfig(model=str(folder), skip_tokenizer_init=True, max_model_len=longest + 1)
 
 
-def test_a_model_of_two_formats_is_not_refused_for_the_one_that_vllm_does_not_read(tmp_path: Path) -> None:
+def test_a_model_in_two_formats_is_not_refused_for_the_other(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", "params.json")
     assert longest_context(plan_of(folder, 1024).facts) is None and prepared_of(folder, plan_of(folder, 4096))
 
@@ -105,7 +105,7 @@ def tokenizer_of(prepared: Prepared) -> None:
     require_tokenizer(prepared.model, prepared.plan, prepared.combined)
 
 
-def test_a_folder_without_a_tokenizer_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused_before_start(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", "README.md", "generation_config.json", ".gitattributes")
     plan = plan_of(folder, 1024)
     with pytest.raises(CannotServe, match=f"no tokenizer in {folder}.*--tokenizer.*--skip-tokenizer-init"):
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_needs_no_files_is_named_in_the_config(tmp_path: Path) 
         assert has_tokenizer(folder_of(tmp_path / "m", **config))
 
 
-def test_every_file_that_transformers_knows_for_a_tokenizer_may_be_one(tmp_path: Path) -> None:
+def test_every_tokenizer_file_of_transformers_is_recognised(tmp_path: Path) -> None:
     """None of them is taken for something else."""
     from importlib.util import find_spec
 

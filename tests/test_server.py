@@ -128,7 +128,7 @@ def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         running.process.wait(timeout=60)
 
 
-def test_a_returning_prompt_is_served_from_ram_and_metrics_say_so(server: Server) -> None:
+def test_a_returning_prompt_hits_ram_and_the_metrics_show_it(server: Server) -> None:
     prompts = [random_prompt(seed, 400) for seed in range(4)]
     first = [server.complete(p)["choices"][0]["token_ids"] for p in prompts]
     again = [server.complete(p)["choices"][0]["token_ids"] for p in prompts]

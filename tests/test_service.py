@@ -165,7 +165,7 @@ def test_the_template_alone_serves_the_model_it_is_named_after(folder: Path) -> 
 
 @needs_systemd
 @pytest.mark.parametrize("mode", Mode)
-def test_what_is_installed_for_a_folder_of_any_name_is_what_systemd_starts(
+def test_systemd_starts_the_unit_of_an_oddly_named_folder(
     llama: Path, folder: Path, tmp_path: Path, mode: Mode
 ) -> None:
     model = tmp_path / """100% of $HOME "quoted" and it's; back\\slash"""
@@ -204,7 +204,7 @@ def test_an_interpreter_that_systemd_cannot_start_is_refused(path: str) -> None:
         quote_program(path)
 
 
-def test_a_name_that_is_too_long_is_refused_with_the_flag_for_a_shorter_one() -> None:
+def test_a_name_that_is_too_long_is_refused_with_the_name_flag() -> None:
     with pytest.raises(OverspillError, match=r"240 is the most; give a shorter one with --name"):
         unit_name("/" + "-" * 80)
     with pytest.raises(OverspillError, match="--name"):
@@ -220,7 +220,7 @@ def test_a_name_that_no_file_could_have_is_refused(name: str) -> None:
 # Files.
 
 
-def test_install_writes_both_files_whole_and_readable_and_again_changes_nothing(tmp_path: Path) -> None:
+def test_install_writes_both_files_and_is_idempotent(tmp_path: Path) -> None:
     units = Units(Mode.USER, tmp_path / "systemd/user", None)
     written = installation.install(units, service())
     assert [path.relative_to(units.folder) for path in written] == [
@@ -245,7 +245,7 @@ def test_a_unit_of_somebody_else_is_kept_unless_forced(tmp_path: Path) -> None:
     assert (tmp_path / TEMPLATE).read_text().startswith(MARKER)
 
 
-def test_a_masked_unit_is_kept_and_forcing_replaces_the_link_not_its_target(tmp_path: Path) -> None:
+def test_a_masked_unit_is_kept_and_force_replaces_only_the_link(tmp_path: Path) -> None:
     units, target = Units(Mode.USER, tmp_path / "units", None), tmp_path / "target"
     target.write_text("mine")
     units.folder.mkdir()
@@ -266,7 +266,7 @@ def test_a_folder_that_is_a_link_is_never_written_through(tmp_path: Path) -> Non
     assert not list(elsewhere.iterdir())
 
 
-def test_remove_takes_what_was_installed_and_the_template_with_the_last_model(tmp_path: Path) -> None:
+def test_remove_deletes_its_files_and_finally_the_template(tmp_path: Path) -> None:
     units = Units(Mode.USER, tmp_path, None)
     installation.install(units, service("one"))
     installation.install(units, service("two"))
@@ -326,7 +326,7 @@ def test_systemd_is_told_and_nothing_is_started_unless_asked(tmp_path: Path, sys
     assert calls.read_text().splitlines() == ["--user disable --now overspill@one.service", "--user daemon-reload"]
 
 
-def test_what_systemd_says_against_it_is_passed_on(tmp_path: Path, systemctl: Path) -> None:
+def test_an_error_of_systemctl_is_passed_on(tmp_path: Path, systemctl: Path) -> None:
     (tmp_path / "refuses").touch()
     units = Units(Mode.USER, tmp_path / "units", (str(systemctl), "--user"))
     with pytest.raises(SystemctlFailed, match="daemon-reload failed: Access denied"):
@@ -346,7 +346,7 @@ def test_a_users_manager_is_found_by_its_socket(tmp_path: Path, systemctl: Path)
     assert installation.units_of(Mode.SYSTEM, None, environment).folder == Path("/etc/systemd/system")
 
 
-def test_who_plans_for_another_user_is_told_whose_settings_count() -> None:
+def test_planning_for_another_user_warns_whose_settings_count() -> None:
     assert other_users_settings(None, "root") == [] == other_users_settings("root", "root")
     (warning,) = other_users_settings("ai", "root")
     assert "runs as ai" in warning and "of root" in warning

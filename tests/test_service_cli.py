@@ -48,7 +48,7 @@ def test_print_shows_both_units_and_writes_nothing(llama: Path, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_is_what_the_plan_takes_the_engine_the_reserve_and_the_server(llama: Path) -> None:
+def test_memory_max_is_plan_engine_reserve_and_server(llama: Path) -> None:
     told = printed(str(llama), *SMALL)
     plan = json.loads(overspill("plan", str(llama), *SMALL, "--json").stdout)
     assert plan["spilled_kv_bytes"] > 0
@@ -68,7 +68,7 @@ def test_the_command_of_a_unit_plans_the_same_again(llama: Path) -> None:
         assert first[name] == again[name], name
 
 
-def test_settings_of_the_environment_and_the_file_are_written_down(llama: Path, tmp_path: Path) -> None:
+def test_environment_and_file_settings_are_written_to_the_unit(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "overspill").mkdir()
     (tmp_path / "overspill/config.toml").write_text("port = 9001\n")
     command = printed(str(llama), *SMALL, XDG_CONFIG_HOME=str(tmp_path), OVERSPILL_HOST="127.0.0.2")["command"]
@@ -96,7 +96,7 @@ def test_vllms_own_flags_come_last_and_contradictions_are_told(llama: Path) -> N
     assert "warning: --max-num-seqs 3 replaces the plan's" in answer.stderr
 
 
-def test_a_unit_keeps_what_decides_which_files_and_gpus_are_found_and_no_secret(llama: Path) -> None:
+def test_a_unit_keeps_variables_for_files_and_gpus_but_no_secret(llama: Path) -> None:
     given = {"HF_HOME": "/models/100%", "CUDA_VISIBLE_DEVICES": "1", "HF_TOKEN": "hf_secret"}
     told = json.dumps(printed(str(llama), *SMALL, **given)["files"])
     assert "HF_HOME=/models/100%%" in told and "CUDA_VISIBLE_DEVICES=1" in told
@@ -215,7 +215,7 @@ def test_what_the_command_line_does_not_know_exits_with_two(llama: Path, argumen
     assert answer.returncode == 2 and "Traceback" not in answer.stderr
 
 
-def test_every_flag_is_documented_and_every_documented_one_exists() -> None:
+def test_documented_flags_match_the_help() -> None:
     page = (Path(__file__).parents[1] / "docs/service.md").read_text()
     told = "".join(overspill("service", command, "--help").stdout for command in ("print", "install", "remove"))
     flags = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", told)) - {"--help"}

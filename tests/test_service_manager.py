@@ -73,8 +73,8 @@ def test_systemd_reads_what_keeps_the_managers_promises(folder: Path, mode: Mode
     assert figure(told, "LimitMEMLOCK") == str(2**64 - 1)
 
 
-def test_a_system_service_has_fewer_privileges_and_the_tmp_of_its_engines() -> None:
-    """systemd gives a fresh private /tmp to each start, and removes the one that engines of a crashed manager have."""
+def test_a_system_service_drops_privileges_and_shares_tmp() -> None:
+    """systemd gives each start a fresh private /tmp, and removes the one that engines of a crashed manager use."""
     assert "PrivateTmp" not in text(Mode.SYSTEM) and "PrivateTmp" not in text()
     assert "NoNewPrivileges=yes" in text(Mode.SYSTEM) and "NoNewPrivileges" not in text()
     for directive in ("PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock", "MemoryDenyWriteExecute"):
@@ -103,7 +103,7 @@ def told_by(notices: socket.socket) -> list[str]:
     return told
 
 
-def test_systemd_is_told_when_the_manager_listens_and_when_it_ends(tmp_path: Path, notices: socket.socket) -> None:
+def test_systemd_is_notified_when_the_manager_listens_and_ends(tmp_path: Path, notices: socket.socket) -> None:
     with managed(tmp_path) as manager:
         manager.wait_until_it_answers()
         ready = told_by(notices)
@@ -156,7 +156,7 @@ def test_models_units_and_the_managers_do_not_know_each_other(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == [UNIT]
 
 
-def test_a_unit_of_somebody_else_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
+def test_a_foreign_unit_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
     units = Units(Mode.USER, tmp_path, None)
     with pytest.raises(ServiceError, match="the manager is not installed there"):
         installation.remove_manager(units)
@@ -171,7 +171,7 @@ def test_a_unit_of_somebody_else_is_neither_overwritten_nor_removed(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_systemd_starts_it_when_asked_and_stops_it_before_the_unit_goes(tmp_path: Path, systemctl: Path) -> None:  # noqa: F811
+def test_systemd_starts_the_manager_and_stops_it_before_removal(tmp_path: Path, systemctl: Path) -> None:  # noqa: F811
     units = Units(Mode.USER, tmp_path / "units", (str(systemctl), "--user"))
     installation.install(units, service(), now=True)
     installation.remove_manager(units)
@@ -215,7 +215,7 @@ def test_another_address_is_written_once_there_is_a_password(tmp_path: Path) -> 
     assert told["command"][-4:] == ["--host", "0.0.0.0", "--port", "7999"] and told["unit"] == UNIT
 
 
-def test_the_unit_finds_the_same_registry_and_settings_and_holds_no_secret() -> None:
+def test_the_unit_keeps_registry_and_settings_but_no_secret() -> None:
     given = {
         "XDG_STATE_HOME": "/state", "HF_HOME": "/hub", "HF_TOKEN": "hf_secret", "OVERSPILL_RAM": "32GiB",
         "OVERSPILL_API_KEY": "secret", "OVERSPILL_DATABASE_URL": "sqlite:////registry.db", "OVERSPILL_FORCE": "1",
@@ -231,7 +231,7 @@ def test_the_unit_finds_the_same_registry_and_settings_and_holds_no_secret() -> 
     assert "EnvironmentFile" in warning and "me:password" not in warning
 
 
-def test_who_installs_it_for_another_user_is_told_whose_registry_counts() -> None:
+def test_installing_for_another_user_warns_whose_registry_counts() -> None:
     assert other_users_registry(None, "root") == [] == other_users_registry("root", "root")
     (warning,) = other_users_registry("ai", "root")
     assert "registry of ai" in warning and "of root" in warning

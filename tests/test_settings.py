@@ -14,7 +14,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_flag_wins_over_the_environment_that_over_the_file_and_that_over_the_default(tmp_path: Path) -> None:
+def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
     file = written(tmp_path, 'port = 1\nram = "1GiB"\ngpu_memory = "3GiB"\n')
     environment = {"OVERSPILL_PORT": "2", "OVERSPILL_RAM": "2GiB"}
     values = resolve({"port": "3"}, environment, file)

@@ -92,7 +92,7 @@ def run(model: Path, *, count: int, seed: int, scheduling: dict[str, Any] | None
         spilling.assert_nothing_is_held()
 
 
-def test_random_requests_on_small_pools_get_the_answers_they_would_get_without(llama: Path) -> None:
+def test_random_requests_on_small_pools_match_plain_answers(llama: Path) -> None:
     run(llama, count=120, seed=1, store="eager", eviction="lru")
 
 

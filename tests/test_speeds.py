@@ -18,7 +18,7 @@ from overspill.kv.speeds import (
 GB = 10**9
 
 
-def test_a_speed_is_the_first_measurement_and_then_drifts_towards_new_ones() -> None:
+def test_a_speed_starts_at_the_first_measurement_then_drifts() -> None:
     speeds = Speeds()
     speeds.saw_load(10 * GB, 1.0)
     assert speeds.load_bytes_per_s == 10 * GB
@@ -38,7 +38,7 @@ def test_a_measurement_of_nothing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("speeds", [Speeds(), Speeds(load_bytes_per_s=1.0), Speeds(prefill_tokens_per_s=1e12)])
-def test_what_was_not_measured_does_not_stop_a_load(speeds: Speeds) -> None:
+def test_an_unmeasured_speed_does_not_stop_a_load(speeds: Speeds) -> None:
     assert load_beats_recompute(speeds, num_tokens=1, num_bytes=10 * GB, queued_bytes=0)
 
 
@@ -54,7 +54,7 @@ def test_loads_that_are_queued_count_against_one_more() -> None:
     assert not load_beats_recompute(speeds, num_tokens=1000, num_bytes=GB // 2, queued_bytes=GB)
 
 
-def test_a_skipped_load_is_doubtful_only_if_the_speed_of_an_idle_link_decided() -> None:
+def test_a_skipped_load_is_doubtful_only_on_an_idle_link() -> None:
     speeds = Speeds(load_bytes_per_s=1.0, prefill_tokens_per_s=10_000)
     worth = int(LOAD_OVERHEAD_S * speeds.prefill_tokens_per_s)
     assert is_doubtful(speeds, num_tokens=worth + 1, queued_bytes=0)
@@ -80,14 +80,14 @@ def test_loads_that_stay_slow_are_tried_ever_more_rarely() -> None:
     assert skipped_before_looks(SecondLooks(), 1100) == [4, 8, 16, 32, 64, 128, 256, 256, 256]
 
 
-def test_a_load_that_was_worth_it_makes_the_next_doubt_short_again() -> None:
+def test_a_worthwhile_load_resets_the_wait_for_a_second_look() -> None:
     looks = SecondLooks()
     assert skipped_before_looks(looks, 14) == [4, 8]
     looks.load_begins("worth it")
     assert skipped_before_looks(looks, 5) == [4]
 
 
-def test_a_load_that_was_worth_it_while_another_waits_for_its_look_is_no_look() -> None:
+def test_a_worthwhile_load_cancels_a_pending_second_look() -> None:
     looks = SecondLooks()
     for _ in range(4):
         looks.load_was_skipped()
@@ -97,7 +97,7 @@ def test_a_load_that_was_worth_it_while_another_waits_for_its_look_is_no_look() 
     assert skipped_before_looks(looks, 5) == [4]
 
 
-def test_a_request_that_waits_for_room_keeps_its_turn_and_counts_for_nothing() -> None:
+def test_a_waiting_request_keeps_its_turn_and_is_not_counted() -> None:
     looks = SecondLooks()
     assert not any(looks.wants("waits") for _ in range(50))
     for _ in range(4):
@@ -137,17 +137,17 @@ def test_a_step_takes_as_long_as_its_tokens_or_as_a_small_one() -> None:
     assert pace(speeds, 1).load_bytes_per_s == 50e9
 
 
-def test_tokens_are_many_when_they_take_as_long_as_many_small_steps() -> None:
+def test_tokens_are_many_when_they_last_as_long_as_many_steps() -> None:
     speeds = Speeds(fastest_prefill_tokens_per_s=32_000, plain_step_s=0.007)
     assert 1000 < pace(speeds, 1).many_tokens < 2000
 
 
-def test_nothing_is_expected_of_what_was_not_measured() -> None:
+def test_unmeasured_speeds_predict_no_pace() -> None:
     assert pace(Speeds(), 1) == pace(Speeds(), 5000) == Pace()
     assert pace(Speeds(plain_step_s=0.007), 5000) == Pace(step_s=0.007)
 
 
-def test_steps_that_decode_many_requests_do_not_make_a_prefill_look_long() -> None:
+def test_batched_decode_steps_do_not_make_a_prefill_look_long() -> None:
     speeds = Speeds()
     speeds.saw_prefill(8192, 0.14)
     for _ in range(20):

@@ -119,7 +119,7 @@ def test_a_shared_prefix_is_streamed_once_a_step(small: Small, plain: Plain) -> 
         assert spills.metric("spill_in_bytes") - before < thrice, "each request streamed the prefix for itself"
 
 
-def test_the_next_turn_finds_its_history_in_ram_and_copies_nothing(small: Small, plain: Plain) -> None:
+def test_the_next_turn_hits_its_history_in_ram_without_a_copy(small: Small, plain: Plain) -> None:
     history = random_prompt(1, 800)
     first = plain([history])[0]
     turn = history + list(first.tokens) + random_prompt(2, 50)
@@ -203,7 +203,7 @@ def test_a_hit_on_a_block_written_in_the_same_step(small: Small, plain: Plain) -
         assert_same([first, second], [expected] * 2)
 
 
-def test_what_a_user_is_told(small: Small, log: pytest.LogCaptureFixture) -> None:
+def test_a_spilled_request_is_logged_and_reports_its_bytes(small: Small, log: pytest.LogCaptureFixture) -> None:
     log.set_level(logging.INFO, logger="vllm")
     with small() as spills:
         name = spills.add(random_prompt(1, 800), 4)

@@ -42,13 +42,13 @@ def life(name: str, **phases: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_first_tokens_after_a_prefill_are_left_out_of_the_time_per_token() -> None:
+def test_time_per_token_leaves_out_the_first_after_a_prefill() -> None:
     assert spill_summary.time_per_token(answer()["gaps"]) == 0.1
     assert spill_summary.time_per_token([0.5, 0.1]) == pytest.approx(0.3)
     assert spill_summary.time_per_token([]) is None
 
 
-def test_the_fraction_of_the_link_is_the_time_its_bytes_need_over_the_time_of_a_token() -> None:
+def test_link_fraction_is_transfer_time_over_token_time() -> None:
     assert spill_summary.link_fraction(answer(), LINK) == pytest.approx(4e9 / 50e9 / 0.1)
     assert spill_summary.link_fraction(answer(), None) is None
     assert spill_summary.link_fraction(answer(decode={"spill_in_bytes": 0}), LINK) is None
@@ -91,7 +91,7 @@ def test_a_length_that_only_one_life_measured_has_no_ratio() -> None:
     assert row["ttft_ratio"] is None and row["gpu"]["ttft"] is None and row["tokens"]["compared"] == 0
 
 
-def test_without_a_baseline_life_the_context_without_spill_is_computed_from_the_memory() -> None:
+def test_a_missing_baseline_context_is_computed_from_memory() -> None:
     spilling = life("spill", long=[answer()]) | {"resident_bytes": 3_900_000_000, "window_bytes": 100_000_000}
     computed, spilled = spill_summary.context_rows([spilling | {"arena_bytes": 9}])
     assert computed["context"] == 40_000 - 16
@@ -172,7 +172,7 @@ def test_time_is_expected_to_grow_with_the_square_of_the_length() -> None:
     assert spill_plan.expected_seconds(10_000, {40_000: 3.0}) == 3
 
 
-def test_a_length_is_repeated_as_often_as_its_time_allows_and_at_least_once() -> None:
+def test_a_length_repeats_as_time_allows_but_at_least_once() -> None:
     assert not spill_plan.enough_repeats(0, 3, 0.0, 0.0, 40.0)
     assert not spill_plan.enough_repeats(1, 3, 18.0, 18.0, 40.0)
     assert spill_plan.enough_repeats(2, 3, 36.0, 18.0, 40.0)

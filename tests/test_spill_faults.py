@@ -113,8 +113,8 @@ def test_a_fault_changes_the_answer(
         assert any(mine.differs_from(theirs) for mine, theirs in zip(conversation(spills), right, strict=True))
 
 
-def test_a_hit_on_a_block_being_written_would_lose_what_was_written(llama: Path, monkeypatch: Patch) -> None:
-    """As it would be if blocks were streamed because somebody reads them, whoever writes them."""
+def test_streaming_a_block_being_written_changes_the_answer(llama: Path, monkeypatch: Patch) -> None:
+    """The fault: a block is streamed because a request reads it, even while another writes it."""
 
     def streamed_anyway(step: GroupStep) -> GroupStep:
         return GroupStep(sorted([*step.reads, *step.writes]), step.partial, step.writes)

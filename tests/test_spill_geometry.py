@@ -62,7 +62,7 @@ def test_the_number_of_spilled_blocks_is_a_whole_number_of_steps() -> None:
 
 @pytest.mark.parametrize("tokens", [20_000, 131_072, 524_288])
 @pytest.mark.parametrize("available", [2 * GIB, 6 * GIB])
-def test_the_least_spill_that_holds_a_context_holds_it_and_less_does_not(tokens: int, available: int) -> None:
+def test_the_least_spill_for_a_context_is_enough_and_minimal(tokens: int, available: int) -> None:
     need = tokens // 16 + 1
     least = least_spilled_blocks(need, available, PAGE, LAYERS, 2 * MIB)
     if least is None:

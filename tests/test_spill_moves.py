@@ -31,7 +31,7 @@ def test_a_request_that_does_not_fit_streams_it() -> None:
     assert not move_to_gpu(COSTS, num_spilled_hits=63, num_free_resident=99)
 
 
-def test_for_a_few_tokens_it_is_not_worth_what_it_pushes_out() -> None:
+def test_a_move_for_few_tokens_is_not_worth_its_evictions() -> None:
     assert not move_to_gpu(replace(COSTS, expected_steps=2), num_spilled_hits=63, num_free_resident=1000)
     assert move_to_gpu(
         replace(COSTS, expected_steps=2, reuse_probability=0.0), num_spilled_hits=63, num_free_resident=1000
@@ -67,7 +67,7 @@ def cached(pool: BlockPool, ids: list[int]) -> list[KVCacheBlock]:
     return blocks
 
 
-def test_what_comes_before_the_first_spilled_block_stays(pool: BlockPool, moves: Moves) -> None:
+def test_blocks_before_the_first_spilled_one_are_not_moved(pool: BlockPool, moves: Moves) -> None:
     prefix = cached(pool, [1, 2, 7, 3, 8])
     assert moves.propose("r", prefix) == 32
     assert moves.offered_tokens("r") == 48
@@ -169,7 +169,7 @@ def test_blocks_hashed_in_this_pass_are_no_sources(pool: BlockPool, moves: Moves
     assert [block.block_id for block in moves.sources(prefix)] == [7, 8], "the step that writes it is on its way"
 
 
-def test_a_move_that_needs_its_blocks_twice_does_not_keep_its_request_waiting(llama: Path) -> None:
+def test_a_move_needing_its_blocks_twice_does_not_stall(llama: Path) -> None:
     """The prefix began in RAM and ended on the GPU. Held there until it is copied, it left too few blocks, and was
     proposed again in every pass, for ever, beside an engine that did nothing."""
     prompt = random_prompt(1, 15 * BLOCK)
@@ -185,7 +185,7 @@ def test_a_move_that_needs_its_blocks_twice_does_not_keep_its_request_waiting(ll
         assert_same([spills.run(limit=200)[name]], [expected])
 
 
-def test_a_request_that_was_not_admitted_with_a_move_is_not_offered_another(pool: BlockPool, moves: Moves) -> None:
+def test_a_request_not_admitted_with_a_move_gets_no_other_offer(pool: BlockPool, moves: Moves) -> None:
     moves.propose("r", cached(pool, [7, 8]))
     moves.take()
     assert not moves.may_propose("r")
@@ -228,7 +228,7 @@ def test_a_move_does_not_hide_more_that_offload_has(llama: Path) -> None:
         assert answer.num_cached == 12 * BLOCK and spills.metric("load_bytes") > 0
 
 
-def test_requests_that_wait_do_not_count_as_found_again_and_again(llama: Path) -> None:
+def test_waiting_requests_do_not_count_hits_repeatedly(llama: Path) -> None:
     with engine(llama, spilling(resident=12, spilled=24), max_model_len=1000, max_num_seqs=2) as spills:
         prefix = random_prompt(1, 4 * BLOCK)
         spills.ask_one(prefix, 2)

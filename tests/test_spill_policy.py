@@ -21,15 +21,15 @@ def test_a_request_that_goes_on_for_long_takes_cached_gpu_blocks() -> None:
     assert not take_spilled(COSTS)
 
 
-def test_a_request_that_ends_soon_leaves_cached_blocks_on_the_gpu() -> None:
+def test_a_request_ending_soon_leaves_cached_blocks_on_the_gpu() -> None:
     assert take_spilled(replace(COSTS, expected_steps=8))
 
 
-def test_what_is_never_asked_for_again_is_given_up() -> None:
+def test_cached_gpu_blocks_unlikely_to_be_reused_are_evicted() -> None:
     assert not take_spilled(replace(COSTS, expected_steps=8, reuse_probability=0.01))
 
 
-def test_a_short_request_does_not_slow_its_batch_for_a_few_blocks() -> None:
+def test_a_short_request_does_not_slow_its_batch_for_few_blocks() -> None:
     few = replace(COSTS, expected_steps=8, num_blocks=3)
     assert not take_spilled(few)
     assert take_spilled(replace(few, step_overhead_s=0.0)), "unless it streams already"
@@ -46,11 +46,11 @@ def test_a_short_request_does_not_slow_its_batch_for_a_few_blocks() -> None:
         (900, 200, 50),
     ],
 )
-def test_a_request_that_spills_leaves_gpu_blocks_to_those_that_come_back(most: int, now: int, left: int) -> None:
+def test_a_spilling_request_leaves_gpu_blocks_to_returning_ones(most: int, now: int, left: int) -> None:
     assert left_to_others(most=most, now=now, num_resident=1000) == left
 
 
-def test_what_others_needed_is_forgotten_after_a_while() -> None:
+def test_recent_needs_of_other_requests_expire() -> None:
     time = 0.0
     recent = RecentMost(30, clock=lambda: time)
     for amount in (5, 20, 10):
@@ -93,7 +93,7 @@ def test_a_long_request_is_heavy_beside_short_ones_on_the_gpu() -> None:
     assert heavy_requests({"long": 0.25}, plain_step_s=0.01, others_run=False) == set()
 
 
-def test_a_long_request_is_heavy_beside_short_ones_that_stream_a_little() -> None:
+def test_a_long_request_is_heavy_beside_lightly_streaming_ones() -> None:
     streaming_s = {"long": 0.25, "a": 0.015, "b": 0.02}
     assert heavy_requests(streaming_s, plain_step_s=0.01, others_run=False) == {"long"}
 

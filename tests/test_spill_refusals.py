@@ -47,7 +47,7 @@ def advised(said: str) -> str:
     return said.split('"spill_bytes": "')[1].split('"', maxsplit=1)[0]
 
 
-def test_a_context_beyond_gpu_and_ram_is_refused_with_the_longest_that_fits(llama: Path) -> None:
+def test_a_context_beyond_gpu_and_ram_gets_the_longest_that_fits(llama: Path) -> None:
     said = refusal(llama, spilling(), max_model_len=3000)
     assert re.search(r"a context of 3000 tokens needs .* of KV; .* Longest that fits: --max-model-len 2208", said)
     with engine(llama, spilling(), max_model_len=2208) as spills:
@@ -80,7 +80,7 @@ def test_more_gpu_memory_than_there_is_is_refused(llama: Path) -> None:
     assert "resident_bytes is 900 GiB" in refusal(llama, config)
 
 
-def test_more_ram_than_there_is_is_refused_before_the_model_loads(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ram_than_available_is_refused_before_loading(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("overspill.kv.ram.available_ram", lambda: Ram(2**30, "a small machine"))
     config = overspill_config({"spill_bytes": "2GiB", "host_bytes": "1GiB", "reserve_bytes": 0})
     assert "host_bytes + spill_bytes needs 3 GiB of RAM; 1 GiB is available" in refusal(llama, config)

@@ -60,10 +60,10 @@ def run(spills: Engine, *, long_first: bool) -> tuple[list[Answer], dict[str, li
 
 
 @pytest.mark.parametrize("long_first", [True, False])
-def test_short_requests_keep_their_pace_and_the_long_one_gets_its_turns(
+def test_short_requests_keep_pace_and_the_long_one_gets_turns(
     llama: Path, expected: list[Answer], long_first: bool
 ) -> None:
-    """Whoever came first: a short request that finds no GPU block left streams a little, and is not one to park."""
+    """Whichever came first: a short request that finds no GPU block left streams a little, and is not parked."""
     with engine(llama, spilling(spill_share=0.5)) as spills:
         slow_link(spills)
         answers, steps = run(spills, long_first=long_first)
@@ -74,7 +74,7 @@ def test_short_requests_keep_their_pace_and_the_long_one_gets_its_turns(
     assert 2 <= len(together) <= len(steps["short 0"]) // 3, "the long one runs in too many of the steps, or in none"
 
 
-def test_with_a_share_of_one_it_runs_in_every_step(llama: Path, expected: list[Answer]) -> None:
+def test_with_a_share_of_one_a_long_request_runs_in_every_step(llama: Path, expected: list[Answer]) -> None:
     with engine(llama, spilling(spill_share=1)) as spills:
         slow_link(spills)
         answers, steps = run(spills, long_first=True)
@@ -82,7 +82,7 @@ def test_with_a_share_of_one_it_runs_in_every_step(llama: Path, expected: list[A
     assert {step for step in steps["short 0"] if step <= max(steps["long"])} <= set(steps["long"])
 
 
-def test_when_the_others_are_gone_it_does_not_wait_any_longer(llama: Path) -> None:
+def test_a_long_request_stops_waiting_once_the_others_end(llama: Path) -> None:
     with engine(llama, spilling(spill_share=0.01)) as spills:
         slow_link(spills)
         _, steps = run(spills, long_first=True)
@@ -132,8 +132,8 @@ def test_alone_a_long_request_takes_all_of_the_gpu(llama: Path) -> None:
         assert spills.spill.placement.queue.num_free_resident <= 1
 
 
-def test_the_time_that_a_spilled_step_takes_itself_is_not_waiting(llama: Path) -> None:
-    """It began with the step's planning: the long one was back in every second step, whatever its share."""
+def test_a_spilled_steps_own_time_does_not_count_as_waiting(llama: Path) -> None:
+    """The wait began with the step's planning: the long request ran in every second step, whatever its share."""
     with engine(llama, spilling(spilled=80, spill_share=0.5)) as spills:
         slow_link(spills)
         spill = spills.spill
@@ -158,8 +158,8 @@ def test_two_long_requests_do_not_wait_for_each_other(llama: Path, expected: lis
     assert second in answers and steps < 60
 
 
-def test_heavy_requests_out_of_step_share_what_one_would_have(llama: Path) -> None:
-    """Each of them, seen alone, would have been given the whole share."""
+def test_heavy_requests_out_of_step_share_one_share_of_time(llama: Path) -> None:
+    """Each of them, seen alone, would have got the whole share."""
     with engine(llama, spilling(spilled=80, spill_share=0.5)) as spills:
         slow_link(spills)
         spill = spills.spill
@@ -173,8 +173,8 @@ def test_heavy_requests_out_of_step_share_what_one_would_have(llama: Path) -> No
         spill._spilled, spill._in_step = {}, set()
 
 
-def test_among_long_steps_nobody_waits_longer_than_their_share_asks(llama: Path) -> None:
-    """Steps that are sat out may be prefills of seconds: their number alone says little."""
+def test_a_parked_request_is_released_at_its_deadline(llama: Path) -> None:
+    """The steps it sits out may be prefills of seconds: their number alone says little."""
     parking, waited = Parking(), SimpleNamespace(request_id="a", status=RequestStatus.RUNNING)
     waited.next_decode_eligible_step = 200
     scheduler = SimpleNamespace(running=[waited, SimpleNamespace(request_id="b")], current_step=10)

@@ -32,7 +32,7 @@ def run(model: Path, *, count: int, seed: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {**OFFLOAD, "store": "eager"}], ids=["alone", "with offload"])
-def test_random_requests_on_a_small_gpu_get_the_answers_they_would_get_without(
+def test_random_requests_on_a_small_gpu_match_plain_answers(
     llama: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(spill_worker, "HostStreams", LateStreams)

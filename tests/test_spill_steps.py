@@ -47,13 +47,13 @@ def test_a_shared_block_is_streamed_once() -> None:
     assert step(decode([10, 11, 1], 9), decode([10, 11, 2], 9)) == GroupStep(reads=[(0, 2)], partial=[], writes=[])
 
 
-def test_a_hit_on_a_block_written_in_the_same_step_streams_nothing_over_it() -> None:
+def test_a_hit_on_a_block_written_in_its_step_streams_nothing() -> None:
     writer = Span([10, 11], 0, 0, 8)
     reader = decode([10, 11, 1], 8)
     assert step(writer, reader) == GroupStep(reads=[], partial=[], writes=[(0, 2)])
 
 
-def test_a_hit_on_a_block_that_is_filled_up_in_the_same_step_streams_it_before_the_write() -> None:
+def test_a_hit_on_a_block_filled_in_its_step_streams_it_first() -> None:
     writer = decode([10, 11], 7)
     reader = decode([10, 11, 1], 8)
     assert step(writer, reader) == GroupStep(reads=[(0, 1)], partial=[(1, 2)], writes=[(1, 2)])

@@ -112,7 +112,7 @@ def test_a_copy_within_ram_that_fails_is_computed_again(llama: Path, monkeypatch
         spills.assert_nothing_is_held()
 
 
-def test_joined_copies_are_queued_when_all_are_and_none_has_failed() -> None:
+def test_joined_copies_are_queued_if_all_are_and_none_failed() -> None:
     gpu, ram = Transfer(10), Transfer(20)
     both = JoinedTransfer([ram, gpu])
     assert both.num_bytes == both.remaining_bytes() == 30 and not both.queued and not both.done()

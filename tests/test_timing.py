@@ -65,7 +65,7 @@ def test_steps_that_stream_or_compute_nothing_are_not_plain(timer: StepTimer) ->
     assert ScriptedMark.made == 0
 
 
-def test_what_is_not_over_yet_is_reported_later(timer: StepTimer) -> None:
+def test_an_unfinished_step_is_reported_later(timer: StepTimer) -> None:
     ScriptedMark.reached = 0
     run(timer, StepJobs(num_tokens=1000))
     report = StepReport()

@@ -44,8 +44,8 @@ def complete(url: str) -> tuple[int, list[bytes]]:
     return asyncio.run(run())
 
 
-def test_a_server_on_this_machine_is_measured_whatever_its_certificate(server: str) -> None:
-    """It was refused, although the manager takes it."""
+def test_a_local_server_is_measured_whatever_its_certificate(server: str) -> None:
+    """An untrusted one was refused, although the manager accepts it."""
     assert ask(Target(url=server, model="a"), "/v1/models").json()["data"][0]["id"] == "a"
     status, pieces = complete(server)
     assert status == 200 and b"a-1 " in b"".join(pieces)

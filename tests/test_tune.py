@@ -147,7 +147,7 @@ def stored(registry: Registry) -> list[tuple[str | None, int | None, bool]]:
     return [(one.label, one.repeat, one.is_complete) for one in reversed(list_results(registry))]
 
 
-def test_the_best_is_kept_for_a_model_that_is_added_and_all_trials_can_be_compared(
+def test_the_best_candidate_is_kept_and_trials_are_comparable(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -182,7 +182,7 @@ def test_clearly_worse_ones_are_measured_once_and_the_rest_again(
     assert report.winner is not None and report.winner.label != LAZY
 
 
-def test_a_candidate_that_does_not_start_is_told_and_the_others_are_measured(
+def test_a_failed_start_is_reported_and_other_candidates_run(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
     stand_in.setenv("STAND_IN", json.dumps({LAZILY: None}))
@@ -192,7 +192,9 @@ def test_a_candidate_that_does_not_start_is_told_and_the_others_are_measured(
     assert re.search(why, report.as_text())
 
 
-def test_if_none_starts_nothing_is_best(model: Path, registry: Registry, stand_in: pytest.MonkeyPatch) -> None:
+def test_without_a_successful_start_there_is_no_best(
+    model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
+) -> None:
     stand_in.setenv("STAND_IN", json.dumps({"--model": None}))
     report = go(registry, asked(registry, model, most=2))
     assert report.winner is None and "No candidate could be measured to the end." in report.as_text()
@@ -212,7 +214,7 @@ def test_a_change_of_the_model_meanwhile_is_not_overwritten(
     assert settings.notes == "after" and settings.offload_ram == 2 << 30 and settings.gpu_memory is None
 
 
-def test_what_a_model_has_is_tried_too_and_its_own_flags_stay(
+def test_current_settings_are_tried_and_user_flags_are_kept(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
     plain = {name: value for name, value in TIGHT.items() if name != "ram"}
@@ -248,7 +250,7 @@ def test_a_stop_keeps_what_is_measured_and_resume_does_the_rest(
     assert second.winner is not None and second.winner.label == NO_POOL and not second.is_interrupted
 
 
-def test_a_model_that_was_changed_meanwhile_is_not_gone_on_with(
+def test_a_tuning_of_a_model_changed_since_is_not_resumed(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
     """The model was read anew: trials with old and new flags were ranked together, and the change overwritten."""
@@ -309,7 +311,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(model: Path, regist
     assert not list_results(registry)
 
 
-def test_a_tuning_that_was_begun_before_the_model_was_stored_goes_on_with_a_warning(
+def test_resuming_a_tuning_without_a_stored_model_warns(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
     definition, subject = asked(registry, model, most=1)

@@ -88,13 +88,13 @@ BOTH = replanning(LLAMA_8B, "20GB", "64GiB", 32768)
 # What is tried.
 
 
-def test_the_plans_own_choice_is_first_and_said_with_the_fewest_settings() -> None:
+def test_the_plans_choice_is_first_and_has_the_fewest_settings() -> None:
     first = next(iter(candidates_of(ON_GPU).values()))
     assert first.label == "plan" and first.is_planned and not first.vllm_args
     assert first.settings == {"max_model_len": 32768, "max_num_batched_tokens": 8192}
 
 
-def test_what_fits_is_tried_with_less_ram_for_idle_kv_lazily_and_in_other_chunks() -> None:
+def test_candidates_vary_idle_kv_ram_lazy_stores_and_chunks() -> None:
     found = candidates_of(ON_GPU)
     assert list(found) == [
         "plan", "no RAM for idle KV", "30 GiB for idle KV", "stored lazily", "chunks of 16384", "chunks of 4096"
@@ -106,7 +106,7 @@ def test_what_fits_is_tried_with_less_ram_for_idle_kv_lazily_and_in_other_chunks
     assert found["chunks of 4096"].settings["max_num_batched_tokens"] == 4096
 
 
-def test_fp8_is_tried_only_if_it_is_allowed_and_is_the_last_choice_of_equal_ones() -> None:
+def test_fp8_is_tried_only_if_allowed_and_ranks_last() -> None:
     label = "everything on the GPU, KV in fp8"
     assert label not in candidates_of(ON_GPU)
     found = candidates_of(ON_GPU, allow_fp8=True)
@@ -114,7 +114,7 @@ def test_fp8_is_tried_only_if_it_is_allowed_and_is_the_last_choice_of_equal_ones
     assert max(found.values(), key=lambda each: each.rank) is found[label]
 
 
-def test_other_ways_than_the_recommended_one_are_said_with_the_weights_in_ram() -> None:
+def test_other_ways_set_the_weights_in_ram_explicitly() -> None:
     """Left to the plan, `overspill serve` would start the recommended way again."""
     found = candidates_of(SPILLS)
     plan = SPILLS({})
@@ -148,7 +148,7 @@ def test_a_tuning_that_another_process_goes_on_with_is_refused(registry: Registr
         run(definition, subject, registry, print, resume="tune-1", logs=tmp_path)
 
 
-def test_options_of_the_connector_that_were_asked_for_stay_and_are_not_varied() -> None:
+def test_requested_connector_options_are_kept_and_not_varied() -> None:
     found = candidates_of(replanning(LLAMA_8B, "24GiB", "64GiB", 131072, kv_options="store=lazy,eviction=arc"))
     assert "stored lazily" not in found and not found["plan"].vllm_args
     options = connector(found["spill share 1"])
@@ -157,7 +157,7 @@ def test_options_of_the_connector_that_were_asked_for_stay_and_are_not_varied() 
     assert "stored lazily" in asked and not [label for label in asked if label.startswith("spill share")]
 
 
-def test_amounts_of_weights_in_ram_around_the_planned_one_are_tried() -> None:
+def test_amounts_of_weights_in_ram_are_tried_around_the_plan() -> None:
     plan, found = WEIGHTS({}), candidates_of(WEIGHTS)
     assert plan.recommended is not None and plan.recommended.weights.is_uva
     planned = plan.recommended.weights.ram_bytes
@@ -170,8 +170,8 @@ def test_amounts_of_weights_in_ram_around_the_planned_one_are_tried() -> None:
             assert f"--weights-ram {exact_size(each.settings['weights_ram'])}" in each.text({})
 
 
-def test_more_weights_in_ram_leave_more_of_the_gpu_for_kv_and_fit_in_ram() -> None:
-    """They were moved and nothing else was: what they left of the GPU lay idle."""
+def test_more_weights_in_ram_leave_more_gpu_for_kv_and_fit() -> None:
+    """Only the weights were moved: the GPU memory that they left lay idle."""
     small = replanning(OLMO_7B, "16GiB", "6GiB", 4096)
     most = []
     for replan in (WEIGHTS, small):
@@ -196,7 +196,7 @@ def test_weights_in_ram_that_are_given_are_not_varied() -> None:
     assert not [label for label in found if label.endswith("of weights in RAM")]
 
 
-def test_what_is_given_is_not_varied() -> None:
+def test_given_settings_are_not_varied() -> None:
     fixed = frozenset(["offload_ram", "max_num_batched_tokens"])
     assert list(candidates_of(ON_GPU, fixed=fixed)) == ["plan", "stored lazily"]
     assert list(candidates_of(ON_GPU, fixed=frozenset(["kv_transfer_config"]))) == [
@@ -208,14 +208,14 @@ def test_where_nothing_returns_ram_for_idle_kv_stays_as_planned() -> None:
     assert list(candidates_of(ON_GPU, returns=False)) == ["plan", "chunks of 16384", "chunks of 4096"]
 
 
-def test_what_is_set_already_is_tried_once() -> None:
+def test_current_settings_are_tried_once() -> None:
     current = Candidate(label="as it is", settings={"max_model_len": 32768, "max_num_batched_tokens": 8192})
     assert "as it is" not in candidates_of(ON_GPU, current=current), "that is the plan's own"
     other = Candidate(label="as it is", settings={"max_model_len": 32768, "max_num_batched_tokens": 2048})
     assert list(candidates_of(ON_GPU, current=other))[1] == "as it is"
 
 
-def test_a_candidate_is_a_configuration_of_ab_and_survives_storage() -> None:
+def test_a_candidate_is_an_ab_configuration_and_survives_storage() -> None:
     from overspill.measure.configuration import read_configuration
 
     for each in [*candidates_of(SPILLS).values(), *candidates_of(WEIGHTS).values()]:
@@ -260,12 +260,12 @@ def test_of_many_alike_the_better_half_and_the_simplest_go_on() -> None:
     assert stand.steps_left == 4 + 2
 
 
-def test_one_that_failed_is_never_measured_again() -> None:
+def test_a_failed_candidate_is_never_measured_again() -> None:
     stand = standing(some(0, 1), scored({"a": "no memory"}, b=[1]), 3, Better.HIGHER)
     assert [each.label for each in stand.alive] == ["b"] and stand.next is None, "nothing is left to compare it with"
 
 
-def test_all_failed_ends_it() -> None:
+def test_failure_of_all_candidates_ends_the_tuning() -> None:
     stand = standing(some(0), scored({"a": "no memory"}), 3, Better.HIGHER)
     assert stand.next is None and choose(stand.alive, scored({"a": "no memory"}), Better.HIGHER) is None
 
@@ -279,7 +279,7 @@ def test_a_difference_that_is_measured_decides() -> None:
     assert choose(some(0, 1), scores, Better.LOWER) == some(0, 1)[0]
 
 
-def test_without_one_the_simplest_is_taken() -> None:
+def test_without_a_measured_difference_the_simplest_wins() -> None:
     scores = scored(a=[100, 110, 95], b=[104, 103, 99], c=[107, 101, 98])
     found = choose(some(2, 1, 3), scores, Better.HIGHER)
     assert found is not None and found.label == "b"
@@ -287,8 +287,8 @@ def test_without_one_the_simplest_is_taken() -> None:
     assert choose(planned, scores, Better.HIGHER) == planned[1], "of equally simple ones the plan's own"
 
 
-def test_of_one_measurement_the_best_is_taken_or_a_simpler_one_that_is_near() -> None:
-    """What may not be dropped yet, up to 30 % worse, was taken for equal: the simpler of them was called best."""
+def test_one_measurement_picks_the_best_or_a_simpler_near_equal() -> None:
+    """Candidates up to 30 % worse, which may not be dropped yet, counted as equal: the simplest was called best."""
     simple, fast = some(0, 1)
     for gain in (NEAR + 0.01, MARGINS[0] - 0.05, MARGINS[0] + 0.05):
         assert choose([simple, fast], scored(a=[1], b=[gain]), Better.HIGHER) == fast
@@ -354,7 +354,7 @@ def test_a_simpler_best_says_what_it_gives_up() -> None:
     assert "2 % better, and not as simple" in text and "0.98 % worse than the best, and not as simple" in text
 
 
-def test_of_a_broken_round_only_repeats_that_all_have_are_compared() -> None:
+def test_a_broken_round_compares_only_repeats_that_all_have() -> None:
     """b's second repeat had requests that a has not answered yet, and easier ones."""
     scores = scored(a=[100], b=[101, 900])
     assert choose(some(0, 1), scores, Better.HIGHER) == some(0, 1)[0]
@@ -469,7 +469,7 @@ def test_a_definition_survives_storage() -> None:
 LAZY = '{"kv_connector": "OverspillConnector", "kv_connector_extra_config": {"host_bytes": 1, "store": "lazy"}}'
 
 
-def test_what_an_earlier_tuning_kept_is_open_and_what_a_person_set_is_not(registry: Registry) -> None:
+def test_settings_kept_by_a_tuning_may_vary_but_user_ones_not(registry: Registry) -> None:
     words = ["--block-size", "32", "--kv-transfer-config", LAZY]
     add_model(registry, "org/m", {"max_num_batched_tokens": 1024, "max_num_seqs": 4, "vllm_args": words})
     found = find_subject(registry, "org/m", None)
@@ -493,7 +493,7 @@ def test_another_connector_is_left_alone(registry: Registry) -> None:
     assert found.fixed == {"kv_transfer_config"} and found.vllm_args == ("--kv-transfer-config", foreign)
 
 
-def test_weights_in_ram_are_a_setting_and_taken_back_if_the_best_has_none(registry: Registry) -> None:
+def test_weights_in_ram_are_unset_if_the_best_has_none(registry: Registry) -> None:
     add_model(registry, "org/m", {"weights_ram": "4GiB"})
     found = find_subject(registry, "org/m", None)
     assert found.tuned == {"weights_ram": 4 * GiB} and not found.vllm_args and not found.tuned_args
@@ -503,7 +503,7 @@ def test_weights_in_ram_are_a_setting_and_taken_back_if_the_best_has_none(regist
     assert get_model(registry, "org/m").settings.weights_ram is None
 
 
-def test_what_was_given_is_kept_and_what_the_best_says_wins() -> None:
+def test_given_settings_are_kept_but_the_best_overrides_them() -> None:
     subject = Subject(name="m", source="org/m", version=1, tuned={"max_model_len": 1})
     best = Candidate(label="4096 tokens", settings={"max_model_len": 4096})
     kept = settings_to_keep(subject, best, {"ram": "8GiB", "offload_ram": "0", "max_model_len": "128k"})
@@ -526,10 +526,10 @@ def go_on(registry: Registry, began: Subject) -> Subject:
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_what_the_tuning_kept_itself_is_no_change_of_the_model(
+def test_settings_kept_by_the_tuning_itself_do_not_stop_a_resume(
     registry: Registry, tmp_path: Path, is_new: bool
 ) -> None:
-    """At the end of its time the best so far is kept, and it is gone on with afterwards."""
+    """At the end of its time the best so far is kept, and the tuning can be resumed afterwards."""
     (tmp_path / "config.json").write_text("{}")
     before: dict[str, Any] = {"source": str(tmp_path)}
     if not is_new:
@@ -554,7 +554,7 @@ def test_what_the_tuning_kept_itself_is_no_change_of_the_model(
     assert "max_num_batched_tokens" not in str(refused.value), "that is the tuning's own"
 
 
-def test_what_does_not_matter_to_a_server_may_change_meanwhile(registry: Registry) -> None:
+def test_settings_irrelevant_to_the_server_do_not_stop_a_resume(registry: Registry) -> None:
     add_model(registry, "org/m", {"max_num_seqs": 4})
     began = find_subject(registry, "org/m", None)
     edit_model(registry, "org/m", {"notes": "mine", "ttl": "10m", "keep": True})
@@ -593,7 +593,7 @@ def test_a_name_that_another_model_has_is_refused(registry: Registry, tmp_path: 
         find_subject(registry, "tiny", "other")
 
 
-def test_every_flag_is_documented_and_every_documented_one_exists() -> None:
+def test_documented_flags_match_the_help() -> None:
     told = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "200"}).stdout
     flags = set(re.findall(r"--[a-z][a-z0-9-]+", told)) - {"--help"}
     page = (DOCS / "tune.md").read_text()

@@ -62,7 +62,7 @@ def test_a_model_is_served_with_our_plugins(environment: dict[str, str], llama: 
 
 
 @pytest.mark.parametrize("is_registered", [False, True])
-def test_commands_that_need_no_registry_work_without_what_it_is_made_of(
+def test_commands_work_without_the_registrys_packages(
     environment: dict[str, str], llama: Path, is_registered: bool
 ) -> None:
     for package in ("sqlalchemy", "alembic"):

@@ -74,7 +74,7 @@ def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None
 
 
 @pytest.mark.soak
-def test_a_model_with_sliding_windows_is_verified_and_the_table_says_what_was_tried(
+def test_a_sliding_window_model_is_verified_in_every_scenario(
     models: Callable[[str], Path],
 ) -> None:
     answer = verify(str(models("gemma3")), *SETTINGS)
@@ -208,7 +208,7 @@ def test_an_engine_that_ended_by_itself_was_not_killed(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_an_end_before_the_end_leaves_no_engine_behind(llama: Path, how: signal.Signals) -> None:
+def test_an_interrupted_run_leaves_no_engine_behind(llama: Path, how: signal.Signals) -> None:
     mark = f"{time.time_ns()}"
     command = [sys.executable, "-m", "overspill", "verify", str(llama), *SETTINGS]
     with cold():  # /proc shows the environment that a program was executed with
@@ -323,10 +323,8 @@ INSENSITIVE = """
 
 
 @pytest.mark.parametrize("is_sensitive", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_shape_is_verified_with_random_weights_that_can_tell_and_not_with_others(
-    shape: Path, tmp_path: Path, is_sensitive: bool
-) -> None:
-    """And where vLLM is told of no plugin, as where Overspill is only on the path."""
+def test_only_sensitive_random_weights_verify_a_shape(shape: Path, tmp_path: Path, is_sensitive: bool) -> None:
+    """Also where vLLM loads no plugin, as where Overspill is only on the path."""
     if not is_sensitive:
         (tmp_path / "sitecustomize.py").write_text(planted(INSENSITIVE))
     answer = verify(

@@ -61,13 +61,13 @@ def test_equal_answers_are_counted_token_by_token() -> None:
     assert not result.mismatches and not result.ties
 
 
-def test_another_token_is_a_mismatch_with_both_tokens_and_their_place() -> None:
+def test_another_token_is_a_mismatch_with_its_position() -> None:
     (found,) = compared(answer(1, 9, 3), answer(1, 2, 3)).mismatches
     assert (found.request, found.position, found.token, found.expected_token) == ("a/0", 1, 9, 2)
     assert found.logprob == found.expected_logprob == -0.5
 
 
-def test_two_tokens_that_rounding_may_swap_are_a_tie_and_end_the_comparison() -> None:
+def test_tokens_within_rounding_are_a_tie_and_end_the_comparison() -> None:
     mine = Answer(name="a/0", tokens=(1, 3, 8), logprobs=({1: -1.0}, {2: -1.05, 3: -1.0}, {8: 0.0}))
     theirs = Answer(name="a/0", tokens=(1, 2, 7), logprobs=({1: -1.0}, {2: -1.0, 3: -1.04}, {7: 0.0}))
     result = compared(mine, theirs)
@@ -78,18 +78,18 @@ def test_two_tokens_that_rounding_may_swap_are_a_tie_and_end_the_comparison() ->
     assert compared(mine, theirs, STRICT).mismatches, "computed in the same pieces, nothing is rounded otherwise"
 
 
-def test_a_token_that_the_other_engine_did_not_take_into_account_is_no_tie() -> None:
+def test_a_token_the_reference_did_not_rank_is_not_a_tie() -> None:
     assert compared(answer(1, 9, gap=0.0), answer(1, 2, gap=0.0)).mismatches
 
 
-def test_a_log_probability_further_apart_than_rounding_is_a_mismatch() -> None:
+def test_a_logprob_beyond_rounding_is_a_mismatch() -> None:
     assert not compared(answer(1, shift=0.05), answer(1)).mismatches
     assert compared(answer(1, shift=0.2), answer(1)).mismatches
     assert compared(answer(1, shift=1e-7), answer(1), STRICT).mismatches
 
 
 @pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
-def test_what_is_no_number_is_a_mismatch_even_if_both_say_so(number: float) -> None:
+def test_a_logprob_that_is_not_a_number_is_always_a_mismatch(number: float) -> None:
     broken = Answer(name="a/0", tokens=(1,), logprobs=({1: number},))
     assert compared(broken, broken).mismatches
 
@@ -100,7 +100,7 @@ def test_an_answer_of_another_length_is_a_mismatch() -> None:
 
 
 @pytest.mark.parametrize("other", [{"alone": False}, {"cached_tokens": 128}])
-def test_bits_are_compared_only_where_everything_before_was_computed_in_the_same_pieces(other: dict[str, Any]) -> None:
+def test_logprobs_must_be_identical_only_after_equal_chunks(other: dict[str, Any]) -> None:
     expected = {"a/0": answer(1), "a/1": answer(1, name="a/1"), "b/0": answer(1, name="b/0")}
     rounded = 1e-6
     assert not compare([answer(1, shift=rounded, **other)], expected, STRICT).mismatches
@@ -130,7 +130,7 @@ def test_the_tolerance_follows_the_dtype_and_what_was_measured() -> None:
     assert tolerance("float32", 0.5, is_deterministic=False).tie == 1e-3, "in float32 no measurement excuses a token"
 
 
-def test_ties_may_be_a_quarter_of_the_answers_and_half_where_vllm_parts_from_itself() -> None:
+def test_ties_may_be_a_quarter_or_half_if_vllm_parts_from_itself() -> None:
     assert tolerance("bfloat16", 0.1, is_deterministic=False).tied_share == 0.25
     assert tolerance("bfloat16", 0.1, is_deterministic=False, parts_from_itself=True).tied_share == 0.5
 
@@ -189,19 +189,19 @@ UNPROVEN: dict[str, tuple[str, Mapping[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNPROVEN)
-def test_what_proves_nothing_is_a_failure(name: str) -> None:
+def test_an_outcome_that_proves_nothing_is_a_failure(name: str) -> None:
     scenario, more, said = UNPROVEN[name]
     found = outcome(scenario, **more)
     assert said in found.failure and exit_code([outcome(), found]) == 1
     assert verdict([outcome(), found]).startswith(f"NOT VERIFIED: {scenario}: ")
 
 
-def test_a_scenario_that_cannot_be_tried_is_no_failure_but_all_of_them_are() -> None:
+def test_one_skipped_scenario_passes_but_skipping_all_fails() -> None:
     skipped = Outcome(scenario=SCENARIO["spilled"], skipped="spill does not work with this model's layers")
     assert exit_code([outcome(), skipped]) == 0 and exit_code([skipped]) == 1
 
 
-def test_a_model_that_cannot_tell_makes_the_proof_weaker_and_the_last_sentence_says_so() -> None:
+def test_an_insensitive_model_weakens_the_proof_and_the_verdict() -> None:
     figures = {"injected": 1, "corrupt_blocks": 1, "load_failures": 1}
     blind = outcome("damaged", figures=figures, sensitive=False)
     assert exit_code([blind]) == WEAK == 3 and "weaker" in verdict([blind])
@@ -211,7 +211,7 @@ def test_a_model_that_cannot_tell_makes_the_proof_weaker_and_the_last_sentence_s
     assert exit_code([blind, outcome(left_behind="a block")]) == 1, "what differs is worse than what is not seen"
 
 
-def test_some_answers_may_part_at_a_tie_and_more_where_vllm_does_so_too() -> None:
+def test_some_ties_pass_and_more_where_vllm_ties_with_itself() -> None:
     few, many = (outcome(compared=tied(ties, 12), awaited=12) for ties in (3, 6))
     assert not few.failure and "3 answer(s) part at a tie" in verdict([few])
     assert "too few to prove anything" in many.failure and "--dtype float32" in many.failure
@@ -243,7 +243,7 @@ def test_rounds_are_added_up_and_the_first_failure_stays_visible() -> None:
 # Sizes.
 
 
-def test_sizes_are_whole_blocks_and_smaller_than_what_they_must_not_hold(llama: Path) -> None:
+def test_stages_use_whole_blocks_and_hold_less_than_the_workload(llama: Path) -> None:
     made = plan(llama)
     stage = make_stage(made)
     assert stage.unit % 128 == 0 and stage.max_model_len == stage.unit * stage.units
@@ -265,7 +265,7 @@ def test_a_context_too_short_to_compare_is_refused_with_the_flag(llama: Path) ->
         make_stage(plan(llama, max_model_len=512))
 
 
-def test_recurrent_states_have_room_beside_the_spill_that_is_verified(models: Any) -> None:
+def test_recurrent_states_fit_beside_the_verified_spill(models: Any) -> None:
     made = plan(models("gdn-hybrid"))
     stage, way = make_stage(made), made.chosen
     assert stage.spill is not None and way is not None
@@ -282,7 +282,7 @@ def test_a_model_that_cannot_spill_is_verified_without(llama: Path, monkeypatch:
     assert num_engines(SCENARIOS, stage) < num_engines(SCENARIOS, replace(stage, no_spill=""))
 
 
-def test_the_same_seed_asks_the_same_and_varied_lengths_stay_within_the_context(llama: Path) -> None:
+def test_a_workload_repeats_with_its_seed_within_the_context(llama: Path) -> None:
     stage = make_stage(plan(llama))
     assert make_workload(stage, 7) == make_workload(stage, 7) != make_workload(stage, 8)
     for seed in range(20):
@@ -415,7 +415,7 @@ UNTOLD: dict[str, tuple[ChildDied | Played, str]] = {
 
 @pytest.mark.parametrize("name", UNTOLD)
 @pytest.mark.parametrize("load_format", [None, "dummy"])
-def test_a_check_of_sensitivity_that_told_nothing_is_a_failure(
+def test_an_inconclusive_sensitivity_check_is_a_failure(
     llama: Path, monkeypatch: pytest.MonkeyPatch, load_format: str | None, name: str
 ) -> None:
     """The verdict was "Verified", as where no such check belongs to a scenario."""
@@ -428,9 +428,7 @@ def test_a_check_of_sensitivity_that_told_nothing_is_a_failure(
     )
 
 
-def test_what_a_soak_draws_for_a_scenario_is_drawn_again_where_it_is_repeated_alone(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scenario_of_a_soak_draws_the_same_options_alone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All scenarios drew from one generator: alone, one had other options than among the others."""
     drawn = set()
     for seed in range(8):
@@ -454,7 +452,7 @@ def request(**given: Any) -> Any:
     return read_request(**{"quick": False, "soak": False, "minutes": None, "seed": None, "scenarios": [], **given})
 
 
-def test_without_a_flag_every_scenario_but_the_soaks_is_tried_once() -> None:
+def test_by_default_every_scenario_but_the_soaks_runs_once() -> None:
     found = request()
     assert not found.soak and found.seconds is None and found.seed == 0
     assert found.scenarios == chosen((), soak=False) and not any(one.soak_only for one in found.scenarios)
@@ -470,12 +468,12 @@ def test_without_a_flag_every_scenario_but_the_soaks_is_tried_once() -> None:
         {"scenarios": ["returning", "nothing"]}, {"scenarios": [""]}, {"scenarios": ["arrivals"]},
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_for_is_refused(given: dict[str, Any]) -> None:
+def test_an_invalid_request_is_refused_with_its_flag(given: dict[str, Any]) -> None:
     with pytest.raises(OverspillError, match=r"--\w+"):
         request(**given)
 
 
-def test_every_scenario_of_the_table_has_a_play_and_a_word_for_its_faults() -> None:
+def test_every_scenario_has_a_play_and_describes_its_faults() -> None:
     from overspill.verify.plays import PLAYS
 
     played = set(NAMES) - {"killed"} | {"until-killed", "restarted", "damaged-unseen"}
@@ -516,7 +514,7 @@ def test_ties_are_printed_and_counted_apart(llama: Path) -> None:
     assert "tie in returning, a/0, token 0: 3 or 2, 0.05 apart" in text and "1 answer(s) part at a tie" in text
 
 
-def test_what_was_not_tried_or_does_not_fit_is_told(llama: Path) -> None:
+def test_skipped_scenarios_and_contexts_too_long_are_reported(llama: Path) -> None:
     made = plan(llama, gpu_memory=8 * MiB, max_model_len=4096)
     skipped = Outcome(scenario=SCENARIO["spilled"], skipped="because")
     text = proof(made, outcome(), skipped).as_text()

@@ -67,7 +67,7 @@ def test_the_list_of_such_models_is_vllms() -> None:
     assert {name for name in _TRANSFORMERS_SUPPORTED_MODELS if name.endswith("ForCausalLM")} == RUN_BY_TRANSFORMERS
 
 
-def test_what_loading_left_over_is_returned_when_the_weights_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_loading_are_returned_after_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(PrefetchOffloader, "post_init", lambda self: done.append("weights are there"))
     monkeypatch.setattr(plugin, "return_leftovers", lambda: done.append("returned") or 0)
