@@ -15,6 +15,7 @@ import pytest
 from overspill import demo
 from overspill.demo import Offload, Spill, compared, difference
 from overspill.verify.workload import Answer
+from tests.zygote import cold
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -29,9 +30,10 @@ def changed(**values: object) -> Answer:
 
 @pytest.fixture(scope="module")
 def finished() -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "overspill.demo"], capture_output=True, text=True, timeout=880, check=False
-    )
+    with cold():  # libraries are quiet only where they are told so before they are loaded
+        return subprocess.run(
+            [sys.executable, "-m", "overspill.demo"], capture_output=True, text=True, timeout=880, check=False
+        )
 
 
 def test_it_ends_well_and_shows_what_moved(finished: subprocess.CompletedProcess[str]) -> None:

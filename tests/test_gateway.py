@@ -457,7 +457,7 @@ def test_a_client_that_sends_slowly_or_reads_nothing_is_let_go(place: Place) -> 
         await served.engines.start("a")
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n\r\n{")
         assert b"408" in await reader.readline()
         writer.close()
         loop = asyncio.get_running_loop()
@@ -466,7 +466,7 @@ def test_a_client_that_sends_slowly_or_reads_nothing_is_let_go(place: Place) -> 
             deaf.setblocking(False)
             await loop.sock_connect(deaf, (host, int(port)))
             body = json.dumps({**STREAMED, "max_tokens": 200_000}).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n"
             await loop.sock_sendall(deaf, head % len(body) + body)
             await eventually(lambda: served.engines.traffic("a").in_flight)
             await eventually(lambda: not served.engines.traffic("a").in_flight)

@@ -372,9 +372,9 @@ def test_nothing_else_may_be_given_with_resume(
 # As `overspill`, with the stand-in in place of vLLM.
 WITH_STAND_IN = """
 import sys
-from overspill.serve import prepared
+from overspill.launch import launch
 program = sys.argv.pop(1)
-prepared.server_command = lambda model, vllm: [sys.executable, program, "--model", model]
+launch.server_command = lambda model, vllm: [sys.executable, program, "--model", model]
 from overspill.cli import main
 main()
 """
