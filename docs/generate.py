@@ -75,7 +75,7 @@ def service_flags() -> str:
     from overspill.settings import SETTINGS
 
     flags = [flag for setting in SETTINGS for flag in setting.flags if setting.name not in ("gpu", "force")]
-    return f"{', '.join(f'`{flag}`' for flag in flags)}\n"
+    return _table(("flag", "meaning"), [(", ".join(f"`{flag}`" for flag in flags), "[what to plan](plan.md)")])
 
 
 def _recipe(name: str) -> Callable[[], str]:

@@ -276,7 +276,7 @@ TABLE = (
     Setting(
         "gpu_memory_utilization", Kind(_share, float | str, example=0.9), None,
         "Share of the GPU's memory for vLLM, from 0 to 1, without CUDA's context; without it, vLLM's own 0.92. "
-        "Not together with `--gpu-memory`.",
+        "Not together with gpu_memory.",
         is_vllms=True,
     ),
     Setting("ram", SIZE, None, "RAM that may be used; without it, what is available less `--ram-reserve`."),
