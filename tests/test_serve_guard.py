@@ -97,6 +97,12 @@ ENDS = {
     "killed": ("import os; os.kill(os.getpid(), 9)", 128 + 9, "was killed by SIGKILL"),
     "crashed": ("import os; os.kill(os.getpid(), 11)", 128 + 11, "was killed by SIGSEGV"),
     "failed": ("sys.exit(3)", 3, "ended with exit code 3"),
+    # A process that the core forks bears its name until it gets one of its own.
+    "forked": (
+        "import os; os.fork() or os._exit(time.sleep(1) or 0); time.sleep(3); sys.exit(3)",
+        3,
+        "ended with exit code 3",
+    ),
     # The server is killed then, as it does not end when it is asked to.
     "asked to end": ("sys.exit(0)", 128 + 9, "ended without an error"),
 }

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from overspill.kv.ram import num_oom_kills
-from overspill.processes import below, exit_code_of, kill, signal_name, title_of, wait_until_none
+from overspill.processes import below, exit_code_of, kill, read_process, signal_name, title_of, wait_until_none
 
 # vLLM ends within a second or two; a worker inside a kernel may not. A worker that is still starting has nothing to
 # save, and its server waits for it in vain.
@@ -79,8 +79,7 @@ class _Cores:
         if not is_starting:
             return
         for pid in _left():
-            # As vLLM names it, whatever VLLM_PROCESS_NAME_PREFIX is.
-            if pid not in self.handles.values() and "::EngineCore" in title_of(pid):
+            if pid not in self.handles.values() and _is_core(pid):
                 try:
                     self.handles[os.pidfd_open(pid)] = pid
                 except ProcessLookupError:  # vLLM looks after it that early
@@ -96,6 +95,13 @@ class _Cores:
         kills = "unknown" if before is None or now is None else now - before
         os.write(1, f"overspill: the engine core (process {pid}) {how}; OOM kills meanwhile: {kills}\n".encode())
         return code
+
+
+def _is_core(pid: int) -> bool:
+    """As vLLM names it, whatever VLLM_PROCESS_NAME_PREFIX is. A process that a core has forked bears the core's name
+    until it gets one of its own."""
+    process = read_process(pid)
+    return process is not None and "::EngineCore" in title_of(pid) and "::EngineCore" not in title_of(process.parent)
 
 
 def _without_core(server: subprocess.Popen[bytes], code: int | None) -> int:
