@@ -108,7 +108,7 @@ def predicted(plan: Any) -> Json:
         "window_bytes": way.kv.window_bytes,
         "gpu_bytes": plan.budget.used_bytes.value,
         "capacity_tokens": blocks * way.geometry.block_size,
-        "link_bytes_per_s": plan.gpu.link.h2d_bytes_per_second.value,
+        "link_bytes_per_s": plan.gpu.link.value,
         "vllm_args": vllm_args(plan, way),
         "ttft_s": way.ttft_s.value,
         "decode_tokens_per_s": way.decode_tokens_per_s.value,

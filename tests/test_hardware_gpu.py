@@ -49,5 +49,3 @@ def test_a_program_on_the_gpu_is_seen(gpu: Gpu) -> None:
         busy = detect().first_gpu()
         program.communicate("\n")
     assert busy.free_bytes.value <= gpu.free_bytes.value - 2**28
-    # In a container the driver may list none, or the host's numbers.
-    assert all(process.pid > 0 for process in busy.processes)

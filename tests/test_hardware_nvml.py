@@ -12,7 +12,7 @@ import pytest
 
 import overspill.hardware.nvml
 from overspill.figures import Origin, derived, measured
-from overspill.hardware.gpu import Gpu, GpuProcess
+from overspill.hardware.gpu import Gpu
 from overspill.hardware.nvml import GpuReport, read_gpus
 from overspill.kv.sizes import GiB, MiB
 
@@ -44,18 +44,15 @@ class Device:
             "MaxPcieLinkGeneration": 4,
             "CurrPcieLinkGeneration": 1,  # as when idle
             "CurrPcieLinkWidth": 16,
-            "MaxPcieLinkWidth": 16,
             "MaxClockInfo": {1: 3120, 2: 10501},
             "MemoryBusWidth": 384,
             "NumGpuCores": 16384,
-            "PciInfo": SimpleNamespace(domain=0, bus=0x41 + number, device=0),
             "ComputeRunningProcesses": [],
             "GraphicsRunningProcesses": [],
             "MigMode": NVMLError(NOT_SUPPORTED),
             "MaxMigDeviceCount": NVMLError(NOT_SUPPORTED),
             "MigDeviceHandleByIndex": NVMLError(NOT_FOUND),
             "NumaNodeId": NVMLError(NOT_SUPPORTED),
-            "VirtualizationMode": 0,
         } | answers
 
 
@@ -79,11 +76,6 @@ class FakeNvml:
 
     def nvmlSystemGetDriverVersion(self) -> bytes:
         return b"580.159.04"  # bytes, as older versions of nvidia-ml-py give
-
-    def nvmlSystemGetProcessName(self, pid: int) -> str:
-        if pid == 99:
-            raise NVMLError(NOT_FOUND)
-        return f"program{pid}"
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self._devices)
@@ -114,9 +106,9 @@ class FakeNvml:
         return answer
 
 
-def read(*devices: Device | NVMLError, root: Path = Path("/nowhere"), **options: Any) -> GpuReport:
+def read(*devices: Device | NVMLError, **options: Any) -> GpuReport:
     nvml = FakeNvml(*devices, **options)
-    report = read_gpus(nvml, root)
+    report = read_gpus(nvml)
     assert nvml.open == 0, "NVML was left open"
     return report
 
@@ -149,7 +141,7 @@ def test_the_stand_in_has_nothing_that_the_real_module_has_not(pynvml: ModuleTyp
         assert name.startswith("_") or hasattr(pynvml, name)
     assert pynvml.nvmlMemory_v2 == FakeNvml.nvmlMemory_v2
     assert (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM) == (1, 2)
-    assert pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU == 2 and pynvml.NVML_DEVICE_MIG_ENABLE == 1
+    assert pynvml.NVML_DEVICE_MIG_ENABLE == 1
     names = ("NOT_SUPPORTED", "NO_PERMISSION", "NOT_FOUND", "DRIVER_NOT_LOADED", "LIBRARY_NOT_FOUND", "GPU_IS_LOST",
              "RESET_REQUIRED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN")  # fmt: skip
     assert [getattr(pynvml, f"NVML_ERROR_{name}") for name in names] == [3, 4, 6, 9, 12, 15, 16, 18, 999]
@@ -218,11 +210,10 @@ def test_a_gpu_is_read_with_the_origin_of_each_figure() -> None:
     assert gpu.memory_bytes_per_second.origin is Origin.DERIVED
     assert gpu.bf16_flops is not None and gpu.bf16_flops.value == pytest.approx(165.2e12)
     assert gpu.bf16_flops.origin is Origin.ASSUMED and "data sheet" in gpu.bf16_flops.note
-    assert (gpu.pcie_generation, gpu.pcie_width) == (measured(4), measured(16))
-    assert gpu.link.h2d_bytes_per_second.value == pytest.approx(26.8e9, rel=0.01)
-    assert gpu.link.h2d_bytes_per_second.origin is Origin.DERIVED
+    assert gpu.link.value == pytest.approx(26.8e9, rel=0.01)
+    assert gpu.link.origin is Origin.DERIVED
     assert gpu.compute_capability == (8, 9)
-    assert gpu.notes == () and not gpu.is_stated
+    assert not gpu.is_stated
 
 
 def test_an_h200_is_as_fast_as_its_data_sheet_says() -> None:
@@ -239,7 +230,7 @@ def test_an_h200_is_as_fast_as_its_data_sheet_says() -> None:
         4.8e12, rel=0.03
     )
     assert gpu.bf16_flops is not None and gpu.bf16_flops.value == 989 * 10**12
-    assert gpu.link.h2d_bytes_per_second.value == pytest.approx(55e9, rel=0.05)
+    assert gpu.link.value == pytest.approx(55e9, rel=0.05)
 
 
 def test_an_unlisted_cards_flops_come_from_cores_and_clock() -> None:
@@ -251,44 +242,21 @@ def test_an_unlisted_cards_flops_come_from_cores_and_clock() -> None:
     assert gpu.bf16_flops.origin is Origin.DERIVED and "their highest clock" in gpu.bf16_flops.note
 
 
-def test_processes_are_listed_once_with_what_is_known_of_them() -> None:
-    compute = [used(42, 6 * GiB), used(7, None), used(99, MiB)]
-    gpu = only(read(Device(ComputeRunningProcesses=compute, GraphicsRunningProcesses=[used(42, 6 * GiB), used(8, 5)])))
-    assert gpu.processes == (
-        GpuProcess(7, "program7", None),
-        GpuProcess(8, "program8", 5),
-        GpuProcess(42, "program42", 6 * GiB),
-        GpuProcess(99, "", MiB),
-    )
-
-
-def test_an_unreadable_process_list_is_noted_not_taken_as_idle() -> None:
-    refused = NVMLError(NO_PERMISSION)
-    gpu = only(read(Device(ComputeRunningProcesses=refused, GraphicsRunningProcesses=refused)))
-    assert gpu.processes == ()
-    assert gpu.notes == ("the driver does not say which programs use this GPU",)
-
-
 def test_a_virtual_gpu_tells_little_and_is_still_usable() -> None:
     none = NVMLError(NOT_SUPPORTED)
     vgpu = Device(
-        Name="GRID A100-10C", MaxPcieLinkGeneration=none, CurrPcieLinkWidth=0, MaxPcieLinkWidth=none, MaxClockInfo={},
-        MemoryBusWidth=none, NumGpuCores=none, PciInfo=none, VirtualizationMode=2,
+        Name="GRID A100-10C", MaxPcieLinkGeneration=none, CurrPcieLinkWidth=0, MaxClockInfo={},
+        MemoryBusWidth=none, NumGpuCores=none,
     )  # fmt: skip
     gpu = only(read(vgpu))
-    assert (
-        gpu.memory_bytes_per_second is gpu.bf16_flops is gpu.pcie_generation is gpu.pcie_width is gpu.numa_node is None
-    )
-    assert gpu.link.h2d_bytes_per_second.origin is Origin.ASSUMED
-    assert gpu.link.h2d_bytes_per_second.note == "PCIe link not known: taken as 3.0 x16"
-    assert gpu.notes == ("a virtual GPU: the host may share its link and its time with others",)
+    assert gpu.memory_bytes_per_second is gpu.bf16_flops is None
+    assert gpu.link.origin is Origin.ASSUMED
+    assert gpu.link.note == "PCIe link not known: taken as 3.0 x16"
 
 
-def test_a_narrow_slot_is_noted_and_counts() -> None:
+def test_the_width_of_the_slot_counts() -> None:
     gpu = only(read(Device(CurrPcieLinkWidth=4)))
-    assert gpu.pcie_width == measured(4)
-    assert gpu.link.h2d_bytes_per_second.note == "85% of PCIe 4.0 x4"
-    assert gpu.notes == ("runs on 4 of 16 PCIe lanes; another slot may be faster",)
+    assert gpu.link.note == "85% of PCIe 4.0 x4"
 
 
 def test_the_table_stands_in_for_memory_clocks_that_are_not_told() -> None:
@@ -318,17 +286,6 @@ def test_a_driver_without_the_newer_memory_call_gives_its_total() -> None:
 
     gpu = only(read_gpus(Older(Device())))
     assert gpu.total_bytes == measured(24564 * MiB, "includes what the driver reserves")
-
-
-def test_a_gpus_numa_node_is_read_from_its_pci_address(tmp_path: Path) -> None:
-    for bus, node in (("41", "1"), ("42", "-1")):
-        folder = tmp_path / f"sys/bus/pci/devices/0000:{bus}:00.0"
-        folder.mkdir(parents=True)
-        (folder / "numa_node").write_text(f"{node}\n")
-    first, second, third = read(Device(0), Device(1), Device(2), root=tmp_path).gpus
-    assert first.numa_node == measured(1)
-    assert second.numa_node is None  # the firmware does not say
-    assert third.numa_node is None  # no such file
 
 
 @pytest.mark.parametrize(
@@ -365,7 +322,7 @@ def mig(whole_memory: Any, *parts: Device) -> Device:
     return Device(
         Name="NVIDIA A100-SXM4-40GB", MemoryInfo=whole_memory, MigMode=[1, 1], MaxMigDeviceCount=7,
         MigDeviceHandleByIndex=handles, MaxClockInfo={1: 1410, 2: 1215}, MemoryBusWidth=5120,
-        CudaComputeCapability=(8, 0), ComputeRunningProcesses=[used(1, GiB)],
+        CudaComputeCapability=(8, 0),
     )  # fmt: skip
 
 
@@ -384,8 +341,6 @@ def test_mig_devices_are_gpus_with_their_share() -> None:
     assert a.memory_bytes_per_second.value == pytest.approx(1555e9 / 2, rel=0.01)
     assert b.bf16_flops.value == pytest.approx(312e12 / 4)
     assert b.bf16_flops.origin is Origin.ASSUMED and b.bf16_flops.note == "25% of the whole GPU's, like its memory"
-    assert a.processes == ()  # not those of its neighbours
-    assert "a MIG device: other devices of this GPU share its link" in a.notes
 
 
 def test_a_mig_device_is_read_without_access_to_the_whole_gpu() -> None:
@@ -406,5 +361,5 @@ def test_memory_that_is_a_numa_node_of_its_own_is_known() -> None:
     memory = SimpleNamespace(total=97871 * MiB, reserved=500 * MiB, free=0)
     gpu = only(read(Device(Name="NVIDIA GH200 480GB", MemoryInfo=memory, NumaNodeId=1)))
     assert gpu.memory_numa_node == 1
-    assert gpu.link.h2d_bytes_per_second.value == pytest.approx(0.85 * 450e9)
+    assert gpu.link.value == pytest.approx(0.85 * 450e9)
     assert only(read(Device())).memory_numa_node is None

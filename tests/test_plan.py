@@ -235,7 +235,7 @@ def test_eighty_billion_in_four_bits_spill_256k_tokens_on_48_gb() -> None:
     # Of its 482 blocks the request has those in RAM that do not fit beside its states and the null block.
     streamed = (482 - (resident - 7)) * block
     assert made.gpu.link is not None
-    assert way.decode_tokens_per_s.value == pytest.approx(made.gpu.link.h2d_bytes_per_second.value / streamed, rel=0.1)
+    assert way.decode_tokens_per_s.value == pytest.approx(made.gpu.link.value / streamed, rel=0.1)
 
 
 def test_four_billion_parameters_on_16_gb_need_nothing() -> None:
@@ -549,7 +549,7 @@ def test_ways_are_ranked_by_how_fast_all_requests_are_together() -> None:
     # Eight times as fast as one alone it would be, if the link had nothing to bring.
     assert way.at_once_tokens_per_s.value < 8 * way.decode_tokens_per_s.value
     streamed = 8 * way.geometry.request_bytes(32768) - way.kv.resident_bytes
-    link = made.gpu.link.h2d_bytes_per_second.value
+    link = made.gpu.link.value
     assert way.at_once_tokens_per_s.value < 8 * link / streamed
     assert "decode of 8 requests together" in plan_as_text(made)
     fits = plan(LLAMA_8B, "48GiB", "128GiB", 8192, at_once=8).recommended
@@ -617,7 +617,7 @@ def test_the_json_has_bytes_as_integers() -> None:
 def test_the_link_that_speeds_come_from_is_told() -> None:
     made = plan(LLAMA_8B, "rtx4090", "128GiB", 131072)
     assert re.search(r"^link +26\.8 GB/s   assumed, 85% of PCIe 4\.0 x16; --link", plan_as_text(made), re.MULTILINE)
-    rate = made.gpu.link.h2d_bytes_per_second.value
+    rate = made.gpu.link.value
     told = plan_as_json(made)["link_bytes_per_s"]
     assert told == {"value": rate, "origin": "assumed", "note": "85% of PCIe 4.0 x16"}
     stated = replace(made, gpu=replace(made.gpu, link=parse_link("25GB/s")))

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from overspill.figures import Known, assumed, combine
-from overspill.hardware.gpu import LINK_EFFICIENCY, Link, link_from_pcie, same_both_ways
+from overspill.hardware.gpu import LINK_EFFICIENCY, link_from_pcie
 from overspill.kv.sizes import MiB
 
 # What the driver keeps of the memory nvidia-smi shows; CUDA counts the rest. 360 MiB on an RTX 4090, 490 on an RTX
@@ -126,13 +126,13 @@ def card_in_machine(nvml_name: str, shown_bytes: int) -> Card | None:
     return card
 
 
-def link_of_card(card: Card, generation: Known[int] | None, width: Known[int] | None) -> Link:
+def link_of_card(card: Card, generation: Known[int] | None, width: Known[int] | None) -> Known[int]:
     """By PCIe as it was found or stated, except for cards that have a link of their own."""
     if card.link_gb_s is None:
         return link_from_pcie(generation, width)
     sheet = assumed(card.link_gb_s)
     note = f"{LINK_EFFICIENCY:.0%} of what the data sheet of the {card.name} says"
-    return same_both_ways(combine(lambda gb_s: int(gb_s * 1e9 * LINK_EFFICIENCY), sheet, note=note))
+    return combine(lambda gb_s: int(gb_s * 1e9 * LINK_EFFICIENCY), sheet, note=note)
 
 
 def modest_card(total_bytes: int) -> Card:

@@ -34,8 +34,8 @@ def detect(
     nvml: Any | None = None,
 ) -> Hardware:
     """This machine and its GPUs; quick, and without touching the GPUs. The speed of a link follows from PCIe."""
-    machine = read_machine(root, environ)
-    report = read_gpus(nvml, root)
+    machine = read_machine(root)
+    report = read_gpus(nvml)
     setting = environ.get("CUDA_VISIBLE_DEVICES")
     gpus, problems = visible_gpus(report.gpus, setting), report.problems
     if report.gpus and not gpus:

@@ -23,39 +23,20 @@ _LANE_BYTES_PER_SECOND = {
 PCIE_GENERATIONS = tuple(_LANE_BYTES_PER_SECOND)
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Bytes per second of large copies of pinned memory, each way alone."""
-
-    h2d_bytes_per_second: Known[int]
-    d2h_bytes_per_second: Known[int]
-
-
-def same_both_ways(rate: Known[int]) -> Link:
-    return Link(rate, rate)
-
-
 def pcie_bytes_per_second(generation: int, width: int) -> int:
     """The rate on paper, each way. A generation newer than those known counts as the newest of them."""
     lane = _LANE_BYTES_PER_SECOND[min(max(generation, 1), max(_LANE_BYTES_PER_SECOND))]
     return int(lane * width)
 
 
-def link_from_pcie(generation: Known[int] | None, width: Known[int] | None) -> Link:
+def link_from_pcie(generation: Known[int] | None, width: Known[int] | None) -> Known[int]:
     """What a copy reaches on such a link; where the link is not known, on the slowest that is still common."""
     if generation is None or width is None:
         rate = int(pcie_bytes_per_second(3, 16) * LINK_EFFICIENCY)
-        return same_both_ways(assumed(rate, "PCIe link not known: taken as 3.0 x16"))
+        return assumed(rate, "PCIe link not known: taken as 3.0 x16")
     rate = int(pcie_bytes_per_second(generation.value, width.value) * LINK_EFFICIENCY)
     note = f"{LINK_EFFICIENCY:.0%} of PCIe {generation.value}.0 x{width.value}"
-    return same_both_ways(derived(rate, generation, width, note=note))
-
-
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
-    pid: int
-    name: str  # "" where it may not be known, as for another container's process
-    used_bytes: int | None  # None where the driver does not count, as under WSL
+    return derived(rate, generation, width, note=note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +51,9 @@ class Gpu:
     memory_bytes_per_second: Known[int] | None
     bf16_flops: Known[int] | None  # dense, with float32 accumulation, as vLLM computes; fp16 where there is no bf16
     compute_capability: tuple[int, int] | None
-    pcie_generation: Known[int] | None
-    pcie_width: Known[int] | None
-    numa_node: Known[int] | None  # the node whose RAM is nearest
-    link: Link
-    processes: tuple[GpuProcess, ...] = ()
+    link: Known[int]  # bytes per second of large copies of pinned memory, each way alone
     driver_version: str = ""
     memory_numa_node: int | None = None  # set where the GPU's own memory is a NUMA node, as on a GH200
-    notes: tuple[str, ...] = ()  # what is unusual about it, a sentence each
 
     @property
     def is_stated(self) -> bool:

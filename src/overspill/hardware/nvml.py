@@ -4,18 +4,16 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from overspill.figures import Known, assumed, derived, measured
 from overspill.hardware.cards import Card, card_in_machine, link_of_card, tensor_flops
-from overspill.hardware.gpu import Gpu, GpuProcess, link_from_pcie
+from overspill.hardware.gpu import Gpu, link_from_pcie
 from overspill.kv.errors import OverspillError
 
 # Codes of nvmlReturn_t.
 _NO_PERMISSION, _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND = 4, 9, 12
 _GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH = 15, 16, 18
-_VIRTUAL_GPU = 2  # NVML_GPU_VIRTUALIZATION_MODE_VGPU
 _MIG_ENABLED = 1
 
 _NOT_INSTALLED = "GPUs cannot be read: the package nvidia-ml-py is missing; pip install nvidia-ml-py"
@@ -61,12 +59,12 @@ def opened_nvml(nvml: Any | None = None) -> Iterator[Any]:
             nvml.nvmlShutdown()
 
 
-def read_gpus(nvml: Any | None = None, root: Path = Path("/")) -> GpuReport:
+def read_gpus(nvml: Any | None = None) -> GpuReport:
     """All GPUs of the machine. Starts no CUDA context, so it takes no GPU memory and may be called at any time."""
     try:
         with opened_nvml(nvml) as opened:
             try:
-                return _read_all(opened, root)
+                return _read_all(opened)
             except opened.NVMLError as error:
                 return GpuReport(problems=(f"the GPUs could not be listed: {error}",))
     except NoNvml as error:
@@ -81,7 +79,7 @@ def _text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value  # bytes in older nvidia-ml-py
 
 
-def _read_all(nvml: Any, root: Path) -> GpuReport:
+def _read_all(nvml: Any) -> GpuReport:
     driver = _text(nvml.nvmlSystemGetDriverVersion())
     gpus: list[Gpu] = []
     problems: list[str] = []
@@ -90,9 +88,9 @@ def _read_all(nvml: Any, root: Path) -> GpuReport:
         try:
             device = Device(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
             if device.in_mig_mode():
-                gpus += _read_slices(device, index, driver, root)
+                gpus += _read_slices(device, index, driver)
             else:
-                gpus.append(_read_gpu(device, index, driver, root, device.memory()))
+                gpus.append(_read_gpu(device, index, driver, device.memory()))
         except nvml.NVMLError as error:
             problems.append(f"GPU {index} {_NO_GPU.get(_code(error), f'cannot be read: {error}')}")
         except NotUsable as error:
@@ -167,45 +165,13 @@ class Device:
                 found.append(Device(self._nvml, handle))
         return found
 
-    def processes(self) -> tuple[GpuProcess, ...] | None:
-        """None where the driver does not say."""
-        lists = [self.ask(f"nvmlDeviceGet{kind}RunningProcesses") for kind in ("Compute", "Graphics")]
-        if all(each is None for each in lists):
-            return None
-        # A program that draws and computes is in both lists, with the same memory.
-        by_pid = {each.pid: each.usedGpuMemory for some in lists for each in some or ()}
-        return tuple(GpuProcess(pid, self._process_name(pid), used) for pid, used in sorted(by_pid.items()))
 
-    def _process_name(self, pid: int) -> str:
-        try:
-            return _text(self._nvml.nvmlSystemGetProcessName(pid))
-        except self._nvml.NVMLError:
-            return ""
-
-    def numa_node(self, root: Path) -> Known[int] | None:
-        pci = self.ask("nvmlDeviceGetPciInfo")
-        if pci is None:
-            return None
-        address = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
-        try:
-            node = int((root / f"sys/bus/pci/devices/{address}/numa_node").read_text())
-        except (OSError, ValueError):
-            return None
-        return measured(node) if node >= 0 else None  # -1: the firmware does not say
-
-
-def _read_gpu(device: Device, index: int, driver: str, root: Path, memory: _Memory) -> Gpu:
+def _read_gpu(device: Device, index: int, driver: str, memory: _Memory) -> Gpu:
     name = device.name()
     card = card_in_machine(name, memory.shown_bytes)
     capability = device.ask("nvmlDeviceGetCudaComputeCapability")
     capability = None if capability is None else (int(capability[0]), int(capability[1]))
-    generation, width, width_note = _pcie(device)
-    processes = device.processes()
-    notes = [width_note] if width_note else []
-    if processes is None:
-        notes.append("the driver does not say which programs use this GPU")
-    if device.ask("nvmlDeviceGetVirtualizationMode") == _VIRTUAL_GPU:
-        notes.append("a virtual GPU: the host may share its link and its time with others")
+    generation, width = _pcie(device)
     return Gpu(
         index=index,
         uuid=device.uuid(),
@@ -215,33 +181,23 @@ def _read_gpu(device: Device, index: int, driver: str, root: Path, memory: _Memo
         memory_bytes_per_second=_memory_bandwidth(device, card),
         bf16_flops=_flops(device, name, capability, card),
         compute_capability=capability,
-        pcie_generation=generation,
-        pcie_width=width,
-        numa_node=device.numa_node(root),
         link=link_from_pcie(generation, width) if card is None else link_of_card(card, generation, width),
-        processes=processes or (),
         driver_version=driver,
         # Answered only where the GPU's memory is a NUMA node of its own; not the node next to the GPU.
         memory_numa_node=device.ask("nvmlDeviceGetNumaNodeId"),
-        notes=tuple(notes),
     )
 
 
-def _pcie(device: Device) -> tuple[Known[int] | None, Known[int] | None, str]:
-    """Generation, width, and a note where the slot is narrower than the card.
+def _pcie(device: Device) -> tuple[Known[int] | None, Known[int] | None]:
+    """Generation and width.
 
     The current generation falls when the GPU idles and comes back with work, so the highest one that card and slot
     agree on counts. The width does not change, so the current one counts.
     """
     generation = device.ask("nvmlDeviceGetMaxPcieLinkGeneration")
-    width, widest = device.ask("nvmlDeviceGetCurrPcieLinkWidth"), device.ask("nvmlDeviceGetMaxPcieLinkWidth")
-    note = (
-        f"runs on {width} of {widest} PCIe lanes; another slot may be faster"
-        if 0 < (width or 0) < (widest or 0)
-        else ""
-    )
-    # 0 is said by virtual machines that hide the link.
-    return measured(generation) if generation else None, measured(width) if width else None, note
+    width = device.ask("nvmlDeviceGetCurrPcieLinkWidth")
+    # Virtual machines that hide the link answer 0.
+    return measured(generation) if generation else None, measured(width) if width else None
 
 
 def _memory_bandwidth(device: Device, card: Card | None) -> Known[int] | None:
@@ -265,14 +221,14 @@ def _flops(device: Device, name: str, capability: tuple[int, int] | None, card: 
     return None if flops is None else derived(flops, note=f"{cores} cores at {clock} MHz, their highest clock")
 
 
-def _read_slices(device: Device, index: int, driver: str, root: Path) -> list[Gpu]:
+def _read_slices(device: Device, index: int, driver: str) -> list[Gpu]:
     """MIG devices as GPUs. NVML tells their memory; their speeds go by their share of it."""
     parts = device.mig_devices()
     if not parts:
         raise NotUsable(f"({device.name()}) is in MIG mode without a MIG device; create one with nvidia-smi mig -cgi")
     # Whoever may use a MIG device may often not read the whole GPU's memory.
     memory = device.memory_if_told()
-    whole = _read_gpu(device, index, driver, root, memory or _Memory(0, measured(0), measured(0)))
+    whole = _read_gpu(device, index, driver, memory or _Memory(0, measured(0), measured(0)))
     return [_slice(whole, part, memory) for part in parts]
 
 
@@ -287,8 +243,6 @@ def _slice(whole: Gpu, part: Device, whole_memory: _Memory | None) -> Gpu:
         free_bytes=memory.free,
         memory_bytes_per_second=_shared(whole.memory_bytes_per_second, share),
         bf16_flops=_shared(whole.bf16_flops, share),
-        processes=part.processes() or (),
-        notes=(*whole.notes, "a MIG device: other devices of this GPU share its link"),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from overspill.figures import Known, assumed
 from overspill.hardware.cards import Card, find_card, link_of_card, modest_card, nearest_cards
 from overspill.hardware.detection import Hardware
-from overspill.hardware.gpu import PCIE_GENERATIONS, PCIE_WIDTHS, Gpu, Link, link_from_pcie, same_both_ways
+from overspill.hardware.gpu import PCIE_GENERATIONS, PCIE_WIDTHS, Gpu, link_from_pcie
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, TiB, format_size, parse_size
 
@@ -45,7 +45,7 @@ def parse_ram(text: str) -> Known[int]:
     return assumed(num_bytes, "stated with --ram")
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> Known[int]:
     """A rate that holds each way, or a PCIe generation and width."""
     pcie = _PCIE.fullmatch(text)
     if pcie is not None and int(pcie[1]) in PCIE_GENERATIONS and int(pcie[2]) in PCIE_WIDTHS:
@@ -57,7 +57,7 @@ def parse_link(text: str) -> Link:
             f"--link {text!r} is neither a rate from 0.1GB/s to 2TB/s nor a PCIe link; write for example --link 25GB/s "
             "or --link pcie4x16"
         )
-    return same_both_ways(assumed(num_bytes, "stated with --link"))
+    return assumed(num_bytes, "stated with --link")
 
 
 def with_stated(
@@ -113,8 +113,5 @@ def _gpu(card: Card, total_bytes: int | None, *, name: str) -> Gpu:
         memory_bytes_per_second=assumed(int(card.memory_gb_s * 1e9), sheet),
         bf16_flops=assumed(int(card.bf16_tflops * 1e12), sheet),
         compute_capability=card.compute_capability,
-        pcie_generation=generation,
-        pcie_width=width,
-        numa_node=None,
         link=link_of_card(card, generation, width),
     )

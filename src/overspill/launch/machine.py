@@ -7,7 +7,6 @@ from typing import Any
 
 from overspill.figures import Known, assumed, derived
 from overspill.hardware import Gpu, Hardware, detect, with_stated
-from overspill.hardware.gpu import same_both_ways
 from overspill.hardware.machine import Machine
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
@@ -134,10 +133,7 @@ def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> De
         memory_bytes_per_second=assumed(_RAM_BYTES_PER_S, "RAM"),
         bf16_flops=assumed(_CPU_FLOPS, "some CPU"),
         compute_capability=None,
-        pcie_generation=None,
-        pcie_width=None,
-        numa_node=None,
-        link=same_both_ways(assumed(_COPY_BYTES_PER_S, "copies within RAM")),
+        link=assumed(_COPY_BYTES_PER_S, "copies within RAM"),
     )
     platform = replace(CPU, latent_block_size=LATENT_BLOCK_SIZE_WITH_AMX) if _has_amx() else CPU
     return Device(gpu, platform, beside)

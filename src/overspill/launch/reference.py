@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from overspill.folders import state_folder
+from overspill.files import state_folder
 from overspill.kv.errors import OverspillError
 from overspill.settings import GivenBy, Value, as_flags, with_registered
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 from overspill.address import free_port
 from overspill.errors import CannotServe
 from overspill.figures import as_json
-from overspill.folders import state_folder
+from overspill.files import state_folder
 from overspill.kv.errors import OverspillError
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.launch import MeasuredLaunch

@@ -40,7 +40,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "gpu_memory_utilization": plan.gpu_memory_utilization,
         "ram_bytes": as_json(plan.ram_bytes),
         # Copies within RAM, on a CPU: no link, and none that a user could state.
-        **({} if plan.platform.is_cpu else {"link_bytes_per_s": as_json(plan.gpu.link.h2d_bytes_per_second)}),
+        **({} if plan.platform.is_cpu else {"link_bytes_per_s": as_json(plan.gpu.link)}),
         "max_num_seqs": plan.max_num_seqs,
         **(_way_as_json(plan, chosen) if chosen is not None else {}),
         "ways": [
@@ -163,7 +163,7 @@ def _link(plan: Plan) -> list[str]:
     """What speeds of everything in RAM come from. A CPU has none: its copies are within RAM."""
     if plan.platform.is_cpu:
         return []
-    link = plan.gpu.link.h2d_bytes_per_second
+    link = plan.gpu.link
     rate = f"{link.value / 1e9:.1f} GB/s"
     how = "" if "--link" in link.note else "; --link states another"
     return [f"{'link':{_LABEL}}{rate:>{_VALUE}}   {_origin(link)}{how}"]

@@ -178,7 +178,7 @@ def _active_layer_bytes(facts: ModelFacts, weights: WeightOffload, num_tokens: i
 
 
 def _machine(gpu: Gpu) -> tuple[Machine, list[Known[int]]]:
-    memory, flops, link = gpu.memory_bytes_per_second, gpu.bf16_flops, gpu.link.h2d_bytes_per_second
+    memory, flops, link = gpu.memory_bytes_per_second, gpu.bf16_flops, gpu.link
     known = [figure for figure in (memory, flops, link) if figure is not None]
     return (
         Machine(

@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from overspill.folders import state_folder
+from overspill.files import state_folder
 from overspill.registry.errors import BadDatabaseUrl, RegistryUnavailable
 
 VARIABLE = "OVERSPILL_DATABASE_URL"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from overspill.folders import state_folder
+from overspill.files import state_folder
 from overspill.kv.errors import OverspillError
 from overspill.processes import signal_name
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overspill.files import replace_file
-from overspill.folders import state_folder
+from overspill.files import replace_file, state_folder
 from overspill.processes import boot, identity
 from overspill.serve.engine_report import Phase, Report
 

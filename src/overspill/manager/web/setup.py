@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from overspill.address import is_loopback
-from overspill.folders import state_folder
+from overspill.files import state_folder
 from overspill.kv.sizes import parse_size
 from overspill.manager.errors import ManagerError
 from overspill.manager.needs import Memory
