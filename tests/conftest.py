@@ -71,7 +71,7 @@ def preloaded() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Makes the tiny model of a name, once."""
-    from overspill.tiny import MODELS
+    from tests.tiny_models import MODELS
 
     made: dict[str, Path] = {}
 
@@ -91,7 +91,7 @@ def llama(models: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Makes hybrid models with four layers in a group, so that each half of spill's window serves two of them."""
-    from overspill.tiny import MODELS
+    from tests.tiny_models import MODELS
 
     made: dict[str, Path] = {}
 

@@ -18,7 +18,7 @@ SHORT = [random_prompt(seed, 40) for seed in (2, 3)]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
-    from overspill.tiny import MODELS
+    from tests.tiny_models import MODELS
 
     with engine(MODELS["llama"](tmp_path_factory.mktemp("sharing") / "llama"), blocks=400) as plain:
         return [plain.ask_one(LONG, 40), *(plain.ask_one(p, 40) for p in SHORT)]
