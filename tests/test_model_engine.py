@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups, _po
 from overspill.figures import Origin
 from overspill.model.facts import ModelFacts
 from overspill.model.kv import KVGeometry, kv_geometry
-from overspill.model.pages import CacheSettings, Kind
+from overspill.model.pages import CacheSettings
 from overspill.model.source import read_folder
 from tests.engine import BLOCK, Engine, engine
 from tests.model_tensors import describe_config
@@ -90,9 +90,7 @@ def settings_of(running: Engine, block_size: int) -> CacheSettings:
         block_size=block_size,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         max_concurrent_batches=config.max_concurrent_batches,
-        enable_prefix_caching=config.cache_config.enable_prefix_caching,
         kernel_block_multiple=32,
-        mamba_ssm_cache_dtype=config.cache_config.mamba_ssm_cache_dtype,
     )
 
 
@@ -108,11 +106,9 @@ def assert_as_allocated(facts: ModelFacts, running: Engine, block_size: int = BL
     assert sum(buffers.values()) == geometry.bytes_per_block * made.num_blocks > 0
     length = config.model_config.max_model_len
     assert geometry.request_bytes(length) == _max_memory_usage_bytes_from_groups(config, made.kv_cache_groups)
-    assert geometry.num_tokens(MEMORY, length) == config.cache_config.kv_cache_size_tokens
-    assert [len(group.layers) for group in geometry.groups] == [len(g.layer_names) for g in made.kv_cache_groups]
+    assert [len(group.members) for group in geometry.groups] == [len(g.layer_names) for g in made.kv_cache_groups]
     for mine, theirs in zip(geometry.groups, made.kv_cache_groups, strict=True):
-        # Without prefix caching vLLM says max_model_len for a state, which has no tokens.
-        assert mine.kind is Kind.MAMBA or mine.block_size == theirs.kv_cache_spec.block_size
+        assert mine.block_size == theirs.kv_cache_spec.block_size
     assert geometry.num_regions == max(len(tensor.layers) for tensor in made.kv_cache_tensors)
     assert geometry.page_size_bytes == max(tensor.block_stride for tensor in made.kv_cache_tensors)
     return geometry
@@ -131,7 +127,6 @@ def _memory_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("gemma3", {}),
         pytest.param("chunked-local", {"max_num_batched_tokens": 256}),
         pytest.param("mamba-hybrid", {"max_num_batched_tokens": 32}),
-        pytest.param("mamba-hybrid", {"enable_prefix_caching": False}, id="mamba-hybrid-without-prefix-caching"),
         pytest.param("gdn-hybrid", {"dtype": "bfloat16"}, marks=needs_bf16),
     ],
 )

@@ -59,7 +59,7 @@ class WithoutTorchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:
-    """`case`: config, engine arguments, layout, and the lengths to ask about."""
+    """`case`: config, engine arguments, and the lengths to ask about."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -73,15 +73,12 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(case["config"]))
         config = EngineArgs(model=folder, skip_tokenizer_init=True, **case["engine"]).create_engine_config()
-        ranks = config.parallel_config.tensor_parallel_size
         with set_current_vllm_config(config):
             if parallel_state._WORLD is None:
                 parallel_state.init_distributed_environment(1, 0, f"file://{SCRATCH.name}/store", 0, "gloo")
             # Anew for each model: only those with experts get a group for them.
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(1, 1)
-            # Layers ask the group how many they are; nobody else has to be there to be built.
-            parallel_state.get_tp_group().world_size = ranks
             default = torch.get_default_dtype()
             torch.set_default_dtype(config.model_config.dtype)
             try:
@@ -90,7 +87,7 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
             finally:
                 torch.set_default_dtype(default)
     current_platform.update_block_size_for_backend(config)
-    config.cache_config.kv_cache_layout = case["layout"]
+    config.cache_config.kv_cache_layout = "LBNHC"
     groups = kv_cache_utils.get_kv_cache_groups(config, get_kv_cache_spec(config))
     request_bytes = {}
     for length in case["lengths"]:
@@ -110,8 +107,6 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_concurrent_batches": config.max_concurrent_batches,
-        "mamba_ssm_cache_dtype": config.cache_config.mamba_ssm_cache_dtype,
-        "enable_prefix_caching": config.cache_config.enable_prefix_caching,
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_model_len": config.model_config.get_and_verify_max_len(None),

@@ -23,14 +23,6 @@ class CacheGroup:
     members: tuple[LayerPage, ...]
 
     @property
-    def kind(self) -> Kind:
-        return self.members[0].page.kind
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(member.layer for member in self.members)
-
-    @property
     def block_size(self) -> int:
         return self.members[0].page.block_size
 
@@ -42,14 +34,9 @@ class CacheGroup:
         return max(member.page.blocks_per_request(max_model_len, max_in_flight_tokens) for member in self.members)
 
 
-def group_layers(members: Sequence[LayerPage], *, hybrid: bool, block_outermost: bool) -> tuple[CacheGroup, ...]:
-    """`hybrid` is false where vLLM's hybrid KV cache manager is disabled: windows are then kept in full."""
-    if not hybrid:
-        members = _promoted(members)
+def group_layers(members: Sequence[LayerPage]) -> tuple[CacheGroup, ...]:
     if _one_type(members):
         return (CacheGroup(members=tuple(members)),)
-    if block_outermost and len({member.page.page_size_bytes for member in members}) > 1:
-        return _packed(members)
     return _equal_groups(_unified(members))
 
 
@@ -62,20 +49,6 @@ def _one_type(members: Iterable[LayerPage]) -> bool:
         return full, page.block_size, page.window, page.states_per_request, size
 
     return len({needs(member.page) for member in members}) <= 1
-
-
-def _promoted(members: Sequence[LayerPage]) -> Sequence[LayerPage]:
-    if _one_type(members):
-        return members
-    # A window's block may have been smaller than the others'.
-    block_size = next((member.page.block_size for member in members if member.page.grows), 0)
-    promoted = [replace(member, page=replace(member.page.as_full(), block_size=block_size)) for member in members]
-    if not block_size or not _one_type(promoted):
-        raise BadSettings(
-            "vLLM cannot make one group of this model's layers, as it must without its hybrid KV cache manager; "
-            "leave disable_hybrid_kv_cache_manager off"
-        )
-    return promoted
 
 
 def _unified(members: Sequence[LayerPage]) -> list[LayerPage]:
@@ -111,37 +84,6 @@ def _equal_groups(members: Sequence[LayerPage]) -> tuple[CacheGroup, ...]:
     return tuple(groups)
 
 
-def _packed(members: Sequence[LayerPage]) -> tuple[CacheGroup, ...]:
-    """Groups whose pages differ in size, side by side in blocks that hold the widest of them.
-
-    Only block-outermost layouts can do that. Windows and states are cut into as many groups as it takes for each to
-    fit into a block that the others need anyway (_get_packed_kv_cache_groups).
-    """
-    buckets: list[list[LayerPage]] = []
-    for member in members:
-        bucket = next((bucket for bucket in buckets if _one_type([*bucket, member])), None)
-        if bucket is None:
-            buckets.append([member])
-        else:
-            bucket.append(member)
-    if any(len({member.page.page_size_bytes for member in bucket}) > 1 for bucket in buckets):
-        raise BadSettings(
-            "layers of one kind keep pages of several sizes, which vLLM packs in ways that are not described here; "
-            "choose a layout with layers outermost"
-        )
-
-    def can_be_cut(bucket: Sequence[LayerPage]) -> bool:
-        return bucket[0].page.kind in (Kind.MAMBA, Kind.SLIDING)
-
-    block = max(bucket[0].page.page_size_bytes * (1 if can_be_cut(bucket) else len(bucket)) for bucket in buckets)
-    groups = []
-    for bucket in buckets:
-        fitting = max(block // bucket[0].page.page_size_bytes, 1)
-        count = ceil_div(len(bucket), fitting) if can_be_cut(bucket) else 1
-        groups += [CacheGroup(members=tuple(bucket[i::count])) for i in range(count)]
-    return tuple(groups)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGeometry:
     """The KV cache of one rank, up to the number of its blocks. Bytes are exact: they are vLLM's own sums."""
@@ -161,13 +103,13 @@ class KVGeometry:
 
     @property
     def page_size_bytes(self) -> int:
-        """Of the largest page; all are equal unless a single group, or a block-outermost layout, mixes sizes."""
+        """Of the largest page; all are equal unless a single group mixes sizes."""
         return max((m.page.page_size_bytes for group in self.groups for m in group.members), default=0)
 
     @property
     def num_regions(self) -> int:
-        """Contiguous ranges of the buffer: with layers outermost one per layer of the largest group, else one."""
-        return 1 if self.settings.block_outermost else max((len(group.members) for group in self.groups), default=0)
+        """Contiguous ranges of the buffer: one per layer of the largest group."""
+        return max((len(group.members) for group in self.groups), default=0)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -205,19 +147,9 @@ class KVGeometry:
             low, high = (middle, high) if self.fits(middle, kv_cache_memory_bytes) else (low, middle - 1)
         return low
 
-    def num_tokens(self, kv_cache_memory_bytes: int, max_model_len: int) -> int:
-        """What vLLM logs as "GPU KV cache size": requests of `max_model_len` tokens that fit, in tokens."""
-        concurrency = self.num_blocks(kv_cache_memory_bytes) / self.blocks_per_request(max_model_len)
-        return int(concurrency * max_model_len)
-
 
 def kv_geometry(facts: ModelFacts, settings: CacheSettings | None = None) -> KVGeometry:
     settings = settings or CacheSettings()
-    if facts.num_heads % settings.tensor_parallel_size:
-        raise BadSettings(
-            f"tensor_parallel_size {settings.tensor_parallel_size} does not divide the model's {facts.num_heads} "
-            "attention heads; choose one that does"
-        )
     settings = replace(settings, block_size=_block_size(facts, settings))
     pages = _pages(facts, settings)
     attention_bytes = max((page.page_size_bytes for page in pages if page.kind is not Kind.MAMBA), default=None)
@@ -225,9 +157,7 @@ def kv_geometry(facts: ModelFacts, settings: CacheSettings | None = None) -> KVG
         LayerPage(layer=entry.layer, page=page.padded_to(attention_bytes) if page.kind is Kind.MAMBA else page)
         for entry, page in zip(facts.caches, pages, strict=True)
     ]
-    hybrid = not settings.disable_hybrid_kv_cache_manager
-    groups = group_layers(members, hybrid=hybrid, block_outermost=settings.block_outermost)
-    return KVGeometry(groups=groups, settings=settings)
+    return KVGeometry(groups=group_layers(members), settings=settings)
 
 
 def _pages(facts: ModelFacts, settings: CacheSettings) -> list[Page]:

@@ -23,34 +23,26 @@ KV_CACHE_DTYPE_BYTES = {
 class CacheSettings:
     """How vLLM is started, as far as its KV cache is concerned; the defaults are those of a CUDA engine.
 
-    Of one pipeline stage, and without a draft model, whose layers would have caches of their own.
+    Of one GPU, with prefix caching, layers outermost, and without a draft model, whose layers would have caches of
+    their own.
     """
 
     block_size: int = 16
     """Tokens. MLA backends want more: 64 (FlashMLA), 32 or 64 (FlashInfer), 128 (CUTLASS)."""
     kv_cache_dtype: str = "auto"
-    tensor_parallel_size: int = 1
     max_num_batched_tokens: int = 2048
     """What windows and chunks must hold beside themselves. vLLM takes 8192 from 70 GB of GPU memory, 16384 from 160."""
     max_concurrent_batches: int = 2
     """2 under asynchronous scheduling, the default on CUDA; else 1 (config/vllm.py, max_concurrent_batches)."""
-    enable_prefix_caching: bool = True
-    disable_hybrid_kv_cache_manager: bool = False
-    block_outermost: bool = False
-    """The layouts BL…, which Overspill's offload asks for; vLLM's default, and spill's, have layers outermost."""
     kernel_block_multiple: int = 16
     """The attention backend reads blocks of any multiple of so many tokens: 16 on CUDA, 32 on the CPU."""
-    mamba_cache_dtype: str = "auto"
-    mamba_ssm_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "tensor_parallel_size", "max_num_batched_tokens", "max_concurrent_batches"):
-            if (value := getattr(self, name)) < 1:
-                raise BadSettings(f"{name} is {value}, and at least 1 was expected; raise it")
         known = ("auto", *KV_CACHE_DTYPE_BYTES)
-        for name in ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"):
-            if (value := getattr(self, name)) not in known:
-                raise BadSettings(f"{name} is {value!r}, whose size is not known here; use one of {', '.join(known)}")
+        if (dtype := self.kv_cache_dtype) not in known:
+            raise BadSettings(
+                f"kv_cache_dtype is {dtype!r}, whose size is not known here; use one of {', '.join(known)}"
+            )
 
     @property
     def max_in_flight_tokens(self) -> int:
@@ -116,10 +108,6 @@ class Page:
     def padded_to(self, size: int | None) -> "Page":
         return self if size is None else replace(self, padded_bytes=size)
 
-    def as_full(self) -> "Page":
-        """Kept for all tokens although only some are attended to (vLLM's _promote_local_kv_cache_specs)."""
-        return replace(self, kind=Kind.FULL, window=0) if self.kind in (Kind.SLIDING, Kind.CHUNKED) else self
-
 
 def page_of(cache: Cache, settings: CacheSettings, *, dtype: str, kv_cache_dtype: str) -> Page:
     """`dtype` is what the model runs in, `kv_cache_dtype` what is left when the checkpoint's own wish was heard."""
@@ -134,26 +122,14 @@ def page_of(cache: Cache, settings: CacheSettings, *, dtype: str, kv_cache_dtype
             return Page(
                 kind=kind,
                 block_size=_window_block_size(settings) if kind is Kind.SLIDING else settings.block_size,
-                num_heads=_heads_per_rank(cache.num_kv_heads, settings.tensor_parallel_size),
+                num_heads=cache.num_kv_heads,
                 head_bytes=2 * cache.head_size * bytes_each,
                 window=window,
             )
         case LatentAttention():
-            # Every rank holds the whole latent.
             return Page(kind=Kind.MLA, block_size=settings.block_size, head_bytes=cache.head_size * bytes_each)
         case RecurrentState():
             return _state_page(cache, settings, dtype)
-
-
-def _heads_per_rank(num_kv_heads: int, tensor_parallel_size: int) -> int:
-    """Divided among the ranks; where there are fewer heads than ranks, each rank has a copy of one."""
-    fewer, more = sorted((num_kv_heads, tensor_parallel_size))
-    if more % fewer:
-        raise BadSettings(
-            f"tensor_parallel_size {tensor_parallel_size} neither divides the model's {num_kv_heads} KV heads nor is a "
-            "multiple of them; choose one that does"
-        )
-    return max(1, num_kv_heads // tensor_parallel_size)
 
 
 def _window_block_size(settings: CacheSettings) -> int:
@@ -165,26 +141,15 @@ def _window_block_size(settings: CacheSettings) -> int:
 
 def _state_page(state: RecurrentState, settings: CacheSettings, dtype: str) -> Page:
     """Shapes as in vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator."""
-    ranks = settings.tensor_parallel_size
-    # A rank needs the groups of its heads, so groups that cannot be divided are copied.
-    groups = state.conv_groups if state.conv_groups % ranks == 0 else ranks
-    channels = state.conv_channels + groups * state.conv_group_channels
-    if channels % ranks or state.num_heads % ranks:
-        raise BadSettings(
-            f"tensor_parallel_size {ranks} does not divide the {channels} channels and {state.num_heads} heads of the "
-            "model's recurrent state; choose one that does"
-        )
-    conv_dtype = dtype if settings.mamba_cache_dtype == "auto" else settings.mamba_cache_dtype
-    wanted = state.state_dtype if settings.mamba_ssm_cache_dtype == "auto" else settings.mamba_ssm_cache_dtype
-    conv_bytes = channels // ranks * (state.conv_kernel - 1) * KV_CACHE_DTYPE_BYTES[conv_dtype]
-    head_bytes = state.head_state * KV_CACHE_DTYPE_BYTES[conv_dtype if wanted == "auto" else wanted]
-    # With prefix caching (mamba_cache_mode "align") the state before the current block is kept beside the current one.
-    states = 2 + state.keeps_checkpoint if settings.enable_prefix_caching else 1
+    channels = state.conv_channels + state.conv_groups * state.conv_group_channels
+    conv_bytes = channels * (state.conv_kernel - 1) * KV_CACHE_DTYPE_BYTES[dtype]
+    head_bytes = state.head_state * KV_CACHE_DTYPE_BYTES[dtype if state.state_dtype == "auto" else state.state_dtype]
     return Page(
         kind=Kind.MAMBA,
         block_size=settings.block_size,
-        state_bytes=conv_bytes + state.num_heads // ranks * head_bytes,
-        states_per_request=states,
+        state_bytes=conv_bytes + state.num_heads * head_bytes,
+        # With prefix caching (mamba_cache_mode "align") the state before the current block is kept beside it.
+        states_per_request=2 + state.keeps_checkpoint,
     )
 
 
