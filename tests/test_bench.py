@@ -21,8 +21,9 @@ import pytest
 from overspill.address import free_port
 from overspill.measure import CannotMeasure
 from overspill.measure.client import Answer
-from overspill.measure.measurement import measure
+from overspill.measure.measurement import Outcome, measure
 from overspill.measure.metrics import serving_metrics
+from overspill.measure.progress import Progress
 from overspill.measure.provenance import Provenance
 from overspill.measure.target import Target, find_target
 from overspill.measure.workload import WORKLOADS, parse_workload
@@ -355,26 +356,32 @@ def test_sigterm_keeps_what_is_finished(killable: Callable[..., Killable], tmp_p
     assert not part.is_complete and 0 < part.metrics["completed"] < 24
 
 
-def test_a_stop_from_a_thread_and_save_return_resumable_parts(
-    killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("overspill.measure.measurement._SAVE_S", 0.2)
-    server, stop = killable("--pause", "0.02"), threading.Event()
-    kept: list[dict[str, Any]] = []
+def stopped_after(least: int, url: str, resume: dict[str, Any] | None = None) -> Outcome:
+    """A measurement that a thread stops once more than so many requests are answered."""
+    stop = threading.Event()
 
-    def save(part: dict[str, Any]) -> None:
-        kept.append(json.loads(json.dumps(part)))
-        if len(part["index"]) > 3:
+    def on_progress(at: Progress) -> None:
+        if at.done > least:
             stop.set()
 
-    target, workload = find_target(server.url), parse_workload(TURNS)
-    outcome = measure(target, workload, seed=5, stop=stop, save=save)
+    return measure(find_target(url), parse_workload(TURNS), seed=5, stop=stop, on_progress=on_progress, resume=resume)
+
+
+@pytest.fixture
+def _quick_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overspill.measure.measurement._PROGRESS_S", 0.1)
+
+
+@pytest.mark.usefixtures("_quick_progress")
+def test_a_stop_returns_a_part_that_can_be_resumed(killable: Callable[..., Killable]) -> None:
+    server = killable("--pause", "0.02")
+    outcome = stopped_after(3, server.url)
     assert not outcome.is_complete and "it was stopped" in str(outcome.problem)
-    assert 3 < len(kept[-1]["index"]) <= outcome.metrics["completed"] < 24
-    whole = measure(find_target(killable().url), workload, seed=5)
-    for part in (kept[-1], json.loads(json.dumps(outcome.part))):
-        rest = measure(target, workload, seed=5, resume=part)
-        assert rest.is_complete and rest.answers == whole.answers
+    assert 3 < outcome.metrics["completed"] < 24
+    whole = measure(find_target(killable().url), parse_workload(TURNS), seed=5)
+    part = json.loads(json.dumps(outcome.part))
+    rest = measure(find_target(server.url), parse_workload(TURNS), seed=5, resume=part)
+    assert rest.is_complete and rest.answers == whole.answers
 
 
 def test_a_stop_ends_the_run_while_the_first_request_hangs(killable: Callable[..., Killable]) -> None:
@@ -392,24 +399,14 @@ def test_a_stop_ends_the_run_while_the_first_request_hangs(killable: Callable[..
     stopping.join()
 
 
-def test_saving_a_resumed_measurement_keeps_its_first_part(
-    killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("overspill.measure.measurement._SAVE_S", 0.1)
-    server, workload = killable("--pause", "0.02"), parse_workload(TURNS)
-    parts: list[dict[str, Any]] = []
-    for least in (3, 8):
-        stop = threading.Event()
-
-        def save(part: dict[str, Any], stop: threading.Event = stop, least: int = least) -> None:
-            if len(part["index"]) > least:
-                parts.append(part)
-                stop.set()
-
-        earlier = parts[-1] if parts else None
-        measure(find_target(server.url), workload, seed=5, stop=stop, save=save, resume=earlier)
-    assert set(parts[0]["index"]) < set(parts[-1]["index"])
-    assert parts[-1]["duration"] > parts[0]["duration"]
+@pytest.mark.usefixtures("_quick_progress")
+def test_a_resumed_measurement_keeps_its_first_part(killable: Callable[..., Killable]) -> None:
+    server = killable("--pause", "0.02")
+    first = stopped_after(3, server.url).part
+    later = stopped_after(8, server.url, first).part
+    assert first is not None and later is not None
+    assert set(first["index"]) < set(later["index"])
+    assert later["duration"] > first["duration"]
 
 
 def incomplete(bench: Bench, killable: Callable[..., Killable], state: Path) -> tuple[Killable, Result]:

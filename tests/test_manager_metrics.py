@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from overspill.manager.telemetry.engine_metrics import SERIES, Metrics, chart_values, parse_metrics, rates, scrape
-from overspill.manager.upstream import Upstream
+from overspill.upstream import Upstream
 
 LABELS = ["model_name", "engine"]
 

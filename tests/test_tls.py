@@ -12,8 +12,8 @@ import pytest
 from overspill import address
 from overspill.address import free_port
 from overspill.measure import CannotMeasure
-from overspill.measure.client import Broken, Wire
 from overspill.measure.target import Target, ask
+from overspill.upstream import Upstream, UpstreamLost
 from tests.certificates import make_certificate
 
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
@@ -30,16 +30,15 @@ def server(tmp_path: Path) -> Iterator[str]:
         process.kill()
 
 
-def complete(url: str) -> tuple[int, list[bytes]]:
-    async def run() -> tuple[int, list[bytes]]:
-        pieces: list[bytes] = []
-        wire = Wire(url, {})
+def complete(url: str) -> tuple[int, bytes]:
+    async def run() -> tuple[int, bytes]:
+        upstream = Upstream()
+        body = json.dumps({"model": "a", "prompt": "x", "max_tokens": 2, "stream": True}).encode()
+        connection, head = await upstream.request(url, "POST", b"/v1/completions", (), body)
         try:
-            body = json.dumps({"model": "a", "prompt": "x", "max_tokens": 2, "stream": True}).encode()
-            status, _ = await wire.post("/v1/completions", body, lambda data, _: pieces.append(data))
+            return head.status, await connection.read_all(1 << 20)
         finally:
-            wire.close()
-        return status, pieces
+            connection.close()
 
     return asyncio.run(run())
 
@@ -47,15 +46,15 @@ def complete(url: str) -> tuple[int, list[bytes]]:
 def test_a_local_server_is_measured_whatever_its_certificate(server: str) -> None:
     """An untrusted one was refused, although the manager accepts it."""
     assert ask(Target(url=server, model="a"), "/v1/models").json()["data"][0]["id"] == "a"
-    status, pieces = complete(server)
-    assert status == 200 and b"a-1 " in b"".join(pieces)
+    status, body = complete(server)
+    assert status == 200 and b"a-1 " in body
 
 
 def test_a_certificate_from_elsewhere_must_be_trusted(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "is_loopback", lambda host: False)
     with pytest.raises(CannotMeasure, match="in SSL_CERT_FILE"):
         ask(Target(url=server, model="a"), "/v1/models")
-    with pytest.raises(Broken, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(UpstreamLost, match="CERTIFICATE_VERIFY_FAILED"):
         complete(server)
 
 

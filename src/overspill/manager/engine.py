@@ -20,10 +20,10 @@ from overspill.manager.errors import StartFailed
 from overspill.manager.needs import NOTHING, Memory, holds_of
 from overspill.manager.records import Record, Records, end_killed_run, file_name, how_it_ended
 from overspill.manager.states import Seen, State, Step, Timing, Wanted, decide
-from overspill.manager.upstream import Upstream, address
 from overspill.processes import listeners, signal_name
 from overspill.registry import Registry, RegistryError
 from overspill.serve.status import Status, leave_reason, take_reason
+from overspill.upstream import Upstream, address
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from overspill.manager.records import Catalogue, engine_records, model_of, phase
 from overspill.manager.sse import Changes
 from overspill.manager.states import Snapshot, State, Timing, Traffic
 from overspill.manager.swaps import Queue, Swaps
-from overspill.manager.upstream import Upstream
 from overspill.registry import Model, ModelSettings, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
 from overspill.settings import nearest
+from overspill.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 

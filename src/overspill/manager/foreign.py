@@ -17,7 +17,6 @@ from overspill.flags import without_secrets
 from overspill.manager.backend import Identity, identify
 from overspill.manager.errors import ManagerError
 from overspill.manager.telemetry.machine import memory_of
-from overspill.manager.upstream import Upstream
 from overspill.processes import (
     Process,
     argv_of,
@@ -28,6 +27,7 @@ from overspill.processes import (
     read_process,
     wait_until_none,
 )  # fmt: skip
+from overspill.upstream import Upstream
 
 PATIENCE_S = 20.0
 _ANSWER_S = 1.5

@@ -31,8 +31,8 @@ from overspill.manager.messages import (
     renamed,
 )  # fmt: skip
 from overspill.manager.states import State, Traffic
-from overspill.manager.upstream import Connection, Head, UpstreamLost
 from overspill.registry import RegistryError
+from overspill.upstream import Connection, Head, UpstreamLost
 
 _KEPT_ANSWER_BYTES = 8 * MiB
 _LONGEST_EVENT_BYTES = MiB
@@ -168,32 +168,16 @@ class Gateway:
 
     async def _ask(self, exchange: Exchange, engine: Engine, body: bytes) -> tuple[Connection, Head]:
         """Until the answer begins. That may be hours: vLLM sends nothing of an answer that is not a stream before its
-        end. A client that goes away is noticed meanwhile, and so is an engine that hangs, by its health.
-
-        A kept connection may just have been closed by the engine; nothing was answered then, and it is tried again.
-        """
+        end. A client that goes away is noticed meanwhile, and so is an engine that hangs, by its health."""
         scope = exchange.scope
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         headers = passed_on(scope["headers"])
-        for fresh in (False, True):
-            try:
-                connection = await self.engines.upstream.connect(engine.url or "", fresh=fresh)
-            except UpstreamLost as error:
-                raise _lost(engine, error) from error
-            is_kept = connection.was_used
-            connection.send(scope["method"], target, headers, body)
-            try:
-                return connection, await connection.head()
-            except UpstreamLost as error:
-                connection.close()
-                if error.had_begun or not is_kept:
-                    raise _lost(engine, error) from error
-            except BaseException:
-                connection.close()
-                raise
-        raise AssertionError("a fresh connection answers or is lost")
+        try:
+            return await self.engines.upstream.request(engine.url or "", scope["method"], target, headers, body)
+        except UpstreamLost as error:
+            raise _lost(engine, error) from error
 
     async def _stream(
         self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic, usage: Usage

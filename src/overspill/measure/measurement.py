@@ -43,11 +43,9 @@ Tier = Literal["offload", "spill"]
 TIERS: tuple[Tier, ...] = ("offload", "spill")
 _WATCH_S = 0.1
 _PROGRESS_S = 0.5
-_SAVE_S = 10.0
 # The server counts a step some moments after it has sent its tokens.
 _COUNTED_AFTER_S = 0.3
 
-Save = Callable[[dict[str, Any]], None]
 _COLUMNS = ("prompt_tokens", "output_tokens", "started_s", "ttft", "latency", "digest")
 # Of each tier, the counter that shows its use, and its series.
 _PROOFS: dict[Tier, tuple[str, str]] = {
@@ -169,10 +167,9 @@ def measure(
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
-    save: Save | None = None,
     resume: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """`save` gets what is finished every ten seconds; that, and the `part` of an outcome, can be given as `resume`.
+    """The `part` of an outcome that is not complete can be given as `resume`.
 
     Raises `CannotMeasure` if it is stopped before anything could be measured.
     """
@@ -185,7 +182,7 @@ def measure(
     asyncio.run(_try(target, earlier.vocabulary, seed, stop))
     before = _counters(target)
     with MemorySampler(pid=target.pid, is_here=target.is_here) as memory:
-        run = _Run(target, script, seed, earlier, memory, stop, save, on_progress)
+        run = _Run(target, script, seed, earlier, memory, stop, on_progress)
         asyncio.run(run.run())
     after = None if run.is_server_gone else _counters(target)
     if run.refusal is not None and not run.answers:
@@ -234,10 +231,10 @@ class _Run:
 
     def __init__(
         self, target: Target, script: Script, seed: int, earlier: Part, memory: MemorySampler, stop: threading.Event,
-        save: Save | None, on_progress: Callable[[Progress], None] | None,
+        on_progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         self._target, self._script, self._seed, self._memory = target, script, seed, memory
-        self._stop, self._save, self._on_progress = stop, save, on_progress
+        self._stop, self._on_progress = stop, on_progress
         self._first_part, self._earlier = earlier, earlier.answers
         self._num_requests = len(script.steps)
         left = [chain for chain in script.chains if any(step.index not in self._earlier for step in chain.steps)]
@@ -334,7 +331,7 @@ class _Run:
 
     async def _watch(self) -> None:
         """Until it is halted."""
-        reported = saved = time.monotonic()
+        reported = time.monotonic()
         while self.problem is None:
             await asyncio.sleep(_WATCH_S)
             if self._stop.is_set():
@@ -343,10 +340,6 @@ class _Run:
             if now - reported >= _PROGRESS_S:
                 reported = now
                 self._report_progress()
-            if self._save is not None and now - saved >= _SAVE_S:
-                saved = now
-                self.duration = time.perf_counter() - self._began
-                self._save(part_as_json(self.part(None, None), self._script))
 
     def _report_progress(self) -> None:
         if self._on_progress is None:

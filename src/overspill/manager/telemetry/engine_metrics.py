@@ -6,7 +6,7 @@ import time
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from overspill.manager.upstream import Upstream
+from overspill.upstream import Upstream
 
 _WAIT_S = 2.0
 
