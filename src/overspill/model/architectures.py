@@ -238,74 +238,37 @@ def _short_conv(config: Config) -> RecurrentState:
     return RecurrentState(conv_kernel=config.integer("conv_L_cache"), conv_channels=width)
 
 
-RULES: dict[str, Rule] = {
-    "CohereForCausalLM": _uniform,
-    "Cohere2ForCausalLM": _cohere2,
-    "DeepseekV2ForCausalLM": _latent,
-    "DeepseekV3ForCausalLM": _latent,
-    "GemmaForCausalLM": _uniform,
-    "Gemma2ForCausalLM": _by_layer_type,
-    "Gemma3ForCausalLM": _by_layer_type,
-    "Gemma3ForConditionalGeneration": _by_layer_type,
-    "Gemma4ForCausalLM": _gemma4,
-    "Gemma4ForConditionalGeneration": _gemma4,
-    "Glm4ForCausalLM": _uniform,
-    "Glm4MoeForCausalLM": _uniform,
-    "GptOssForCausalLM": _gpt_oss,
-    "GraniteForCausalLM": _by_layer_type,
-    "GraniteMoeForCausalLM": _by_layer_type,
-    "GraniteMoeHybridForCausalLM": _hybrid(_mamba2),
-    "Lfm2ForCausalLM": _hybrid(_short_conv),
-    "Lfm2MoeForCausalLM": _hybrid(_short_conv),
-    "LlamaForCausalLM": _by_layer_type,
-    "Llama4ForCausalLM": _llama4,
-    "Llama4ForConditionalGeneration": _llama4,
-    "Ministral3ForCausalLM": _by_layer_type,
-    "MistralForCausalLM": _by_layer_type,
-    "Mistral3ForConditionalGeneration": _by_layer_type,
-    "MixtralForCausalLM": _uniform,
-    "Olmo2ForCausalLM": _by_layer_type,
-    "Olmo3ForCausalLM": _by_layer_type,
-    "OlmoeForCausalLM": _uniform,
-    "Phi3ForCausalLM": _by_layer_type,
-    "Qwen2ForCausalLM": _uniform,
-    "Qwen2MoeForCausalLM": _uniform,
-    "Qwen2_5_VLForConditionalGeneration": _uniform,
-    "Qwen3ForCausalLM": _uniform,
-    "Qwen3MoeForCausalLM": _uniform,
-    "Qwen3NextForCausalLM": _hybrid(_delta_net),
-    "Qwen3VLForConditionalGeneration": _uniform,
-    "Qwen3VLMoeForConditionalGeneration": _uniform,
-    "Qwen3_5ForCausalLM": _hybrid(_delta_net),
-    "Qwen3_5ForConditionalGeneration": _hybrid(_delta_net),
-    "Qwen3_5MoeForCausalLM": _hybrid(_delta_net),
-    "Qwen3_5MoeForConditionalGeneration": _hybrid(_delta_net),
-    "SeedOssForCausalLM": _by_layer_type,
-    "SmolLM3ForCausalLM": _by_layer_type,
-    "Starcoder2ForCausalLM": _by_layer_type,
+_BY_RULE: dict[Rule, str] = {
+    _uniform: (
+        "CohereForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM MixtralForCausalLM "
+        "OlmoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen2_5_VLForConditionalGeneration "
+        "Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3VLForConditionalGeneration "
+        "Qwen3VLMoeForConditionalGeneration"
+    ),
+    _cohere2: "Cohere2ForCausalLM",
+    _latent: "DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
+    _by_layer_type: (
+        "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration GraniteForCausalLM "
+        "GraniteMoeForCausalLM LlamaForCausalLM Ministral3ForCausalLM MistralForCausalLM "
+        "Mistral3ForConditionalGeneration Olmo2ForCausalLM Olmo3ForCausalLM Phi3ForCausalLM "
+        "SeedOssForCausalLM SmolLM3ForCausalLM Starcoder2ForCausalLM"
+    ),
+    _gemma4: "Gemma4ForCausalLM Gemma4ForConditionalGeneration",
+    _gpt_oss: "GptOssForCausalLM",
+    _hybrid(_mamba2): "GraniteMoeHybridForCausalLM",
+    _hybrid(_short_conv): "Lfm2ForCausalLM Lfm2MoeForCausalLM",
+    _llama4: "Llama4ForCausalLM Llama4ForConditionalGeneration",
+    _hybrid(_delta_net): (
+        "Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM "
+        "Qwen3_5MoeForConditionalGeneration"
+    ),
 }
+RULES = {architecture: rule for rule, names in _BY_RULE.items() for architecture in names.split()}
 
 # vLLM 0.32 has no code of its own for these: Transformers makes their layers.
-RUN_BY_TRANSFORMERS = frozenset(
-    {
-        "ArceeForCausalLM",
-        "CwmForCausalLM",
-        "FlexOlmoForCausalLM",
-        "GPTBigCodeForCausalLM",
-        "GPTNeoXForCausalLM",
-        "GlmForCausalLM",
-        "HunYuanDenseV1ForCausalLM",
-        "HunYuanMoEV1ForCausalLM",
-        "Jais2ForCausalLM",
-        "MellumForCausalLM",
-        "NanbeigeForCausalLM",
-        "Olmo2ForCausalLM",
-        "Olmo3ForCausalLM",
-        "OlmoForCausalLM",
-        "PhiForCausalLM",
-        "SeedOssForCausalLM",
-        "SmolLM3ForCausalLM",
-        "Starcoder2ForCausalLM",
-        "VaultGemmaForCausalLM",
-    }
-)
+RUN_BY_TRANSFORMERS = frozenset({
+    "ArceeForCausalLM", "CwmForCausalLM", "FlexOlmoForCausalLM", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM",
+    "GlmForCausalLM", "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "Jais2ForCausalLM",
+    "MellumForCausalLM", "NanbeigeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoForCausalLM",
+    "PhiForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM", "VaultGemmaForCausalLM",
+})  # fmt: skip
