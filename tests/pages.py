@@ -1,11 +1,11 @@
 """Pages of a manager over stand-ins: as a program asks for them, and with what earlier managers left."""
 
-import json
 import time
 from datetime import UTC, datetime
 from typing import Any
 
 import httpx
+import msgspec
 
 from overspill.manager.job_commands import JobKind
 from overspill.manager.jobs import Job, JobState
@@ -39,7 +39,7 @@ def old_job(place: Place, kind: JobKind, state: JobState, output: str, **given: 
         id=1, kind=str(kind), model="a", given=given, state=state, log_file=str(folder / "1.log"), asked_at=1.0,
         started_at=2.0, ended_at=3.0,
     )  # fmt: skip
-    (folder / "1.json").write_text(json.dumps(job.as_json()))
+    (folder / "1.json").write_text(msgspec.json.encode(job).decode())
 
 
 def until(client: httpx.Client, number: int, state: str) -> Any:

@@ -18,7 +18,8 @@ from overspill.manager import jobs
 from overspill.manager.errors import NoRoom
 from overspill.manager.fleet import Engines
 from overspill.manager.job_commands import JobKind
-from overspill.manager.jobs import Job, Jobs, JobState, job_records
+from overspill.manager.jobs import Job, Jobs, JobState, _seen_again
+from overspill.manager.records import Records
 from overspill.manager.states import State
 from overspill.processes import identity
 from tests.managed_process import ManagedProcess, QuickPlace, managed_process, until
@@ -164,14 +165,14 @@ def left_behind(
     place: Place, code: str = "import time; time.sleep(600)", **job: Any
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A job as a manager leaves it that is killed: its process runs, and its record says so."""
-    records, log_file = job_records(place.folder / "jobs"), place.folder / "jobs/1.log"
+    records, log_file = Records(place.folder / "jobs", Job), place.folder / "jobs/1.log"
     words = [sys.executable, "-S", "-c", code, str(place.folder)]
     with log_file.open("wb") as log:
         child = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.PIPE, start_new_session=True)
     told: dict[str, Any] = {"kind": "verify", "model": "a", "asked_at": 1.0, "started_at": 1.0, **job}
     process = identity(child.pid)
     running = Job(id=1, state=JobState.RUNNING, pid=child.pid, process=process, log_file=str(log_file), **told)
-    records.write("1", running.as_json())
+    records.write("1", running)
     try:
         yield child
     finally:
@@ -228,7 +229,7 @@ def test_a_left_behind_job_is_stopped_with_the_next_manager(place: Place) -> Non
     with left_behind(place) as child:
         with_jobs(place, run)
         assert child.poll() == -signal.SIGINT
-    (job,) = job_records(place.folder / "jobs").read_all()
+    (job,) = Records(place.folder / "jobs", Job).read_all()
     assert job.state is JobState.STOPPED and "the manager was stopped" in job.error
 
 
@@ -236,14 +237,14 @@ def test_jobs_running_or_waiting_at_a_crash_are_lost(place: Place) -> None:
     place.add("a")
     with left_behind(place) as child:
         pass
-    records = job_records(place.folder / "jobs")
-    records.write("2", Job(id=2, kind="verify", model="a", log_file="2.log", asked_at=1.0).as_json())
+    records = Records(place.folder / "jobs", Job)
+    records.write("2", Job(id=2, kind="verify", model="a", log_file="2.log", asked_at=1.0))
     # Another process has its number by now.
     stranger = Job(id=3, kind="verify", model="a", log_file="3.log", asked_at=1.0, state=JobState.RUNNING)
     stranger = dataclasses.replace(stranger, pid=os.getpid(), process="another boot:1")
-    records.write("3", stranger.as_json())
+    records.write("3", stranger)
     assert child.returncode is not None
-    assert {job.id: job.state for job in records.read_all()} == dict.fromkeys((1, 2, 3), JobState.LOST)
+    assert {job.id: _seen_again(job).state for job in records.read_all()} == dict.fromkeys((1, 2, 3), JobState.LOST)
 
 
 def test_a_left_behind_job_keeps_its_reservations(place: Place, program: list[str]) -> None:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -221,7 +222,7 @@ def test_a_candidate_is_an_ab_configuration_and_survives_storage() -> None:
     for each in [*candidates_of(SPILLS).values(), *candidates_of(WEIGHTS).values()]:
         read = read_configuration("a", each.text({"ram": "64GiB", "enforce_eager": True}))
         assert read.is_planned and read.settings["ram"] == "64GiB" and read.settings["enforce_eager"] is True
-        assert Candidate.from_json(json.loads(json.dumps(each.as_json()))) == each
+        assert msgspec.convert(json.loads(json.dumps(each.as_json())), Candidate) == each
 
 
 # What is measured next, and what is out.

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +316,7 @@ class Engine:
                 journal=launched.journal,
             )
             self._take(EngineProcess(launched.identity), launched.child, record)
-            await asyncio.to_thread(self.world.records.write, self.name, asdict(record))
+            await asyncio.to_thread(self.world.records.write, self.name, record)
         except StartFailed as error:
             self._fail(str(error), ())
         finally:

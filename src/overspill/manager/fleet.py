@@ -18,7 +18,7 @@ from overspill.manager.backend import Backend, OwnProcesses
 from overspill.manager.engine import Engine, World
 from overspill.manager.errors import AlreadyManaged, NotServed, StillLoading, Stopped
 from overspill.manager.needs import Memory, Need, free_memory, reckon
-from overspill.manager.records import Catalogue, engine_records, model_of, phases_of, record_of, running_statuses
+from overspill.manager.records import Catalogue, Record, Records, model_of, phases_of, record_of, running_statuses
 from overspill.manager.sse import Changes
 from overspill.manager.states import Snapshot, State, Timing, Traffic
 from overspill.manager.swaps import Queue, Swaps
@@ -70,7 +70,7 @@ class Engines:
         self._world = World(
             backend=self.options.backend,
             folder=self.options.folder,
-            records=engine_records(self.options.folder / "engines"),
+            records=Records(self.options.folder / "engines", Record),
             upstream=self.upstream,
             timing=self.timing,
             registry=self._registry,
@@ -346,7 +346,7 @@ class Engines:
                 if is_again and engine.is_managed and record.unit is not None:
                     record = dataclasses.replace(record, settings=engine.settings)
                     engine.adopt(record, is_managed=True)
-                    await asyncio.to_thread(self._world.records.write, name, dataclasses.asdict(record))
+                    await asyncio.to_thread(self._world.records.write, name, record)
                 else:
                     engine.adopt(record, is_managed=False)
         for engine in list(self._engines.values()):

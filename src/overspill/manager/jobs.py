@@ -9,10 +9,9 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.manager import logs
@@ -92,17 +91,6 @@ class Job:
         """A bench measures a model that is served; the others start engines of their own."""
         return self.kind == JobKind.BENCH
 
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "argv": list(self.argv), "state": str(self.state)}
-
-
-def job_records(folder: Path) -> Records[Job]:
-    return Records(folder, _job_of)
-
-
-def _job_of(values: dict[str, Any]) -> Job:
-    return _seen_again(Job(**{**values, "state": JobState(values["state"]), "argv": tuple(values["argv"])}))
-
 
 def _seen_again(job: Job) -> Job:
     """Jobs have sessions of their own, so that one may outlive the manager that began it."""
@@ -116,8 +104,8 @@ class Jobs:
     """They run one at a time: two measurements at once would measure each other."""
 
     def __init__(self, engines: Engines, folder: Path) -> None:
-        self._engines, self._records = engines, job_records(folder)
-        self._jobs = {job.id: job for job in self._records.read_all()}
+        self._engines, self._records = engines, Records(folder, Job)
+        self._jobs = {job.id: _seen_again(job) for job in self._records.read_all()}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._stopped: set[int] = set()
         self._turn: dict[int, asyncio.Task[None]] = {}
@@ -293,7 +281,7 @@ class Jobs:
     def _keep(self, job: Job) -> None:
         self._jobs[job.id] = job
         with contextlib.suppress(OSError):  # a full disk: it goes on, and is forgotten by the next manager
-            self._records.write(str(job.id), job.as_json())
+            self._records.write(str(job.id), job)
 
     def _log_file(self, number: int) -> Path:
         return self._records.folder / f"{number}.log"

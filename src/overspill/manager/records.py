@@ -1,19 +1,19 @@
 """Files and rows that outlive a process: records for the next manager, status files of engines, runs and models."""
 
 import asyncio
-import dataclasses
-import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
+
+import msgspec
 
 from overspill.files import replace_file
 from overspill.manager.backend import Identity, Unit, journal_of, unit_of
@@ -55,12 +55,12 @@ class Record:
 class Records(Generic[T]):
     """JSON files of one kind in a folder of the manager's, by name."""
 
-    def __init__(self, folder: Path, parse: Callable[[dict[str, Any]], T]) -> None:
-        self.folder, self._parse = folder, parse
+    def __init__(self, folder: Path, kind: type[T]) -> None:
+        self.folder, self._kind = folder, kind
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write(self, name: str, values: Mapping[str, Any]) -> None:
-        replace_file(self._path(name), json.dumps(values))
+    def write(self, name: str, record: T) -> None:
+        replace_file(self._path(name), msgspec.json.encode(record).decode())
 
     def remove(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
@@ -69,16 +69,12 @@ class Records(Generic[T]):
         """Without files that cannot be read."""
         found = []
         for path in sorted(self.folder.glob("*.json")):
-            with suppress(OSError, ValueError, TypeError, KeyError):
-                found.append(self._parse(json.loads(path.read_text())))
+            with suppress(OSError, ValueError):
+                found.append(msgspec.json.decode(path.read_bytes(), type=self._kind))
         return found
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{file_name(name)}.json"
-
-
-def engine_records(folder: Path) -> Records[Record]:
-    return Records(folder, lambda values: Record(**{**values, "holds": Memory(**values["holds"])}))
 
 
 def file_name(name: str) -> str:
@@ -217,7 +213,7 @@ class Announced:
 def announce(folder: Path, url: str) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     announced = Announced(url=url, pid=os.getpid(), process=identity(os.getpid()) or "")
-    replace_file(folder / _ANNOUNCED, json.dumps(dataclasses.asdict(announced)))
+    replace_file(folder / _ANNOUNCED, msgspec.json.encode(announced).decode())
 
 
 def withdraw(folder: Path) -> None:
@@ -228,7 +224,7 @@ def withdraw(folder: Path) -> None:
 def find_manager(folder: Path) -> Announced | None:
     """The manager that runs, if any."""
     try:
-        announced = Announced(**json.loads((folder / _ANNOUNCED).read_text()))
-    except (OSError, ValueError, TypeError):
+        announced = msgspec.json.decode((folder / _ANNOUNCED).read_bytes(), type=Announced)
+    except (OSError, ValueError):
         return None
     return announced if identity(announced.pid) == announced.process else None

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from overspill.figures import as_json
@@ -71,11 +71,6 @@ class Candidate:
 
     def as_json(self) -> dict[str, Any]:
         return dict(as_json(self))
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Candidate":
-        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        return cls(**{**known, "vllm_args": tuple(known["vllm_args"])})
 
 
 def find_candidates(

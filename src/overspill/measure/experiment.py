@@ -36,10 +36,6 @@ class Experiment(Definition):
     def read(self) -> tuple[Configuration, ...]:
         return read_configurations(self.configurations, self.common)
 
-    @classmethod
-    def nested(cls, known: Mapping[str, Any]) -> dict[str, Any]:
-        return {"configurations": tuple((str(key), str(text)) for key, text in known["configurations"])}
-
     @property
     def command(self) -> str:
         """As a shell takes it."""

@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,6 @@ class Subject:
     def fixed(self) -> frozenset[str]:
         """Another connector than Overspill's is somebody's choice, and there can be one only."""
         return frozenset(["kv_transfer_config"] if TRANSFER in self.vllm_args else [])
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Subject":
-        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        return cls(**{**known, "vllm_args": tuple(known["vllm_args"]), "tuned_args": tuple(known["tuned_args"])})
 
 
 def find_subject(registry: Registry, model: str, name: str | None, *, opens: tuple[str, ...] = ()) -> Subject:

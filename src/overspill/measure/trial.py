@@ -10,10 +10,12 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self
+
+import msgspec
 
 from overspill.address import free_port
 from overspill.errors import CannotServe
@@ -81,16 +83,10 @@ class Definition:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         try:
-            return cls(**{**known, **cls.nested(known)})
-        except (KeyError, TypeError, ValueError) as error:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
             raise MeasureError(f"what is stored of this {cls.KEY} cannot be read; start it anew") from error
-
-    @classmethod
-    def nested(cls, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that are not plain JSON, as they are here."""
-        return {}
 
     @classmethod
     def load(cls, registry: Registry, name: str) -> tuple[Self, list[Result]]:

@@ -61,15 +61,6 @@ class Tuning(Definition):
             return self.candidates
         return [self.of_length(length) for length in sorted({length_of(one) for one in results}, reverse=True)]
 
-    @classmethod
-    def nested(cls, known: Mapping[str, Any]) -> dict[str, Any]:
-        subject = known.get("subject")
-        return {
-            "goal": Goal(known["goal"]),
-            "candidates": tuple(Candidate.from_json(each) for each in known["candidates"]),
-            "subject": Subject.from_json(subject) if subject is not None else None,
-        }
-
 
 def length_of(result: Result) -> int:
     return int(result.config["candidate"]["settings"]["max_model_len"])

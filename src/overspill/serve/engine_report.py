@@ -4,9 +4,7 @@
 unless serve names a folder with a variable, and nothing that it does may stop an engine.
 """
 
-import dataclasses
 import functools
-import json
 import os
 import threading
 import time
@@ -15,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from overspill.files import replace_file
 from overspill.kv.wrapping import Method, wrap_once
@@ -90,26 +90,18 @@ class Report:
 
 
 def write(report: Report, folder: Path, rank: int) -> None:
-    replace_file(folder / f"rank-{rank}.json", json.dumps(dataclasses.asdict(report)))
+    replace_file(folder / f"rank-{rank}.json", msgspec.json.encode(report).decode())
 
 
 def read(folder: Path) -> list[Report]:
     """Of all ranks, in order; ranks without a report are left out."""
     paths = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    return [_parse(path.read_text()) for path in paths]
+    return [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
 
 
 def earliest(reports: list[Report]) -> Phase:
     """The phase of the slowest worker."""
     return min((report.phase for report in reports), key=_ORDER.index, default=Phase.STARTING)
-
-
-def _parse(text: str) -> Report:
-    fields = json.loads(text)
-    for name in ("pool", "arena"):
-        if fields[name] is not None:
-            fields[name] = HostMemoryReport(**fields[name])
-    return Report(**{**fields, "phase": Phase(fields["phase"])})
 
 
 def register() -> None:

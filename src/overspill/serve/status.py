@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from overspill.files import replace_file, state_folder
 from overspill.processes import boot, identity
 from overspill.serve.engine_report import Phase, Report
@@ -165,25 +167,10 @@ def memory_of(reports: Sequence[Report]) -> Memory:
 def _read(folder: Path) -> Iterator[Status]:
     # A folder that is not there has no files.
     for path in folder.glob("*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            yield _parse(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _parse(content: dict[str, Any]) -> Status:
-    if content["format"] != _FORMAT:
-        raise ValueError("of another version")
-    del content["format"]
-    reached = tuple(Reached(phase=Phase(one["phase"]), at=one["at"]) for one in content["phases"])
-    memory = Memory(**content["memory"])
-    return Status(
-        **{
-            **content,
-            "phase": Phase(content["phase"]),
-            "phases": reached,
-            "lines": tuple(content["lines"]),
-            "memory": memory,
-        }
-    )
+        with suppress(OSError, ValueError, AttributeError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.get("format") == _FORMAT:  # others are of another version
+                yield msgspec.convert(content, Status)
 
 
 def leave_reason(pid: int, process: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
