@@ -9,7 +9,7 @@ import msgspec
 
 from overspill.manager.job_commands import JobKind
 from overspill.manager.jobs import Job, JobState
-from overspill.registry import Measurement, save_result
+from overspill.registry import Result, save_result
 from tests.managed_here import Here
 from tests.manager_process import Place
 
@@ -27,7 +27,7 @@ def save(place: Place, **more: Any) -> int:
         "metrics": {"output_throughput": 5.0, "mean_ttft_ms": 9.0}, "started_at": datetime.now(UTC),
     }  # fmt: skip
     with place.registry() as registry:
-        return save_result(registry, Measurement(**{**values, **more})).id
+        return save_result(registry, Result(**{**values, **more})).id
 
 
 def old_job(place: Place, kind: JobKind, state: JobState, output: str, **given: str) -> None:

@@ -215,7 +215,7 @@ def test_the_command_prints_saves_and_checks_the_tier(bench: Bench, server: Serv
     assert saved.config["parameters"]["turns"] == 3 and saved.config["seed"] == 11
     assert saved.versions["server"] and saved.versions["overspill"]
     assert saved.metrics["tokens_from_ram"] > 0 and len(saved.metrics["answers"]) == 24 and "part" not in saved.metrics
-    assert saved.argv[:3] == ("overspill", "bench", url.removesuffix("/v1"))
+    assert saved.argv[:3] == ["overspill", "bench", url.removesuffix("/v1")]
     assert parse_workload(saved.argv[4]) == parse_workload(SMALL["multi-turn"])
 
 
@@ -566,10 +566,10 @@ def test_a_result_of_something_else_cannot_be_resumed(
 ) -> None:
     from datetime import UTC, datetime
 
-    from overspill.registry import Measurement, save_result
+    from overspill.registry import Result, save_result
 
     with open_registry(environ={"XDG_STATE_HOME": str(tmp_path)}) as registry:
-        other = Measurement(
+        other = Result(
             benchmark="verify", model="a", config={}, argv=(), metrics={}, started_at=datetime.now(UTC),
             is_complete=False,
         )  # fmt: skip

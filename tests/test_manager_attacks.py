@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 
 from overspill.kv.sizes import MiB
 from overspill.manager.web.app import make_web
-from overspill.registry import Measurement, save_result
+from overspill.registry import Result, save_result
 from overspill.registry.access import KeyScope, create_key, set_password
 from tests.managed_process import ManagedProcess, QuickPlace, audit, managed_process, read_all
 from tests.manager_process import ROOT
@@ -592,7 +592,7 @@ def in_results(target: Target) -> None:
         saved = [
             save_result(
                 registry,
-                Measurement(
+                Result(
                     benchmark=EVIL, model=EVIL, config={"x": EVIL}, argv=(EVIL,),
                     metrics={"output_throughput": 1.5 + i},
                     started_at=datetime(2026, 1, 2, tzinfo=UTC), experiment=EVIL, label=f"{i}{EVIL}", gpu=EVIL,

@@ -19,11 +19,11 @@ from overspill.registry import (
     BadModelsFile,
     ChangedMeanwhile,
     DuplicateModel,
-    Measurement,
     ModelSettings,
     Outcome,
     Registry,
     RegistryError,
+    Result,
     RunEnd,
     StillRunning,
     UnknownModel,
@@ -303,9 +303,9 @@ def test_a_run_keeps_what_was_started_and_how_it_ended(registry: Registry, tmp_p
         environ={"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_API_KEY": "hush", "HOME": "/root", "HF_TOKEN": "hush"},
         versions={"vllm": "0.32.0"}, log_file=tmp_path / "log",
     )  # fmt: skip
-    assert run.argv == ("python", "-m", "vllm", "--api-key", "***", "--port", "8000")
+    assert run.argv == ["python", "-m", "vllm", "--api-key", "***", "--port", "8000"]
     assert run.environment == {"VLLM_LOGGING_LEVEL": "DEBUG"} and run.versions == {"vllm": "0.32.0"}
-    assert run.settings == ModelSettings(source="gpt2", ram=8 * GiB) and run.log_file == str(tmp_path / "log")
+    assert run.settings == ModelSettings(source="gpt2", ram=8 * GiB).as_json() and run.log_file == str(tmp_path / "log")
     assert run.is_running and run.ended_at is None
     assert running_runs(registry, "qwen") == [run] == list_runs(registry)
     ended = end_run(registry, run.id, RunEnd.FAILED, exit_code=-9, detail="out of memory")
@@ -396,7 +396,7 @@ def test_a_profile_is_replaced_by_a_newer_one(registry: Registry) -> None:
 # Results.
 
 
-def measurement(**changes: Any) -> Measurement:
+def measurement(**changes: Any) -> Result:
     values: dict[str, Any] = {
         "benchmark": "multi-turn", "model": "qwen", "config": {"ram": 8 * GiB, "label": None},
         "argv": ("overspill", "ab"), "environment": {"OMP_NUM_THREADS": "1", "HOME": "/root"},
@@ -404,7 +404,7 @@ def measurement(**changes: Any) -> Measurement:
         "driver": "570.1", "plan": {"fits": True}, "git_revision": "abc", "metrics": {"mean_ttft_ms": 1.5, "count": 3},
         "started_at": datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=2))),
     }  # fmt: skip
-    return Measurement(**{**values, **changes})
+    return Result(**{**values, **changes})
 
 
 def test_a_result_comes_back_with_everything_needed_to_repeat_it(registry: Registry) -> None:
@@ -413,7 +413,7 @@ def test_a_result_comes_back_with_everything_needed_to_repeat_it(registry: Regis
     assert get_result(registry, saved.id) == saved
     assert saved.started_at == datetime(2026, 1, 2, 1, 4, 5, 678901, tzinfo=UTC) and saved.started_at.tzinfo is UTC
     assert saved.config == {"ram": 8 * GiB, "label": None} and saved.metrics == {"mean_ttft_ms": 1.5, "count": 3}
-    assert saved.environment == {"OMP_NUM_THREADS": "1"} and not saved.is_complete and saved.argv == ("overspill", "ab")
+    assert saved.environment == {"OMP_NUM_THREADS": "1"} and not saved.is_complete and saved.argv == ["overspill", "ab"]
     assert json.loads(json.dumps(saved.as_json()))["run_id"] == run.id
 
 

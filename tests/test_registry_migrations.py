@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, create_engine, inspect, text
 
-from overspill.registry import ModelSettings, RegistryUnavailable, add_model, get_model, list_runs, open_registry
+from overspill.registry import (  # noqa: F401 (their tables)
+    ModelSettings,
+    RegistryUnavailable,
+    access,
+    add_model,
+    audit,
+    get_model,
+    list_runs,
+    open_registry,
+)
 from overspill.registry.database import HEAD, VERSION_TABLE, WRITES, known_revisions, migrate, set_up_sqlite, use_wal
 from overspill.registry.place import find_place
 from overspill.registry.tables import Base
@@ -112,7 +121,7 @@ def test_first_revision_data_survives_migrating_up_and_down(url: str, connection
             model, (run,) = get_model(registry, "qwen"), list_runs(registry)
             assert (model.settings.ram, model.settings.vllm_args, model.version) == (64 << 30, ("--seed", "1"), 3)
             assert model.created_at.isoformat() == "2026-01-02T03:04:05+00:00"
-            assert run.argv == ("vllm", "serve") and run.model == "qwen"
+            assert run.argv == ["vllm", "serve"] and run.model == "qwen"
             with registry.engine.execution_options(**WRITES).begin() as down:
                 migrate(down, known_revisions()[0])
                 assert "results" not in tables(down)

@@ -13,7 +13,7 @@ import typer
 
 from overspill.cli import app, main
 from overspill.measure.experiment import Experiment
-from overspill.registry import Measurement, open_registry, save_result
+from overspill.registry import Result, open_registry, save_result
 
 Overspill = Callable[..., tuple[int, str, str]]
 EVIL = "<script>alert(1)</script>"
@@ -22,7 +22,7 @@ DEFINITION = Experiment(
 )
 
 
-def measurement(label: str, repeat: int, ttft: float, /, **changes: Any) -> Measurement:
+def measurement(label: str, repeat: int, ttft: float, /, **changes: Any) -> Result:
     values: dict[str, Any] = {
         "benchmark": "multi-turn", "model": "qwen", "experiment": "ab-1", "label": label, "repeat": repeat,
         "argv": ("vllm", "serve", "Qwen/Qwen3-8B", "--api-key", "hunter2"),
@@ -34,7 +34,7 @@ def measurement(label: str, repeat: int, ttft: float, /, **changes: Any) -> Meas
         "metrics": {"mean_ttft_ms": ttft, "output_throughput": 5000 / ttft, "tokens_from_ram": 4096,
                     "answers": ["x", "y"], "ttfts": [ttft / 1000] * 3},
     }  # fmt: skip
-    return Measurement(**{**values, **changes})
+    return Result(**{**values, **changes})
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from overspill.measure.target import Target, find_target, parse_url
 from overspill.measure.workload import Workload, parse_workload
 from overspill.registry import (
     CannotNow,
-    Measurement,
     RegistryError,
     Result,
     get_result,
@@ -174,7 +173,7 @@ def run_bench(
         return replace(found, not_saved=str(error))
 
 
-def _measurement(bench: Bench, found: Provenance, started_at: datetime) -> Measurement:
+def _measurement(bench: Bench, found: Provenance, started_at: datetime) -> Result:
     request, target, outcome = bench.request, bench.target, bench.outcome
     kept: dict[str, Any] = {"answers": outcome.answers, "notes": list(outcome.notes), "problem": outcome.problem}
     resumes = request.earlier.id if request.earlier is not None else None

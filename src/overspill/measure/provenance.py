@@ -15,7 +15,7 @@ from overspill.hardware.nvml import read_gpus
 from overspill.measure.launch import MeasuredLaunch
 from overspill.measure.target import Target, ask
 from overspill.measure.workload import Workload
-from overspill.registry import Measurement, Result, environment_that_matters, installed_versions
+from overspill.registry import Result, environment_that_matters, installed_versions
 
 _SHOWN_CHARACTERS = 80
 
@@ -29,11 +29,11 @@ class Provenance:
     """Of Overspill's code, where it is installed from a checkout."""
     machine: Mapping[str, Any] = field(default_factory=dict)
 
-    def measurement(self, workload: Workload, seed: int, config: Mapping[str, Any], **values: Any) -> Measurement:
+    def measurement(self, workload: Workload, seed: int, config: Mapping[str, Any], **values: Any) -> Result:
         """With everything needed to repeat it; `values` are the other fields."""
         sent = {"workload": workload.as_text(), "parameters": dict(workload.parameters), "seed": seed}
-        return Measurement(
-            benchmark=workload.name, config={**sent, **config}, versions=self.versions, gpu=self.gpu,
+        return Result(
+            benchmark=workload.name, config={**sent, **config}, versions=dict(self.versions), gpu=self.gpu,
             driver=self.driver, git_revision=self.git_revision, **values,
         )  # fmt: skip
 

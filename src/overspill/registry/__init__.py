@@ -16,7 +16,6 @@ from overspill.registry.errors import (
 from overspill.registry.imports import Entry, Imported, Outcome, import_models, read_models_file, scan_hub_cache
 from overspill.registry.models import Edit, Model, add_model, edit_model, get_model, list_models, remove_model
 from overspill.registry.results import (
-    Measurement,
     Result,
     get_result,
     list_results,
@@ -39,7 +38,7 @@ from overspill.registry.tables import ModelSettings, needs_restart
 
 __all__ = [
     "BadDatabaseUrl", "BadModelsFile", "CannotNow", "ChangedMeanwhile", "DuplicateModel", "Edit", "Entry",
-    "Imported", "Measurement", "Model", "ModelSettings", "Outcome", "Registry",
+    "Imported", "Model", "ModelSettings", "Outcome", "Registry",
     "RegistryError", "RegistryUnavailable", "Result", "Run", "RunEnd", "StillRunning", "UnknownModel",
     "UnknownRecord", "add_model", "edit_model", "end_lost_runs", "end_run", "environment_that_matters", "get_model",
     "get_result", "import_models", "installed_versions", "list_models", "list_results", "list_runs", "load_profile",

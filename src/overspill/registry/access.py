@@ -7,15 +7,15 @@ import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import Integer, String, Text, delete, select, update
+from sqlalchemy.orm import Mapped, mapped_column
 
 from overspill.registry.database import Registry
 from overspill.registry.errors import DuplicateKey, RegistryError, UnknownRecord
-from overspill.registry.tables import KeyRow, PasswordRow, SessionRow, copied, now
+from overspill.registry.tables import Base, Word, now
 from overspill.settings import nearest
 
 _KEY_PREFIX = "osk"
@@ -102,14 +102,16 @@ class KeyScope(StrEnum):
     """Everything the page does as well: starting, stopping, editing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    name: str
-    prefix: str
-    digest: str
-    scope: KeyScope
-    created_at: datetime
-    last_used_at: datetime | None
+class Key(Base, kw_only=True):
+    __tablename__ = "manager_keys"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
+    name: Mapped[str] = mapped_column(String(100), unique=True)
+    prefix: Mapped[str] = mapped_column(String(40), unique=True)
+    digest: Mapped[str] = mapped_column(String(64))
+    scope: Mapped[KeyScope] = mapped_column(Word(KeyScope))
+    created_at: Mapped[datetime]
+    last_used_at: Mapped[datetime | None] = mapped_column(default=None)
 
     @property
     def who(self) -> str:
@@ -126,30 +128,28 @@ def create_key(registry: Registry, name: str, scope: KeyScope = KeyScope.ALL) ->
         )
     secret, prefix = new_key()
     with registry.writing() as session:
-        if session.scalar(select(KeyRow.id).where(KeyRow.name == name)) is not None:
+        if session.scalar(select(Key.id).where(Key.name == name)) is not None:
             raise DuplicateKey(f"there is a key {name} already; choose another name, or remove that key first")
-        row = KeyRow(name=name, prefix=prefix, digest=digest(secret), scope=KeyScope(scope), created_at=now())
-        session.add(row)
-        session.flush()
-        return secret, _key(row)
+        key = Key(name=name, prefix=prefix, digest=digest(secret), scope=KeyScope(scope), created_at=now())
+        session.add(key)
+    return secret, key
 
 
 def list_keys(registry: Registry) -> list[Key]:
     """By name."""
     with registry.reading() as session:
-        return sorted(map(_key, session.scalars(select(KeyRow))), key=lambda key: key.name)
+        return sorted(session.scalars(select(Key)), key=lambda key: key.name)
 
 
 def remove_key(registry: Registry, name: str) -> Key:
     """Whoever still uses it is refused from now on, and so are the sessions that were begun with it."""
     with registry.writing() as session:
-        row = session.scalar(select(KeyRow).where(KeyRow.name == name)) if _NAME.fullmatch(name) else None
-        if row is None:
-            hint = nearest(name, session.scalars(select(KeyRow.name)).all()) or "there are none"
+        key = session.scalar(select(Key).where(Key.name == name)) if _NAME.fullmatch(name) else None
+        if key is None:
+            hint = nearest(name, session.scalars(select(Key.name)).all()) or "there are none"
             raise UnknownRecord(f"there is no key {name!r:.110}; {hint}")
-        key = _key(row)
-        session.execute(delete(KeyRow).where(KeyRow.id == row.id))
-        session.execute(delete(SessionRow).where(SessionRow.who == key.who))
+        session.delete(key)
+        session.execute(delete(Login).where(Login.who == key.who))
     return key
 
 
@@ -157,11 +157,7 @@ def keys_were_used(registry: Registry, when: Mapping[str, datetime]) -> None:
     """Notes the time each was last used, by prefix; many at once, since a write for each request would be too much."""
     with registry.writing() as session:
         for prefix, at in when.items():
-            session.execute(update(KeyRow).where(KeyRow.prefix == prefix).values(last_used_at=at))
-
-
-def _key(row: KeyRow) -> Key:
-    return copied(Key, row, scope=KeyScope(row.scope))
+            session.execute(update(Key).where(Key.prefix == prefix).values(last_used_at=at))
 
 
 BY_PASSWORD = "password"
@@ -171,16 +167,26 @@ _ONLY = 1
 MAX_SESSIONS = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Login:
+class Password(Base, kw_only=True):
+    __tablename__ = "manager_passwords"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    hash: Mapped[str] = mapped_column(Text)
+    changed_at: Mapped[datetime]
+
+
+class Login(Base, kw_only=True):
     """A session, by the digest of its id."""
 
-    digest: str
-    who: str
+    __tablename__ = "manager_sessions"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    who: Mapped[str] = mapped_column(Text)
     """What it was begun with: "password", or the name of a key."""
-    address: str
-    created_at: datetime
-    seen_at: datetime
+    address: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime]
+    seen_at: Mapped[datetime]
 
 
 def set_password(registry: Registry, password: str) -> None:
@@ -190,60 +196,56 @@ def set_password(registry: Registry, password: str) -> None:
             f"a password needs {MIN_PASSWORD_LENGTH} to {MAX_PASSWORD_LENGTH} characters, and this one has "
             f"{len(password)}; four or five words that do not belong together are easy to keep in mind"
         )
-    row = PasswordRow(id=_ONLY, hash=hash_password(password), changed_at=now())
+    row = Password(id=_ONLY, hash=hash_password(password), changed_at=now())
     with registry.writing() as session:
-        session.execute(delete(SessionRow))
+        session.execute(delete(Login))
         session.merge(row)
 
 
 def remove_password(registry: Registry) -> bool:
     """Whether there was one. Ends all sessions."""
     with registry.writing() as session:
-        session.execute(delete(SessionRow))
-        return session.execute(delete(PasswordRow).returning(PasswordRow.id)).first() is not None
+        session.execute(delete(Login))
+        return session.execute(delete(Password).returning(Password.id)).first() is not None
 
 
 def password_hash(registry: Registry) -> str | None:
     """None if none is set."""
     with registry.reading() as session:
-        return session.scalar(select(PasswordRow.hash).where(PasswordRow.id == _ONLY))
+        return session.scalar(select(Password.hash).where(Password.id == _ONLY))
 
 
 def start_session(registry: Registry, session_id: str, who: str, address: str) -> Login:
     """Beyond 200 the one that was not seen for the longest time ends."""
     at = now()
-    row = SessionRow(digest=digest(session_id), who=who, address=address[:100], created_at=at, seen_at=at)
+    login = Login(digest=digest(session_id), who=who, address=address[:100], created_at=at, seen_at=at)
     with registry.writing() as session:
-        session.add(row)
+        session.add(login)
         session.flush()
-        newest = select(SessionRow.id).order_by(SessionRow.seen_at.desc(), SessionRow.id.desc()).limit(MAX_SESSIONS)
-        session.execute(delete(SessionRow).where(SessionRow.id.not_in(newest)))
-        return _login(row)
+        newest = select(Login.id).order_by(Login.seen_at.desc(), Login.id.desc()).limit(MAX_SESSIONS)
+        session.execute(delete(Login).where(Login.id.not_in(newest)))
+    return login
 
 
 def end_session(registry: Registry, digest: str) -> None:
     with registry.writing() as session:
-        session.execute(delete(SessionRow).where(SessionRow.digest == digest))
+        session.execute(delete(Login).where(Login.digest == digest))
 
 
 def end_sessions_before(registry: Registry, *, created: datetime, seen: datetime) -> None:
     """Those that are too old, and those that were idle for too long."""
     with registry.writing() as session:
-        session.execute(delete(SessionRow).where((SessionRow.created_at < created) | (SessionRow.seen_at < seen)))
+        session.execute(delete(Login).where((Login.created_at < created) | (Login.seen_at < seen)))
 
 
 def sessions_were_seen(registry: Registry, when: Mapping[str, datetime]) -> None:
     """By digest; many at once, since a write for each request would be too much."""
     with registry.writing() as session:
         for one, at in when.items():
-            session.execute(update(SessionRow).where(SessionRow.digest == one).values(seen_at=at))
+            session.execute(update(Login).where(Login.digest == one).values(seen_at=at))
 
 
 def list_sessions(registry: Registry) -> list[Login]:
     """The newest first."""
     with registry.reading() as session:
-        return list(map(_login, session.scalars(select(SessionRow).order_by(SessionRow.id.desc()))))
-
-
-def _login(row: SessionRow) -> Login:
-    return copied(Login, row)
+        return list(session.scalars(select(Login).order_by(Login.id.desc())))

@@ -110,7 +110,7 @@ def edit_model(registry: Registry, name: str, changes: Mapping[str, object], *, 
             row.settings, row.updated_at = _kept(changed), now()
         session.flush()
         after, running = _model(row), running_in(session, row.id)
-    started = [run.settings or before.settings for run in running]
+    started = [ModelSettings.from_json(run.settings) if run.settings else before.settings for run in running]
     restart = {setting for settings in started for setting in needs_restart(settings, after.settings)}
     in_order = (name for name in after.settings.values if name in restart)
     return Edit(before=before, after=after, running=tuple(running), needs_restart=tuple(in_order))

@@ -1,78 +1,90 @@
 """Measurements that are kept: results of benchmarks, and profiles of what engines take beside weights and KV."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ForeignKey, Integer, Text, func, select
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Mapped, mapped_column
 
 from overspill.flags import without_secrets
 from overspill.planning.overheads import Profile
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.runs import environment_that_matters
-from overspill.registry.tables import ProfileRow, ResultRow, copied, is_key, now, storable
+from overspill.registry.tables import Base, Json, copied, is_key, now, storable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What is to be saved."""
+class Result(Base, kw_only=True):
+    """A measurement, with everything needed to repeat it; without a number before it is saved."""
 
-    benchmark: str
-    model: str
-    config: Mapping[str, Any]
-    argv: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """All of it; only what matters is saved, and no secrets."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    gpu: str | None = None
-    driver: str | None = None
-    plan: Mapping[str, Any] | None = None
-    git_revision: str | None = None
-    metrics: Mapping[str, Any]
-    """By vLLM's names for them."""
-    started_at: datetime
-    is_complete: bool = True
-    """False for the part of an interrupted one that was finished."""
-    experiment: str | None = None
+    __tablename__ = "results"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, default=None)
+    benchmark: Mapped[str] = mapped_column(Text, index=True)
+    model: Mapped[str] = mapped_column(Text, index=True)
+    experiment: Mapped[str | None] = mapped_column(Text, index=True, default=None)
     """What results that are compared with each other have in common."""
-    label: str | None = None
+    label: Mapped[str | None] = mapped_column(Text, default=None)
     """Which of the compared configurations it is."""
-    repeat: int | None = None
-    run_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Measurement):
-    id: int
-    saved_at: datetime
+    repeat: Mapped[int | None] = mapped_column(default=None)
+    is_complete: Mapped[bool] = mapped_column(default=True)
+    """False for the part of an interrupted one that was finished."""
+    config: Mapped[dict[str, Any]]
+    argv: Mapped[list[str]]
+    environment: Mapped[dict[str, str]] = mapped_column(default_factory=dict)
+    """All of it; only what matters is saved, and no secrets."""
+    versions: Mapped[dict[str, str]] = mapped_column(default_factory=dict)
+    gpu: Mapped[str | None] = mapped_column(Text, default=None)
+    driver: Mapped[str | None] = mapped_column(Text, default=None)
+    plan: Mapped[dict[str, Any] | None] = mapped_column(Json, default=None)
+    git_revision: Mapped[str | None] = mapped_column(Text, default=None)
+    metrics: Mapped[dict[str, Any]]
+    """By vLLM's names for them."""
+    run_id: Mapped[int | None] = mapped_column(
+        Integer, ForeignKey("runs.id", ondelete="SET NULL"), index=True, default=None
+    )
+    started_at: Mapped[datetime]
+    saved_at: Mapped[datetime] = mapped_column(default=None)
 
     def as_json(self) -> dict[str, Any]:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        times = {name: values[name].isoformat() for name in ("started_at", "saved_at")}
-        return {"id": self.id, **values, **times, "argv": list(self.argv)}
+        return {**values, **{name: values[name].isoformat() for name in ("started_at", "saved_at")}}
 
 
-def save_result(registry: Registry, measurement: Measurement) -> Result:
-    if measurement.started_at.tzinfo is None:
-        raise RegistryError(f"started_at {measurement.started_at} has no time zone; use datetime.now(UTC)")
-    values = {each.name: getattr(measurement, each.name) for each in fields(Measurement)}
+class ProfileRow(Base, kw_only=True):
+    __tablename__ = "profiles"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
+    fingerprint: Mapped[str] = mapped_column(Text, unique=True)
+    non_torch_bytes: Mapped[int]
+    activation_bytes: Mapped[int]
+    graph_bytes: Mapped[int]
+    context_bytes: Mapped[int]
+    # Of earlier versions; nobody writes or reads them any more.
+    h2d_bytes_per_second: Mapped[int | None] = mapped_column(default=None)
+    d2h_bytes_per_second: Mapped[int | None] = mapped_column(default=None)
+    measured_at: Mapped[datetime]
+
+
+def save_result(registry: Registry, measured: Result) -> Result:
+    if measured.started_at.tzinfo is None:
+        raise RegistryError(f"started_at {measured.started_at} has no time zone; use datetime.now(UTC)")
+    values = {each.name: getattr(measured, each.name) for each in fields(measured)}
     values |= {
-        "argv": without_secrets(measurement.argv),
-        "environment": environment_that_matters(measurement.environment),
+        "argv": without_secrets(measured.argv),
+        "environment": environment_that_matters(measured.environment),
     }
-    plain = {name: value for name, value in values.items() if name != "started_at"}
-    row = ResultRow(
+    plain = {name: value for name, value in values.items() if name not in ("id", "started_at", "saved_at")}
+    result = Result(
         **{name: storable(value, f"{name} of a result") for name, value in plain.items()},
-        started_at=measurement.started_at.astimezone(UTC),
+        started_at=measured.started_at.astimezone(UTC),
         saved_at=now(),
     )
     with registry.writing() as session:
-        session.add(row)
-        session.flush()
-        return _result(row)
+        session.add(result)
+    return result
 
 
 def list_results(
@@ -85,24 +97,20 @@ def list_results(
 ) -> list[Result]:
     """The newest first."""
     wanted = {"benchmark": benchmark, "model": model, "experiment": experiment}
-    query = select(ResultRow).order_by(ResultRow.id.desc()).limit(limit)
+    query = select(Result).order_by(Result.id.desc()).limit(limit)
     with registry.reading() as session:
         by = {name: value for name, value in wanted.items() if value is not None}
-        return list(map(_result, session.scalars(query.filter_by(**by))))
+        return list(session.scalars(query.filter_by(**by)))
 
 
 def get_result(registry: Registry, result_id: int) -> Result:
     with registry.reading() as session:
-        row = session.get(ResultRow, result_id) if is_key(result_id) else None
-        if row is None:
-            newest = session.scalar(select(func.max(ResultRow.id)))
+        result = session.get(Result, result_id) if is_key(result_id) else None
+        if result is None:
+            newest = session.scalar(select(func.max(Result.id)))
             hint = f"the newest is {newest}" if newest is not None else "there are none yet"
             raise UnknownRecord(f"there is no result {result_id} in the registry; {hint}")
-        return _result(row)
-
-
-def _result(row: ResultRow) -> Result:
-    return copied(Result, row, argv=tuple(row.argv))
+        return result
 
 
 _LARGEST = 1 << 62

@@ -5,19 +5,19 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy import ForeignKey, Integer, Text, select
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from overspill.flags import hide_in_value, without_secrets
 from overspill.processes import identity
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
-from overspill.registry.tables import ModelRow, ModelSettings, RunRow, copied, is_key, now, storable
+from overspill.registry.tables import Base, Json, ModelRow, ModelSettings, Word, is_key, now, storable
 
 # Variables that change what an engine does.
 _MATTERS = re.compile(
@@ -61,25 +61,30 @@ class RunEnd(StrEnum):
     """Found gone: nobody saw it end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    id: int
-    model: str
-    settings: ModelSettings | None
+class Run(Base, kw_only=True):
+    __tablename__ = "runs"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
+    # A run outlives its model, so the name is kept as well.
+    model_id: Mapped[int | None] = mapped_column(
+        Integer, ForeignKey("models.id", ondelete="SET NULL"), index=True, default=None
+    )
+    model: Mapped[str] = mapped_column(Text, index=True)
+    settings: Mapped[dict[str, Any] | None] = mapped_column(Json, default=None)
     """The model's, when it was started; None for a model that is not in the registry."""
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-    versions: Mapping[str, str]
-    host: str
-    pid: int | None
-    process: str | None
+    argv: Mapped[list[str]]
+    environment: Mapped[dict[str, str]]
+    versions: Mapped[dict[str, str]]
+    host: Mapped[str] = mapped_column(Text)
+    pid: Mapped[int | None]
+    process: Mapped[str | None] = mapped_column(Text)
     """Boot and start time of the process: numbers of processes are used again."""
-    log_file: str | None
-    started_at: datetime
-    ended_at: datetime | None
-    end: RunEnd | None
-    exit_code: int | None
-    detail: str | None
+    log_file: Mapped[str | None] = mapped_column(Text)
+    started_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None] = mapped_column(default=None)
+    end: Mapped[RunEnd | None] = mapped_column(Word(RunEnd), default=None)
+    exit_code: Mapped[int | None] = mapped_column(default=None)
+    detail: Mapped[str | None] = mapped_column(Text, default=None)
 
     @property
     def is_running(self) -> bool:
@@ -106,7 +111,7 @@ def start_run(
     log_file: Path | str | None = None,
 ) -> Run:
     """Records what was started. Of `environ` only what matters is kept, and no secrets, nor those of `argv`."""
-    row = RunRow(
+    run = Run(
         model=storable(model, "the model's name"),
         argv=storable(without_secrets(argv), "the arguments"),
         environment=storable(environment_that_matters(os.environ if environ is None else environ), "the environment"),
@@ -120,10 +125,9 @@ def start_run(
     with registry.writing() as session:
         known = session.scalar(select(ModelRow).where(ModelRow.name == model))
         if known is not None:
-            row.model_id, row.settings = known.id, ModelSettings.from_json(known.settings).as_json()
-        session.add(row)
-        session.flush()
-        return _run(row)
+            run.model_id, run.settings = known.id, ModelSettings.from_json(known.settings).as_json()
+        session.add(run)
+    return run
 
 
 def end_run(
@@ -131,51 +135,44 @@ def end_run(
 ) -> Run:
     """Once: how a run ended does not change any more."""
     with registry.writing() as session:
-        row = session.get(RunRow, run_id, with_for_update=True) if is_key(run_id) else None
-        if row is None:
+        run = session.get(Run, run_id, with_for_update=True) if is_key(run_id) else None
+        if run is None:
             raise UnknownRecord(f"there is no run {run_id} in the registry")
-        if row.ended_at is not None:
-            at = row.ended_at.isoformat(timespec="seconds")
-            raise RegistryError(f"run {run_id} of {row.model} has ended already: {row.end} at {at}")
-        row.ended_at, row.end, row.exit_code = now(), RunEnd(end), exit_code
-        row.detail = storable(detail, "the reason") if detail is not None else None
-        session.flush()
-        return _run(row)
+        if run.ended_at is not None:
+            at = run.ended_at.isoformat(timespec="seconds")
+            raise RegistryError(f"run {run_id} of {run.model} has ended already: {run.end} at {at}")
+        run.ended_at, run.end, run.exit_code = now(), RunEnd(end), exit_code
+        run.detail = storable(detail, "the reason") if detail is not None else None
+    return run
 
 
 def list_runs(registry: Registry, model: str | None = None, limit: int = 50) -> list[Run]:
     """The newest first."""
-    query = select(RunRow).order_by(RunRow.id.desc()).limit(limit)
+    query = select(Run).order_by(Run.id.desc()).limit(limit)
     with registry.reading() as session:
-        return list(map(_run, session.scalars(query if model is None else query.where(RunRow.model == model))))
+        return list(session.scalars(query if model is None else query.where(Run.model == model)))
 
 
 def running_runs(registry: Registry, model: str | None = None) -> list[Run]:
     """Those that have not ended and whose process lives, the oldest first."""
-    query = select(RunRow).where(RunRow.ended_at.is_(None)).order_by(RunRow.id)
+    query = select(Run).where(Run.ended_at.is_(None)).order_by(Run.id)
     with registry.reading() as session:
-        rows = session.scalars(query if model is None else query.where(RunRow.model == model))
-        return [run for run in map(_run, rows) if run.is_running]
+        found = session.scalars(query if model is None else query.where(Run.model == model))
+        return [run for run in found if run.is_running]
 
 
 def end_lost_runs(registry: Registry) -> list[Run]:
     """Ends the records of this machine whose process is gone: killed, or the machine was restarted."""
     lost = []
     with registry.writing() as session:
-        query = select(RunRow).where(RunRow.ended_at.is_(None), RunRow.host == platform.node()).with_for_update()
-        for row in session.scalars(query.order_by(RunRow.id)):
-            if not _run(row).is_running:
-                row.ended_at, row.end = now(), RunEnd.LOST
-                lost.append(_run(row))
+        query = select(Run).where(Run.ended_at.is_(None), Run.host == platform.node()).with_for_update()
+        for run in session.scalars(query.order_by(Run.id)):
+            if not run.is_running:
+                run.ended_at, run.end = now(), RunEnd.LOST
+                lost.append(run)
     return lost
 
 
 def running_in(session: Session, model_id: int) -> list[Run]:
-    query = select(RunRow).where(RunRow.model_id == model_id, RunRow.ended_at.is_(None)).order_by(RunRow.id)
-    return [run for run in map(_run, session.scalars(query)) if run.is_running]
-
-
-def _run(row: RunRow) -> Run:
-    settings = ModelSettings.from_json(row.settings) if row.settings is not None else None
-    end = RunEnd(row.end) if row.end is not None else None
-    return copied(Run, row, settings=settings, argv=tuple(row.argv), end=end)
+    query = select(Run).where(Run.model_id == model_id, Run.ended_at.is_(None)).order_by(Run.id)
+    return [run for run in session.scalars(query) if run.is_running]

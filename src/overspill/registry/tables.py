@@ -1,21 +1,23 @@
-"""The registry's tables, and what they have in common: constraint names, times in UTC, JSON."""
+"""What the registry's tables have in common: constraint names, times in UTC, JSON; and a model's row and settings."""
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any, TypeVar
 
-from sqlalchemy import JSON, BigInteger, DateTime, Dialect, ForeignKey, Integer, MetaData, String, Text
+from sqlalchemy import JSON, BigInteger, DateTime, Dialect, Integer, MetaData, String, Text
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 from overspill.registry.errors import RegistryError
 from overspill.settings import MODEL_SETTINGS, Scope
 
 T = TypeVar("T")
+W = TypeVar("W", bound=StrEnum)
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 
 
@@ -36,7 +38,23 @@ class UtcTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-class Base(DeclarativeBase):
+class Word(TypeDecorator[W]):
+    """One of a StrEnum, kept as its text."""
+
+    impl = Text
+    cache_ok = True
+
+    def __init__(self, kind: type[W]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> W | None:
+        return None if value is None else self.kind(value)
+
+
+class Base(MappedAsDataclass, DeclarativeBase):
+    """Rows are records, too: they outlive the session that read them."""
+
     # With names, a later migration can change a constraint on either database.
     metadata = MetaData(
         naming_convention={
@@ -135,121 +153,16 @@ def needs_restart(before: ModelSettings, after: ModelSettings) -> list[str]:
     ]
 
 
-class ModelRow(Base):
+class ModelRow(Base, kw_only=True):
     __tablename__ = "models"
 
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
     name: Mapped[str] = mapped_column(String(200), unique=True)
     # One column for all of them: a new setting needs no migration.
     settings: Mapped[dict[str, Any]]
-    version: Mapped[int] = mapped_column()
+    version: Mapped[int] = mapped_column(init=False)
     created_at: Mapped[datetime]
     updated_at: Mapped[datetime]
 
     # Every UPDATE and DELETE then asks for the version that was read, and counts it up.
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 (SQLAlchemy's own declaration)
-
-
-class RunRow(Base):
-    __tablename__ = "runs"
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    # A run outlives its model, so the name is kept as well.
-    model_id: Mapped[int | None] = mapped_column(Integer, ForeignKey("models.id", ondelete="SET NULL"), index=True)
-    model: Mapped[str] = mapped_column(Text, index=True)
-    settings: Mapped[dict[str, Any] | None] = mapped_column(Json)
-    argv: Mapped[list[str]]
-    environment: Mapped[dict[str, str]]
-    versions: Mapped[dict[str, str]]
-    host: Mapped[str] = mapped_column(Text)
-    pid: Mapped[int | None]
-    process: Mapped[str | None] = mapped_column(Text)
-    log_file: Mapped[str | None] = mapped_column(Text)
-    started_at: Mapped[datetime]
-    ended_at: Mapped[datetime | None]
-    end: Mapped[str | None] = mapped_column(Text)
-    exit_code: Mapped[int | None]
-    detail: Mapped[str | None] = mapped_column(Text)
-
-
-class ProfileRow(Base):
-    __tablename__ = "profiles"
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    fingerprint: Mapped[str] = mapped_column(Text, unique=True)
-    non_torch_bytes: Mapped[int]
-    activation_bytes: Mapped[int]
-    graph_bytes: Mapped[int]
-    context_bytes: Mapped[int]
-    # Written by earlier versions; the link's rates are in a file (overspill.hardware.link_cache).
-    h2d_bytes_per_second: Mapped[int | None]
-    d2h_bytes_per_second: Mapped[int | None]
-    measured_at: Mapped[datetime]
-
-
-class ResultRow(Base):
-    __tablename__ = "results"
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    benchmark: Mapped[str] = mapped_column(Text, index=True)
-    model: Mapped[str] = mapped_column(Text, index=True)
-    experiment: Mapped[str | None] = mapped_column(Text, index=True)
-    label: Mapped[str | None] = mapped_column(Text)
-    repeat: Mapped[int | None]
-    is_complete: Mapped[bool]
-    config: Mapped[dict[str, Any]]
-    argv: Mapped[list[str]]
-    environment: Mapped[dict[str, str]]
-    versions: Mapped[dict[str, str]]
-    gpu: Mapped[str | None] = mapped_column(Text)
-    driver: Mapped[str | None] = mapped_column(Text)
-    plan: Mapped[dict[str, Any] | None] = mapped_column(Json)
-    git_revision: Mapped[str | None] = mapped_column(Text)
-    metrics: Mapped[dict[str, Any]]
-    run_id: Mapped[int | None] = mapped_column(Integer, ForeignKey("runs.id", ondelete="SET NULL"), index=True)
-    started_at: Mapped[datetime]
-    saved_at: Mapped[datetime]
-
-
-class KeyRow(Base):
-    __tablename__ = "manager_keys"
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    name: Mapped[str] = mapped_column(String(100), unique=True)
-    prefix: Mapped[str] = mapped_column(String(40), unique=True)
-    digest: Mapped[str] = mapped_column(String(64))
-    scope: Mapped[str] = mapped_column(Text)
-    created_at: Mapped[datetime]
-    last_used_at: Mapped[datetime | None]
-
-
-class PasswordRow(Base):
-    __tablename__ = "manager_passwords"
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    hash: Mapped[str] = mapped_column(Text)
-    changed_at: Mapped[datetime]
-
-
-class SessionRow(Base):
-    __tablename__ = "manager_sessions"
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    digest: Mapped[str] = mapped_column(String(64), unique=True)
-    who: Mapped[str] = mapped_column(Text)
-    address: Mapped[str] = mapped_column(Text)
-    created_at: Mapped[datetime]
-    seen_at: Mapped[datetime]
-
-
-class AuditRow(Base):
-    __tablename__ = "manager_audit"
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    at: Mapped[datetime]
-    who: Mapped[str] = mapped_column(Text)
-    action: Mapped[str] = mapped_column(Text)
-    subject: Mapped[str] = mapped_column(Text)
-    address: Mapped[str] = mapped_column(Text)
-    outcome: Mapped[str] = mapped_column(Text)
-    detail: Mapped[str | None] = mapped_column(Text)
