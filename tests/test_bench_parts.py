@@ -327,7 +327,7 @@ def test_missing_or_restarted_counters_are_unknown() -> None:
     [
         ({"tokens_from_ram": 5}, "offload", None),
         ({"tokens_from_ram": 0}, "offload", "offload was not used"),
-        ({"tokens_from_ram": None}, "offload", "cannot be told"),
+        ({"tokens_from_ram": None}, "offload", "is not known"),
         ({"spill_in_bytes": 0}, "spill", "spill was not used"),
         ({"spill_in_bytes": 9}, "spill", None),
         ({}, None, None),

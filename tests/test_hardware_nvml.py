@@ -313,7 +313,7 @@ def test_a_gpu_that_shares_the_machines_ram_must_be_stated() -> None:
     report = read(Device(Name="NVIDIA GB10", MemoryInfo=NVMLError(NOT_SUPPORTED)))
     assert report.gpus == ()
     assert report.problems == (
-        "GPU 0 (NVIDIA GB10) does not tell its memory; state it with --gpu, for example --gpu 24GiB",
+        "GPU 0 (NVIDIA GB10) does not report its memory; state it with --gpu, for example --gpu 24GiB",
     )
 
 

@@ -477,7 +477,7 @@ def test_systemd_is_told_at_a_path_or_an_abstract_name(tmp_path: Path, capsys: p
     notify("READY=1", environment={})
     assert capsys.readouterr().err == ""
     notify("READY=1", environment={"NOTIFY_SOCKET": str(tmp_path / "nobody")})
-    assert "systemd could not be told" in capsys.readouterr().err
+    assert "systemd could not be notified" in capsys.readouterr().err
 
 
 def test_a_servers_end_is_recorded_and_a_new_start_replaces_it(spilling: Plan, played: Callable[..., Prepared]) -> None:

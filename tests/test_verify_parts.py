@@ -180,7 +180,7 @@ UNPROVEN: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "a death": ("returning", {"died": "CUDA error"}, "the engine died: CUDA error"),
     "no answer": ("returning", {"compared": Compared(), "awaited": 0}, "no token was compared"),
     "answers without a token": ("returning", {"compared": Compared(requests=1)}, "no token was compared"),
-    "a missing answer": ("returning", {"awaited": 2}, "2 answers were asked for, and 1 came"),
+    "a missing answer": ("returning", {"awaited": 2}, "2 answers were expected, and 1 came"),
     "nothing but ties": (
         "returning", {"compared": tied(12, 12, tokens=0), "awaited": 12}, "12 of 12 answers part at a tie",
     ),

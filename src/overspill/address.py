@@ -80,7 +80,7 @@ def free_port(proc: Path = Path("/proc")) -> int:
     for its own processes or a client for a connection."""
     first, last = _given_to_anybody(proc)
     ports = [port for port in range(_FIRST_PORT, _LAST_PORT + 1) if not first <= port <= last]
-    # At random, or two programs that ask at the same time would get the same one.
+    # At random, or two programs would get the same one at the same time.
     for port in (*random.sample(ports, k=min(len(ports), _TRIES)), 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

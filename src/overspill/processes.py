@@ -173,7 +173,7 @@ def signal_name(number: int) -> str:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Signals that ask a program to end; a SIGHUP that nohup has switched off stays so."""
+    """Signals that end a program; a SIGHUP that nohup has switched off stays so."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 

@@ -32,29 +32,31 @@ def with_settings(names: Collection[str]) -> Callable[[Command], Command]:
     return with_flags("given", [_parameter(setting) for setting in BY_NAME.values() if setting.name in names])
 
 
+@contextmanager
+def failing(*kinds: type[Exception]) -> Iterator[None]:
+    """Ends the command with 1 where it is fine and cannot be done now; a mistake in it ends with 2, as everywhere."""
+    try:
+        yield
+    except kinds as error:
+        to_stderr(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
 def launch_of(model: str, given: dict[str, Any], vllm_args: Sequence[str] = (), **how: Any) -> "Launch":
     """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read."""
     from overspill.launch.launch import Launch
     from overspill.launch.reference import NoRegistry
 
-    try:
+    with failing(NoRegistry):
         return Launch.of(model, given, vllm_args, note=to_stderr, **how)
-    except NoRegistry as error:
-        to_stderr(f"error: {error}")
-        raise typer.Exit(1) from None
 
 
 @contextmanager
 def opened_registry() -> Iterator["Registry"]:
-    """Ends the command with 1 where the registry cannot be used now."""
     from overspill.registry import CannotNow, open_registry
 
-    try:
-        with open_registry() as registry:
-            yield registry
-    except CannotNow as error:
-        to_stderr(f"error: {error}")
-        raise typer.Exit(1) from None
+    with failing(CannotNow), open_registry() as registry:
+        yield registry
 
 
 def to_stderr(text: str) -> None:

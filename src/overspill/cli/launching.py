@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import PLANNING, SERVING, Model, launch_of, to_stderr, with_settings
+from overspill.cli.flags import PLANNING, SERVING, Model, failing, launch_of, to_stderr, with_settings
 from overspill.kv.errors import OverspillError
 from overspill.settings import GivenBy, config_path, origins, resolve
 
@@ -58,7 +58,7 @@ def serve(
         raise OverspillError(f"the model comes first, before vLLM's own flags; {model} is a flag")
     if as_json and not dry_run:
         raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
-    try:
+    with failing(CannotServe):
         launch = launch_of(model, given, context.args)
         force = bool(launch.settings["force"])
         to_stderr(plan_as_text(launch.plan))
@@ -80,9 +80,6 @@ def serve(
             log_file = open_log(log_file, prepared.address.port)
             to_stderr(f"vLLM's log: {log_file}")
         run_server(prepared, force=force, quiet=quiet, log_file=log_file)
-    except CannotServe as error:
-        to_stderr(f"error: {error}")
-        raise typer.Exit(1) from None
 
 
 def config(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

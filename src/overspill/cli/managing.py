@@ -1,6 +1,7 @@
 """`overspill manager`."""
 
 import getpass
+import inspect
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.flags import opened_registry
+from overspill.cli.flags import failing, opened_registry, to_stderr, with_flags
 from overspill.kv.errors import OverspillError
 
 manager = typer.Typer(
@@ -39,9 +40,7 @@ def run_manager(
     public_url: Annotated[
         str | None, typer.Option(help="How browsers reach it through a proxy with TLS, as https://manager.example.")
     ] = None,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(help="A further name by which it may be asked; may be repeated.")
-    ] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="A further name to answer to; may be repeated.")] = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="A site whose scripts may use the gateway; may be repeated.")
     ] = None,
@@ -72,26 +71,28 @@ def run_manager(
     from overspill.manager.errors import AlreadyManaged
     from overspill.manager.web.server import run_until_stopped
 
-    try:
-        with opened_registry() as registry:
-            run_until_stopped(setup, registry, _tell)
-    except (AlreadyManaged, CannotServe) as error:
-        _tell(f"error: {error}")
-        raise typer.Exit(1) from None
+    with failing(AlreadyManaged, CannotServe), opened_registry() as registry:
+        run_until_stopped(setup, registry, to_stderr)
+
+
+of_the_manager = with_flags(
+    "given", [one for name, one in inspect.signature(run_manager).parameters.items() if name != "context"]
+)
+"""Gives a command the manager's flags."""
 
 
 @manager.command(epilog="Example: overspill manager password")
 def password(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the password instead of setting one.")] = False,
 ) -> None:
-    """Sets the password of the page; it is asked for, or read from standard input."""
+    """Sets the password of the page; it is typed in, or read from standard input."""
     from overspill.registry.access import remove_password, set_password
 
     with opened_registry() as registry:
         if remove:
             print("removed" if remove_password(registry) else "there was none")
             return
-        set_password(registry, _asked_password())
+        set_password(registry, _new_password())
     print("the password is set; everybody has to log in again")
 
 
@@ -106,7 +107,7 @@ def add(
     with opened_registry() as registry:
         secret, _ = create_key(registry, name, KeyScope(scope))
     print(secret)
-    _tell("it is shown this once; send it as: Authorization: Bearer KEY")
+    to_stderr("it is shown this once; send it as: Authorization: Bearer KEY")
 
 
 @keys.command("list", epilog="Example: overspill manager keys list")
@@ -133,14 +134,10 @@ def rm(name: KeyName) -> None:
     print(f"removed {name}")
 
 
-def _asked_password() -> str:
+def _new_password() -> str:
     if not sys.stdin.isatty():
         return sys.stdin.readline().rstrip("\n")
     first = getpass.getpass("new password: ")
     if first != getpass.getpass("the same again: "):
         raise OverspillError("the two differ; nothing was set")
     return first
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

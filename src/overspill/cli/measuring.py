@@ -3,30 +3,23 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import OF_MODELS_AND_COMMANDS, to_stderr, with_settings
+from overspill.cli.flags import OF_MODELS_AND_COMMANDS, failing, to_stderr, with_settings
 
 Text = Annotated[str | None, typer.Option(metavar="TEXT", help="Another configuration.")]
 
 
-@contextlib.contextmanager
-def _failing() -> Iterator[None]:
-    """Exits with 1 where the command is fine and cannot be done now; a mistake in it ends with 2, as everywhere."""
+def _failing() -> contextlib.AbstractContextManager[None]:
     from overspill.errors import CannotServe
     from overspill.launch.reference import NoRegistry
     from overspill.measure import CannotMeasure
     from overspill.registry import CannotNow
 
-    try:
-        yield
-    except (CannotMeasure, CannotNow, CannotServe, NoRegistry) as error:
-        to_stderr(f"error: {error}")
-        raise typer.Exit(1) from None
+    return failing(CannotMeasure, CannotNow, CannotServe, NoRegistry)
 
 
 def bench(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.flags import opened_registry
+from overspill.cli.flags import failing, opened_registry
 
 results = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="What was measured: list, show, compare, export."
@@ -94,9 +94,6 @@ def export(
     if out is None:
         sys.stdout.write(text)
         return
-    try:
+    with failing(CannotMeasure):
         write_text(out, text)
-    except CannotMeasure as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
     print(f"wrote {out}")

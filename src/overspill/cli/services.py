@@ -1,7 +1,6 @@
 """`overspill service`."""
 
 import getpass
-import inspect
 import json
 import os
 import pwd
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import SERVING, Model, launch_of, opened_registry, to_stderr, with_flags, with_settings
-from overspill.cli.managing import run_manager
+from overspill.cli.flags import SERVING, Model, failing, launch_of, opened_registry, to_stderr, with_settings
+from overspill.cli.managing import of_the_manager
 from overspill.kv.errors import OverspillError
 
 if TYPE_CHECKING:
@@ -41,9 +40,6 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite units that Overs
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")]
 # A service is for the GPU that is here, and `--force` is about files.
 _SETTINGS = SERVING - {"gpu", "force"}
-_of_the_manager = with_flags(
-    "given", [one for name, one in inspect.signature(run_manager).parameters.items() if name != "context"]
-)
 
 
 @service.command("print", epilog="Example: overspill service print Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB")
@@ -60,8 +56,8 @@ def print_units(
 ) -> None:
     """The units that `install` would write. Nothing is written. Exits with 1 if the model does not fit."""
     planned = _planned(model, given, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
-    told = {"unit": planned.unit, "command": planned.command, "memory_max_bytes": planned.memory_max_bytes}
-    _print(planned, folder, told if as_json else None)
+    described = {"unit": planned.unit, "command": planned.command, "memory_max_bytes": planned.memory_max_bytes}
+    _print(planned, folder, described if as_json else None)
 
 
 @service.command(epilog="Example: overspill service install Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB --now")
@@ -77,7 +73,7 @@ def install(
     now: Now = False,
     force: Force = False,
 ) -> None:
-    """Plans, and writes the units. Nothing is started unless asked for. Exits with 1 if the model does not fit."""
+    """Plans, and writes the units. Nothing is started without --now. Exits with 1 if the model does not fit."""
     from overspill.service.installation import on_port, units_of
 
     planned = _planned(model, given, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
@@ -100,7 +96,7 @@ def remove(model: Model, is_system: IsSystem = False, name: Name = None, folder:
 
 
 @manager.command("print", epilog="Example: overspill service manager print --models-folder /models")
-@_of_the_manager
+@of_the_manager
 def print_manager(
     given: dict[str, Any],
     is_system: IsSystem = False,
@@ -114,7 +110,7 @@ def print_manager(
 
 
 @manager.command("install", epilog="Example: overspill service manager install --models-folder /models --now")
-@_of_the_manager
+@of_the_manager
 def install_manager(
     given: dict[str, Any],
     is_system: IsSystem = False,
@@ -123,7 +119,7 @@ def install_manager(
     now: Now = False,
     force: Force = False,
 ) -> None:
-    """Writes the manager's unit. Nothing is started unless asked for."""
+    """Writes the manager's unit. Nothing is started without --now."""
     _install(_manager(given, is_system=is_system, run_as=run_as), folder, force=force, now=now)
 
 
@@ -235,14 +231,11 @@ def _planned(
     for warning in other_users_settings(user, getpass.getuser()):
         to_stderr(f"warning: {warning}")
     environment = kept_environment(sys.executable, os.environ, for_oneself=_is_oneself(user))
-    try:
+    with failing(CannotServe):
         launch = launch_of(model, given, vllm_args)
         # A mistake that would end the server when it starts ends this now.
         prepared = launch.prepared(environment=environment)
         require_this_machine(prepared)
-    except CannotServe as error:
-        to_stderr(f"error: {error}")
-        raise typer.Exit(1) from None
     for warning in prepared.warnings:
         to_stderr(f"warning: {warning}")
     # A service's plan is fixed: the unit holds the registry's settings of now, and needs no registry of its user's.

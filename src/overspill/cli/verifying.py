@@ -1,12 +1,11 @@
 """`overspill verify`."""
 
 import json
-import sys
 from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import PLANNING, Model, launch_of, with_settings
+from overspill.cli.flags import PLANNING, Model, failing, launch_of, to_stderr, with_settings
 
 
 @with_settings(PLANNING)
@@ -33,16 +32,8 @@ def verify(
     )
     launch = launch_of(model, given, defaults=DEFAULTS)
     if launch.vllm_args:
-        _tell(f"not used here: vLLM's own flags of the registry ({' '.join(launch.vllm_args)})")
-    try:
-        proof = prove(launch, request, _tell)
-    except CannotVerify as error:
-        _tell(f"error: {error}")
-        raise typer.Exit(1) from None
+        to_stderr(f"not used here: vLLM's own flags of the registry ({' '.join(launch.vllm_args)})")
+    with failing(CannotVerify):
+        proof = prove(launch, request, to_stderr)
     print(json.dumps(proof.as_json(), indent=2) if as_json else proof.as_text())
     raise typer.Exit(proof.exit_code)
-
-
-def _tell(text: str) -> None:
-    """Standard output is for the table, or JSON."""
-    print(text, file=sys.stderr, flush=True)

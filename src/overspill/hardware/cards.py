@@ -1,4 +1,4 @@
-"""Common cards and what their data sheets say, for machines that are only stated and for what NVML does not tell."""
+"""Common cards and what their data sheets say, for machines that are only stated and for what NVML does not report."""
 
 import difflib
 import re

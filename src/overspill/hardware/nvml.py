@@ -131,12 +131,12 @@ class Device:
             return None
 
     def memory(self) -> _Memory:
-        memory = self.memory_if_told()
+        memory = self.reported_memory()
         if memory is None:
-            raise NotUsable(f"({self.name()}) does not tell its memory; state it with --gpu, for example --gpu 24GiB")
+            raise NotUsable(f"({self.name()}) does not report its memory; state it with --gpu, for example --gpu 24GiB")
         return memory
 
-    def memory_if_told(self) -> _Memory | None:
+    def reported_memory(self) -> _Memory | None:
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         info = None if version is None else self.ask("nvmlDeviceGetMemoryInfo", version=version)
         if info is not None:
@@ -222,12 +222,12 @@ def _flops(device: Device, name: str, capability: tuple[int, int] | None, card: 
 
 
 def _read_slices(device: Device, index: int, driver: str) -> list[Gpu]:
-    """MIG devices as GPUs. NVML tells their memory; their speeds go by their share of it."""
+    """MIG devices as GPUs. NVML reports their memory; their speeds go by their share of it."""
     parts = device.mig_devices()
     if not parts:
         raise NotUsable(f"({device.name()}) is in MIG mode without a MIG device; create one with nvidia-smi mig -cgi")
     # Whoever may use a MIG device may often not read the whole GPU's memory.
-    memory = device.memory_if_told()
+    memory = device.reported_memory()
     whole = _read_gpu(device, index, driver, memory or _Memory(0, measured(0), measured(0)))
     return [_slice(whole, part, memory) for part in parts]
 

@@ -54,7 +54,7 @@ class Prepared:
 
     @property
     def served_name(self) -> str:
-        """By which clients ask for the model; vLLM takes several."""
+        """By which clients name the model; vLLM takes several."""
         given = self.combined.value("--served-model-name")
         return given.split()[0] if given else self.model
 
@@ -158,7 +158,7 @@ def prepare(
     name: str | None = None,
 ) -> Prepared:
     """`settings` are the values of `overspill.settings`, `given` are vLLM's own flags, from the user. `name` is the
-    model's in the registry: clients may ask for it by that name, and by its own."""
+    model's in the registry: clients may use that name, and the model's own."""
     if vllm is None:
         raise CannotServe(
             "vLLM is not installed in this Python environment, and serving needs it; install it with: "

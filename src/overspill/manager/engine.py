@@ -150,7 +150,7 @@ class Engine:
 
     @property
     def url(self) -> str | None:
-        """From its status, since its flags may ask for TLS; before there is one, where it was started to listen."""
+        """From its status, since its flags may switch TLS on; before there is one, where it was started to listen."""
         reported = self.status.url if self.status is not None else None
         return reported or (self.record.url if self.record is not None else None)
 

@@ -15,7 +15,7 @@ class NotServed(ManagerError):
     """The model cannot answer now; the base of what follows."""
 
     retry_after_s: float | None = None
-    """When it makes sense to ask again; None if asking again would not help."""
+    """When a retry makes sense; None if it would not help."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)

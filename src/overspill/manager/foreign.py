@@ -1,4 +1,4 @@
-"""vLLM servers that Overspill did not start: found in /proc, asked for their models, and stopped only by name."""
+"""vLLM servers that Overspill did not start: found in /proc, shown with their models, and stopped only by name."""
 
 import asyncio
 import json

@@ -81,7 +81,7 @@ def require_tier(outcome: Outcome, expects: Tier | None) -> str | None:
     name, what = _PROOFS[expects]
     counted = outcome.metrics.get(name)
     if counted is None:
-        return f"whether {expects} was used cannot be told: the server did not count {what}"
+        return f"whether {expects} was used is not known: the server did not count {what}"
     if not counted:
         return f"{expects} was not used: {what} did not grow. {_ADVICE[expects]}"
     return None
@@ -386,7 +386,7 @@ def _notes(script: Script, part: Part, metrics: dict[str, Any], *, is_resumed: b
         notes.append("measured in parts: what the server held in its caches before the break may have been lost")
     unknown = [name for name in SERVED if metrics[name] is None]
     if len(unknown) == len(SERVED):
-        notes.append("the server did not tell its counters (/metrics), so nobody knows which tier served the tokens")
+        notes.append("the server reports no counters (/metrics), so it is not known which tier served the tokens")
     elif "tokens_from_ram" not in unknown and "tokens_from_gpu_cache" not in unknown:
         served = metrics["tokens_from_ram"] + metrics["tokens_from_gpu_cache"]
         # A request that was preempted finds what it had computed itself.
@@ -397,7 +397,7 @@ def _notes(script: Script, part: Part, metrics: dict[str, Any], *, is_resumed: b
             )
     if any(answer.tokens is None for answer in part.answers.values()) and not is_resumed:
         notes.append(
-            "the server does not tell token ids: answers are known by their text, and conversations go on with tokens "
+            "the server reports no token ids: answers are known by their text, and conversations go on with tokens "
             "drawn in place of its answers"
         )
     if not part.samples:

@@ -59,7 +59,7 @@ class MemorySampler:
     def _run(self) -> None:
         with contextlib.ExitStack() as opened:
             gpus = None
-            with contextlib.suppress(NoNvml):  # no GPU, no driver, or no right to ask
+            with contextlib.suppress(NoNvml):  # no GPU, no driver, or no right to read it
                 nvml = opened.enter_context(opened_nvml())
                 with contextlib.suppress(nvml.NVMLError):
                     gpus = _Gpus(nvml)

@@ -30,7 +30,7 @@ def are_all(registry: Registry, results: Sequence[Result]) -> bool:
 
 def find_result(registry: Registry, name: str) -> Result:
     if not is_number(name):
-        raise MeasureError(f"{name!r:.80} is not the number of a result; overspill results list tells them")
+        raise MeasureError(f"{name!r:.80} is not the number of a result; overspill results list shows them")
     return get_result(registry, int(name))
 
 

@@ -75,7 +75,7 @@ class Repository:
                 self._check_is_there(response)
                 return None
             self._check_status(response, name)
-            # A server that ignores ranges sends the file from its beginning; only the part asked for is read.
+            # A server that ignores ranges sends the file from its beginning; only the requested part is read.
             skip = 0 if response.status_code == httpx.codes.PARTIAL_CONTENT else start
             content = _read(response, skip + length)
             return content[skip:], _file_size(response, len(content))

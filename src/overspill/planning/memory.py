@@ -38,8 +38,8 @@ class Budget:
 
 
 def gpu_budget(gpu: Gpu, gpu_memory_bytes: int | None, context: Known[int], utilization: float | None = None) -> Budget:
-    """vLLM takes a fraction of the whole card, and demands it free beside its own context; of a fraction that was asked
-    for, as much as is free."""
+    """vLLM takes a fraction of the whole card, and demands it free beside its own context; of a fraction
+    that was requested, as much as is free."""
     total, free = gpu.total_bytes, gpu.free_bytes
     if gpu_memory_bytes is not None and utilization is not None:
         raise OverspillError(

@@ -61,7 +61,6 @@ class Report:
     offloader: str | None = None
     """vLLM's class."""
     weights_in_ram_bytes: int | None = None
-    num_blocks: int | None = None
     kv_bytes: int | None = None
     """Of all blocks, resident and spilled."""
     resident_bytes: int | None = None
@@ -73,11 +72,7 @@ class Report:
     non_torch_bytes: int | None = None
     graph_bytes: int | None = None
     """Set aside for CUDA graphs."""
-    captured_graph_bytes: int | None = None
-    """What they took."""
     context_bytes: int | None = None
-    cudagraph_mode: str | None = None
-    attention_backend: str | None = None
     max_model_len: int | None = None
 
     @property
@@ -129,12 +124,11 @@ class WorkerReporter:
     def __init__(self, worker: Any, folder: Path) -> None:
         self._worker, self._folder = worker, folder
         self._kv_cache_config: Any = None
-        self._captured_graph_bytes: int | None = None
         self._free_before = _free_bytes(worker)
         self._around("load_model", before=lambda *_: self._write(Phase.LOADING))
         self._around("determine_available_memory", before=lambda *_: self._write(Phase.PROFILING))
         self._around("initialize_from_config", before=self._allocating)
-        self._around("compile_or_warm_up_model", before=self._warming_up, after=self._started)
+        self._around("compile_or_warm_up_model", before=lambda *_: self._write(Phase.WARMING_UP), after=self._started)
 
     def _around(self, name: str, *, before: Callable[..., object], after: Callable[[], None] | None = None) -> None:
         """Wraps a method of this one worker; its class, and the wrappers of other plugins, stay as they are."""
@@ -154,19 +148,6 @@ class WorkerReporter:
         self._kv_cache_config = kv_cache_config
         self._write(Phase.ALLOCATING)
 
-    def _warming_up(self) -> None:
-        self._write(Phase.WARMING_UP)
-        runner = self._worker.model_runner
-        capture = getattr(runner, "capture_model", None)
-        if capture is None:
-            return
-
-        def capture_model(*args: Any, **kwargs: Any) -> Any:
-            self._captured_graph_bytes = capture(*args, **kwargs)
-            return self._captured_graph_bytes
-
-        runner.capture_model = capture_model
-
     def _started(self) -> None:
         report = self._write(Phase.STARTED)
         if not report.is_prepared:
@@ -183,19 +164,14 @@ class WorkerReporter:
         return report
 
     def _report(self) -> Report:
-        runner, config = self._worker.model_runner, self._worker.vllm_config
         kv = self._kv_cache_config
         # Not on the CPU, where kernels keep weights in forms of their own.
-        weights = getattr(runner, "model_memory_usage", None)
+        weights = getattr(self._worker.model_runner, "model_memory_usage", None)
         return Report(
             phase=Phase.STARTED,
             weights_bytes=None if weights is None else int(weights),
-            num_blocks=kv.num_blocks,
             kv_bytes=max((tensor.size for tensor in kv.kv_cache_tensors), default=0),
-            captured_graph_bytes=self._captured_graph_bytes,
-            cudagraph_mode=config.compilation_config.cudagraph_mode.name,
-            attention_backend=_attention_backend(runner),
-            max_model_len=config.model_config.max_model_len,
+            max_model_len=self._worker.vllm_config.model_config.max_model_len,
             **_weights_in_ram(),
             **_connector_memory(),
             **self._profile(weights),
@@ -270,12 +246,6 @@ def _host_memory(memory: Any) -> HostMemoryReport:
         is_prepared=memory.is_prepared,
         refused=memory.pinning_refused or "",
     )
-
-
-def _attention_backend(runner: Any) -> str | None:
-    groups = getattr(runner, "attn_groups", None) or []
-    names = {group.backend.get_name() for per_cache in groups for group in per_cache}
-    return ", ".join(sorted(names)) or None
 
 
 def _free_bytes(worker: Any) -> int | None:

@@ -184,4 +184,4 @@ def notify(*lines: str, environment: Mapping[str, str] = os.environ) -> None:
             # "@" stands for the zero byte that begins an abstract name.
             notices.sendto("\n".join(lines).encode(), f"\0{path[1:]}" if path[0] == "@" else path)
     except OSError as error:
-        print(f"overspill: warning: systemd could not be told ({error})", file=sys.stderr, flush=True)
+        print(f"overspill: warning: systemd could not be notified ({error})", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from overspill.serve.status import read_statuses
 
 
 def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path | None) -> None:
-    """Returns when the server was asked to stop and is gone; raises if it ends otherwise."""
+    """Returns when the server was stopped and is gone; raises if it ends otherwise."""
     address = prepared.address
     there = next((one.text for one in read_statuses() if one.is_alive and one.url == address.url), "")
     require_free(address, {prepared.model, prepared.served_name}, there)

@@ -48,7 +48,7 @@ class Server:
         if not plugins.are_found():
             plugins.write_metadata(folder / "plugins")
             environment = plugins.with_path(environment, folder / "plugins")
-        # A session of its own: a Ctrl-C is for us, and it tells which processes belong to the server.
+        # A session of its own: a Ctrl-C is for us, and the server's processes are known by it.
         self._guard = subprocess.Popen(
             [sys.executable, "-P", "-m", "overspill.serve.guard", *command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -84,7 +84,7 @@ class Server:
         return answer is not None and answer[0] == 200
 
     def starting(self) -> Iterator[list[Report]]:
-        """The workers' reports, again and again until the server answers or is asked to stop; raises if it ends."""
+        """The workers' reports, again and again until the server answers or is stopped; raises if it ends."""
         while not self.was_asked_to_stop:
             self.require_alive()
             reports = self.reports

@@ -9,7 +9,7 @@ from overspill.verify.workload import Answer
 # A logit of 16 to 32, as models have, is rounded by half of a step of 2**-3 in bfloat16, of 2**-6 in float16; the
 # likeliest two may move apart by one step each. In float32 what is rounded on the way counts, not the step.
 _ROUNDING = {"bfloat16": 0.25, "float16": 0.03, "float32": 1e-3}
-# A prompt computed in other pieces on the same engine tells how much rounding does there; twice that is still it.
+# A prompt computed in other pieces on the same engine shows how much rounding does there; twice that is still it.
 _MARGIN = 2.0
 # An engine further apart from itself than so many steps of rounding would excuse KV gone wrong too.
 _MOST_NOISE = 4.0

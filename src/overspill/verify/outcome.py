@@ -62,7 +62,7 @@ class Outcome:
         if self.compared.mismatches:
             return f"{len(self.compared.mismatches)} of {self.compared.requests} answers differ"
         if self.compared.requests != self.awaited:
-            return f"{self.awaited} answers were asked for, and {self.compared.requests} came"
+            return f"{self.awaited} answers were expected, and {self.compared.requests} came"
         for name, meaning in self.scenario.required.items():
             if not self.figure(name):
                 return f"{meaning}, so equal answers prove nothing"

@@ -150,7 +150,7 @@ def watched_loads(engine: TestedEngine, failures: int = 0) -> Iterator[list[int]
 
 
 def damage_loaded(engine: TestedEngine, ask: Ask, seed: int) -> None:
-    """Flip bits of a slot that is loaded for this prompt, as bad RAM or a stray write would, and ask once more."""
+    """Flip bits of a slot that is loaded for this prompt, as bad RAM or a stray write would, and send it once more."""
     engine.ask(ask)
     engine.forget()
     with watched_loads(engine) as slots:
@@ -220,7 +220,7 @@ def aborted(engine: TestedEngine, script: Script) -> None:
         engine.ask(turns[0])
     for turns, beside in zip(script.conversations, (*script.conversations[1:], script.conversations[0]), strict=True):
         engine.evict()
-        # One is aborted while it is loaded, beside one that goes on; then it is asked again.
+        # One is aborted while it is loaded, beside one that goes on; then it is sent again.
         engine.submit(beside[0])
         for _ in range(draw.randrange(1, 4)):
             engine.step()

@@ -120,7 +120,7 @@ def _notes(proof: Proof) -> list[str]:
     same, total = sum(one.identical_logprobs for one in compared), sum(one.logprobs for one in compared)
     how = "batch-invariant, " if proof.batch_invariant else ""
     how += "random weights, " if proof.random_weights else ""
-    # A server would have them, unless it is told not to.
+    # A server has them by default.
     how += "without CUDA graphs, " if plan.wishes.enforce_eager and not plan.platform.is_cpu else ""
     apart = sum(len(one.mismatches) for one in compared)
     within = f"within {proof.tolerance.logprob:.3g}"

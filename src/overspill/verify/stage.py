@@ -41,7 +41,7 @@ class Stage:
     unit: int
     """Tokens in which lengths are counted: some whole blocks."""
     units: int
-    """The longest context that is asked for."""
+    """The longest context of any prompt."""
     max_num_batched_tokens: int
     pool_blocks: int
     """KV blocks on the GPU: room for one longest context."""
@@ -59,7 +59,7 @@ class Stage:
     token_ids: tuple[int, int]
     """From and to, without the ends of the vocabulary, where tokens with a meaning of their own are."""
     is_whole: bool
-    """Whether the longest context of the settings is as long as those asked for, or fits the reference."""
+    """Whether the longest context of the settings is as long as the prompts, or fits the reference."""
     reference_tokens: int
     """The longest context that the reference could hold."""
 
@@ -96,7 +96,7 @@ def make_stage(plan: Plan) -> Stage:
         reference_blocks=min(everything, device_blocks),
         block_bytes=geometry.bytes_per_block,
         bytes_per_token=max(1, geometry.kv_bytes_per_token),
-        # Slots begin on pages, and what is stored must not be given up before it is asked for again.
+        # Slots begin on pages, and what is stored must not be given up before it is needed again.
         host_bytes=2 * everything * (geometry.bytes_per_block + 4096),
         spill=spill,
         no_spill=no_spill,

@@ -80,7 +80,7 @@ class Workload:
     """Each longer than the GPU's part of the KV cache, with spill; none where the model cannot spill."""
     shorts: tuple[Conversation, ...]
     fresh: Conversation
-    """A prompt that was never asked before, and whose answer nobody waits for."""
+    """A prompt that was never sent before, and whose answer nobody waits for."""
 
     @property
     def all(self) -> tuple[Conversation, ...]:
@@ -155,7 +155,7 @@ def make_workload(stage: Stage, seed: int, *, varied: bool = False) -> Workload:
 
 
 def make_script(workload: Workload, answer: Callable[[Ask], Answer], seed: int) -> Script:
-    """Each turn is asked as soon as the turn before is answered."""
+    """Each turn is sent as soon as the turn before is answered."""
 
     def turns(conversation: Conversation) -> tuple[Ask, ...]:
         history: tuple[int, ...] = ()

@@ -28,7 +28,7 @@ class Report:
     experiment: str | None = None
     definition: Experiment | None = None
     is_whole: bool = True
-    """Whether these are all results of the experiment; of some of them nobody can tell what is missing."""
+    """Whether these are all results of the experiment; of some of them it is not known what is missing."""
 
     @classmethod
     def of_names(cls, registry: Registry, names: Sequence[str]) -> "Report":
