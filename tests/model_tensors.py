@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from overspill.model import ModelError
 from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
 from overspill.model.description import describe
-from overspill.model.errors import UnknownWeights
 from overspill.model.facts import ModelFacts
 
 
@@ -16,7 +16,7 @@ def describe_config(config: dict[str, Any], dtype: str = "auto") -> ModelFacts:
     parsed = Config(config, where="config.json")
     try:
         return describe(parsed, None, name="model", dtype=dtype)
-    except UnknownWeights:
+    except ModelError:
         return describe(parsed, one_tensor_per_layer(config), name="model", dtype=dtype)
 
 

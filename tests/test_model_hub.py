@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from overspill.figures import Origin
-from overspill.model import hub
+from overspill.model import ModelError, hub
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
-from overspill.model.errors import AccessDenied, BadCheckpoint, BadConfig, HubUnreachable, ModelNotFound
 from overspill.model.source import read_model
 from tests import model_configs as models
 from tests.model_tensors import header_of
@@ -197,9 +196,9 @@ def test_modelopt_says_in_a_file_of_its_own_how_it_quantised(server: Hub, enviro
 
 def test_a_gated_model_needs_the_token(server: Hub, environ: dict[str, str]) -> None:
     server.token = "hf_secret"
-    with pytest.raises(AccessDenied, match="accept its conditions on its page and set HF_TOKEN") as caught:
+    with pytest.raises(ModelError, match="accept its conditions on its page and set HF_TOKEN") as caught:
         read_model(NAME, environ=environ)
-    with pytest.raises(AccessDenied):
+    with pytest.raises(ModelError, match="does not show config.json"):
         read_model(NAME, environ={**environ, "HF_TOKEN": "hf_wrong"})
     assert "hf_wrong" not in str(caught.value)
     # Copied with its line end, as it often is.
@@ -223,44 +222,44 @@ def test_the_token_does_not_follow_a_redirect_to_another_host(
 def test_what_the_hub_does_not_have_is_not_found(
     server: Hub, environ: dict[str, str], name: str, revision: str, said: str
 ) -> None:
-    with pytest.raises(ModelNotFound, match=said):
+    with pytest.raises(ModelError, match=said):
         read_model(name, revision=revision, environ=environ)
 
 
 def test_a_revision_with_a_slash_stays_one_part_of_the_path(server: Hub, environ: dict[str, str]) -> None:
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(ModelError, match="revision refs/pr/1"):
         read_model(NAME, revision="refs/pr/1", environ=environ)
     assert server.paths == [f"/{NAME}/resolve/refs%2Fpr%2F1/config.json"]
 
 
 def test_a_repository_without_a_config_is_no_model(server: Hub, environ: dict[str, str]) -> None:
     del server.files["config.json"]
-    with pytest.raises(ModelNotFound, match=r"holds no config\.json"):
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
         read_model(NAME, environ=environ)
 
 
 def test_an_error_page_is_no_config(server: Hub, environ: dict[str, str]) -> None:
     server.files["config.json"] = b"<!DOCTYPE html>"
-    with pytest.raises(BadConfig, match="is not JSON"):
+    with pytest.raises(ModelError, match="is not JSON"):
         read_model(NAME, environ=environ)
 
 
 def test_a_shard_that_the_hub_lacks_is_named(server: Hub, environ: dict[str, str]) -> None:
     del server.files[SHARDS[1]]
-    with pytest.raises(BadCheckpoint, match=f"names {SHARDS[1]}, which the repository does not hold"):
+    with pytest.raises(ModelError, match=f"names {SHARDS[1]}, which the repository does not hold"):
         read_model(NAME, environ=environ)
 
 
 def test_a_shard_of_another_size_is_refused(server: Hub, environ: dict[str, str]) -> None:
     server.sizes[SHARDS[1]] -= 1
-    with pytest.raises(BadCheckpoint, match="its header describes"):
+    with pytest.raises(ModelError, match="its header describes"):
         read_model(NAME, environ=environ)
 
 
 def test_an_index_that_points_out_of_the_repository_is_refused(server: Hub, environ: dict[str, str]) -> None:
     placed = {"weight_map": {"a": "../../other/resolve/main/model.safetensors"}}
     server.files["model.safetensors.index.json"] = json.dumps(placed).encode()
-    with pytest.raises(BadCheckpoint, match="in the same folder was expected"):
+    with pytest.raises(ModelError, match="in the same folder was expected"):
         read_model(NAME, environ=environ)
     assert {name for name, _ in server.asked} <= {"config.json", "hf_quant_config.json", "model.safetensors.index.json"}
 
@@ -268,7 +267,7 @@ def test_an_index_that_points_out_of_the_repository_is_refused(server: Hub, envi
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_hub_in_trouble_is_said_to_be(server: Hub, environ: dict[str, str], status: int) -> None:
     server.status = status
-    with pytest.raises(HubUnreachable, match=f"answered {status}"):
+    with pytest.raises(ModelError, match=f"answered {status}"):
         read_model(NAME, environ=environ)
 
 
@@ -277,18 +276,18 @@ def test_a_hub_that_does_not_answer_is_given_up(
 ) -> None:
     server.stalls = True
     monkeypatch.setattr(hub, "TIMEOUT", httpx.Timeout(0.2))
-    with pytest.raises(HubUnreachable, match=r"did not answer within 0\.2 s"):
+    with pytest.raises(ModelError, match=r"did not answer within 0\.2 s"):
         read_model(NAME, environ=environ)
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://no.such.host.invalid", "nonsense", "http://[::1"])
 def test_a_hub_that_is_not_there_is_said_to_be_unreachable(endpoint: str, tmp_path: Path) -> None:
-    with pytest.raises(HubUnreachable, match="could not be reached") as caught:
+    with pytest.raises(ModelError, match="could not be reached") as caught:
         read_model(NAME, environ={"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)})
     assert "\n" not in str(caught.value)
 
 
 def test_offline_means_that_nobody_is_asked(server: Hub, environ: dict[str, str]) -> None:
-    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE forbids"):
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids"):
         read_model(NAME, environ={**environ, "HF_HUB_OFFLINE": "1"})
     assert server.asked == []

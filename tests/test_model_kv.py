@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from overspill.kv.sizes import GiB, KiB, MiB
-from overspill.model.errors import BadConfig, BadSettings
+from overspill.model import ModelError
 from overspill.model.facts import Attention
 from overspill.model.kv import kv_geometry
 from overspill.model.pages import CacheSettings, Kind
@@ -157,17 +157,17 @@ def test_facts_say_what_each_layer_keeps() -> None:
 
 
 def test_a_dtype_of_unknown_size_is_refused() -> None:
-    with pytest.raises(BadSettings, match="kv_cache_dtype is 'nvfp4'"):
+    with pytest.raises(ModelError, match="kv_cache_dtype is 'nvfp4'"):
         CacheSettings(kv_cache_dtype="nvfp4")
 
 
 def test_a_kv_cache_packed_by_a_backend_is_not_guessed_at() -> None:
     facts = replace(describe_config(models.llama_3_1_8b()), kv_cache_dtype="nvfp4")
-    with pytest.raises(BadSettings, match="asks for a KV cache in nvfp4, whose size is not known here"):
+    with pytest.raises(ModelError, match="asks for a KV cache in nvfp4, whose size is not known here"):
         kv_geometry(facts)
 
 
 def test_a_window_in_some_qwen_layers_is_refused_as_by_vllm() -> None:
     some = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}
-    with pytest.raises(BadConfig, match="set use_sliding_window to false"):
+    with pytest.raises(ModelError, match="set use_sliding_window to false"):
         describe_config({**models.qwen3_8b(), **some})

@@ -12,19 +12,10 @@ from typing import Any
 import pytest
 
 from overspill.figures import Origin
+from overspill.model import ModelError
 from overspill.model.checkpoint import MAX_HEADER_BYTES, Tensor
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
-from overspill.model.errors import (
-    AccessDenied,
-    BadCheckpoint,
-    BadConfig,
-    HubUnreachable,
-    ModelError,
-    ModelNotFound,
-    UnknownArchitecture,
-    UnknownWeights,
-)
 from overspill.model.source import read_folder, read_model
 from tests import model_configs as models
 from tests.model_tensors import header_of, write_safetensors
@@ -188,96 +179,89 @@ def truncate(size: int) -> Callable[[Path], None]:
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4976698672\n"
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
-BAD: list[tuple[str, Callable[[Path], Any], type[ModelError], str]] = [
-    ("empty folder", empty, ModelNotFound, "holds no config.json and nothing else"),
-    ("another format", only_gguf, ModelNotFound, r"holds no config.json \(it holds model-Q4_K_M.gguf\)"),
-    ("config not JSON", replace_file("config.json", b"{'a': 1}"), BadConfig, "config.json in .* is not JSON"),
-    ("config cut short", replace_file("config.json", b'{"architectures": ["Ll'), BadConfig, "is not JSON"),
-    ("config not UTF-8", replace_file("config.json", b'{"a": "\xff"}'), BadConfig, "is not JSON"),
-    ("config a list", replace_file("config.json", b"[1]"), BadConfig, "holds \\[1\\], and a JSON object was expected"),
-    ("config nested too deep", replace_file("config.json", b"[" * 100_000), BadConfig, "is not JSON"),
-    ("config a pipe", pipe_for_config, ModelNotFound, "is not a file"),
-    ("no architectures", without("architectures"), BadConfig, "gives null for architectures"),
+BAD: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("empty folder", empty, "holds no config.json and nothing else"),
+    ("another format", only_gguf, r"holds no config.json \(it holds model-Q4_K_M.gguf\)"),
+    ("config not JSON", replace_file("config.json", b"{'a': 1}"), "config.json in .* is not JSON"),
+    ("config cut short", replace_file("config.json", b'{"architectures": ["Ll'), "is not JSON"),
+    ("config not UTF-8", replace_file("config.json", b'{"a": "\xff"}'), "is not JSON"),
+    ("config a list", replace_file("config.json", b"[1]"), "holds \\[1\\], and a JSON object was expected"),
+    ("config nested too deep", replace_file("config.json", b"[" * 100_000), "is not JSON"),
+    ("config a pipe", pipe_for_config, "is not a file"),
+    ("no architectures", without("architectures"), "gives null for architectures"),
     (
         "unknown architecture",
         config(architectures=["NoSuchForCausalLM"]),
-        UnknownArchitecture,
         "NoSuchForCausalLM, and",
     ),
-    ("no layers key", without("num_hidden_layers"), BadConfig, "has no num_hidden_layers"),
-    ("layers a string", config(num_hidden_layers="32"), BadConfig, 'gives "32" for num_hidden_layers'),
-    ("layers true", config(num_hidden_layers=True), BadConfig, "gives true for num_hidden_layers"),
+    ("no layers key", without("num_hidden_layers"), "has no num_hidden_layers"),
+    ("layers a string", config(num_hidden_layers="32"), 'gives "32" for num_hidden_layers'),
+    ("layers true", config(num_hidden_layers=True), "gives true for num_hidden_layers"),
     (
         "no heads",
         config(num_attention_heads=0),
-        BadConfig,
         "gives 0 for num_attention_heads",
     ),
     (
         "a billion layers",
         config(num_hidden_layers=10**9),
-        BadConfig,
         "an integer of at least 1 and at most 500",
     ),
-    ("a window of -1", config(layer_types=["x", "x"], sliding_window=-1), BadConfig, "gives -1 for sliding_window"),
-    ("too few layer types", config(layer_types=["full_attention"]), BadConfig, "lists 1 layer_types for 2 layers"),
-    ("a dtype of its own", config(torch_dtype="int3"), BadConfig, "gives 'int3' for dtype"),
-    ("quantised somehow", config(quantization_config={"bits": 4}), BadConfig, "without a quant_method"),
-    ("quantisation a string", config(quantization_config="awq"), BadConfig, "gives 'awq' for quantization_config"),
-    ("sparse attention", config(**{**models.deepseek_v2_lite(), "index_topk": 64}), UnknownArchitecture, "index_topk"),
-    ("index not JSON", replace_file("model.safetensors.index.json", b"<html>"), BadCheckpoint, "is not JSON"),
-    ("index without a map", replace_file("model.safetensors.index.json", b"{}"), BadCheckpoint, "has no weight_map"),
-    ("index out of the folder", index_to("../secret.safetensors"), BadCheckpoint, "in the same folder was expected"),
-    ("index to a root", index_to("/etc/passwd"), BadCheckpoint, "in the same folder was expected"),
-    ("index to a backslash", index_to("..\\x.safetensors"), BadCheckpoint, "in the same folder was expected"),
-    ("index to the folder above", index_to(".."), BadCheckpoint, "which is not a safetensors file"),
-    ("index to a number", index_to(7), BadCheckpoint, "in the same folder was expected"),
-    ("index to a pickle", index_to("pytorch_model.bin"), BadCheckpoint, "which is not a safetensors file"),
-    ("shard missing", unlink(SHARDS[1]), BadCheckpoint, f"should hold {SHARDS[1]}, and does not"),
-    ("shards swapped", swap_shards, BadCheckpoint, "and it does not; the files are of different versions"),
-    ("shard a folder", folder_for_shard, ModelNotFound, "is not a file"),
-    ("a tensor twice", twice, BadCheckpoint, "twice, in model-00001-of-00002.safetensors and in model.safetensors"),
-    ("file empty", truncate(0), BadCheckpoint, "is 0 bytes long"),
-    ("length cut short", truncate(5), BadCheckpoint, "is 5 bytes long"),
-    ("header cut short", truncate(100), BadCheckpoint, "and the file has 100"),
-    ("weights cut short", truncate(10**8), BadCheckpoint, "cut short"),
-    ("LFS pointer", replace_file(SHARDS[1], POINTER), BadCheckpoint, "not a safetensors file"),
+    ("a window of -1", config(layer_types=["x", "x"], sliding_window=-1), "gives -1 for sliding_window"),
+    ("too few layer types", config(layer_types=["full_attention"]), "lists 1 layer_types for 2 layers"),
+    ("a dtype of its own", config(torch_dtype="int3"), "gives 'int3' for dtype"),
+    ("quantised somehow", config(quantization_config={"bits": 4}), "without a quant_method"),
+    ("quantisation a string", config(quantization_config="awq"), "gives 'awq' for quantization_config"),
+    ("sparse attention", config(**{**models.deepseek_v2_lite(), "index_topk": 64}), "index_topk"),
+    ("index not JSON", replace_file("model.safetensors.index.json", b"<html>"), "is not JSON"),
+    ("index without a map", replace_file("model.safetensors.index.json", b"{}"), "has no weight_map"),
+    ("index out of the folder", index_to("../secret.safetensors"), "in the same folder was expected"),
+    ("index to a root", index_to("/etc/passwd"), "in the same folder was expected"),
+    ("index to a backslash", index_to("..\\x.safetensors"), "in the same folder was expected"),
+    ("index to the folder above", index_to(".."), "which is not a safetensors file"),
+    ("index to a number", index_to(7), "in the same folder was expected"),
+    ("index to a pickle", index_to("pytorch_model.bin"), "which is not a safetensors file"),
+    ("shard missing", unlink(SHARDS[1]), f"should hold {SHARDS[1]}, and does not"),
+    ("shards swapped", swap_shards, "and it does not; the files are of different versions"),
+    ("shard a folder", folder_for_shard, "is not a file"),
+    ("a tensor twice", twice, "twice, in model-00001-of-00002.safetensors and in model.safetensors"),
+    ("file empty", truncate(0), "is 0 bytes long"),
+    ("length cut short", truncate(5), "is 5 bytes long"),
+    ("header cut short", truncate(100), "and the file has 100"),
+    ("weights cut short", truncate(10**8), "cut short"),
+    ("LFS pointer", replace_file(SHARDS[1], POINTER), "not a safetensors file"),
     (
         "header longer than allowed",
         replace_file(SHARDS[1], (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}"),
-        BadCheckpoint,
         "announces a header of 100000001 bytes",
     ),
-    ("header not JSON", replace_file(SHARDS[1], b"\x02" + bytes(7) + b"{]"), BadCheckpoint, "header that is not JSON"),
-    ("header a list", replace_file(SHARDS[1], b"\x02" + bytes(7) + b"[]"), BadCheckpoint, "not a table of tensors"),
+    ("header not JSON", replace_file(SHARDS[1], b"\x02" + bytes(7) + b"{]"), "header that is not JSON"),
+    ("header a list", replace_file(SHARDS[1], b"\x02" + bytes(7) + b"[]"), "not a table of tensors"),
     (
         "tensor without a shape",
         break_header(lambda e: first(e).pop("shape")),
-        BadCheckpoint,
         "a shape and data_offsets",
     ),
-    ("shape negative", break_header(lambda e: first(e).update(shape=[-1])), BadCheckpoint, "a shape and data_offsets"),
-    ("unknown type", break_header(lambda e: first(e).update(dtype="F3")), BadCheckpoint, "of type 'F3'"),
-    ("wrong size", break_header(lambda e: first(e).update(shape=[7])), BadCheckpoint, r"of shape \[7\] takes 14"),
+    ("shape negative", break_header(lambda e: first(e).update(shape=[-1])), "a shape and data_offsets"),
+    ("unknown type", break_header(lambda e: first(e).update(dtype="F3")), "of type 'F3'"),
+    ("wrong size", break_header(lambda e: first(e).update(shape=[7])), r"of shape \[7\] takes 14"),
     (
         "offsets overlap",
         break_header(lambda e: e[DOWN].update(data_offsets=e[UP]["data_offsets"])),
-        BadCheckpoint,
         "they overlap",
     ),
-    ("a gap", break_header(lambda e: e.pop(UP)), BadCheckpoint, "there is a gap"),
-    ("a layer missing", config(num_hidden_layers=3), BadCheckpoint, "hold nothing for layer 2"),
+    ("a gap", break_header(lambda e: e.pop(UP)), "there is a gap"),
+    ("a layer missing", config(num_hidden_layers=3), "hold nothing for layer 2"),
 ]
 
 
-@pytest.mark.parametrize(("breaks", "error", "said"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+@pytest.mark.parametrize(("breaks", "said"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
 def test_an_unreadable_model_is_explained_in_one_sentence(
-    folder: Path, breaks: Callable[[Path], Any], error: type[ModelError], said: str
+    folder: Path, breaks: Callable[[Path], Any], said: str
 ) -> None:
     breaks(folder)
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(ModelError, match=said) as caught:
         read_folder(folder)
-    assert type(caught.value) is error
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
@@ -300,23 +284,23 @@ def test_a_file_without_read_permission_is_reported(folder: Path, name: str) -> 
         if parent.owner() == folder.owner():
             parent.chmod(0o755)
     (folder / name).chmod(0)
-    with as_nobody(), pytest.raises(AccessDenied, match="may not be read by this user"):
+    with as_nobody(), pytest.raises(ModelError, match="may not be read by this user"):
         read_folder(folder)
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "org/na..me", "or--g/x"])
 def test_a_name_that_is_no_model_is_said_to_be_none(name: str) -> None:
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(ModelError, match="is not the name of a model|does not exist"):
         read_model(name, environ={"HF_HUB_OFFLINE": "1"})
 
 
 def test_a_file_is_not_a_folder(folder: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"is a file, and a folder with a config\.json was expected"):
+    with pytest.raises(ModelError, match=r"is a file, and a folder with a config\.json was expected"):
         read_model(str(folder / "config.json"))
 
 
 def test_a_dtype_that_vllm_does_not_know_is_refused(folder: Path) -> None:
-    with pytest.raises(BadConfig, match="dtype is 'fp4'"):
+    with pytest.raises(ModelError, match="dtype is 'fp4'"):
         read_model(str(folder), dtype="fp4")
 
 
@@ -367,20 +351,20 @@ def test_a_config_alone_in_the_cache_will_do_offline(cache: Path) -> None:
 
 @pytest.mark.parametrize(("name", "revision"), [("meta-llama/Llama-3.1-8B", "v2"), ("Qwen/Qwen3-8B", "main")])
 def test_what_was_not_fetched_cannot_be_had_offline(cache: Path, name: str, revision: str) -> None:
-    with pytest.raises(HubUnreachable, match=r"is neither a folder nor in the cache .* HF_HUB_OFFLINE forbids"):
+    with pytest.raises(ModelError, match=r"is neither a folder nor in the cache .* HF_HUB_OFFLINE forbids"):
         read_model(name, revision=revision, environ={"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "yes"})
 
 
 def test_a_ref_that_leads_out_of_the_cache_is_not_followed(cache: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "elsewhere")
     (cache / "models--meta-llama--Llama-3.1-8B" / "refs" / "main").write_text("../../../elsewhere")
-    with pytest.raises(HubUnreachable):
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids"):
         read_model("meta-llama/Llama-3.1-8B", environ={"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"})
 
 
 @pytest.mark.parametrize("revision", ["../../x", "", "a b"])
 def test_a_revision_that_is_a_path_is_refused(revision: str) -> None:
-    with pytest.raises(ModelNotFound, match="is not a revision"):
+    with pytest.raises(ModelError, match="is not a revision"):
         read_model("Qwen/Qwen3-8B", revision=revision, environ={"HF_HUB_OFFLINE": "1"})
 
 
@@ -393,8 +377,3 @@ def test_neither_torch_nor_vllm_nor_httpx_is_imported(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(2 * 64 * 1024), "[]"]
-
-
-def test_errors_are_one_tree() -> None:
-    for error in (AccessDenied, BadCheckpoint, BadConfig, HubUnreachable, ModelNotFound, UnknownWeights):
-        assert issubclass(error, ModelError)

@@ -8,11 +8,11 @@ import pytest
 
 from overspill.figures import Origin
 from overspill.kv.sizes import GiB
+from overspill.model import ModelError
 from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
 from overspill.model.derived import SHAPES, derive_tensors
 from overspill.model.description import describe, sort_weights
-from overspill.model.errors import UnknownWeights
 from overspill.model.facts import ModelFacts, active_bytes
 from overspill.model.source import read_folder
 from tests import model_configs as models
@@ -264,5 +264,5 @@ def test_all_of_a_dense_model_is_read_but_the_embedding() -> None:
     ],
 )
 def test_what_cannot_be_derived_is_refused_with_what_is_missing(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(UnknownWeights, match=said):
+    with pytest.raises(ModelError, match=said):
         derive(config)

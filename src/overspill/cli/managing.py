@@ -1,15 +1,14 @@
 """`overspill manager`."""
 
 import getpass
-import inspect
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import failing, opened_registry, to_stderr, with_flags
+from overspill.cli.flags import failing, flag, opened_registry, to_stderr, with_flags
 from overspill.kv.errors import OverspillError
 
 manager = typer.Typer(
@@ -29,56 +28,39 @@ class Scope(StrEnum):
     GATEWAY = "gateway"
 
 
+of_the_manager = with_flags("given", [
+    flag("host", typer.Option(help="Address to listen on; others need a password or a key."), str, "127.0.0.1"),
+    flag("port", typer.Option(min=1, max=65535, help="Port to listen on."), int, 7999),
+    flag("models_folder", typer.Option(help="A folder that models may come from; may be repeated."), list[Path] | None),
+    flag("public_url", typer.Option(help="How browsers reach it through a proxy with TLS, as https://manager.example.")),
+    flag("allow_host", typer.Option(help="A further name to answer to; may be repeated."), list[str] | None),
+    flag("allow_origin", typer.Option(help="A site whose scripts may use the gateway; may be repeated."),
+         list[str] | None),
+    flag("ram", typer.Option(help="RAM that all engines together may hold; without it, what is free.")),
+    flag("gpu_memory", typer.Option(help="GPU memory that all engines together may hold; without it, what is free.")),
+    flag("any_vllm_flag", typer.Option("--any-vllm-flag", help="Allow vLLM's flags that run code or open files over "
+         "the web."), bool, False),
+    flag("keep_engines", typer.Option("--keep-engines", help="Leave engines running when the manager ends."), bool,
+         False),
+])  # fmt: skip
+"""Gives a command the manager's flags."""
+
+
 @manager.callback()
-def run_manager(
-    context: typer.Context,
-    host: Annotated[str, typer.Option(help="Address to listen on; others need a password or a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7999,
-    models_folder: Annotated[
-        list[Path] | None, typer.Option(help="A folder that models may come from; may be repeated.")
-    ] = None,
-    public_url: Annotated[
-        str | None, typer.Option(help="How browsers reach it through a proxy with TLS, as https://manager.example.")
-    ] = None,
-    allow_host: Annotated[list[str] | None, typer.Option(help="A further name to answer to; may be repeated.")] = None,
-    allow_origin: Annotated[
-        list[str] | None, typer.Option(help="A site whose scripts may use the gateway; may be repeated.")
-    ] = None,
-    ram: Annotated[
-        str | None, typer.Option(help="RAM that all engines together may hold; without it, what is free.")
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="GPU memory that all engines together may hold; without it, what is free.")
-    ] = None,
-    any_vllm_flag: Annotated[
-        bool, typer.Option("--any-vllm-flag", help="Allow vLLM's flags that run code or open files over the web.")
-    ] = False,
-    keep_engines: Annotated[
-        bool, typer.Option("--keep-engines", help="Leave engines running when the manager ends.")
-    ] = False,
-) -> None:
+@of_the_manager
+def run_manager(given: dict[str, Any], context: typer.Context) -> None:
     """Runs until it is stopped, and stops what it started."""
     if context.invoked_subcommand is not None:
         return
     from overspill.manager.web.setup import make_setup
 
-    setup = make_setup(
-        host=host, port=port, models_folder=models_folder, public_url=public_url, allow_host=allow_host,
-        allow_origin=allow_origin, ram=ram, gpu_memory=gpu_memory, any_vllm_flag=any_vllm_flag,
-        keep_engines=keep_engines,
-    )  # fmt: skip
+    setup = make_setup(**given)
     from overspill.errors import CannotServe
     from overspill.manager.errors import AlreadyManaged
     from overspill.manager.web.server import run_until_stopped
 
     with failing(AlreadyManaged, CannotServe), opened_registry() as registry:
         run_until_stopped(setup, registry, to_stderr)
-
-
-of_the_manager = with_flags(
-    "given", [one for name, one in inspect.signature(run_manager).parameters.items() if name != "context"]
-)
-"""Gives a command the manager's flags."""
 
 
 @manager.command(epilog="Example: overspill manager password")

@@ -1,1 +1,7 @@
 """What a model is made of, and what vLLM makes of it; found out without a GPU, the weights, torch or vLLM."""
+
+from overspill.kv.errors import OverspillError
+
+
+class ModelError(OverspillError):
+    """A model that cannot be described; the message says what was found, what was expected and what to do."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from difflib import get_close_matches
 
+from overspill.model import ModelError
 from overspill.model.config import EXPERT_KEYS, Config
-from overspill.model.errors import BadConfig, UnknownArchitecture
 from overspill.model.facts import Attention, Cache, LatentAttention, LayerCache, RecurrentState
 
 Rule = Callable[[Config], list[LayerCache]]
@@ -21,7 +21,7 @@ def layer_caches(config: Config) -> tuple[LayerCache, ...]:
     rule = RULES.get(config.architecture)
     if rule is None:
         similar = get_close_matches(config.architecture, RULES, n=3, cutoff=0.0)
-        raise UnknownArchitecture(
+        raise ModelError(
             f"{config.where} names the architecture {config.architecture}, and how vLLM keeps its KV is not known "
             f"here; it is for {len(RULES)} others, {', '.join(similar)} among them"
         )
@@ -59,7 +59,7 @@ def layer_types(config: Config) -> tuple[str, ...] | None:
     written = config.strings("layer_types")
     if written is not None:
         if len(written) < num_layers:
-            raise BadConfig(
+            raise ModelError(
                 f"{config.where} lists {len(written)} layer_types for {num_layers} layers; correct one of them"
             )
         return tuple(_LEGACY_LAYER_TYPES.get(kind, kind) for kind in written[:num_layers])
@@ -104,7 +104,7 @@ def _rotary_layers(config: Config, num_layers: int) -> tuple[int, ...]:
     interval = config.integer("no_rope_layer_interval", 4)
     rotary = config.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(num_layers))
     if len(rotary) < num_layers:
-        raise BadConfig(f"{config.where} lists {len(rotary)} no_rope_layers for {num_layers} layers; correct it")
+        raise ModelError(f"{config.where} lists {len(rotary)} no_rope_layers for {num_layers} layers; correct it")
     return rotary
 
 
@@ -131,7 +131,7 @@ def _uniform(config: Config) -> list[LayerCache]:
     """Models whose vLLM code ignores layer_types."""
     kinds = set(layer_types(config) or ())
     if config.model_type in ("qwen2", "qwen3") and len(kinds) > 1:
-        raise BadConfig(
+        raise ModelError(
             f"{config.where} asks for a sliding window in some layers only (max_window_layers), which vLLM refuses for "
             f"{config.architecture}; set use_sliding_window to false"
         )
@@ -182,7 +182,7 @@ def _llama4(config: Config) -> list[LayerCache]:
 
 def _latent(config: Config) -> list[LayerCache]:
     if "index_topk" in config.text:
-        raise UnknownArchitecture(
+        raise ModelError(
             f"{config.where} asks for sparse attention (index_topk), whose caches are not described here; dense "
             f"{config.architecture} is"
         )
@@ -194,7 +194,7 @@ def _hybrid(state_of: Callable[[Config], RecurrentState]) -> Rule:
     def rule(config: Config) -> list[LayerCache]:
         kinds = layer_types(config)
         if kinds is None:
-            raise BadConfig(f"{config.where} has no layer_types, which {config.architecture} needs; add it")
+            raise ModelError(f"{config.where} has no layer_types, which {config.architecture} needs; add it")
         attention, state = _softmax(config, None), state_of(config)
         return _each(config, lambda i: attention if kinds[i] == FULL else state)
 
@@ -207,7 +207,7 @@ def _delta_net(config: Config) -> RecurrentState:
     # Qwen3.5's config names the dtype of the state (models/config.py); of Qwen3-Next's vLLM takes no notice.
     dtype = config.get("mamba_ssm_dtype", None) if config.model_type.startswith("qwen3_5") else None
     if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise BadConfig(f"{config.where} gives {dtype!r} for mamba_ssm_dtype, and a float type was expected")
+        raise ModelError(f"{config.where} gives {dtype!r} for mamba_ssm_dtype, and a float type was expected")
     return RecurrentState(
         conv_kernel=config.integer("linear_conv_kernel_dim"),
         conv_channels=2 * key_heads * key_dim + value_heads * value_dim,

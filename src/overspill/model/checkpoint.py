@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Protocol
 
+from overspill.model import ModelError
 from overspill.model.config import parse_object
-from overspill.model.errors import BadCheckpoint, BadConfig
 
 # The format's own limit (safetensors, MAX_HEADER_SIZE): a longer header is not a header.
 MAX_HEADER_BYTES = 100_000_000
@@ -45,18 +45,18 @@ class Tensor:
 def header_length(first_bytes: bytes, file_bytes: int, file: str) -> int:
     """Bytes of the JSON header that follows the first eight; `file` names it in a complaint."""
     if len(first_bytes) < LENGTH_BYTES:
-        raise BadCheckpoint(
+        raise ModelError(
             f"{file} is {file_bytes} bytes long, and a safetensors file begins with 8 bytes that give the length of "
             "its header; the download was cut short, fetch it again"
         )
     length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
-        raise BadCheckpoint(
+        raise ModelError(
             f"{file} announces a header of {length} bytes, and safetensors allows {MAX_HEADER_BYTES}; it is not a "
             "safetensors file (a Git LFS pointer or an error page saved under its name?), fetch it again"
         )
     if length + LENGTH_BYTES > file_bytes:
-        raise BadCheckpoint(
+        raise ModelError(
             f"{file} announces a header of {length} bytes, and the file has {file_bytes}; the download was cut short, "
             "fetch it again"
         )
@@ -68,9 +68,9 @@ def parse_header(header: bytes, file_bytes: int, file: str) -> list[Tensor]:
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{file} has a header that is not JSON ({error}); fetch it again") from error
+        raise ModelError(f"{file} has a header that is not JSON ({error}); fetch it again") from error
     if not isinstance(entries, dict):
-        raise BadCheckpoint(f"{file} has a header that is not a table of tensors; fetch it again")
+        raise ModelError(f"{file} has a header that is not a table of tensors; fetch it again")
     spans = [_span(name, entry, file) for name, entry in entries.items() if name != "__metadata__"]
     spans.sort(key=lambda span: span[:2])
     _check_spans(spans, file_bytes - LENGTH_BYTES - len(header), file)
@@ -84,17 +84,17 @@ def _span(name: str, entry: object, file: str) -> tuple[int, int, Tensor]:
         ):
             pass
         case _:
-            raise BadCheckpoint(
+            raise ModelError(
                 f"{file} describes tensor {name!r} as {_short(entry)}, and a dtype, a shape and data_offsets were "
                 "expected; fetch it again"
             )
     if dtype not in DTYPE_BITS:
-        raise BadCheckpoint(
+        raise ModelError(
             f"{file} holds tensor {name!r} of type {dtype!r}, which is none of safetensors' ({', '.join(DTYPE_BITS)})"
         )
     tensor = Tensor(name=name, dtype=dtype, shape=tuple(shape))
     if not 0 <= begin <= end or end - begin != tensor.num_bytes:
-        raise BadCheckpoint(
+        raise ModelError(
             f"{file} gives tensor {name!r} the bytes from {begin} to {end}, and {dtype} of shape {shape} takes "
             f"{tensor.num_bytes}; fetch it again"
         )
@@ -106,14 +106,14 @@ def _check_spans(spans: Iterable[tuple[int, int, Tensor]], data_bytes: int, file
     for begin, end, tensor in spans:
         if begin != expected:
             what = "they overlap" if begin < expected else "there is a gap"
-            raise BadCheckpoint(
+            raise ModelError(
                 f"{file}: tensor {tensor.name!r} begins at byte {begin}, and the one before it ends at {expected} "
                 f"({what}); fetch it again"
             )
         expected = end
     if expected != data_bytes:
         how = "cut short" if expected > data_bytes else "changed"
-        raise BadCheckpoint(
+        raise ModelError(
             f"{file} holds {data_bytes} bytes of weights, and its header describes {expected}; the download was {how}, "
             "fetch it again"
         )
@@ -154,14 +154,14 @@ def read_tensors(files: Files) -> list[Tensor] | None:
     for name, (header, size) in zip(names, files.headers(names), strict=True):
         for tensor in parse_header(header, size, f"{name} in {files.where}"):
             if tensor.name in found:
-                raise BadCheckpoint(
+                raise ModelError(
                     f"{files.where} holds the tensor {tensor.name!r} twice, in {found[tensor.name][0]} and in {name}; "
                     "remove the file that does not belong to the model"
                 )
             found[tensor.name] = (name, tensor)
     for tensor_name, name in (placed or {}).items():
         if tensor_name not in found or found[tensor_name][0] != name:
-            raise BadCheckpoint(
+            raise ModelError(
                 f"{INDEX} in {files.where} says that {name} holds the tensor {tensor_name!r}, and it does not; "
                 "the files are of different versions, fetch them again"
             )
@@ -174,21 +174,18 @@ def _weight_map(files: Files) -> dict[str, str] | None:
     if content is None:
         return None
     where = f"{INDEX} in {files.where}"
-    try:
-        placed = parse_object(content, where).get("weight_map")
-    except BadConfig as error:
-        raise BadCheckpoint(str(error)) from error
+    placed = parse_object(content, where).get("weight_map")
     if not isinstance(placed, dict) or not placed:
-        raise BadCheckpoint(f"{where} has no weight_map, which says where each tensor is; fetch it again")
+        raise ModelError(f"{where} has no weight_map, which says where each tensor is; fetch it again")
     for tensor, name in placed.items():
         # Shards lie beside their index. Anything else would read files that are not the model's.
         if not isinstance(name, str) or PurePosixPath(name).name != name or "\\" in name or "\0" in name:
-            raise BadCheckpoint(
+            raise ModelError(
                 f"{where} places the tensor {tensor!r} in {name!r}, and the name of a file in the same folder was "
                 "expected; do not use this model unless you know who made it"
             )
         if not name.endswith(".safetensors"):
-            raise BadCheckpoint(f"{where} places the tensor {tensor!r} in {name!r}, which is not a safetensors file")
+            raise ModelError(f"{where} places the tensor {tensor!r} in {name!r}, which is not a safetensors file")
     return placed
 
 

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from overspill.model import ModelError
 from overspill.model.defaults import DEFAULTS, SHAPE_KEYS
-from overspill.model.errors import BadConfig
 
 # Where multimodal models keep the config of their language model.
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
@@ -44,7 +44,7 @@ class Config:
     def architecture(self) -> str:
         names = self.raw.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
-            raise BadConfig(
+            raise ModelError(
                 f"{self.where} gives {_show(names)} for architectures, and a list with the model's class was expected, "
                 'such as ["LlamaForCausalLM"]; add it'
             )
@@ -63,7 +63,9 @@ class Config:
             return self.text[key]
         value = self._defaults.get(key, default)
         if value is _MISSING:
-            raise BadConfig(f"{self.where} has no {key}, without which the model cannot be sized; fetch the file again")
+            raise ModelError(
+                f"{self.where} has no {key}, without which the model cannot be sized; fetch the file again"
+            )
         return value
 
     def integer(self, key: str, default: object = _MISSING, *, minimum: int = 1) -> int:
@@ -112,8 +114,8 @@ class Config:
             raise self._bad("model_type", value, "a string")
         return value
 
-    def _bad(self, key: str, value: object, expected: str) -> BadConfig:
-        return BadConfig(f"{self.where} gives {_show(value)} for {key}, and {expected} was expected; correct it")
+    def _bad(self, key: str, value: object, expected: str) -> ModelError:
+        return ModelError(f"{self.where} gives {_show(value)} for {key}, and {expected} was expected; correct it")
 
 
 def parse_object(content: bytes, where: str) -> dict[str, object]:
@@ -121,9 +123,9 @@ def parse_object(content: bytes, where: str) -> dict[str, object]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise BadConfig(f"{where} is not JSON ({error}); fetch it again") from error
+        raise ModelError(f"{where} is not JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):
-        raise BadConfig(f"{where} holds {_show(value)}, and a JSON object was expected; fetch it again")
+        raise ModelError(f"{where} holds {_show(value)}, and a JSON object was expected; fetch it again")
     return value
 
 

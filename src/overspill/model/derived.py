@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from overspill.model import ModelError
 from overspill.model.architectures import head_dim, num_experts, num_kv_heads
 from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
-from overspill.model.errors import UnknownWeights
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -171,17 +171,17 @@ def derive_tensors(config: Config, *, dtype: str, is_tied: bool, quantization: s
     """`dtype` is what the checkpoint would be written in."""
     shapes_of = SHAPES.get(config.architecture)
     if shapes_of is None:
-        raise UnknownWeights(
+        raise ModelError(
             f"{config.where} describes a {config.architecture}, and no weight files are beside it; there is no formula "
             "for their size, so fetch the safetensors files"
         )
     if quantization is not None and (config.architecture, quantization) != ("GptOssForCausalLM", "mxfp4"):
-        raise UnknownWeights(
+        raise ModelError(
             f"{config.where} describes weights quantised with {quantization}, and no weight files are beside it; their "
             "size stands in the headers of the safetensors files only, so fetch these"
         )
     if config.integer("num_hidden_layers") * num_experts(config) > MAX_EXPERTS:
-        raise UnknownWeights(
+        raise ModelError(
             f"{config.where} describes {num_experts(config)} experts in each of {config.integer('num_hidden_layers')} "
             f"layers, and more than {MAX_EXPERTS} are not counted one by one; fetch the safetensors files"
         )
@@ -211,7 +211,7 @@ def _gemma3_with_vision(config: Config) -> Shapes:
 def _siglip(vision: Config, at: str) -> Shapes:
     # The published Gemmas leave SigLIP's pooling head out, and say so.
     if vision.boolean("vision_use_head", True):
-        raise UnknownWeights(
+        raise ModelError(
             f"{vision.where} asks for a pooling head, for whose size there is no formula; fetch the safetensors files"
         )
     hidden, mlp = vision.integer("hidden_size"), vision.integer("intermediate_size")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overspill.figures import Origin
+from overspill.model import ModelError
 from overspill.model.architectures import head_dim, layer_caches, num_experts, num_kv_heads
 from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
-from overspill.model.errors import BadCheckpoint, BadConfig
 from overspill.model.facts import ModelFacts, Weights
 
 
@@ -39,7 +39,7 @@ def _quantization_config(config: Config) -> Mapping[str, object] | None:
             if isinstance(value, dict):
                 return value
             if value is not None:
-                raise BadConfig(f"{config.where} gives {value!r} for {key}, and an object was expected; correct it")
+                raise ModelError(f"{config.where} gives {value!r} for {key}, and an object was expected; correct it")
     return None
 
 
@@ -50,7 +50,7 @@ def _method(found: Mapping[str, object], where: str) -> str:
         return "modelopt_fp4" if is_fp4 else "modelopt"
     method = found.get("quant_method")
     if not isinstance(method, str) or not method:
-        raise BadConfig(
+        raise ModelError(
             f"{where} has a quantization_config without a quant_method, which says how to read the weights; "
             "fetch the file again"
         )
@@ -187,7 +187,7 @@ def describe(
         source=source,
     )
     if not all(weights.layer_bytes):
-        raise BadCheckpoint(
+        raise ModelError(
             f"{config.where} describes {num_layers} layers, and the weight files hold nothing for layer "
             f"{weights.layer_bytes.index(0)}; fetch the files again"
         )
@@ -222,7 +222,7 @@ def served_dtype(written: str, dtype: str) -> str:
     if wanted == "auto":
         return "bfloat16" if written == "float32" else written
     if wanted not in DTYPES:
-        raise BadConfig(f"dtype is {dtype!r}, and vLLM knows auto, {', '.join(DTYPES)}; use one of these")
+        raise ModelError(f"dtype is {dtype!r}, and vLLM knows auto, {', '.join(DTYPES)}; use one of these")
     return wanted
 
 
@@ -233,7 +233,7 @@ def _written_dtype(config: Config, tensors: Sequence[Tensor] | None) -> str:
         value = common_dtype(tensors or ()) or "float32"
     written = str(value).removeprefix("torch.")
     if written not in DTYPES:
-        raise BadConfig(f"{config.where} gives {value!r} for dtype, and one of {', '.join(DTYPES)} was expected")
+        raise ModelError(f"{config.where} gives {value!r} for dtype, and one of {', '.join(DTYPES)} was expected")
     return written
 
 

@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import httpx
 
+from overspill.model import ModelError
 from overspill.model.checkpoint import INDEX, LENGTH_BYTES, MAX_FILE_BYTES, header_length
-from overspill.model.errors import AccessDenied, BadCheckpoint, HubUnreachable, ModelNotFound
 
 ENDPOINT = "https://huggingface.co"
 SINGLE = "model.safetensors"
@@ -35,7 +35,7 @@ class Repository:
             return None
         content, size = found
         if size > MAX_FILE_BYTES:
-            raise BadCheckpoint(f"{name} of {self.where} is {size} bytes long, and a few megabytes were expected")
+            raise ModelError(f"{name} of {self.where} is {size} bytes long, and a few megabytes were expected")
         return content
 
     def safetensors(self) -> list[str]:
@@ -54,7 +54,7 @@ class Repository:
             more, _ = self._range(name, len(start), LENGTH_BYTES + length - len(start))
             header += more
         if len(header) < length:
-            raise BadCheckpoint(
+            raise ModelError(
                 f"{name} of {self.where}: {len(header)} bytes of its header arrived, and {length} were expected; "
                 "try again"
             )
@@ -63,7 +63,7 @@ class Repository:
     def _range(self, name: str, start: int, length: int) -> tuple[bytes, int]:
         found = self._get(name, start, length, ranged=True)
         if found is None:
-            raise BadCheckpoint(f"{INDEX} of {self.where} names {name}, which the repository does not hold; try again")
+            raise ModelError(f"{INDEX} of {self.where} names {name}, which the repository does not hold; try again")
         return found
 
     def _get(self, name: str, start: int, length: int, *, ranged: bool) -> tuple[bytes, int] | None:
@@ -83,16 +83,16 @@ class Repository:
     def _check_is_there(self, response: httpx.Response) -> None:
         what = response.headers.get("X-Error-Code")
         if what in ("RepoNotFound", "RevisionNotFound"):
-            raise ModelNotFound(f"the hub knows no {self.where}; check the name and the revision")
+            raise ModelError(f"the hub knows no {self.where}; check the name and the revision")
 
     def _check_status(self, response: httpx.Response, name: str) -> None:
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise AccessDenied(
+            raise ModelError(
                 f"the hub does not show {name} of {self.where} to this user ({response.status_code}); if the model is "
                 "gated, accept its conditions on its page and set HF_TOKEN, else check the name"
             )
         if not response.is_success:
-            raise HubUnreachable(
+            raise ModelError(
                 f"the hub answered {response.status_code} when asked for {name} of {self.where}; try again later"
             )
 
@@ -135,10 +135,10 @@ def _explained(where: str) -> Iterator[None]:
     try:
         yield
     except httpx.TimeoutException as error:
-        raise HubUnreachable(
+        raise ModelError(
             f"the hub did not answer within {TIMEOUT.read:g} s when asked for {where}; try again, or give a folder"
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise HubUnreachable(
+        raise ModelError(
             f"the hub could not be reached for {where} ({error}); check the network, or give a folder"
         ) from error

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from overspill.model.errors import BadSettings
+from overspill.model import ModelError
 from overspill.model.facts import ModelFacts
 from overspill.model.pages import KV_CACHE_DTYPE_BYTES, CacheSettings, Kind, Page, ceil_div, page_of
 
@@ -61,7 +61,7 @@ def _unified(members: Sequence[LayerPage]) -> list[LayerPage]:
         if page.kind is not Kind.MAMBA and largest % page.page_size_bytes == 0:
             return replace(page, block_size=page.block_size * (largest // page.page_size_bytes))
         if page.kind is Kind.MLA:
-            raise BadSettings(
+            raise ModelError(
                 f"a page of latent attention takes {page.page_size_bytes} bytes and must be padded to {largest}, which "
                 "vLLM does not do; choose another block_size"
             )
@@ -163,7 +163,7 @@ def kv_geometry(facts: ModelFacts, settings: CacheSettings | None = None) -> KVG
 def _pages(facts: ModelFacts, settings: CacheSettings) -> list[Page]:
     kv_cache_dtype = facts.kv_cache_dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
     if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPE_BYTES):
-        raise BadSettings(
+        raise ModelError(
             f"the checkpoint asks for a KV cache in {kv_cache_dtype}, whose size is not known here; "
             "set kv_cache_dtype to fp8 or bfloat16"
         )

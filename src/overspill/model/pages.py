@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from overspill.model.errors import BadSettings
+from overspill.model import ModelError
 from overspill.model.facts import Attention, Cache, LatentAttention, RecurrentState
 
 # Bytes per number of the --kv-cache-dtype values whose size follows from the shape. The rest (nvfp4, turboquant,
@@ -40,7 +40,7 @@ class CacheSettings:
     def __post_init__(self) -> None:
         known = ("auto", *KV_CACHE_DTYPE_BYTES)
         if (dtype := self.kv_cache_dtype) not in known:
-            raise BadSettings(
+            raise ModelError(
                 f"kv_cache_dtype is {dtype!r}, whose size is not known here; use one of {', '.join(known)}"
             )
 

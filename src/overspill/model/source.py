@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from overspill.model import ModelError
 from overspill.model.checkpoint import LENGTH_BYTES, MAX_FILE_BYTES, Files, header_length, read_tensors
 from overspill.model.config import Config, parse_object
 from overspill.model.description import describe
-from overspill.model.errors import AccessDenied, BadCheckpoint, HubUnreachable, ModelNotFound
 from overspill.model.facts import ModelFacts
 
 CONFIG = "config.json"
@@ -73,7 +73,7 @@ class Folder:
                 length = header_length(file.read(LENGTH_BYTES), size, f"{name} in {self.where}")
                 return file.read(length), size
         except FileNotFoundError as error:
-            raise BadCheckpoint(
+            raise ModelError(
                 f"{self.where} should hold {name}, and does not; the download was cut short, fetch it again"
             ) from error
 
@@ -83,7 +83,7 @@ def read_folder(path: Path, *, name: str | None = None, dtype: str = "auto") -> 
     with _explained(path):
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
-            raise ModelNotFound(f"{path} {what}, and a folder with a {CONFIG} was expected; check the path")
+            raise ModelError(f"{path} {what}, and a folder with a {CONFIG} was expected; check the path")
     return read_files(Folder(path), name=name or path.resolve().name, folder=path, dtype=dtype)
 
 
@@ -91,7 +91,7 @@ def read_files(files: Files, *, name: str, folder: Path | None = None, dtype: st
     content = files.content(CONFIG)
     if content is None:
         instead = _instead(files) if isinstance(files, Folder) else ""
-        raise ModelNotFound(f"{files.where} holds no {CONFIG}{instead}; vLLM needs a model in Hugging Face's format")
+        raise ModelError(f"{files.where} holds no {CONFIG}{instead}; vLLM needs a model in Hugging Face's format")
     config = Config.parse(content, where=f"{CONFIG} in {files.where}")
     quant_file = files.content(QUANT_CONFIG) if config.raw.get("quantization_config") is None else None
     quant = None if quant_file is None else parse_object(quant_file, f"{QUANT_CONFIG} in {files.where}")
@@ -110,7 +110,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     with _explained(path):
         # Before it is opened: a pipe would keep us waiting for a writer.
         if path.exists() and not path.is_file():
-            raise ModelNotFound(f"{path} is not a file, and one was expected; remove it")
+            raise ModelError(f"{path} is not a file, and one was expected; remove it")
         with path.open("rb") as file:
             yield file, os.fstat(file.fileno()).st_size
 
@@ -123,9 +123,9 @@ def _explained(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except PermissionError as error:
-        raise AccessDenied(f"{path} may not be read by this user; change its permissions, or run as another") from error
+        raise ModelError(f"{path} may not be read by this user; change its permissions, or run as another") from error
     except OSError as error:
-        raise ModelNotFound(f"{path} cannot be read ({error}); check the path") from error
+        raise ModelError(f"{path} cannot be read ({error}); check the path") from error
 
 
 def read_model(
@@ -137,19 +137,17 @@ def read_model(
     """
     path = Path(os.path.expanduser(name))
     if not name or "\0" in name:
-        raise ModelNotFound(
-            f"{name!r} is not the name of a model; give a folder, or a repository such as Qwen/Qwen3-8B"
-        )
+        raise ModelError(f"{name!r} is not the name of a model; give a folder, or a repository such as Qwen/Qwen3-8B")
     if os.path.exists(path) or not _is_repo_id(name):
         return read_folder(path, dtype=dtype)
     if not _REVISION.fullmatch(revision) or ".." in revision:
-        raise ModelNotFound(f"{revision!r} is not a revision; use a branch, a tag or a commit")
+        raise ModelError(f"{revision!r} is not a revision; use a branch, a tag or a commit")
     snapshot = find_snapshot(cache_folder(environ), name, revision)
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
     if snapshot is not None and (offline or _has_weights(snapshot)):
         return read_folder(snapshot, name=name, dtype=dtype)
     if offline:
-        raise HubUnreachable(
+        raise ModelError(
             f"{name} is neither a folder nor in the cache ({cache_folder(environ)}), and HF_HUB_OFFLINE forbids the "
             "hub; fetch it, or unset HF_HUB_OFFLINE"
         )

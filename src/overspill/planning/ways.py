@@ -1,15 +1,13 @@
 """One way to serve a context: where everything lies, and how fast it will be."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from overspill.figures import Known, derived
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
 from overspill.model.facts import Attention, LatentAttention, ModelFacts, active_bytes
-from overspill.model.kv import KVGeometry
-from overspill.planning.attempts import PROCESS_RAM_BYTES, Fit, peak_ram_bytes
+from overspill.planning.attempts import PROCESS_RAM_BYTES, Attempt, Fit, peak_ram_bytes
 from overspill.planning.memory import KvSplit
-from overspill.planning.overheads import Overheads
 from overspill.planning.parameters import parameters_per_token
 from overspill.planning.setup import Setup
 from overspill.planning.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
@@ -24,15 +22,10 @@ SHORT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    kv_cache_dtype: str
-    max_num_batched_tokens: int
-    geometry: KVGeometry
-    weights: WeightOffload
+class Way(Attempt):
     kv: KvSplit
     offload_bytes: int
     """RAM for KV that waits to be used again."""
-    overheads: Overheads
     decode_tokens_per_s: Known[float]
     """Of one request of the full context."""
     ttft_s: Known[float]
@@ -46,8 +39,6 @@ class Way:
     """Of `SHORT_TOKENS` tokens, that run at once without spilling."""
     short_tokens_per_s: Known[float]
     """Of all of them together."""
-    is_exact: bool
-    """Whether tokens are those of the model as it is: a smaller KV dtype rounds."""
 
     @property
     def ram_bytes(self) -> int:
@@ -122,13 +113,9 @@ def make_way(setup: Setup, fit: Fit) -> Way:
         is_eager=is_eager,
     )
     way = Way(
-        kv_cache_dtype=attempt.kv_cache_dtype,
-        max_num_batched_tokens=chunk,
-        geometry=geometry,
-        weights=attempt.weights,
+        **{field.name: getattr(attempt, field.name) for field in fields(attempt)},
         kv=kv,
         offload_bytes=0,
-        overheads=attempt.overheads,
         decode_tokens_per_s=derived(1 / decode_step_s(machine, long), *sources),
         ttft_s=derived(prefill_s(machine, long, length, chunk), *sources),
         at_once=at_once,
@@ -136,7 +123,6 @@ def make_way(setup: Setup, fit: Fit) -> Way:
         at_once_prefill_s=prefill_s(machine, share, length, chunk),
         short_requests=num_short,
         short_tokens_per_s=derived(num_short / decode_step_s(machine, short), *sources),
-        is_exact=attempt.is_exact,
     )
     return replace(way, offload_bytes=_offload_bytes(setup, way))
 

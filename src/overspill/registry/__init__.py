@@ -2,8 +2,6 @@
 
 from overspill.registry.database import Registry, open_existing, open_registry
 from overspill.registry.errors import (
-    BadDatabaseUrl,
-    BadModelsFile,
     CannotNow,
     ChangedMeanwhile,
     DuplicateModel,
@@ -37,7 +35,7 @@ from overspill.registry.runs import (
 from overspill.registry.tables import ModelSettings, needs_restart
 
 __all__ = [
-    "BadDatabaseUrl", "BadModelsFile", "CannotNow", "ChangedMeanwhile", "DuplicateModel", "Edit", "Entry",
+    "CannotNow", "ChangedMeanwhile", "DuplicateModel", "Edit", "Entry",
     "Imported", "Model", "ModelSettings", "Outcome", "Registry",
     "RegistryError", "RegistryUnavailable", "Result", "Run", "RunEnd", "StillRunning", "UnknownModel",
     "UnknownRecord", "add_model", "edit_model", "end_lost_runs", "end_run", "environment_that_matters", "get_model",

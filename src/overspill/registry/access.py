@@ -14,7 +14,7 @@ from sqlalchemy import Integer, String, Text, delete, select, update
 from sqlalchemy.orm import Mapped, mapped_column
 
 from overspill.registry.database import Registry
-from overspill.registry.errors import DuplicateKey, RegistryError, UnknownRecord
+from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.tables import Base, Word, now
 from overspill.settings import nearest
 
@@ -129,7 +129,7 @@ def create_key(registry: Registry, name: str, scope: KeyScope = KeyScope.ALL) ->
     secret, prefix = new_key()
     with registry.writing() as session:
         if session.scalar(select(Key.id).where(Key.name == name)) is not None:
-            raise DuplicateKey(f"there is a key {name} already; choose another name, or remove that key first")
+            raise RegistryError(f"there is a key {name} already; choose another name, or remove that key first")
         key = Key(name=name, prefix=prefix, digest=digest(secret), scope=KeyScope(scope), created_at=now())
         session.add(key)
     return secret, key

@@ -7,10 +7,6 @@ class RegistryError(OverspillError):
     """Something that the registry refuses; the message says what to change."""
 
 
-class BadDatabaseUrl(RegistryError):
-    """OVERSPILL_DATABASE_URL names no database that the registry could be kept in."""
-
-
 class UnknownModel(RegistryError):
     """No model of that name; the message names the nearest."""
 
@@ -19,16 +15,8 @@ class DuplicateModel(RegistryError):
     """A model of that name is there already."""
 
 
-class DuplicateKey(RegistryError):
-    """An API key of that name is there already."""
-
-
 class UnknownRecord(RegistryError):
     """No run, result or key of that number or name."""
-
-
-class BadModelsFile(RegistryError):
-    """A file of models that cannot be read as one."""
 
 
 class CannotNow(RegistryError):

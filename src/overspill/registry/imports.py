@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from overspill.kv.errors import OverspillError
 from overspill.registry.database import Registry
-from overspill.registry.errors import BadModelsFile, CannotNow, DuplicateModel, UnknownModel
+from overspill.registry.errors import CannotNow, DuplicateModel, RegistryError, UnknownModel
 from overspill.registry.models import add_model, edit_model, get_model, parse_name
 from overspill.settings import parse_settings
 
@@ -35,9 +35,9 @@ def read_models_file(path: Path) -> list[Entry]:
     """`models:` with a mapping of names to settings, or with a list of settings that hold a name."""
     written = _parse(path, _read(path))
     if not isinstance(written, dict) or "models" not in written:
-        raise BadModelsFile(f"{path} has no `models`; {_SHAPE}")
+        raise RegistryError(f"{path} has no `models`; {_SHAPE}")
     if others := [key for key in written if key != "models"]:
-        raise BadModelsFile(f"{path}: {str(others[0])[:80]!r} is not known beside `models`; {_SHAPE}")
+        raise RegistryError(f"{path}: {str(others[0])[:80]!r} is not known beside `models`; {_SHAPE}")
     models = written["models"]
     if isinstance(models, dict):
         return [_entry(path, f"models.{name}", name, settings) for name, settings in models.items()]
@@ -46,7 +46,7 @@ def read_models_file(path: Path) -> list[Entry]:
             _entry(path, f"models[{number}]", each.get("name") if isinstance(each, dict) else None, each)
             for number, each in enumerate(models)
         ]
-    raise BadModelsFile(f"{path}: `models` is neither a mapping nor a list; {_SHAPE}")
+    raise RegistryError(f"{path}: `models` is neither a mapping nor a list; {_SHAPE}")
 
 
 def _entry(path: Path, where: str, name: object, settings: object) -> Entry:
@@ -66,13 +66,13 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE_BYTES + 1)
     except OSError as error:
-        raise BadModelsFile(f"{path} cannot be read: {error.strerror}") from error
+        raise RegistryError(f"{path} cannot be read: {error.strerror}") from error
     if len(content) > _LARGEST_FILE_BYTES:
-        raise BadModelsFile(f"{path} is larger than {_LARGEST_FILE_BYTES >> 20} MiB, which no list of models is")
+        raise RegistryError(f"{path} is larger than {_LARGEST_FILE_BYTES >> 20} MiB, which no list of models is")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise BadModelsFile(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise RegistryError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -81,12 +81,12 @@ def _parse(path: Path, text: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
-        raise BadModelsFile(f"{path} is not YAML: {line}{error.problem}") from error
+        raise RegistryError(f"{path} is not YAML: {line}{error.problem}") from error
     except RecursionError as error:
-        raise BadModelsFile(f"{path} is nested too deeply; {_SHAPE}") from error
+        raise RegistryError(f"{path} is nested too deeply; {_SHAPE}") from error
     except (ValueError, yaml.YAMLError) as error:
         kind = "JSON" if is_json else "YAML"
-        raise BadModelsFile(f"{path} is not {kind}: {' '.join(str(error).split())[:200]}") from error
+        raise RegistryError(f"{path} is not {kind}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def scan_hub_cache(cache: Path) -> list[Entry]:
     try:
         folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith("models--"))
     except OSError as error:
-        raise BadModelsFile(
+        raise RegistryError(
             f"Hugging Face's cache {cache} cannot be read: {error.strerror}; set HF_HOME or HF_HUB_CACHE, or name a "
             "file of models"
         ) from error

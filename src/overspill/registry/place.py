@@ -12,7 +12,7 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from overspill.files import state_folder
-from overspill.registry.errors import BadDatabaseUrl, RegistryUnavailable
+from overspill.registry.errors import RegistryError, RegistryUnavailable
 
 VARIABLE = "OVERSPILL_DATABASE_URL"
 _ACCEPTED = "accepted are sqlite:////absolute/path.db and postgresql://user@host/database"
@@ -105,24 +105,24 @@ def _parse(given: str) -> URL:
         url = make_url(given)
     except (ArgumentError, ValueError):
         # The text is not repeated: what cannot be parsed may hold a password.
-        raise BadDatabaseUrl(f"{VARIABLE} is not a database's URL; {_ACCEPTED}") from None
+        raise RegistryError(f"{VARIABLE} is not a database's URL; {_ACCEPTED}") from None
     if url.drivername in _POSTGRESQL:
         if not url.database:
-            raise BadDatabaseUrl(f"{VARIABLE} names no database; {_ACCEPTED}")
+            raise RegistryError(f"{VARIABLE} names no database; {_ACCEPTED}")
         return url.set(drivername="postgresql+psycopg")
     if url.drivername != "sqlite":
-        raise BadDatabaseUrl(f"{VARIABLE} is for {url.drivername!r}, which the registry does not support; {_ACCEPTED}")
+        raise RegistryError(f"{VARIABLE} is for {url.drivername!r}, which the registry does not support; {_ACCEPTED}")
     if not url.database or url.database == ":memory:" or url.host:
-        raise BadDatabaseUrl(f"{VARIABLE} names no file; {_ACCEPTED}, with four slashes in all")
+        raise RegistryError(f"{VARIABLE} names no file; {_ACCEPTED}, with four slashes in all")
     if not Path(url.database).is_absolute():
         # It would be another registry in every folder.
-        raise BadDatabaseUrl(f"{VARIABLE}: {url.database} is a relative path; {_ACCEPTED}, with four slashes in all")
+        raise RegistryError(f"{VARIABLE}: {url.database} is a relative path; {_ACCEPTED}, with four slashes in all")
     if unknown := sorted(set(url.query) - _SQLITE_OPTIONS):
-        raise BadDatabaseUrl(f"{VARIABLE} has the option {unknown[0]!r}; for SQLite only timeout (seconds) is known")
+        raise RegistryError(f"{VARIABLE} has the option {unknown[0]!r}; for SQLite only timeout (seconds) is known")
     try:
         float(str(url.query.get("timeout", "1")))
     except ValueError:
-        raise BadDatabaseUrl(
+        raise RegistryError(
             f"{VARIABLE}: the timeout {url.query['timeout']!r} is not a number of seconds; write for example timeout=15"
         ) from None
     return url

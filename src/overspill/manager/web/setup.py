@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from overspill.address import is_loopback
@@ -54,33 +55,22 @@ class Setup:
 
 
 def make_setup(
-    *,
-    host: str,
-    port: int,
-    models_folder: Sequence[Path] | None,
-    public_url: str | None,
-    allow_host: Iterable[str] | None,
-    allow_origin: Iterable[str] | None,
-    ram: str | None,
-    gpu_memory: str | None,
-    any_vllm_flag: bool,
-    keep_engines: bool,
-) -> Setup:
-    """From the flags of `overspill manager`, by their names."""
+    *, models_folder: Sequence[Path] | None, public_url: str | None, allow_host: Iterable[str] | None,
+    allow_origin: Iterable[str] | None, ram: str | None, gpu_memory: str | None, keep_engines: bool, **same: Any,
+) -> Setup:  # fmt: skip
+    """From the flags of `overspill manager`, by their names; `same` are fields as they are."""
     for folder in models_folder or ():
         if not folder.is_dir():
             raise ManagerError(f"--models-folder {folder} is not a folder; make it, or name another")
     return Setup(
         folder=own_folder(),
-        host=host,
-        port=port,
         models_folders=tuple(folder.resolve() for folder in models_folder or ()),
         public_url=origin_of(public_url, "--public-url") if public_url else "",
         allowed_hosts=tuple(allow_host or ()),
         allowed_origins=tuple(origin_of(one, "--allow-origin") for one in allow_origin or ()),
-        any_vllm_flag=any_vllm_flag,
         memory=limit(ram, gpu_memory),
         keeps_engines=keep_engines,
+        **same,
     )
 
 
