@@ -18,7 +18,7 @@ import pytest
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.client import Answer, RequestFailed, Unavailable, _Stream
 from overspill.measure.measurement import Outcome, Part, joined, part_as_json, part_from_json, require_tier
-from overspill.measure.memory import MemorySampler, Sample, _Gpus, machine_ram_bytes, process_ram_bytes, thinned
+from overspill.measure.memory import MemorySampler, Sample, _Gpus, thinned
 from overspill.measure.metrics import deviation, difference, mean, parse_counters, percentile, serving_metrics, total
 from overspill.measure.progress import Progress, ProgressPrinter
 from overspill.measure.provenance import git_revision
@@ -32,6 +32,7 @@ from overspill.measure.workload import (
     require_fit,
     write_script,
 )
+from overspill.processes import ram_of
 
 # Workloads.
 
@@ -380,8 +381,8 @@ def test_memory_is_sampled_and_thinned_without_losing_a_peak() -> None:
         held = bytearray(64 << 20)
         held[:: 1 << 12] = b"\1" * len(held[:: 1 << 12])
     assert memory.last is not None and memory.last.ram_bytes is not None
-    assert process_ram_bytes(os.getpid()) > len(held) and (machine_ram_bytes() or 0) > len(held)
-    assert process_ram_bytes(1 << 30) == 0, "a process that is gone has none"
+    assert ram_of([os.getpid()]) > len(held)
+    assert ram_of([1 << 30]) == 0, "a process that is gone has none"
     samples = [Sample(float(i), i, None, 5) for i in range(1001)]
     few = thinned(samples)
     assert len(few) <= 200 and few[0].t == 0 and max(each.gpu_bytes or 0 for each in few) == 1000

@@ -198,7 +198,7 @@ def test_a_gated_model_needs_the_token(server: Hub, environ: dict[str, str]) -> 
     server.token = "hf_secret"
     with pytest.raises(ModelError, match="accept its conditions on its page and set HF_TOKEN") as caught:
         read_model(NAME, environ=environ)
-    with pytest.raises(ModelError, match="does not show config.json"):
+    with pytest.raises(ModelError, match=r"does not show config\.json"):
         read_model(NAME, environ={**environ, "HF_TOKEN": "hf_wrong"})
     assert "hf_wrong" not in str(caught.value)
     # Copied with its line end, as it often is.

@@ -290,7 +290,7 @@ def test_a_file_without_read_permission_is_reported(folder: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "org/na..me", "or--g/x"])
 def test_a_name_that_is_no_model_is_said_to_be_none(name: str) -> None:
-    with pytest.raises(ModelError, match="is not the name of a model|does not exist"):
+    with pytest.raises(ModelError, match=r"is not the name of a model|does not exist"):
         read_model(name, environ={"HF_HUB_OFFLINE": "1"})
 
 

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
 import signal
 import struct
 import threading
@@ -22,6 +23,11 @@ _GONE = (FileNotFoundError, NotADirectoryError, PermissionError, ProcessLookupEr
 # Of a handle (linux/pidfd.h): the mask, 13 fields that are not needed here, and the wait status.
 _PIDFD_INFO = struct.Struct("QQ11Ii")
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC000FF0B | _PIDFD_INFO.size << 16, 1 << 3
+
+
+# psutil has no figure without mapped files but smaps, which walks page tables for seconds where hundreds of GiB are
+# mapped, and holds the lock that the engine's own memory calls wait for.
+_SIZES = re.compile(rb"^(Rss(?:Anon|Shmem)|Vm(?:Lck|Pin)):\s+(\d+) kB", re.MULTILINE)
 
 
 class Process(NamedTuple):
@@ -116,6 +122,23 @@ def argv_of(pid: int) -> list[str]:
 def title_of(pid: int) -> str:
     """First word of its command line, which a process may have replaced by a name; empty if it is gone."""
     return next(iter(argv_of(pid)), "")
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Bytes of anonymous and shared memory, so pools and arenas and not what files hold; and of locked memory."""
+    sizes = {b"Rs": 0, b"Vm": 0}
+    for name, kilobytes in _SIZES.findall(Path(f"/proc/{pid}/status").read_bytes()):
+        sizes[name[:2]] += int(kilobytes) * 1024
+    return sizes[b"Rs"], sizes[b"Vm"]
+
+
+def ram_of(pids: Iterable[int]) -> int:
+    """Bytes of those that live."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            total += memory_of(pid)[0]
+    return total
 
 
 def listeners(pids: Iterable[int] | None = None) -> list[Listener]:

@@ -16,7 +16,6 @@ import psutil
 from overspill.flags import without_secrets
 from overspill.manager.backend import Identity, identify
 from overspill.manager.errors import ManagerError
-from overspill.manager.telemetry.machine import memory_of
 from overspill.processes import (
     Process,
     argv_of,
@@ -24,6 +23,7 @@ from overspill.processes import (
     identity,
     listeners,
     processes,
+    ram_of,
     read_process,
     wait_until_none,
 )  # fmt: skip
@@ -116,7 +116,7 @@ def _server(
         user=user_of(pid),
         argv=tuple(without_secrets(argv)),
         pids=tuple(pids),
-        ram_bytes=sum(map(_ram_bytes, pids)),
+        ram_bytes=ram_of(pids),
         gpu_bytes=None if gpu_bytes is None or None in sizes else sum(size for size in sizes if size is not None),
         port=stated if stated in ports or not ports else ports[0],
         owner=owner,
@@ -212,12 +212,6 @@ def user_of(pid: int) -> str:
     with suppress(psutil.Error):
         return psutil.Process(pid).username()
     return ""
-
-
-def _ram_bytes(pid: int) -> int:
-    with suppress(OSError):
-        return memory_of(pid)[0]
-    return 0
 
 
 def _shares_our_network(pid: int) -> bool:

@@ -5,11 +5,12 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
+
 from overspill.hardware.nvml import NoNvml, opened_nvml
-from overspill.processes import below, in_session
+from overspill.processes import below, in_session, ram_of
 
 _INTERVAL_S = 0.5
 _LIST_PROCESSES_S = 5.0
@@ -24,7 +25,7 @@ class Sample:
     """All that is in use on the GPUs of the server, or of the machine where its processes are not known there."""
     ram_bytes: int | None
     """Of the server's processes; of the machine where they are not known."""
-    machine_ram_bytes: int | None
+    machine_ram_bytes: int
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,8 +73,9 @@ class MemorySampler:
         if self._pid is not None and now - self._listed >= _LIST_PROCESSES_S:
             self._pids = sorted({self._pid, *below(self._pid), *in_session(self._pid)})
             self._listed = now
-        machine = machine_ram_bytes()
-        server = sum(map(process_ram_bytes, self._pids))
+        memory = psutil.virtual_memory()
+        machine = memory.total - memory.available
+        server = ram_of(self._pids)
         used = None if gpus is None else gpus.used_bytes(self._pids)
         return Sample(round(now, 2), used, server or machine, machine)
 
@@ -85,7 +87,7 @@ def thinned(samples: list[Sample], most: int = MOST_SAMPLES) -> list[Sample]:
     return [
         Sample(
             each[0].t, peak(one.gpu_bytes for one in each), peak(one.ram_bytes for one in each),
-            peak(one.machine_ram_bytes for one in each),
+            max(one.machine_ram_bytes for one in each),
         )
         for each in intervals
     ]  # fmt: skip
@@ -93,28 +95,6 @@ def thinned(samples: list[Sample], most: int = MOST_SAMPLES) -> list[Sample]:
 
 def peak(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def process_ram_bytes(pid: int, proc: Path = Path("/proc")) -> int:
-    """Memory of its own and shared memory, so pools and arenas, and not what files hold.
-
-    Not PSS: to add that up the kernel walks all pages, which for a large pool holds up the very process.
-    """
-    with contextlib.suppress(OSError):
-        return _sum((proc / str(pid) / "status").read_text(), "RssAnon", "RssShmem")
-    return 0
-
-
-def machine_ram_bytes(proc: Path = Path("/proc")) -> int | None:
-    with contextlib.suppress(OSError):
-        text = (proc / "meminfo").read_text()
-        return _sum(text, "MemTotal") - _sum(text, "MemAvailable")
-    return None
-
-
-def _sum(text: str, *names: str) -> int:
-    lines = (line.split() for line in text.splitlines())
-    return sum(int(words[1]) << 10 for words in lines if words and words[0].rstrip(":") in names)
 
 
 class _Gpus:

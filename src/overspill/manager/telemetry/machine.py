@@ -1,7 +1,6 @@
 """One sample of the machine and of watched processes, at the cost of some dozens of short reads."""
 
 import os
-import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,12 +11,10 @@ import psutil
 
 from overspill.kv.ram import available_ram
 from overspill.manager.telemetry.gpus import GpuSample, GpuSampler
+from overspill.processes import memory_of
 
 # Looking through all of /proc for children costs more than everything else.
 _TREES_EVERY_S = 5.0
-# psutil has no figure without mapped files but smaps, which walks page tables for seconds where hundreds of GiB are
-# mapped, and holds the lock that the engine's own memory calls wait for.
-_SIZES = re.compile(rb"^(Rss(?:Anon|Shmem)|Vm(?:Lck|Pin)):\s+(\d+) kB", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,15 +223,6 @@ class _Tree:
             cpu_cores=busy_s / seconds if seconds > 0 else 0.0,
             gpu_bytes=sum(size for size in sizes if size is not None) if is_counted else None,
         )
-
-
-def memory_of(pid: int) -> tuple[int, int]:
-    """Bytes of anonymous and shared memory, and of locked memory."""
-    with open(f"/proc/{pid}/status", "rb") as file:
-        sizes = {name[:2]: 0 for name in (b"Rs", b"Vm")}
-        for name, kilobytes in _SIZES.findall(file.read()):
-            sizes[name[:2]] += int(kilobytes) * 1024
-    return sizes[b"Rs"], sizes[b"Vm"]
 
 
 def _ram() -> RamSample:

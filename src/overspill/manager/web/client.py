@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import os
 import platform
-import select
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +14,12 @@ from urllib.parse import quote
 import httpx
 
 from overspill.manager import logs
+from overspill.manager.backend import Identity
 from overspill.manager.errors import ManagerError
 from overspill.manager.records import file_name, find_manager
 from overspill.manager.states import State
 from overspill.manager.web.setup import own_folder
-from overspill.processes import identity
+from overspill.processes import wait_until_none
 from overspill.serve.status import Status, read_statuses
 from overspill.settings import nearest
 
@@ -105,19 +104,10 @@ class ThisMachine:
     def stop(self, name: str) -> None:
         """Sends SIGTERM, and waits for the end."""
         status = _find(name, [one for one in _statuses() if one.is_alive])
-        try:
-            handle = os.pidfd_open(status.pid)
-        except OSError:
-            return  # it has ended
-        try:
-            # With the handle open, the number cannot become another process's between this look and the signal.
-            if identity(status.pid) != status.process:
-                return
-            signal.pidfd_send_signal(handle, signal.SIGTERM)
-            if not select.select([handle], [], [], _STOP_S)[0]:
-                raise ManagerError(f"{name} (process {status.pid}) was asked to end and has not for {_STOP_S:g} s")
-        finally:
-            os.close(handle)
+        server = Identity(status.pid, status.process or "")
+        server.signal(signal.SIGTERM)
+        if not wait_until_none(lambda: [server.pid] if server.is_alive else [], _STOP_S):
+            raise ManagerError(f"{name} (process {status.pid}) was to end and has not for {_STOP_S:g} s")
 
     def log(self, name: str, num_lines: int, search: str, *, follow: bool) -> Iterator[str]:
         path = _log_file(name)
