@@ -8,9 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import OF_MODELS_AND_COMMANDS, failing, to_stderr, with_settings
-
-Text = Annotated[str | None, typer.Option(metavar="TEXT", help="Another configuration.")]
+from overspill.cli.flags import OF_MODELS_AND_COMMANDS, failing, flag, to_stderr, with_flags, with_settings
 
 
 def _failing() -> contextlib.AbstractContextManager[None]:
@@ -22,7 +20,19 @@ def _failing() -> contextlib.AbstractContextManager[None]:
     return failing(CannotMeasure, CannotNow, CannotServe, NoRegistry)
 
 
+@with_flags("given", [
+    flag("workload", typer.Option(help="overhead, multi-turn (the default), shared-prefix, long-context or offline; "
+         "then what is not to be the default: multi-turn:conversations=8,turns=4.")),
+    flag("model", typer.Option(help="The model's name there; needed if there are several.")),
+    flag("api_key", typer.Option(help="The server's key, if it has one.", envvar="OVERSPILL_API_KEY")),
+    flag("seed", typer.Option(help="What prompts are drawn from; 0 if not given."), int | None),
+    flag("expect", typer.Option(help="offload or spill: exit with 1 if that tier served nothing.")),
+    flag("label", typer.Option(help="A name for this configuration, to compare results by.")),
+    flag("experiment", typer.Option(help="A name that compared results have in common.")),
+    flag("resume", typer.Option(help="Go on with an incomplete result, by its number."), int | None),
+])  # fmt: skip
 def bench(
+    given: dict[str, Any],
     url: Annotated[
         str | None,
         typer.Argument(
@@ -30,24 +40,6 @@ def bench(
             show_default="http://127.0.0.1:8000",
         ),
     ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            help="overhead, multi-turn (the default), shared-prefix, long-context or offline; then what is not to be "
-            "the default: multi-turn:conversations=8,turns=4."
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name there; needed if there are several.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's key, if it has one.", envvar="OVERSPILL_API_KEY")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="What prompts are drawn from; 0 if not given.")] = None,
-    expect: Annotated[
-        str | None, typer.Option(help="offload or spill: exit with 1 if that tier served nothing.")
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="A name for this configuration, to compare results by.")] = None,
-    experiment: Annotated[str | None, typer.Option(help="A name that compared results have in common.")] = None,
-    resume: Annotated[int | None, typer.Option(help="Go on with an incomplete result, by its number.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every request's times.")] = False,
 ) -> None:
     """Send a workload to a server and measure it: throughput, latencies, memory, and which tier served the tokens."""
@@ -58,10 +50,7 @@ def bench(
     printer = ProgressPrinter(sys.stderr)
     with _failing(), contextlib.ExitStack() as ending:
         ending.callback(printer.end)
-        request = read_request(
-            url=url, workload=workload, seed=seed, model=model, api_key=api_key, expect=expect, label=label,
-            experiment=experiment, resume=resume,
-        )  # fmt: skip
+        request = read_request(url=url, **given)
         with stopped_by_signals() as stop:
             found = run_bench(request, say=to_stderr, on_progress=printer, stop=stop)
     print(json.dumps(found.as_json(), indent=2) if as_json else found.as_text())
@@ -72,34 +61,24 @@ def bench(
     raise typer.Exit(found.exit_code)
 
 
+@with_flags("given", [
+    flag("a", typer.Option(metavar="TEXT", help="The configuration that others are compared with: flags of overspill "
+         "serve, `vllm` and its flags, or a peer (`none`, `native:8GiB`, `simple-lazy:8GiB`, …). `LABEL = …` names it.")),
+    flag("b", typer.Option(metavar="TEXT", help="What it is compared with.")),
+    *(flag(key, typer.Option(metavar="TEXT", help="Another configuration.")) for key in "cdef"),
+    flag("common", typer.Option(metavar="FLAGS", help="Flags that all configurations have.")),
+    flag("workload", typer.Option(help="What is sent: `multi-turn` (the default), or as overspill bench takes it.")),
+    flag("repeats", typer.Option(help="How often each is measured; 3 if not given."), int | None),
+    flag("seed", typer.Option(help="What requests are drawn from; 0 if not given."), int | None),
+    flag("keeps_engines", typer.Option("--keep", help="Start each engine once, and empty its caches between repeats."),
+         bool | None),
+    flag("expects", typer.Option("--expect", help="`offload` or `spill`: exit with 1 if engines that have it did not "
+         "use it.")),
+])  # fmt: skip
 def ab(
+    given: dict[str, Any],
     model: Annotated[
         str | None, typer.Argument(help="A folder, a repository of Hugging Face's cache or hub, or a registry's name.")
-    ] = None,
-    a: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The configuration that others are compared with: flags of overspill serve, `vllm` and its flags, or "
-            "a peer (`none`, `native:8GiB`, `simple-lazy:8GiB`, …). `LABEL = …` names it.",
-        ),
-    ] = None,
-    b: Annotated[str | None, typer.Option(metavar="TEXT", help="What it is compared with.")] = None,
-    c: Text = None,
-    d: Text = None,
-    e: Text = None,
-    f: Text = None,
-    common: Annotated[str | None, typer.Option(metavar="FLAGS", help="Flags that all configurations have.")] = None,
-    workload: Annotated[
-        str | None, typer.Option(help="What is sent: `multi-turn` (the default), or as overspill bench takes it.")
-    ] = None,
-    repeats: Annotated[int | None, typer.Option(help="How often each is measured; 3 if not given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="What requests are drawn from; 0 if not given.")] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Start each engine once, and empty its caches between repeats.")
-    ] = False,
-    expect: Annotated[
-        str | None, typer.Option(help="`offload` or `spill`: exit with 1 if engines that have it did not use it.")
     ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="EXPERIMENT", help="Do what is missing of an experiment.")
@@ -109,7 +88,7 @@ def ab(
 ) -> None:
     """Measure configurations of a model in turn, and compare them. Exits with 1 if something is missing."""
     from overspill.measure.ab import run
-    from overspill.measure.experiment import read_definition
+    from overspill.measure.experiment import KEYS, read_definition
     from overspill.measure.report.file import require_writable, write_text
     from overspill.measure.trial import stopped_by_signals
     from overspill.registry import open_registry
@@ -118,10 +97,8 @@ def ab(
         if file is not None:
             require_writable(file)
     with _failing(), open_registry() as registry, stopped_by_signals() as stop:
-        definition = read_definition(
-            registry, resume, model=model, configurations=(a, b, c, d, e, f), common=common, workload=workload,
-            repeats=repeats, seed=seed, keeps_engines=keep or None, expects=expect,
-        )  # fmt: skip
+        configurations = [given.pop(key) for key in KEYS]
+        definition = read_definition(registry, resume, model=model, configurations=configurations, **given)
         report = run(definition, registry, to_stderr, resume=resume, stop=stop)
         print(report.as_text(), flush=True)
         if json_file is not None:
@@ -131,35 +108,29 @@ def ab(
     raise typer.Exit(report.exit_code)
 
 
-# Given here, settings are not varied, and kept.
+# Settings that are given here are not varied, and kept.
 @with_settings(OF_MODELS_AND_COMMANDS)
+@with_flags("how", [
+    flag("goal", typer.Option(help="throughput (the default), ttft (time to the first token) or context (the longest "
+         "one).")),
+    flag("workload", typer.Option(help="What is sent, as overspill bench takes it; without it, the goal's own.")),
+    flag("repeats", typer.Option(help="How often the best ones are measured; 3 if not given."), int | None),
+    flag("seed", typer.Option(help="What requests are drawn from; 0 if not given."), int | None),
+    flag("most", typer.Option("--candidates", min=1, help="Try at most so many, the plan's own choice first."),
+         int | None),
+    flag("allow_fp8", typer.Option("--allow-fp8", help="Try KV in fp8 too, which rounds it and so may change answers."),
+         bool | None),
+    flag("least_tokens_per_s", typer.Option(min=0, help="With --goal context: how fast an answer must be at that "
+         "length."), float | None),
+    flag("name", typer.Option(help="What the model is called in the registry, if it is not there yet.")),
+])  # fmt: skip
 def tune(
     given: dict[str, Any],
+    how: dict[str, Any],
     model: Annotated[
         str | None, typer.Argument(help="A folder, a model of the registry, or a repository of Hugging Face's.")
     ] = None,
-    goal: Annotated[
-        str | None,
-        typer.Option(help="throughput (the default), ttft (time to the first token) or context (the longest one)."),
-    ] = None,
-    workload: Annotated[
-        str | None, typer.Option(help="What is sent, as overspill bench takes it; without it, the goal's own.")
-    ] = None,
-    repeats: Annotated[int | None, typer.Option(help="How often the best ones are measured; 3 if not given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="What requests are drawn from; 0 if not given.")] = None,
     budget: Annotated[str, typer.Option(help="How long it may take: `90s`, `10m`, `2h`.")] = "30m",
-    candidates: Annotated[
-        int | None, typer.Option(min=1, help="Try at most so many, the plan's own choice first.")
-    ] = None,
-    allow_fp8: Annotated[
-        bool, typer.Option("--allow-fp8", help="Try KV in fp8 too, which rounds it and so may change answers.")
-    ] = False,
-    least_tokens_per_s: Annotated[
-        float | None, typer.Option(min=0, help="With --goal context: how fast an answer must be at that length.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What the model is called in the registry, if it is not there yet.")
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and leave the model's settings alone.")] = False,
     resume: Annotated[str | None, typer.Option(metavar="EXPERIMENT", help="Go on with one that was ended.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
@@ -174,10 +145,7 @@ def tune(
     with _failing():
         budget_s = parse_budget(budget)
         with open_registry() as registry, stopped_by_signals() as stop:
-            definition, subject = prepare(
-                registry, resume, model=model, name=name, goal=goal, given=given, workload=workload, seed=seed,
-                repeats=repeats, allow_fp8=allow_fp8 or None, least_tokens_per_s=least_tokens_per_s, most=candidates,
-            )  # fmt: skip
+            definition, subject = prepare(registry, resume, model=model, given=given, **how)
             report = run(definition, subject, registry, to_stderr, resume=resume, budget_s=budget_s, stop=stop)
             if not as_json:
                 print(report.as_text(), flush=True)
