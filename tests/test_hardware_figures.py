@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.figures import Known, Origin, as_json, assumed, combine, derived, measured, origin_of
+from overspill.figures import Known, Origin, as_json, assumed, derived, measured, origin_of
 
 A, D, M = assumed(1), derived(1), measured(1)
 
@@ -19,16 +19,6 @@ A, D, M = assumed(1), derived(1), measured(1)
 def test_what_is_computed_is_no_better_than_its_weakest_source(sources: tuple[Known[int], ...], origin: str) -> None:
     assert origin_of(*sources) == origin
     assert derived("x", *sources, note="why") == Known("x", Origin(origin), "why")
-
-
-def test_combining_computes_the_value_and_its_origin() -> None:
-    assert combine(lambda a, b: a * b, measured(6), assumed(7), note="product") == assumed(42, "product")
-    assert combine(str, measured(6)) == derived("6")
-
-
-def test_chains_stay_assumed() -> None:
-    first = combine(lambda value: value + 1, assumed(1))
-    assert combine(lambda a, b: a + b, first, measured(1)).origin is Origin.ASSUMED
 
 
 def test_figures_become_json_with_integers_for_bytes() -> None:

@@ -68,7 +68,7 @@ def test_starts_at_the_same_time_are_one_start(place: Place) -> None:
 
     async def run() -> None:
         async with managing(place) as engines:
-            answers = await asyncio.gather(*(engines.start("a") for _ in range(20)), engines.switch("a"))
+            answers = await asyncio.gather(*(engines.start("a") for _ in range(20)), engines.start("a", make_room=True))
             assert len({one.pid for one in answers}) == 1 == len(place.starts("a"))
 
     asyncio.run(run())
@@ -410,7 +410,7 @@ def test_an_engine_is_evicted_for_one_that_does_not_fit_beside(place: Place) -> 
                 await engines.start("c")
             await engines.ensure_ready("c")
             assert engines.snapshot("a").state is engines.snapshot("b").state is State.STOPPED
-            await engines.switch("b")
+            await engines.start("b", make_room=True)
             assert [one.state for one in engines.snapshots()] == [State.STOPPED, State.READY, State.STOPPED]
 
     asyncio.run(run())

@@ -1,7 +1,7 @@
 """Figures that say where they come from: measured here, derived from other figures, or assumed."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,11 +33,6 @@ def measured(value: T, note: str = "") -> Known[T]:
 def derived(value: T, *sources: Known[Any], note: str = "") -> Known[T]:
     """A value computed from `sources`; its origin is the weakest of theirs."""
     return Known(value, origin_of(*sources), note)
-
-
-def combine(function: Callable[..., T], *figures: Known[Any], note: str = "") -> Known[T]:
-    """`function` of the figures' values, with the origin that follows from theirs."""
-    return derived(function(*(figure.value for figure in figures)), *figures, note=note)
 
 
 def assumed(value: T, note: str = "") -> Known[T]:

@@ -63,7 +63,8 @@ def bench(
 
 @with_flags("given", [
     flag("a", typer.Option(metavar="TEXT", help="The configuration that others are compared with: flags of overspill "
-         "serve, `vllm` and its flags, or a peer (`none`, `native:8GiB`, `simple-lazy:8GiB`, …). `LABEL = …` names it.")),
+         "serve, `vllm` and its flags, or a peer (`none`, `native:8GiB`, `simple-lazy:8GiB`, …). `LABEL = …` names "
+         "it.")),
     flag("b", typer.Option(metavar="TEXT", help="What it is compared with.")),
     *(flag(key, typer.Option(metavar="TEXT", help="Another configuration.")) for key in "cdef"),
     flag("common", typer.Option(metavar="FLAGS", help="Flags that all configurations have.")),

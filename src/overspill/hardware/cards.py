@@ -4,7 +4,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from overspill.figures import Known, assumed, combine
+from overspill.figures import Known, assumed
 from overspill.hardware.gpu import LINK_EFFICIENCY, link_from_pcie
 from overspill.kv.sizes import MiB
 
@@ -130,9 +130,8 @@ def link_of_card(card: Card, generation: Known[int] | None, width: Known[int] | 
     """By PCIe as it was found or stated, except for cards that have a link of their own."""
     if card.link_gb_s is None:
         return link_from_pcie(generation, width)
-    sheet = assumed(card.link_gb_s)
     note = f"{LINK_EFFICIENCY:.0%} of what the data sheet of the {card.name} says"
-    return combine(lambda gb_s: int(gb_s * 1e9 * LINK_EFFICIENCY), sheet, note=note)
+    return assumed(int(card.link_gb_s * 1e9 * LINK_EFFICIENCY), note)
 
 
 def modest_card(total_bytes: int) -> Card:

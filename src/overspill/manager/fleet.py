@@ -180,7 +180,10 @@ class Engines:
     # Actions: each may be repeated, and returns when it is done.
 
     async def start(self, name: str, *, make_room: bool = False) -> Snapshot:
-        """Also after a failed start, without waiting for its time. Raises if it does not become ready."""
+        """Also after a failed start, without waiting for its time; with `make_room`, others are stopped for it.
+
+        Raises if it does not become ready.
+        """
         engine = await self._known(name)
         if engine.failure is not None:
             engine.want_down("it is started again")
@@ -198,10 +201,6 @@ class Engines:
     async def restart(self, name: str) -> Snapshot:
         await self.stop(name, reason="it is being restarted")
         return await self.start(name, make_room=True)
-
-    async def switch(self, to: str) -> Snapshot:
-        """Starts it, and stops what must go for it."""
-        return await self.start(to, make_room=True)
 
     async def ensure_ready(self, name: str, *, within: float | None = None) -> Engine:
         """For a request: waits while the model loads, at most `within` seconds."""

@@ -1,6 +1,5 @@
 """What is tried, what must have happened for it to count, and which of it the command line requests."""
 
-import difflib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from overspill.kv.errors import OverspillError
+from overspill.settings import nearest
 
 _MINUTES = 30
 # Prompts are drawn from seeds; a larger one is a typing mistake.
@@ -132,10 +132,8 @@ def read_request(
     names = tuple(dict.fromkeys(scenarios))
     for name in names:
         if name not in NAMES:
-            nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
-            raise OverspillError(
-                f"--scenario: there is no {name!r}; did you mean {nearest}? Scenarios: {', '.join(NAMES)}"
-            )
+            known = ", ".join(NAMES)
+            raise OverspillError(f"--scenario: there is no {name!r}; {nearest(name, NAMES)} Scenarios: {known}")
     found = chosen(names, soak=soak)
     if not soak and (only := next((one.name for one in found if one.soak_only), None)):
         raise OverspillError(f"--scenario {only} is part of --soak; add that")

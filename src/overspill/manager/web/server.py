@@ -5,7 +5,6 @@ import contextlib
 import gc
 import logging
 import re
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from overspill.manager.web.access import Access
 from overspill.manager.web.app import make_app
 from overspill.manager.web.application import running
 from overspill.manager.web.setup import Setup, require_protection
+from overspill.processes import stop_signals
 from overspill.registry import Registry
 from overspill.serve.reporter import notify
 
@@ -100,9 +100,7 @@ class _Server(uvicorn.Server):
 @contextlib.contextmanager
 def _signals(end: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-        signals.append(signal.SIGHUP)
+    signals = stop_signals()
     for one in signals:
         loop.add_signal_handler(one, end)
     try:
