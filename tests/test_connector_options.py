@@ -46,7 +46,7 @@ def test_an_empty_text_says_nothing() -> None:
         ("store", "write for example store=lazy,verify=all"),
         ("store=", "write for example"),
         ("=lazy", "write for example"),
-        ("store=lazy,", "'' is no option with a value"),
+        ("store=lazy,", "'' is not an option with a value"),
         ("store=later", "store: must be one of eager, lazy"),
         ("stor=lazy", "did you mean 'store'"),
         ("lazy_offload=true", '"store": "lazy" for true'),

@@ -229,7 +229,7 @@ def test_a_misspelt_setting_is_reported_and_no_vllm_flag_is() -> None:
         return [one for one in check(combine(PLANNED, given), {}, on_cpu=False).warnings if "did you mean" in one]
 
     assert told("--max-modl-len", "4k") == [
-        "--max-modl-len is no setting here and goes to vLLM; did you mean --max-model-len?"
+        "--max-modl-len is not a setting here and goes to vLLM; did you mean --max-model-len?"
     ]
     assert "--gpu-memory?" in told("--gpu-memry=8GiB")[0]
     assert "--kv-options?" in told("--kv-option", "store=lazy")[0], "the beginning of a name that vLLM does not have"

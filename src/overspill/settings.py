@@ -129,7 +129,7 @@ def _source(text: object) -> str:
     path = os.path.expanduser(text)
     if text.startswith(("/", ".", "~")) or os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
-            raise OverspillError(f"{text} is no folder of a model: there is no {os.path.join(path, 'config.json')}")
+            raise OverspillError(f"{text} is not a folder of a model: there is no {os.path.join(path, 'config.json')}")
         # The model is not always started from the folder in which it was added.
         return str(Path(path).absolute())
     if not _REPO_ID.fullmatch(text) or ".." in text or "--" in text:

@@ -72,7 +72,7 @@ def _check_spelling(combined: Combined, checked: Checked) -> None:
             continue
         # So near is none of vLLM's own, but for beginnings that its parser completes: the plan knows nothing of those.
         for meant in difflib.get_close_matches(flag.name, _SETTINGS, n=1, cutoff=0.9):
-            checked.warnings.append(f"{flag.name} is no setting here and goes to vLLM; did you mean {meant}?")
+            checked.warnings.append(f"{flag.name} is not a setting here and goes to vLLM; did you mean {meant}?")
 
 
 def _check_weight_offload(combined: Combined) -> None:

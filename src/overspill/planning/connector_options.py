@@ -27,7 +27,7 @@ def read_options(text: str) -> dict[str, Any]:
     for part in text.split(",") if text else ():
         name, equals, written = (word.strip() for word in part.partition("="))
         if not equals or not name or not written:
-            raise OverspillError(f"{part!r:.80} is no option with a value; write for example store=lazy,verify=all")
+            raise OverspillError(f"{part!r:.80} is not an option with a value; write for example store=lazy,verify=all")
         if name in _ELSEWHERE:
             raise OverspillError(f"{name} is not set here: {_ELSEWHERE[name]}")
         if name not in _FIELDS:
