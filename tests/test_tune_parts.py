@@ -5,7 +5,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.candidates import Candidate, Replan, find_candidates
 from overspill.measure.compare import Better
 from overspill.measure.goals import Goal, choose_workload, does_return, one_prompt, parse_goal
-from overspill.measure.search import MARGINS, NEAR, Scores, choose, longest_working, next_length, standing, trials_left
+from overspill.measure.search import MARGINS, NEAR, Scores, Standing, longest_working, next_length, trials_left
 from overspill.measure.subject import (
     Subject,
     current_candidate,
@@ -235,7 +235,15 @@ def some(*ranks: int) -> list[Candidate]:
 
 def scored(failed: Mapping[str, str] | None = None, **values: list[float]) -> Scores:
     by_repeat = {label: dict(enumerate(found, start=1)) for label, found in values.items()}
-    return Scores(values=by_repeat, failed=failed or {})
+    return Scores(better=Better.HIGHER, values=by_repeat, failed=failed or {})
+
+
+def standing(candidates: Sequence[Candidate], scores: Scores, repeats: int, better: Better) -> Standing:
+    return replace(scores, better=better).standing(candidates, repeats)
+
+
+def choose(candidates: Sequence[Candidate], scores: Scores, better: Better) -> Candidate | None:
+    return replace(scores, better=better).choose(candidates)
 
 
 def test_each_is_measured_once_first() -> None:

@@ -13,20 +13,12 @@ from overspill.measure.candidates import Candidate
 from overspill.measure.compare import Better, Ratio, Verdict, centre, paired_ratio
 from overspill.measure.trial import Step
 
+Values = Mapping[str, Mapping[int, float]]
+
 # So much worse after one and after two measurements is out. One alone says nothing of how they vary.
 MARGINS = (1.3, 1.1)
 # What a simpler candidate may cost: so much less is given up for fewer things in RAM, and no more on mere doubt.
 NEAR = 1.03
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """What is known so far, by label."""
-
-    values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """By repeat."""
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """And why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,52 +32,93 @@ class Standing:
     """With the next one, about: how many will be dropped is not known."""
 
 
-def standing(candidates: Sequence[Candidate], scores: Scores, repeats: int, better: Better) -> Standing:
-    """Decided anew from all that was measured, so that it goes on where it was broken off."""
-    alive = [each for each in candidates if each.label not in scores.failed]
-    dropped: dict[str, str] = {}
-    for repeat in range(1, repeats + 1):
-        if not alive or (repeat > 1 and len(alive) < 2):
-            break
-        # Every second time in reverse: a machine that becomes slower with time does so for all alike.
-        order = alive if repeat % 2 else alive[::-1]
-        missing = [each for each in order if repeat not in scores.values.get(each.label, {})]
-        if missing:
-            left = _steps_left(len(missing), len(alive), repeats - repeat)
-            return Standing(alive=tuple(alive), dropped=dropped, next=Step(repeat, missing[0].label), steps_left=left)
-        out = _losers(alive, scores, repeat, better, is_last=repeat == repeats)
-        dropped |= out
-        alive = [each for each in alive if each.label not in out]
-    return Standing(alive=tuple(alive), dropped=dropped, next=None, steps_left=0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What is known so far, by label."""
 
+    better: Better
+    values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """By repeat."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """And why."""
 
-def choose(candidates: Sequence[Candidate], scores: Scores, better: Better) -> Candidate | None:
-    """The simplest of those that come near the best; None if nothing was measured."""
-    near = nearest(candidates, scores, better)
-    return min(near, key=lambda each: each.rank) if near else None
+    def standing(self, candidates: Sequence[Candidate], repeats: int) -> Standing:
+        """Decided anew from all that was measured, so that it goes on where it was broken off."""
+        alive = [each for each in candidates if each.label not in self.failed]
+        dropped: dict[str, str] = {}
+        for repeat in range(1, repeats + 1):
+            if not alive or (repeat > 1 and len(alive) < 2):
+                break
+            # Every second time in reverse: a machine that becomes slower with time does so for all alike.
+            order = alive if repeat % 2 else alive[::-1]
+            missing = [each for each in order if repeat not in self.values.get(each.label, {})]
+            if missing:
+                left = _steps_left(len(missing), len(alive), repeats - repeat)
+                step = Step(repeat, missing[0].label)
+                return Standing(alive=tuple(alive), dropped=dropped, next=step, steps_left=left)
+            out = self._losers(alive, repeat, is_last=repeat == repeats)
+            dropped |= out
+            alive = [each for each in alive if each.label not in out]
+        return Standing(alive=tuple(alive), dropped=dropped, next=None, steps_left=0)
 
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The simplest of those that come near the best; None if nothing was measured."""
+        return min(self.nearest(candidates), key=lambda each: each.rank, default=None)
 
-def nearest(candidates: Sequence[Candidate], scores: Scores, better: Better) -> list[Candidate]:
-    """The best that was measured, and those that are near it."""
-    losses = losses_of(candidates, scores, better)
-    return [each for each in candidates if each.label in losses and is_near(losses[each.label])]
+    def nearest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The best that was measured, and those that are near it."""
+        losses = self.losses(candidates)
+        return [each for each in candidates if each.label in losses and is_near(losses[each.label])]
 
+    def losses(self, candidates: Sequence[Candidate]) -> dict[str, Ratio | None]:
+        """By label, how much worse than the best of them: above 1 for the worse, None for the best itself."""
+        measured = [each for each in candidates if self.values.get(each.label) and each.label not in self.failed]
+        if not (shared := self.shared_repeats(measured)):
+            return {}
+        return self._losses({each.label: {one: self.values[each.label][one] for one in shared} for each in measured},
+                            measured)  # fmt: skip
 
-def losses_of(candidates: Sequence[Candidate], scores: Scores, better: Better) -> dict[str, Ratio | None]:
-    """By label, how much worse than the best of them: above 1 for the worse, None for the best itself."""
-    measured = [each for each in candidates if scores.values.get(each.label) and each.label not in scores.failed]
-    shared = shared_repeats(measured, scores)
-    if not shared:
-        return {}
-    values = {each.label: {one: scores.values[each.label][one] for one in shared} for each in measured}
-    best = _ordered(measured, values, better)[0]
-    return {each.label: None if each is best else _loss(values, best, each, better) for each in measured}
+    def shared_repeats(self, candidates: Sequence[Candidate]) -> set[int]:
+        """Of a round that was broken off, only repeats that all have are compared: others had other requests."""
+        found = [set(self.values[each.label]) for each in candidates if self.values.get(each.label)]
+        return set.intersection(*found) if found else set()
 
+    def worse_percent(self, loss: float) -> float:
+        """Of a rate at most 100: half the rate is 50 % worse, and twice the time 100 %."""
+        return 100 * (1 - 1 / loss if self.better is Better.HIGHER else loss - 1)
 
-def shared_repeats(candidates: Sequence[Candidate], scores: Scores) -> set[int]:
-    """Of a round that was broken off, only repeats that all have are compared: others had other requests."""
-    found = [set(scores.values[each.label]) for each in candidates if scores.values.get(each.label)]
-    return set.intersection(*found) if found else set()
+    def better_percent(self, loss: float) -> float:
+        """How much better the best is than what has this loss."""
+        return 100 * (loss - 1 if self.better is Better.HIGHER else 1 - 1 / loss)
+
+    def _losers(self, alive: Sequence[Candidate], repeat: int, *, is_last: bool) -> dict[str, str]:
+        values = {
+            each.label: {number: value for number, value in self.values[each.label].items() if number <= repeat}
+            for each in alive
+        }
+        best, losses = self._ordered(alive, values)[0], self._losses(values, alive)
+        out: dict[str, str] = {}
+        for label, loss in losses.items():
+            is_far = loss is not None and repeat <= len(MARGINS) and loss.value > MARGINS[repeat - 1]
+            if loss is not None and (is_far or is_worse(loss)):
+                out[label] = f"{self.worse_percent(loss.value):.0f} % worse than {best.label}"
+        left = [each for each in alive if each.label not in out]
+        if not is_last and len(left) > 2:
+            kept = self._ordered(left, values)[: max(2, math.ceil(len(alive) / 2))]
+            simplest = min(left, key=lambda each: each.rank)
+            out |= {one.label: "not among the better half" for one in left if one not in kept and one is not simplest}
+        return out
+
+    def _losses(self, values: Values, candidates: Sequence[Candidate]) -> dict[str, Ratio | None]:
+        best = self._ordered(candidates, values)[0].label
+        pairs = {label: (values[best], theirs) for label, theirs in values.items() if label != best}
+        if self.better is Better.HIGHER:
+            pairs = {label: (theirs, ours) for label, (ours, theirs) in pairs.items()}
+        return {label: paired_ratio(*pairs[label]) if label in pairs else None for label in values}
+
+    def _ordered(self, candidates: Sequence[Candidate], values: Values) -> list[Candidate]:
+        sign = -1 if self.better is Better.HIGHER else 1
+        return sorted(candidates, key=lambda each: (sign * centre(list(values[each.label].values())), each.rank))
 
 
 def is_near(loss: Ratio | None) -> bool:
@@ -94,57 +127,9 @@ def is_near(loss: Ratio | None) -> bool:
     return loss is None or (loss.value <= NEAR and (loss.low is None or loss.low <= 1))
 
 
-def is_worse(loss: Ratio | None) -> bool:
+def is_worse(loss: Ratio) -> bool:
     """Whether it is so much worse that it need not be measured again: one measurement must say so clearly."""
-    if loss is None:
-        return False
-    if loss.low is None:
-        return loss.value > MARGINS[0]
-    return loss.verdict is Verdict.HIGHER
-
-
-def _losers(
-    alive: Sequence[Candidate], scores: Scores, repeat: int, better: Better, *, is_last: bool
-) -> dict[str, str]:
-    values = {
-        each.label: {number: value for number, value in scores.values[each.label].items() if number <= repeat}
-        for each in alive
-    }
-    best = _ordered(alive, values, better)[0]
-    out: dict[str, str] = {}
-    for each in alive:
-        loss = _loss(values, best, each, better) if each is not best else None
-        is_far = loss is not None and repeat <= len(MARGINS) and loss.value > MARGINS[repeat - 1]
-        if loss is not None and (is_far or is_worse(loss)):
-            out[each.label] = f"{worse_percent(loss.value, better):.0f} % worse than {best.label}"
-    left = [each for each in alive if each.label not in out]
-    if not is_last and len(left) > 2:
-        kept = _ordered(left, values, better)[: max(2, math.ceil(len(alive) / 2))]
-        simplest = min(left, key=lambda each: each.rank)
-        out |= {each.label: "not among the better half" for each in left if each not in kept and each is not simplest}
-    return out
-
-
-def _ordered(
-    candidates: Sequence[Candidate], values: Mapping[str, Mapping[int, float]], better: Better
-) -> list[Candidate]:
-    sign = -1 if better is Better.HIGHER else 1
-    return sorted(candidates, key=lambda each: (sign * centre(list(values[each.label].values())), each.rank))
-
-
-def _loss(values: Mapping[str, Mapping[int, float]], best: Candidate, other: Candidate, better: Better) -> Ratio | None:
-    ours, theirs = values[best.label], values[other.label]
-    return paired_ratio(theirs, ours) if better is Better.HIGHER else paired_ratio(ours, theirs)
-
-
-def worse_percent(loss: float, better: Better) -> float:
-    """Of a rate at most 100: half the rate is 50 % worse, and twice the time 100 %."""
-    return 100 * (1 - 1 / loss if better is Better.HIGHER else loss - 1)
-
-
-def better_percent(loss: float, better: Better) -> float:
-    """How much better the best is than what has this loss."""
-    return 100 * (loss - 1 if better is Better.HIGHER else 1 - 1 / loss)
+    return loss.value > MARGINS[0] if loss.low is None else loss.verdict is Verdict.HIGHER
 
 
 def _steps_left(missing: int, alive: int, rounds: int) -> int:

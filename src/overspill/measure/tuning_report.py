@@ -5,23 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.measure.candidates import Candidate
-from overspill.measure.compare import BY_KEY, Better, Measure, centre
+from overspill.measure.compare import BY_KEY, Measure, centre
 from overspill.measure.goals import Goal, measure_of
 from overspill.measure.report.text import aligned
-from overspill.measure.search import (
-    NEAR,
-    Scores,
-    Standing,
-    better_percent,
-    choose,
-    is_near,
-    longest_working,
-    losses_of,
-    nearest,
-    shared_repeats,
-    standing,
-    worse_percent,
-)  # fmt: skip
+from overspill.measure.search import NEAR, Scores, Standing, is_near, longest_working
 from overspill.measure.trial import INTERRUPTED
 from overspill.measure.tuning import Tuning, length_of
 from overspill.registry import Result
@@ -40,10 +27,6 @@ class TuningReport:
     @property
     def is_of_context(self) -> bool:
         return self.definition.goal is Goal.CONTEXT
-
-    @property
-    def better(self) -> Better:
-        return measure_of(self.definition.goal).better
 
     @property
     def candidates(self) -> Sequence[Candidate]:
@@ -67,11 +50,11 @@ class TuningReport:
                     values.setdefault(label, {})[one.repeat or 1] = value
             elif problem != INTERRUPTED:
                 failed[label] = problem.splitlines()[0]
-        return Scores(values=values, failed=failed)
+        return Scores(better=measure.better, values=values, failed=failed)
 
     @property
     def standing(self) -> Standing:
-        return standing(self.definition.candidates, self.scores, self.definition.repeats, self.better)
+        return self.scores.standing(self.definition.candidates, self.definition.repeats)
 
     @property
     def lengths(self) -> dict[int, bool]:
@@ -85,7 +68,7 @@ class TuningReport:
         if self.is_of_context:
             longest = longest_working(self.lengths)
             return self.definition.of_length(longest) if longest is not None else None
-        return choose(self.standing.alive, self.scores, self.better)
+        return self.scores.choose(self.standing.alive)
 
     def as_text(self) -> str:
         definition = self.definition
@@ -154,25 +137,25 @@ class TuningReport:
         stand = self.standing
         if (why := stand.dropped.get(candidate.label)) is not None:
             return why
-        losses = losses_of(stand.alive, scores, self.better)
+        losses = scores.losses(stand.alive)
         if candidate.label not in losses or winner is None:
             return "not finished"
         if (loss := losses[candidate.label]) is None:  # the best, and the winner is simpler
             given_up = losses[winner.label]
-            gained = better_percent(given_up.value, self.better) if given_up is not None else 0.0
+            gained = scores.better_percent(given_up.value) if given_up is not None else 0.0
             return f"{gained:.2g} % better, and not as simple"
         also = ", and not as simple" if is_near(loss) else ""
-        return f"{worse_percent(loss.value, self.better):.2g} % worse than the best{also}"
+        return f"{scores.worse_percent(loss.value):.2g} % worse than the best{also}"
 
     def _why(self, winner: Candidate) -> str:
-        near = [] if self.is_of_context else nearest(self.standing.alive, self.scores, self.better)
+        near = [] if self.is_of_context else self.scores.nearest(self.standing.alive)
         others = [each.label for each in near if each.label != winner.label]
         return f", the simplest of those within {100 * (NEAR - 1):.0f} %: {', '.join(others)}" if others else ""
 
     @property
     def _is_measured_once(self) -> bool:
         """Whether the choice rests on one run of each."""
-        return not self.is_of_context and len(shared_repeats(self.standing.alive, self.scores)) == 1
+        return not self.is_of_context and len(self.scores.shared_repeats(self.standing.alive)) == 1
 
     def _finished(self, candidate: Candidate) -> list[Result]:
         return [one for one in self.results if one.label == candidate.label and one.is_complete]
