@@ -550,7 +550,7 @@ def test_scenarios_cover_both_tiers() -> None:
 def test_the_page_names_every_scenario_and_every_flag() -> None:
     import inspect
 
-    from overspill.cli.verifying import verify
+    from overspill.cli.measuring import verify
 
     page = (Path(__file__).parents[1] / "docs/verify.md").read_text()
     own = [name for name in inspect.signature(verify).parameters if name not in {setting.name for setting in SETTINGS}]

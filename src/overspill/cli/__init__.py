@@ -10,11 +10,10 @@ import overspill
 from overspill.cli.engines import logs, ps, stop
 from overspill.cli.launching import PASS_ON, config, plan, serve
 from overspill.cli.managing import manager
-from overspill.cli.measuring import ab, bench, tune
+from overspill.cli.measuring import ab, bench, tune, verify
 from overspill.cli.models import models
 from overspill.cli.results import results
 from overspill.cli.services import service
-from overspill.cli.verifying import verify
 from overspill.kv.errors import OverspillError
 
 app = typer.Typer(

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from overspill.figures import Known, assumed
 from overspill.hardware.cards import Card, find_card, link_of_card, modest_card, nearest_cards
-from overspill.hardware.detection import Hardware
 from overspill.hardware.gpu import PCIE_GENERATIONS, PCIE_WIDTHS, Gpu, link_from_pcie
+from overspill.hardware.machine import Hardware
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, TiB, format_size, parse_size
 
