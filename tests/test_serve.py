@@ -253,7 +253,7 @@ def test_other_processes_read_the_servers_status_and_phases(server: Serve, model
 def test_the_registry_records_the_running_server_and_arguments(server: Serve, model: Path) -> None:
     (recorded,) = server.runs()
     assert recorded.is_running and recorded.model == "tiny" and recorded.pid == server.process.pid
-    assert recorded.settings is not None and recorded.settings.source == str(model)
+    assert recorded.settings is not None and recorded.settings["source"] == str(model)
     assert recorded.argv[recorded.argv.index("--port") + 1] == str(server.port) and "--seed" in recorded.argv
     listed = json.loads(run("models", "list", "--json", **server.home).stdout)["models"]
     assert [(one["name"], one["running"]) for one in listed] == [("tiny", True)]
