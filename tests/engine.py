@@ -1,6 +1,5 @@
 """A real vLLM engine in this process, with and without Overspill, and answers that can be compared."""
 
-import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,12 @@ from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.worker import OffloadWorker
-from tests.engine_cost import collect, inspect_models_here, keep_kernels, without_collections
+from tests.engine_cost import collect, inspect_models_here, keep_kernels, skip_chat_warmup, without_collections
 
 plugin.register()  # as vLLM does where Overspill is installed as a package
 keep_kernels()
 inspect_models_here()
+skip_chat_warmup()
 
 BLOCK = 32
 VOCAB = 512
@@ -234,34 +234,34 @@ def engine(
         "num_gpu_blocks_override": None if spills else blocks,
         **settings,
     }
-    try:
-        llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=arguments.pop("skip_tokenizer_init", True),
-            enforce_eager=arguments.pop("enforce_eager", True),
-            enable_prefix_caching=arguments.pop("enable_prefix_caching", True),
-            disable_log_stats=False,
-            kv_transfer_config=transfer,
-            **arguments,
-        )
-    except BaseException:
-        stop_engines()  # what was started of it would serve the next engine
-        raise
-    running = Engine(llm)
-    try:
-        yield running
-    finally:
-        with without_collections():
+    with without_collections():
+        try:
+            llm = LLM(
+                model=str(model),
+                skip_tokenizer_init=arguments.pop("skip_tokenizer_init", True),
+                enforce_eager=arguments.pop("enforce_eager", True),
+                enable_prefix_caching=arguments.pop("enable_prefix_caching", True),
+                disable_log_stats=False,
+                kv_transfer_config=transfer,
+                **arguments,
+            )
+        except BaseException:
+            stop_engines()  # what was started of it would serve the next engine
+            raise
+        running = Engine(llm)
+        try:
+            yield running
+        finally:
+            llm.llm_engine.engine_core.shutdown()
             del running.llm, llm
-        stop_engines()
+            stop_engines(everything=False)
 
 
-def stop_engines() -> None:
-    collect()
+def stop_engines(*, everything: bool = True) -> None:
+    collect(everything=everything)
     with without_collections():
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-    gc.freeze()
 
 
 def assert_same(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
