@@ -31,8 +31,8 @@ def skip_chat_warmup() -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """vLLM collects garbage nine times in an engine's life and looks at all that it and torch imported each time; it also
-    sets the engine itself aside, which `collect` could then not find. For an engine's whole life, where `collect`
+    """vLLM collects garbage nine times in an engine's life and looks at all that it and torch imported each time; it
+    also sets the engine itself aside, where `collect` would not find it. For an engine's whole life, where `collect`
     follows."""
     with (
         patch.object(gc, "collect", lambda generation=2: 0),
