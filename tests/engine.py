@@ -257,6 +257,20 @@ def engine(
             stop_engines(everything=False)
 
 
+_stock: dict[str, list[Answer]] = {}
+
+
+def stock(
+    model: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 24, *, blocks: int = 400, **settings: Any
+) -> list[Answer]:
+    """Answers of vLLM without Overspill, one prompt after the other; computed once for all tests."""
+    asked = repr((model, prompts, max_tokens, blocks, sorted(settings.items())))
+    if asked not in _stock:
+        with engine(model, blocks=blocks, **settings) as plain:
+            _stock[asked] = [plain.ask_one(prompt, max_tokens) for prompt in prompts]
+    return _stock[asked]
+
+
 def stop_engines(*, everything: bool = True) -> None:
     collect(everything=everything)
     with without_collections():

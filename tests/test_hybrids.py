@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import Answer, Engine, assert_same, engine, overspill, random_prompt
+from tests.engine import Answer, Engine, assert_same, engine, overspill, random_prompt, stock
 
 Models = Callable[[str], Path]
 
@@ -35,24 +35,26 @@ def settings(name: str) -> dict[str, Any]:
     return {"blocks": 150, **SETTINGS[name]}
 
 
-def ask_all(running: Engine, prompts: list[list[int]]) -> list[Answer]:
-    return [running.ask_one(p) for p in prompts]
+NUM_TOKENS = 12  # of an answer: enough to fill the last block of these prompts
+
+
+def ask_all(running: Engine, prompts: list[list[int]], max_tokens: int = NUM_TOKENS) -> list[Answer]:
+    return [running.ask_one(p, max_tokens) for p in prompts]
 
 
 @pytest.mark.parametrize("store", ["eager", "lazy"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_returning_prompt_comes_from_ram(models: Models, name: str, store: str) -> None:
     prompts = [random_prompt(seed, 600) for seed in range(3)]
+    expected = stock(models(name), prompts, NUM_TOKENS, **settings(name))
     # A turn later: the prompt, its answer, and more.
-    with engine(models(name), **settings(name)) as plain:
-        expected = ask_all(plain, prompts)
-        longer = [p + list(a.tokens) + random_prompt(9, 50) for p, a in zip(prompts, expected, strict=True)]
-        expected_longer = ask_all(plain, longer)
+    longer = [p + list(a.tokens) + random_prompt(9, 50) for p, a in zip(prompts, expected, strict=True)]
+    expected_longer = stock(models(name), longer, NUM_TOKENS, **settings(name))
     with engine(models(name), overspill(store=store, verify="all"), **settings(name)) as spilling:
         assert_same(ask_all(spilling, prompts), expected)
         if store == "lazy":
             # Push everything towards eviction.
-            ask_all(spilling, [random_prompt(50 + i, 900) for i in range(6)])
+            ask_all(spilling, [random_prompt(50 + i, 900) for i in range(6)], 1)
         spilling.forget_gpu()
         loaded = spilling.metric("hit_tokens")
         again = ask_all(spilling, prompts)
@@ -68,13 +70,13 @@ def test_a_returning_prompt_comes_from_ram(models: Models, name: str, store: str
 def test_damage_shows_so_the_comparison_means_something(models: Models, name: str) -> None:
     prompt = random_prompt(1, 600)
     with engine(models(name), overspill(verify="off"), **settings(name)) as spilling:
-        before = spilling.ask_one(prompt)
+        before = spilling.ask_one(prompt, NUM_TOKENS)
         spilling.forget_gpu()
         assert spilling.worker.memory is not None
         dtype = torch.bfloat16 if name == "gdn-hybrid" else torch.float32
         slots = torch.from_numpy(spilling.worker.memory.slots).view(dtype)
         slots.copy_(torch.randn(slots.shape, generator=torch.Generator().manual_seed(0)).to(dtype))
-        after = spilling.ask_one(prompt)
+        after = spilling.ask_one(prompt, NUM_TOKENS)
         assert after.num_cached > 0 and after.differs_from(before)
 
 
@@ -82,10 +84,10 @@ def test_damage_shows_so_the_comparison_means_something(models: Models, name: st
 def test_several_at_once_on_a_small_gpu(models: Models, name: str) -> None:
     prompts = [random_prompt(seed % 3, 300) + random_prompt(seed, 60) for seed in range(6)]
     with engine(models(name), **{**settings(name), "blocks": 400}) as plain:
-        expected = [plain.ask(prompts) for _ in range(2)]
+        expected = [plain.ask(prompts, NUM_TOKENS) for _ in range(2)]
     with engine(models(name), overspill(verify="all"), **settings(name)) as spilling:
         for answers in expected:
-            assert_same(spilling.ask(prompts), answers)
+            assert_same(spilling.ask(prompts, NUM_TOKENS), answers)
             spilling.forget_gpu()
         assert spilling.metric("hit_tokens") > 0
         spilling.assert_nothing_is_held()

@@ -12,8 +12,8 @@ import pytest
 
 from overspill.kv.copies import Ids, PlainCopier, Transfer
 from overspill.kv.jobs import Pace
-from tests.engine import Answer, Engine, assert_same, engine, overspill, random_prompt
-from tests.test_hybrids import NAMES, settings
+from tests.engine import Answer, Engine, assert_same, engine, overspill, random_prompt, stock
+from tests.test_hybrids import NAMES, NUM_TOKENS, settings
 
 
 class LateTransfer(Transfer):
@@ -62,13 +62,12 @@ def test_a_request_announced_early_reads_what_was_loaded(
     """vLLM copies recurrent states before it binds a step's metadata: a wait there came too late for them."""
     arguments = {"blocks": 150} if name == "llama" else settings(name)
     prompts = [random_prompt(seed, 600) for seed in range(3)]
-    with engine(models(name), **arguments) as plain:
-        expected = [plain.ask_one(p) for p in prompts]
+    expected = stock(models(name), prompts, NUM_TOKENS, **arguments)
     with engine(models(name), overspill(), **arguments) as spilling:
         for prompt in prompts:
-            spilling.ask_one(prompt)
+            spilling.ask_one(prompt, NUM_TOKENS)
         spilling.forget_gpu()
-        assert_same([spilling.ask_one(p) for p in prompts], expected)
+        assert_same([spilling.ask_one(p, NUM_TOKENS) for p in prompts], expected)
         assert LateTransfer.fences == 3, "the loads were not announced early"
         spilling.assert_nothing_is_held()
         spilling.forget_gpu()
@@ -84,7 +83,7 @@ def ask_beside_another(spilling: Engine, prompts: Sequence[list[int]]) -> list[A
     for _ in range(3):
         spilling.step()
     answers: dict[str, Answer] = {}
-    names = [spilling.add(p) for p in prompts]
+    names = [spilling.add(p, NUM_TOKENS) for p in prompts]
     while len(answers) < len(names):
         done = spilling.step()
         assert other not in done, "it was to run all the time"

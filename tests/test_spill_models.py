@@ -9,7 +9,7 @@ import pytest
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from tests.engine import BLOCK, assert_identical, assert_same, engine, random_prompt, spilling
+from tests.engine import BLOCK, assert_identical, assert_same, engine, random_prompt, spilling, stock
 from tests.test_hybrids import HAS_BF16
 
 Models = Callable[[str], Path]
@@ -19,18 +19,17 @@ Models = Callable[[str], Path]
 def test_hybrid_groups_overlay_the_same_bytes(deep: Models, schedule: None, name: str) -> None:
     """Groups run in turn, and a block of one lies where a block of the other would: each fills the window by itself."""
     prompts = [random_prompt(seed, length) for seed, length in enumerate((700, 60, 400))]
+    expected = stock(deep(name), prompts, 40, max_model_len=2000)
     # A turn later, when windows have moved on and their first blocks are gone.
-    with engine(deep(name), blocks=400, max_model_len=2000) as plain:
-        expected = [plain.ask_one(p, 80) for p in prompts]
-        turns = [p + list(a.tokens) + random_prompt(7, 90) for p, a in zip(prompts, expected, strict=True)]
-        expected_turns = [plain.ask_one(turn, 40) for turn in turns]
+    turns = [p + list(a.tokens) + random_prompt(7, 90) for p, a in zip(prompts, expected, strict=True)]
+    expected_turns = stock(deep(name), turns, 20, max_model_len=2000)
     with engine(deep(name), spilling(resident=12, spilled=200), max_model_len=2000) as spills:
         geometry = spills.spill.geometry
         assert (geometry.num_regions, geometry.num_resident) == (4, 12)
         assert len(spills.vllm_scheduler.kv_cache_config.kv_cache_groups) == 3
-        assert_same([spills.ask_one(prompts[0], 80)], expected[:1])
-        assert_same(spills.ask(prompts, 80), expected)
-        assert_same([spills.ask_one(turn, 40) for turn in turns], expected_turns)
+        assert_same([spills.ask_one(prompts[0], 40)], expected[:1])
+        assert_same(spills.ask(prompts, 40), expected)
+        assert_same([spills.ask_one(turn, 20) for turn in turns], expected_turns)
         assert spills.metric("spill_in_bytes") > 0 and spills.metric("spill_out_bytes") > 0
 
 
@@ -62,8 +61,7 @@ def test_layers_that_share_kv(
 def test_latent_attention(models: Models, schedule: None) -> None:
     prompts = [random_prompt(seed, length) for seed, length in enumerate((800, 90))]
     settings = {"dtype": "bfloat16", "max_model_len": 1500, "enable_prefix_caching": False}
-    with engine(models("mla"), blocks=400, **settings) as plain:
-        expected = [plain.ask_one(p) for p in prompts]
+    expected = stock(models("mla"), prompts, **settings)
     page = BLOCK * (512 + 64) * 2
     config = spilling(spill_bytes=60 * 4 * page, resident_bytes=10 * 4 * page + 2 * 60 * page)
     with engine(models("mla"), config, **settings) as spills:
@@ -85,11 +83,10 @@ def test_two_ranks_spill_their_halves(llama: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     prompts = [random_prompt(seed, length) for seed, length in enumerate((900, 70))]
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "max_model_len": 1500}
-    with engine(llama, blocks=400, **settings) as plain:
-        expected = [plain.ask_one(p) for p in prompts]
+    expected = stock(llama, prompts, 12, max_model_len=1500)
     with engine(llama, spilling(), **settings) as spills:
         assert (spills.spill.geometry.num_resident, spills.spill.geometry.num_spilled) == (10, 60)
-        assert_same(spills.ask(prompts), expected)
+        assert_same(spills.ask(prompts, 12), expected)
         assert spills.metric("spill_in_bytes") > 0
 
 

@@ -9,7 +9,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from overspill.kv.spill.layers import is_state
-from tests.engine import BLOCK, Engine, assert_same, engine, overspill_config, random_prompt
+from tests.engine import BLOCK, Engine, assert_same, engine, overspill_config, random_prompt, stock
 from tests.test_hybrids import NAMES, SETTINGS
 
 Models = Callable[[str], Path]
@@ -63,19 +63,18 @@ def watch_states(running: Engine) -> dict[str, int]:
 def test_attention_spills_and_states_stay(deep: Models, schedule: None, name: str) -> None:
     """The longest prompt takes three times the GPU's blocks, states included."""
     prompts = [random_prompt(seed, length) for seed, length in enumerate((1250, 60, 400))]
-    with engine(deep(name), blocks=400, **settings(name)) as plain:
-        expected = [plain.ask_one(p, 60) for p in prompts]
-        longer = prompts[0] + list(expected[0].tokens) + random_prompt(7, 90)
-        expected_longer = plain.ask_one(longer, 40)
-        expected_damaged = plain.ask_one(random_prompt(3, 1000), 24)
-        page = page_of(plain)
+    expected = stock(deep(name), prompts, 24, **settings(name))
+    longer = prompts[0] + list(expected[0].tokens) + random_prompt(7, 90)
+    expected_longer, expected_damaged = stock(deep(name), [longer, random_prompt(3, 1000)], 24, **settings(name))
+    page = PAGES[name]
     with engine(deep(name), spilling(page, resident=13, spilled=60), **settings(name)) as spills:
         geometry = spills.spill.geometry
         assert (geometry.num_resident, geometry.num_regions) == (13, REGIONS)
         seen = watch_states(spills)
-        assert_same([spills.ask_one(prompts[0], 60)], expected[:1])
-        assert_same(spills.ask(prompts, 60), expected)
-        assert_same([spills.ask_one(longer, 40)], [expected_longer])
+        assert page_of(spills) == page
+        assert_same([spills.ask_one(prompts[0], 24)], expected[:1])
+        assert_same(spills.ask(prompts, 24), expected)
+        assert_same([spills.ask_one(longer, 24)], [expected_longer])
         assert seen["state"] < 13 < seen["attention"]
         assert spills.metric("spill_in_bytes") > 0 and spills.metric("spill_out_bytes") > 0
         # The model reads what is in RAM, so the comparison means something.
@@ -93,11 +92,10 @@ def test_many_requests_share_few_places_for_states(deep: Models, name: str) -> N
     """States of three requests do not fit beside each other: requests wait, or start again, and none for ever."""
     prompts = [random_prompt(seed % 4, 300) + random_prompt(seed, 90 + 40 * seed) for seed in range(7)]
     with engine(deep(name), blocks=600, **settings(name)) as plain:
-        expected = plain.ask(prompts, 40)
-        page = page_of(plain)
-    with engine(deep(name), spilling(page, resident=13, spilled=100), **settings(name)) as spills:
+        expected = plain.ask(prompts, 24)
+    with engine(deep(name), spilling(PAGES[name], resident=13, spilled=100), **settings(name)) as spills:
         seen = watch_states(spills)
-        assert_same(spills.ask(prompts, 40), expected)
+        assert_same(spills.ask(prompts, 24), expected)
         assert seen["state"] < 13 < seen["attention"]
         assert spills.metric("spill_in_bytes") > 0
 
@@ -106,19 +104,19 @@ def test_many_requests_share_few_places_for_states(deep: Models, name: str) -> N
 @pytest.mark.parametrize("name", RECURRENT)
 def test_spilled_hybrids_return_from_ram(deep: Models, name: str, store: str) -> None:
     prompts = [random_prompt(seed, 600) for seed in range(3)]
-    with engine(deep(name), blocks=400, **settings(name)) as plain:
-        expected = [plain.ask_one(p, 24) for p in prompts]
-        page = page_of(plain)
-    config = spilling(page, resident=13, spilled=45, host_bytes="64MiB", load="always", store=store, verify="all")
+    expected = stock(deep(name), prompts, 12, **settings(name))
+    config = spilling(
+        PAGES[name], resident=13, spilled=45, host_bytes="64MiB", load="always", store=store, verify="all"
+    )
     with engine(deep(name), config, **settings(name)) as both:
         seen = watch_states(both)
         for prompt, answer in zip(prompts, expected, strict=True):
-            assert_same([both.ask_one(prompt, 24)], [answer])
+            assert_same([both.ask_one(prompt, 12)], [answer])
         if store == "lazy":
-            both.ask([random_prompt(50 + i, 900) for i in range(4)], 8)
+            both.ask([random_prompt(50 + i, 900) for i in range(4)], 2)
         both.forget_gpu()
         loaded = both.metric("hit_tokens")
-        again = [both.ask_one(p, 24) for p in prompts]
+        again = [both.ask_one(p, 12) for p in prompts]
         assert_same(again, expected)
         assert both.metric("hit_tokens") - loaded == sum(a.num_cached for a in again) > 0
         assert both.metric("spill_in_bytes") > 0 and seen["state"] < 13

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import assert_same, engine, overspill, random_prompt
+from tests.engine import assert_same, engine, overspill, random_prompt, stock
 
 
 def test_two_ranks_serve_from_ram(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,12 +14,11 @@ def test_two_ranks_serve_from_ram(llama: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     prompts = [random_prompt(seed, 600) for seed in range(3)]
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with engine(llama, **settings) as plain:
-        expected = [plain.ask_one(p) for p in prompts]
+    expected = stock(llama, prompts, 12)
     with engine(llama, overspill(host_bytes="64MiB"), **settings) as spilling:
-        assert_same([spilling.ask_one(p) for p in prompts], expected)
+        assert_same([spilling.ask_one(p, 12) for p in prompts], expected)
         spilling.evict_gpu()
-        again = [spilling.ask_one(p) for p in prompts]
+        again = [spilling.ask_one(p, 12) for p in prompts]
         assert_same(again, expected)
         assert all(a.num_cached == 576 for a in again)
         assert spilling.metric("hit_tokens") >= 3 * 576
