@@ -15,31 +15,45 @@ from typer.testing import CliRunner
 
 from overspill import __version__
 from overspill.cli import app
+from tests.command import run_overspill
 
 
-def overspill(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def environment(**more: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
-    return subprocess.run(
-        [sys.executable, "-c", "from overspill.cli import main; main()", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
-        env={**clean, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **environment},
+    return {**clean, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **more}
+
+
+def overspill(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return run_overspill(*arguments, env=environment(**more))
+
+
+@pytest.mark.parametrize(("ram", "code"), [("64GiB", 0), ("1GiB", 1), ("lots", 2)])
+def test_a_process_exits_as_the_command_does(llama: Path, ram: str, code: int) -> None:
+    """The other tests call the command in their own process."""
+    words = ["plan", str(llama), "--gpu", "1GiB" if code == 1 else "24GiB", "--ram", ram]
+    executed = subprocess.run(
+        [sys.executable, "-c", "from overspill.cli import main; main()", *words],
+        capture_output=True, text=True, timeout=120, check=False, env=environment(),
     )  # fmt: skip
+    called = overspill(*words)
+    assert executed.returncode == called.returncode == code
+    assert (executed.stdout, executed.stderr) == (called.stdout, called.stderr)
 
 
-def commands(command: Any = None, *words: str) -> Iterator[str]:
+def commands(group: Any = None, *words: str) -> Iterator[str]:
     """Every command there is, as it is typed after `overspill`."""
-    command = command or typer.main.get_command(app)
-    below = getattr(command, "commands", {})
+    group = group or typer.main.get_command(app)
+    below = getattr(group, "commands", {})
     if not below:
         yield " ".join(words)
     for name, one in below.items():
         yield from commands(one, *words, name)
 
 
-@pytest.mark.parametrize("command", list(commands()))
-def test_every_command_has_an_example_in_its_help(command: str) -> None:
-    answer = CliRunner().invoke(app, [*command.split(), "--help"])
-    assert answer.exit_code == 0 and f"Example: overspill {command}" in answer.stdout
+@pytest.mark.parametrize("words", list(commands()))
+def test_every_command_has_an_example_in_its_help(words: str) -> None:
+    answer = CliRunner().invoke(app, [*words.split(), "--help"])
+    assert answer.exit_code == 0 and f"Example: overspill {words}" in answer.stdout
 
 
 def test_a_plan_for_a_model_on_disk(llama: Path) -> None:
@@ -121,10 +135,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence_and_exit_code_two(llama: Path, name: str) -> None:
     arguments, said = MISTAKES[name]
-    environment = {"OVERSPILL_RAMS": "1GiB"} if name == "misspelt variable" else {}
-    answer = overspill(
-        *(argument.format(llama=llama) for argument in arguments), CUDA_VISIBLE_DEVICES="", **environment
-    )
+    more = {"OVERSPILL_RAMS": "1GiB"} if name == "misspelt variable" else {}
+    answer = overspill(*(argument.format(llama=llama) for argument in arguments), CUDA_VISIBLE_DEVICES="", **more)
     assert answer.returncode == 2, answer.stdout + answer.stderr
     assert answer.stderr.startswith("error: ") and said in answer.stderr
     assert "Traceback" not in answer.stderr and len(answer.stderr.strip().splitlines()) == 1

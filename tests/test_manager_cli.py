@@ -19,6 +19,7 @@ from overspill.address import free_port
 from overspill.processes import identity
 from overspill.serve.engine_report import Phase
 from overspill.serve.status import Status, folder_of, write_status
+from tests.command import run_overspill
 from tests.managed import Managed, managed
 
 ROOT = Path(__file__).parents[1]
@@ -32,10 +33,7 @@ class Home:
                             "COLUMNS": "200"}  # fmt: skip
 
     def overspill(self, *words: str, text: str = "", **more: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-m", "overspill", *words], env={**self.environment, **more}, input=text,
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        return run_overspill(*words, env={**self.environment, **more}, text=text)
 
 
 @pytest.fixture
@@ -178,17 +176,11 @@ def test_a_manager_with_a_key_wants_it_from_commands_too(manager: Managed) -> No
 def test_every_flag_is_documented() -> None:
     text = (ROOT / "docs/manager.md").read_text()
     for words in ([], ["password"], ["keys", "add"], ["keys", "list"], ["keys", "rm"]):
-        told = subprocess.run(
-            [sys.executable, "-m", "overspill", "manager", *words, "--help"], capture_output=True, text=True,
-            timeout=60, check=True, env={**os.environ, "COLUMNS": "200"},
-        ).stdout  # fmt: skip
+        told = run_overspill("manager", *words, "--help", env={**os.environ, "COLUMNS": "200"}).stdout
         for flag in set(re.findall(r"--[a-z-]+", told)) - {"--help"}:
             assert f"`{flag}" in text, flag
     for name in ("ps", "stop", "logs"):
-        told = subprocess.run(
-            [sys.executable, "-m", "overspill", name, "--help"], capture_output=True, text=True, timeout=60, check=True,
-            env={**os.environ, "COLUMNS": "200"},
-        ).stdout  # fmt: skip
+        told = run_overspill(name, "--help", env={**os.environ, "COLUMNS": "200"}).stdout
         assert f"overspill {name}" in text
         for flag in set(re.findall(r"--[a-z-]+", told)) - {"--help"}:
             assert f"`{flag}" in text, flag

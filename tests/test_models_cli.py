@@ -15,6 +15,7 @@ import pytest
 
 from overspill.kv.sizes import GiB
 from overspill.registry import RunEnd, end_run, open_registry, start_run
+from tests.command import run_overspill
 from tests.postgresql import new_database
 
 Answer = subprocess.CompletedProcess[str]
@@ -28,28 +29,7 @@ def overspill(tmp_path: Path) -> Overspill:
     def run(*arguments: str, **environment: str) -> Answer:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
         own = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200"}
-        return subprocess.run(
-            [sys.executable, "-c", "from overspill.cli import main; main()", "models", *arguments],
-            capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, env={**clean, **own, **environment},
-        )  # fmt: skip
-
-    return run
-
-
-@pytest.fixture
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Overspill:
-    """The same in this process, for long tables."""
-    from overspill.cli import app, main
-
-    def run(*arguments: str, **environment: str) -> Answer:
-        monkeypatch.chdir(tmp_path)
-        own = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": "/nonexistent", **environment}
-        for name, value in own.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as ended:
-            main(lambda: app(["models", *arguments]))
-        out, err = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), out, err)
+        return run_overspill("models", *arguments, env={**clean, **own, **environment}, cwd=tmp_path)
 
     return run
 
@@ -179,13 +159,13 @@ def one_sentence(answer: Answer, said: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_sentence(quick: Overspill, tmp_path: Path, case: str) -> None:
+def test_a_mistake_is_one_sentence(overspill: Overspill, tmp_path: Path, case: str) -> None:
     with registry_of(tmp_path) as file:
         (tmp_path / "broken.yaml").write_text("models: [")
         (tmp_path / "broken.json").write_text('{"models"')
         (tmp_path / "other.yaml").write_text("services: {}")
         arguments, said, code = MISTAKES[case]
-        one_sentence(quick(*arguments, HF_HUB_CACHE="/nonexistent/hub"), said, code)
+        one_sentence(overspill(*arguments, HF_HUB_CACHE="/nonexistent/hub"), said, code)
         with closing(sqlite3.connect(file)) as connection:
             assert connection.execute("SELECT name, version FROM models").fetchall() == [("old", 1)]
 
@@ -214,7 +194,7 @@ DATABASES: dict[str, tuple[str, str, int]] = {
 
 
 @pytest.mark.parametrize("case", DATABASES)
-def test_a_database_that_cannot_be_used_is_one_sentence(quick: Overspill, tmp_path: Path, case: str) -> None:
+def test_a_database_that_cannot_be_used_is_one_sentence(overspill: Overspill, tmp_path: Path, case: str) -> None:
     (tmp_path / "other.db").write_text("no database " * 100)
     url, said, code = DATABASES[case]
     with registry_of(tmp_path) as file, closing(sqlite3.connect(file, isolation_level=None)) as connection:
@@ -222,7 +202,7 @@ def test_a_database_that_cannot_be_used_is_one_sentence(quick: Overspill, tmp_pa
             connection.execute("UPDATE overspill_registry SET version_num = '9999'")
         if case == "locked":
             connection.execute("BEGIN IMMEDIATE")
-        answer = quick("add", "new", "--source", "gpt2", OVERSPILL_DATABASE_URL=url.format(tmp=tmp_path))
+        answer = overspill("add", "new", "--source", "gpt2", OVERSPILL_DATABASE_URL=url.format(tmp=tmp_path))
     one_sentence(answer, said, code)
 
 
@@ -249,36 +229,36 @@ COMMANDS = ("add", "list", "show", "edit", "rm", "import")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_an_example_in_its_help(quick: Overspill, command: str) -> None:
-    assert f"Example: overspill models {command}" in ok(quick(command, "--help"))
+def test_every_command_has_an_example_in_its_help(overspill: Overspill, command: str) -> None:
+    assert f"Example: overspill models {command}" in ok(overspill(command, "--help"))
 
 
-def test_documented_flags_match_the_help(quick: Overspill) -> None:
+def test_documented_flags_match_the_help(overspill: Overspill) -> None:
     page = (Path(__file__).parents[1] / "docs/models.md").read_text()
-    flags = {flag for command in COMMANDS for flag in re.findall(r"--[a-z][a-z-]+", ok(quick(command, "--help")))} - {
-        "--help"
-    }
+    flags = {
+        flag for command in COMMANDS for flag in re.findall(r"--[a-z][a-z-]+", ok(overspill(command, "--help")))
+    } - {"--help"}
     documented = {
         flag for row in re.findall(r"^\| (`--[^|]+)\|", page, re.MULTILINE) for flag in re.findall(r"--[a-z-]+", row)
     }
     assert documented == flags
 
 
-def test_every_setting_has_a_flag_in_add_and_edit(quick: Overspill) -> None:
+def test_every_setting_has_a_flag_in_add_and_edit(overspill: Overspill) -> None:
     from overspill.settings import MODEL_SETTINGS
 
     for command in ("add", "edit"):
-        text = ok(quick(command, "--help"))
+        text = ok(overspill(command, "--help"))
         for setting in MODEL_SETTINGS:
             assert setting.name == "vllm_args" or re.search(rf"{setting.flag}\b", text), setting
             assert setting.help in " ".join(text.split()), "one help for pages and commands"
 
 
-def test_the_file_of_the_documentation_can_be_imported(quick: Overspill, tmp_path: Path) -> None:
+def test_the_file_of_the_documentation_can_be_imported(overspill: Overspill, tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs/models.md").read_text()
     (written,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "models.yaml").write_text(written)
-    told = ok(quick("import", "models.yaml"))
+    told = ok(overspill("import", "models.yaml"))
     assert told.count("added") == len(told.splitlines()) >= 2
 
 

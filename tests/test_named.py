@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from overspill.kv.errors import OverspillError
 from overspill.launch.reference import NoRegistry, look_up
 from overspill.registry import add_model, open_registry
 from overspill.settings import GivenBy, resolve
+from tests.command import run_overspill
 from tests.model_configs import llama_3_1_8b
 
 SETTINGS = {"max_model_len": "2k", "ram": "6GiB", "dtype": "float32", "enforce_eager": True, "vllm_args": ["--seed", 7]}
@@ -39,10 +39,8 @@ def registered(home: dict[str, str], llama: Path) -> dict[str, str]:
 def run(home: dict[str, str], tmp_path: Path) -> Overspill:
     def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
-        return subprocess.run(
-            [sys.executable, "-m", "overspill", *arguments], capture_output=True, text=True, timeout=120, check=False,
-            cwd=tmp_path, env={**clean, **home, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", **more},
-        )  # fmt: skip
+        env = {**clean, **home, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", **more}
+        return run_overspill(*arguments, env=env, cwd=tmp_path)
 
     return run
 

@@ -24,6 +24,7 @@ from overspill.registry import Run, RunEnd, add_model, list_runs, open_registry
 from overspill.serve.engine_report import Phase
 from overspill.serve.status import Status, read_statuses
 from overspill.tiny import VOCAB, make_llama
+from tests.command import run_overspill
 from tests.dying_core import DEATH_S, dying_after_loading, engine_cores
 from tests.engine import engine, random_prompt
 from tests.zygote import cold
@@ -196,7 +197,7 @@ def test_a_client_gets_the_tokens_of_an_engine_without_spill(server: Serve, expe
 def test_a_stream_and_a_conversation_give_the_same(server: Serve, expected: list[int]) -> None:
     client = server.client()
     before = server.metric("spill_in_bytes")
-    stream = client.completions.create(model="tiny", prompt=words(PROMPT), stream=True, **{**ASKED, "max_tokens": 200})
+    stream = client.completions.create(model="tiny", prompt=words(PROMPT), stream=True, **{**ASKED, "max_tokens": 40})
     streamed = [part.choices[0].text for part in stream if part.choices]
     assert "".join(streamed).split()[: len(expected)] == words(expected).split() and len(streamed) > 3
     messages: list[Any] = [{"role": "user", "content": words(PROMPT)}]
@@ -358,10 +359,7 @@ def test_a_start_that_fails_says_why(model: Path, tmp_path: Path, name: str) -> 
 
 
 def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "overspill", *arguments], capture_output=True, text=True, timeout=120, check=False,
-        env=environment(**more),
-    )  # fmt: skip
+    return run_overspill(*arguments, env=environment(**more))
 
 
 def test_a_key_protects_the_server_and_is_shown_nowhere(model: Path, tmp_path: Path) -> None:
@@ -516,9 +514,9 @@ def test_what_the_page_says_to_try_without_a_gpu_works(tmp_path: Path) -> None:
     ]
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, timeout=120)
     port = free_port()
-    command = [sys.executable, "-m", *serve, "--port", str(port)]
+    words = [sys.executable, "-m", *serve, "--port", str(port)]
     home = environment(XDG_STATE_HOME=str(tmp_path / "state"))
-    with subprocess.Popen(command, cwd=tmp_path, env=home, stdout=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(words, cwd=tmp_path, env=home, stdout=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout is not None
             assert f"http://127.0.0.1:{port}/v1 serves tiny" in running.stdout.readline()

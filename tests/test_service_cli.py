@@ -14,6 +14,7 @@ from overspill.kv.options import Options
 from overspill.planning.attempts import PROCESS_RAM_BYTES
 from overspill.service.definition import SERVER_RAM_BYTES
 from overspill.service.units import TEMPLATE
+from tests.command import run_overspill
 
 GiB = 1 << 30
 # As much as plays a GPU's memory here that a context of 4,096 tokens spills.
@@ -22,11 +23,8 @@ SMALL = ("--device", "cpu", "--gpu-memory", "8MiB", "--dtype", "float32", "--max
 
 def overspill(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OVERSPILL_", "XDG_", "SUDO_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "overspill", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
-        env={**clean, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", **environment},
-    )  # fmt: skip
+    env = {**clean, "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200", **environment}
+    return run_overspill(*arguments, env=env)
 
 
 def printed(*arguments: str, **environment: str) -> dict[str, object]:
