@@ -16,11 +16,12 @@ export VLLM_NO_USAGE_STATS = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check soak format clean install
+.PHONY: help demo test test-fast check soak format clean install
 
 help:
 	@echo "make demo     serve a tiny model on the CPU with and without Overspill, and compare"
 	@echo "make test     run the tests              (make test ARGS='-k name -x')"
+	@echo "make test-fast  run only tests that start no engine, server, browser or database"
 	@echo "make check    lint, formatting and types"
 	@echo "make soak     run the long tests         (ARGS as above)"
 	@echo "make format   rewrite the code to the project's format"
@@ -34,6 +35,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# tests/tiers.py finds them.
+test-fast: $(STAMP)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "fast and not soak and not gpu" $(ARGS)
 
 soak: $(STAMP)
 	$(PY) -m pytest -m soak --timeout=3600 $(ARGS)

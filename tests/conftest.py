@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.tiers import starts_nothing
 from tests.zygote import warm
 
 if TYPE_CHECKING:
@@ -38,14 +39,20 @@ for _sign, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(_sign, _handler)
 
 
-# Minutes each. Begun last, one of them would keep a single process busy when the others have nothing left.
+# The longest first, by seconds of a core: begun last, one of them would keep a single process busy when the others have
+# nothing left.
 SLOWEST = (
-    "test_verify.py", "test_serve.py", "test_spill_models.py", "test_examples.py", "test_tune.py", "test_demo.py",
+    "test_verify.py", "test_demo.py", "test_serve.py", "test_bench.py", "test_tune.py", "test_ab.py",
+    "test_spill_models.py", "test_spill_states.py", "test_examples.py", "test_docs.py", "test_hybrids.py",
+    "test_manager_engines.py", "test_manager_browser.py", "test_manager_attacks.py", "test_llm.py", "test_contract.py",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+    for item in items:
+        if isinstance(item, pytest.Function) and starts_nothing(item):
+            item.add_marker(pytest.mark.fast)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,6 +19,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import runpy
 import signal
 import socket
@@ -134,7 +135,7 @@ def _is_forked(args: Sequence[Any]) -> bool:
     option, what, *_ = *(word for word in words[1:] if word not in ("-P", "-u", "-B")), "", ""
     if option.endswith(".py"):
         with contextlib.suppress(OSError):
-            return "vllm" in Path(option).read_text()
+            return bool({"vllm", "overspill"} & set(re.findall(r"\w+", Path(option).read_text())))
     return (option == "-m" and what.startswith(_FORKED_MODULES)) or (option == "-c" and what.startswith(_FORKED_CODE))
 
 
