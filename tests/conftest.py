@@ -39,12 +39,11 @@ for _sign, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(_sign, _handler)
 
 
-# The longest first, by seconds of a core: begun last, one of them would keep a single process busy when the others have
-# nothing left.
+# The longest first: begun last, one of them would keep a single process busy when the others have nothing left.
 SLOWEST = (
-    "test_verify.py", "test_demo.py", "test_serve.py", "test_bench.py", "test_tune.py", "test_ab.py",
-    "test_spill_models.py", "test_spill_states.py", "test_examples.py", "test_docs.py", "test_hybrids.py",
-    "test_manager_engines.py", "test_manager_browser.py", "test_manager_attacks.py", "test_llm.py", "test_contract.py",
+    "test_verify.py", "test_tune.py", "test_demo.py", "test_serve.py", "test_bench.py", "test_manager_browser.py",
+    "test_llm.py", "test_manager_engines.py", "test_spill_states.py", "test_spill_models.py", "test_ab.py",
+    "test_manager_attacks.py", "test_examples.py", "test_docs.py", "test_hybrids.py", "test_contract.py",
 )  # fmt: skip
 
 
