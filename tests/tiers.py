@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-# Modules and functions whose use starts a process or an engine.
+# Modules, functions and attributes whose use starts a process or an engine.
 STARTING = (
+    "LLM",
     "asyncio.subprocess",
     "multiprocessing",
     "overspill.llm",
     "overspill.measure.ab.run",
     "overspill.measure.tune.run",
+    "overspill.serve.run.run_server",
     "overspill.verify.children",
     "overspill.verify.run.prove",
     "subprocess",
@@ -66,7 +68,7 @@ def _used(start: list[Any]) -> Iterator[str]:
             waiting += [getattr(part, "fget", None) or part for part in vars(one).values()]
         elif isinstance(one, types.FunctionType):
             for word in _words(one.__code__):
-                yield word  # a module that is imported in the function
+                yield word  # an attribute, or a module that is imported in the function
                 if word in one.__globals__:
                     waiting.append(one.__globals__[word])
 
