@@ -5,6 +5,7 @@ Read from the code of a test and of its fixtures: the functions and classes of t
 
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,13 +41,19 @@ def starts_nothing(item: pytest.Function) -> bool:
     automatic = {"own_ports", "preloaded"}
     definitions = item._fixtureinfo.name2fixturedefs
     fixtures = [one.func for name, found in definitions.items() if name not in automatic for one in found]
-    return not any(name.startswith(STARTING) for name in _used([item.function, *fixtures]))
+    return not any(map(_starts, (item.function, *fixtures)))
 
 
-def _used(start: list[Any]) -> Iterator[str]:
-    """Names of all that these functions use; those of the tests are followed."""
+@cache
+def _starts(function: Any) -> bool:
+    """Asked once for all cases of a test, and all tests of a fixture."""
+    return any(name.startswith(STARTING) for name in _used(function))
+
+
+def _used(function: Any) -> Iterator[str]:
+    """Names of all that the function uses; functions and classes of the tests are followed."""
     seen: set[int] = set()
-    waiting = list(start)
+    waiting = [function]
     while waiting:
         one = waiting.pop()
         if id(one) in seen:
