@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from functools import partial
 
 import httpx
 import pytest
@@ -52,7 +53,7 @@ def test_a_kept_model_stays_and_the_refusal_names_it(place: Place) -> None:
     async def run() -> None:
         async with managing(place) as engines:
             await engines.ensure_ready("a")
-            for ask in (engines.ensure_ready, engines.switch):
+            for ask in (engines.ensure_ready, partial(engines.start, make_room=True)):
                 with pytest.raises(
                     NoRoom, match=r"a is kept, and so not stopped for it\. Stop a first.*edit a --no-keep"
                 ):

@@ -202,7 +202,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
         r"would put a secret into the registry",
     ),
     "a secret in an address": ({"vllm_args": ["--otlp-traces-endpoint", "http://u:p@h"]}, r"put a secret into the reg"),
-    "a folder without a model": ({"source": "/nonexistent/model"}, r"--source: .* no folder of a model"),
+    "a folder without a model": ({"source": "/nonexistent/model"}, r"--source: .* is not a folder of a model"),
     "a source": ({"source": "https://example.org/x"}, r"--source: .* neither a folder here nor the name"),
     "traversal": ({"source": "a/../b"}, r"--source"),
     "an unknown setting": ({"max_model_length": 5}, r"no setting 'max_model_length'; did you mean max_model_len\?"),
