@@ -13,7 +13,7 @@ from overspill.measure.candidates import Candidate
 from overspill.measure.compare import Better, Ratio, Verdict, centre, paired_ratio
 from overspill.measure.trial import Step
 
-Values = Mapping[str, Mapping[int, float]]
+Values = Mapping[str, Mapping[int, float]]  # by label and repeat
 
 # So much worse after one and after two measurements is out. One alone says nothing of how they vary.
 MARGINS = (1.3, 1.1)
@@ -37,7 +37,7 @@ class Scores:
     """What is known so far, by label."""
 
     better: Better
-    values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     """By repeat."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """And why."""
@@ -75,8 +75,8 @@ class Scores:
         measured = [each for each in candidates if self.values.get(each.label) and each.label not in self.failed]
         if not (shared := self.shared_repeats(measured)):
             return {}
-        return self._losses({each.label: {one: self.values[each.label][one] for one in shared} for each in measured},
-                            measured)  # fmt: skip
+        values = {each.label: {one: self.values[each.label][one] for one in shared} for each in measured}
+        return self._losses(values, measured)
 
     def shared_repeats(self, candidates: Sequence[Candidate]) -> set[int]:
         """Of a round that was broken off, only repeats that all have are compared: others had other requests."""

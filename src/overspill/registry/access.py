@@ -171,7 +171,7 @@ class Password(Base, kw_only=True):
     __tablename__ = "manager_passwords"
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True)
-    hash: Mapped[str] = mapped_column(Text)
+    hash: Mapped[str] = mapped_column(Text, repr=False)
     changed_at: Mapped[datetime]
 
 
