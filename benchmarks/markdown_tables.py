@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -104,26 +105,6 @@ def ttft_cell(result: Json, name: str, summary: Json) -> str:
     return ranged(summary.get("ttft"), 1000) + (", recomputed" if recomputes and summary else "")
 
 
-def front_page(result: Json) -> str:
-    """One column per system, ours first."""
-    names = sorted(result["systems"], key=lambda name: (not name.startswith("overspill"), name == "none", name))
-    rows = []
-    for workload, label in PROMPTS:
-        cells = {name: result["systems"][name].get("summary", {}).get(workload, {}) for name in names}
-        rows += [
-            [f"{label}: TTFT from RAM, ms", *(ttft_cell(result, name, cells[name]) for name in names)],
-            # Nothing is loaded here, so what differs is the start, not the connector: no ratio without it.
-            ["control: from the GPU's cache, ms", *(ranged(cells[name].get("ttft_gpu_hit"), 1000) for name in names)],
-            ["its bytes over the link, ms", *(number(cells[name].get("floor_seconds"), 3, 1000) for name in names)],
-        ]
-    talks = [result["systems"][name].get("summary", {}).get("multiturn", {}) for name in names]
-    rows += [
-        ["multi-turn: requests/s", *(ranged(talk.get("requests_per_second")) for talk in talks)],
-        ["64 short requests: tok/s vs none", *(percent(over(result, "short", name, "none")) for name in names)],
-    ]
-    return markdown(["", *names], rows)
-
-
 def control(result: Json) -> str:
     """How far apart systems are where nothing is loaded, each started once."""
     found = []
@@ -203,18 +184,6 @@ def coverage(result: Json) -> str:
 
 
 # Spill.
-
-
-def spill_price(result: Json) -> str:
-    """Of the first model, by length: the time to the first token, and the time for each after it."""
-    rows = []
-    for one in result["summary"][0]["lengths"]:
-        cells = [f"{one['length']:,}", number(one["kv_bytes"] / GB)]
-        for key, scale in (("ttft", 1.0), ("tpot", 1000.0)):
-            cells += [number(one[life][key]["median"], 3, scale) for life in ("spill", "gpu")]
-        rows.append(cells)
-    head = ["tokens", "KV, GB", "TTFT, s: spill", "on the GPU", "each token, ms: spill", "on the GPU"]
-    return markdown(head, rows)
 
 
 def spill_where(result: Json) -> str:
@@ -489,8 +458,82 @@ def verification(result: Json) -> str:
 
 
 # Table -> the benchmark whose results it shows, and what makes it.
-TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
-    "summary": ("offload", front_page),
+# The README's first screen.
+
+
+def gains(offload: Json, spill: Json, weights: Json) -> str:
+    """What RAM gives and what it costs, a row for each use of it."""
+    return markdown(["", "stock vLLM", "Overspill", "price"], [_returning(offload), _longer(spill), _larger(weights)])
+
+
+def _returning(result: Json) -> list[str]:
+    systems = result["systems"]
+    found = {name: summary["ttft"] for name, _, summary in measured(result, "ttft-64k")}
+    peers = [numbers["median"] for name, numbers in found.items() if name.startswith(("native", "simple"))]
+    own = f"{number(min(peers), 3, 1000)} to {number(max(peers), 3, 1000)} ms with its own offloaders"
+    tokens = systems["none"]["summary"]["short"]["output_tokens_per_second"]["median"]
+    with_pool = systems["overspill-eager"]["summary"]["short"]["output_tokens_per_second"]["median"]
+    return [
+        f"A conversation of {result['settings']['ttft_64k']:,} tokens returns: time to first token",
+        f"{ranged(found['none'], 1000, 4)} ms; {own}",
+        f"{ranged(found['overspill-eager'], 1000)} ms",
+        f"{result['settings']['host_gib']:.0f} GiB of RAM; {percent(with_pool / tokens)} tok/s where nothing returns",
+    ]
+
+
+def _longer(result: Json) -> list[str]:
+    entry = result["summary"][0]
+    longest = next(one["context"] for one in entry["contexts"] if one["label"] == "without spill")
+    row = next(one for one in entry["lengths"] if one["length"] == 131_072)
+    token = f"{ranged(row['spill']['tpot'], 1000)} ms for each token of the answer"
+    return [
+        f"The longest context in {number(result['settings']['gpu_bytes'] / GB)} GB",
+        f"{longest:,} tokens",
+        f"{row['length']:,} tokens, the first of the answer after {ranged(row['spill']['ttft'])} s",
+        f"{token}; {number(row['gpu']['tpot']['median'], 3, 1000)} ms on a GPU that holds it",
+    ]
+
+
+def _larger(result: Json) -> list[str]:
+    labels = [one["label"] for one in result["configurations"]]
+    measures = {one["key"]: dict(zip(labels, one["values"], strict=True)) for one in result["measures"]}
+    speed, wait = measures["output_throughput"], measures["p99_ttft_ms"]
+    plan = result["configurations"][labels.index("plan")]["text"]
+    (card,) = re.findall(r"--gpu-memory (\d+)GB", plan)
+    (at_once,) = re.findall(r"--max-num-seqs (\d+)", result["command"])
+    waits = f"{number(wait['plan'], 3, 1e-3)} s; {number(wait['prefetch'], 3, 1e-3)} s with the prefetching one"
+    return [
+        f"Weights and KV that do not fit in {card} GB, {at_once} requests at once",
+        f"{number(speed['UVA'])} and {number(speed['prefetch'])} tok/s with its two offloaders",
+        f"{number(speed['plan'])} tok/s",
+        f"{number(measures['peak_ram_bytes']['plan'] / GIB)} GiB of RAM; p99 time to first token {waits}",
+    ]
+
+
+def gains_where(offload: Json, spill: Json, weights: Json) -> str:
+    machines = {one["hardware"]["gpu"] for one in (offload, spill)} | {one["gpu"] for one in weights["results"]}
+    vllm = {one["versions"]["vllm"] for one in (offload, spill, *weights["results"])}
+    made = re.findall(r"[0-9a-f]{7}", f"{commits(offload)} {commits(spill)} {weights['commit']}")
+    shown = (", ".join(sorted(one)) for one in (machines, vllm, set(made)))
+    return "{}, vLLM {}, commits {}\n".format(*shown)
+
+
+def served(result: Json) -> str:
+    """What `overspill serve` printed."""
+    return "```text\n" + "".join(f"{line}\n" for line in (f"$ {result['shown_command']}", *result["output"])) + "```\n"
+
+
+def served_where(result: Json) -> str:
+    machine, versions = result["hardware"], result["versions"]
+    return f"{machine['gpu'] or machine['cpu']}, vLLM {versions['vllm']}, {commits(result)}; {result['started'][:10]}\n"
+
+
+# Each with the benchmarks whose results it takes.
+TABLES: dict[str, tuple[str, Callable[..., str]]] = {
+    "gains": ("offload,spill,ab", gains),
+    "gains-where": ("offload,spill,ab", gains_where),
+    "serve": ("serve", served),
+    "serve-where": ("serve", served_where),
     "control": ("offload", control),
     "ttft": ("offload", ttft),
     "tokens": ("offload", tokens),
@@ -505,7 +548,6 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "ab": ("ab", experiment),
     "ab-where": ("ab", experiment_where),
     "verify": ("verify", verification),
-    "spill-price": ("spill", spill_price),
     "spill-where": ("spill", spill_where),
     **{f"spill-{name}": ("spill", partial(spill_part, name)) for name in SPILL},
     **{f"{name}-notes": (name, notes) for name in ("offload", "startup", "prediction")},

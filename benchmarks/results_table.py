@@ -2,7 +2,7 @@
 
 A document holds `<!-- table:NAME -->` … `<!-- /table -->`; what is between the markers is made by the
 renderer NAME from the newest result of its benchmark, or from FILE in benchmarks/results where the
-marker names one (`<!-- table:NAME FILE -->`):
+marker names one (`<!-- table:NAME FILE -->`); a table of several benchmarks takes FILE,FILE:
 
     python benchmarks/results_table.py README.md docs/*.md            writes the tables
     python benchmarks/results_table.py --check README.md docs/*.md    fails if a document is stale
@@ -27,8 +27,11 @@ MARKED = re.compile(
 def render(name: str, file: str | None = None, results: Path = record.RESULTS) -> str:
     if name not in TABLES:
         raise SystemExit(f"there is no table '{name}'; known: {', '.join(TABLES)}")
-    benchmark, renderer = TABLES[name]
-    return renderer(record.read(results / file if file else newest(benchmark, results)))
+    benchmarks, renderer = TABLES[name]
+    paths = (
+        [results / one for one in file.split(",")] if file else [newest(one, results) for one in benchmarks.split(",")]
+    )
+    return renderer(*map(record.read, paths))
 
 
 def newest(benchmark: str, results: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The demo runs, says what the README says it says, and would notice a wrong answer."""
+"""The demo runs, prints what the quick start shows, and would notice a wrong answer."""
 
 import dataclasses
 import logging
@@ -17,7 +17,7 @@ from overspill.demo import Offload, Spill, compared, difference
 from overspill.verify.workload import Answer
 from tests.zygote import cold
 
-README = Path(__file__).parents[1] / "README.md"
+QUICK_START = Path(__file__).parents[1] / "docs/quickstart.md"
 
 ANSWER = Answer(
     name="1/1", tokens=(5, 6), logprobs=({5: -0.5, 9: -1.5}, {6: -0.25, 8: -2.0}), prompt_tokens=100, cached_tokens=96,
@@ -85,8 +85,8 @@ def test_it_is_quiet_and_short(finished: subprocess.CompletedProcess[str]) -> No
     assert len(finished.stdout.splitlines()) < 48
 
 
-def test_the_readme_shows_this_output(finished: subprocess.CompletedProcess[str]) -> None:
-    shown = re.search(r"```text\n(Overspill demo:.*?)```", README.read_text(), re.DOTALL)
+def test_the_quick_start_shows_this_output(finished: subprocess.CompletedProcess[str]) -> None:
+    shown = re.search(r"```text\n(Overspill demo:.*?)```", QUICK_START.read_text(), re.DOTALL)
     assert shown is not None
     assert facts(shown[1]) == facts(finished.stdout)
 

@@ -30,12 +30,19 @@ def test_a_connectors_bursts_are_shown_beside_its_median_step() -> None:
     assert "| a | – |" in tables.scheduler_cost({"rows": [row | {"error": "it cannot be driven"}]})
 
 
-def test_the_front_page_has_the_control_and_no_peer_ratio() -> None:
+def test_the_front_page_has_gain_and_price_and_no_peer_ratio() -> None:
     """A ratio to the best peer stood there; where nothing is loaded, systems differ by as much."""
-    page = results_table.render("summary", "offload-h200.json")
-    assert "control: from the GPU's cache" in page and "best peer" not in page
+    page = results_table.render("gains", "offload-h200.json,spill-h200.json,ab-weights-tight-h200.json")
+    assert "| stock vLLM | Overspill | price |" in page and len(page.splitlines()) == 5
+    assert "×" not in page
     said = results_table.render("control", "offload-h200.json")
     assert "from 14.3 to 30.8 ms for the 8k prompt, from 42.9 to 63 ms for the 64k prompt" in said
+
+
+def test_the_output_of_serve_is_shown_as_it_was() -> None:
+    result = {"shown_command": "overspill serve m --max-model-len 4k", "output": ["m, 4,096 tokens", "", "  KV  2 MiB"]}
+    shown = "$ overspill serve m --max-model-len 4k\nm, 4,096 tokens\n\n  KV  2 MiB\n"
+    assert tables.served(result) == f"```text\n{shown}```\n"
 
 
 @pytest.mark.parametrize(
