@@ -457,7 +457,6 @@ def verification(result: Json) -> str:
     )
 
 
-# Table -> the benchmark whose results it shows, and what makes it.
 # The README's first screen.
 
 
@@ -518,22 +517,10 @@ def gains_where(offload: Json, spill: Json, weights: Json) -> str:
     return "{}, vLLM {}, commits {}\n".format(*shown)
 
 
-def served(result: Json) -> str:
-    """What `overspill serve` printed."""
-    return "```text\n" + "".join(f"{line}\n" for line in (f"$ {result['shown_command']}", *result["output"])) + "```\n"
-
-
-def served_where(result: Json) -> str:
-    machine, versions = result["hardware"], result["versions"]
-    return f"{machine['gpu'] or machine['cpu']}, vLLM {versions['vllm']}, {commits(result)}; {result['started'][:10]}\n"
-
-
-# Each with the benchmarks whose results it takes.
+# Table -> the benchmarks whose results it takes, and what makes it of them.
 TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "gains": ("offload,spill,ab", gains),
     "gains-where": ("offload,spill,ab", gains_where),
-    "serve": ("serve", served),
-    "serve-where": ("serve", served_where),
     "control": ("offload", control),
     "ttft": ("offload", ttft),
     "tokens": ("offload", tokens),

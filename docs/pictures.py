@@ -1,25 +1,16 @@
 """Pictures of every page of the manager, for the documentation: real manager, real engine on the CPU, tiny model.
 
-python docs/pictures.py                  writes docs/pictures/*.png; needs playwright and Debian's chromium
-python docs/pictures.py --from FOLDER    pictures of pages that were saved on another machine, such as one with a GPU
-
-FOLDER holds a JSON file for each answer of a manager: its url, status, headers and body.
+python docs/pictures.py    writes docs/pictures/*.png; needs playwright and Debian's chromium
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -37,35 +28,13 @@ IN_ALL_LOOKS = ("/", "/models")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "pictures", help="the folder for them")
-    parser.add_argument(
-        "--from", dest="saved", type=Path, help="a folder with the answers of another machine's manager"
-    )
-    arguments = parser.parse_args()
-    out = arguments.out
+    out = parser.parse_args().out
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("chromium is missing; run: apt-get install chromium")
     out.mkdir(parents=True, exist_ok=True)
 
     from playwright.sync_api import sync_playwright
-
-    if arguments.saved:
-        with _replayed(arguments.saved) as url, sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-            page = browser.new_context(base_url=url, timezone_id="UTC", **LOOKS["light"]).new_page()  # type: ignore[arg-type]
-            for path in IN_ALL_LOOKS:
-                page.goto(path)
-                _prepare(page, path)
-                page.screenshot(path=out / f"{path.strip('/') or 'dashboard'}-gpu.png", full_page=True)
-                if path == "/":
-                    box = page.locator("#panels").bounding_box()
-                    assert box is not None
-                    page.screenshot(
-                        path=out / "memory-gpu.png", full_page=True,
-                        clip={"x": 0, "y": box["y"] - 16, "width": 1200, "height": box["height"] + 32},
-                    )  # fmt: skip
-            browser.close()
-        return
 
     from tests.chat_model import make_chat_model
     from tests.managed import SETTINGS, managed
@@ -96,40 +65,6 @@ def main() -> None:
                 page.goto("/compare?ids=1&ids=2")
                 page.screenshot(path=out / "compare-light.png", full_page=True)
         browser.close()
-
-
-@contextlib.contextmanager
-def _replayed(folder: Path) -> Iterator[str]:
-    """The address of a server that gives the saved answers; events come a second apart, as they did."""
-    answers = {unquote(one["url"]): one for one in (json.loads(file.read_text()) for file in folder.glob("*.json"))}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer = answers.get(unquote(self.path))
-            self.send_response(answer["status"] if answer else 404)
-            for name, value in answer["headers"].items() if answer else ():
-                if name.lower() in ("content-type", "content-security-policy"):
-                    self.send_header(name, value)
-            self.end_headers()
-            body = answer["body"] if answer else ""
-            if not self.path.startswith("/events/"):
-                self.wfile.write(body.encode())
-                return
-            with contextlib.suppress(OSError):
-                for moment in body.split("event: sample\n")[1:]:
-                    self.wfile.write(f"event: sample\n{moment}".encode())
-                    time.sleep(1)
-                time.sleep(30)  # a stream that ends is shown as stale
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
 
 
 def _prepare(page, path: str) -> None:  # type: ignore[no-untyped-def]

@@ -39,12 +39,6 @@ def test_the_front_page_has_gain_and_price_and_no_peer_ratio() -> None:
     assert "from 14.3 to 30.8 ms for the 8k prompt, from 42.9 to 63 ms for the 64k prompt" in said
 
 
-def test_the_output_of_serve_is_shown_as_it_was() -> None:
-    result = {"shown_command": "overspill serve m --max-model-len 4k", "output": ["m, 4,096 tokens", "", "  KV  2 MiB"]}
-    shown = "$ overspill serve m --max-model-len 4k\nm, 4,096 tokens\n\n  KV  2 MiB\n"
-    assert tables.served(result) == f"```text\n{shown}```\n"
-
-
 @pytest.mark.parametrize(
     ("runs", "said"),
     [(["a"], "commit a"), (["a", "a", "b"], "commits a and b"), ([None], "commit not recorded")],
