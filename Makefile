@@ -10,6 +10,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check --no-input
 STAMP := $(VENV)/.overspill-installed
+# Installing compiles it.
+ATTENTION := $(wildcard src/overspill/kv/attention/native/*) src/overspill/kv/attention/build.py
 
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
@@ -71,7 +73,7 @@ endef
 export CHECK_PYTHON
 
 # A .venv made by hand is taken as it is: pip adds what is missing.
-$(STAMP): requirements/cpu.lock pyproject.toml
+$(STAMP): requirements/cpu.lock pyproject.toml setup.py $(ATTENTION)
 	@if [ ! -x $(PY) ]; then \
 	    command -v "$(PYTHON)" >/dev/null || { \
 	        echo "error: there is no $(PYTHON) here; name a Python 3.11 or newer: make PYTHON=..." >&2; exit 1; }; \

@@ -1,4 +1,4 @@
-"""The class vLLM loads. It has two lives, one beside the scheduler and one in each worker; every hook delegates."""
+"""The connector that vLLM loads: one instance beside the scheduler and one in each worker; every hook delegates."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -8,22 +8,21 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from overspill.kv.buffer import BLOCK_OUTERMOST, LAYER_OUTERMOST, bytes_per_block, kv_buffer
+from overspill.kv.cuda import CudaMark
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import num_host_slots, slot_stride
 from overspill.kv.jobs import StepJobs, StepReport
-from overspill.kv.layout import BLOCK_OUTERMOST, LAYER_OUTERMOST, bytes_per_block, kv_buffer
 from overspill.kv.metrics import OverspillPromMetrics, OverspillStats
-from overspill.kv.model_changes import Adapters, watch_engine_core
 from overspill.kv.options import Options
-from overspill.kv.preflight import check_engine, require_spill_classes
+from overspill.kv.plugin import check_engine, require_spill_classes
+from overspill.kv.provenance import Adapters, StaleHashes, watch_engine_core
 from overspill.kv.ram import require_ram
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.sizes import format_size
-from overspill.kv.speeds import Speeds
+from overspill.kv.speeds import Speeds, StepTimer, WallMark
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
-from overspill.kv.stale_hashes import StaleHashes
-from overspill.kv.timing import Mark, StepTimer, WallMark
 from overspill.kv.vllm_api import (
     CacheHitSource,
     KVCacheBlocks,
@@ -56,7 +55,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # Under MultiConnector this is the child's own configuration; preflight demands the policy of the outer one.
+        # Under MultiConnector this is the child's own configuration; the plugin demands the policy of the outer one.
         options = self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config)
         # vLLM's default ends the request of a failed load. The scheduler reads this after building the connector.
@@ -80,8 +79,6 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             require_spill_classes(vllm_config, options)
             if role == KVConnectorRole.SCHEDULER:
                 self.spill_scheduler = SpillScheduler(options, vllm_config, kv_cache_config, self._speeds)
-                if self._scheduler is not None:
-                    self.spill_scheduler.placement.finds_more = self._scheduler.loads.finds_more
             else:
                 self.spill_worker = SpillWorker(options, vllm_config, kv_cache_config)
 
@@ -123,8 +120,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         buffer = kv_buffer(kv_caches)
-        self._timer = StepTimer(_cuda_mark if buffer.is_cuda else WallMark)
-        # Again, of this rank's part: the model has taken RAM since the start, and without the plugin nobody looked.
+        self._timer = StepTimer(CudaMark if buffer.is_cuda else WallMark)
+        # Once more, for this rank's part: the model has taken RAM since the start, and the plugin may not be loaded.
         needs = {
             "host_bytes": self._worker.pool_bytes if self._worker is not None else 0,
             "spill_bytes": self.spill_worker.arena_bytes if self.spill_worker is not None else 0,
@@ -172,8 +169,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         if not isinstance(metadata, StepJobs):
             return self._worker.results(None)
-        # With some drafting methods vLLM asks before the step has ended. What is announced now may keep the GPU
-        # waiting, which is no part of the step.
+        # With some drafting methods vLLM calls this before the step has ended. The GPU may wait for loads announced
+        # now, which is not part of the step.
         assert self._timer is not None
         self._timer.end_step(metadata)
         return self._worker.results(metadata)
@@ -197,24 +194,15 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         adapter = request.lora_request
         if self._scheduler is not None and adapter is not None and self.adapters.is_replaced(adapter):
-            # Who runs with it keeps the adapter's old weights; whatever they compute is found by nobody else, either.
+            # Running requests keep the adapter's old weights; what they compute must not be hit by others.
             self.weights_changed(f"adapter {adapter.lora_name}", self._scheduler.live)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        spill = self.spill_scheduler
-        moved = spill.placement.moves.offered_tokens(request.request_id) if spill is not None else 0
         if self._scheduler is None:
-            return moved, False
-        if moved:
-            self._scheduler.found_locally(request, num_computed_tokens + moved)
-            return moved, False  # they are there before the step's forward
+            return 0, False
         return self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        spill = self.spill_scheduler
-        if spill is not None and spill.placement.moves.offered_tokens(request.request_id):
-            spill.placement.moves.admit(request.request_id, blocks, num_external_tokens)
-            num_external_tokens = 0  # for offload
         if self._scheduler is not None:
             self._scheduler.admit(request, blocks, num_external_tokens)
 
@@ -234,7 +222,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(report, StepReport):
             report = None
         else:
-            self._speeds.saw(report)
+            self._speeds.record(report)
         if self._scheduler is not None:
             self._scheduler.complete(connector_output.failed_recving or (), report)
 
@@ -247,8 +235,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self._stale_hashes.finished(request.request_id)
         if self._scheduler is not None:
             self._scheduler.finished(request, block_ids)
-        told = self.spill_scheduler.finished(request) if self.spill_scheduler is not None else None
-        return False, told  # blocks being copied are referenced; vLLM may free the rest
+        summary = self.spill_scheduler.finished(request) if self.spill_scheduler is not None else None
+        return False, summary  # blocks being copied are referenced; vLLM may free the rest
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.is_busy()
@@ -263,7 +251,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset() if self._scheduler is not None else None
 
     def weights_changed(self, what: str, request_ids: Iterable[str]) -> None:
-        """`what` may have replaced weights while the requests had KV of the old ones."""
+        """Drop cached KV: `what` may have replaced weights while the requests had KV of the old ones."""
         if self._scheduler is None:
             return  # vLLM's own caches are its caller's to reset
         num_blocks = self._scheduler.host.num_cached
@@ -283,17 +271,11 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         with ExitStack() as stack:
-            # The offload worker copies from and to the memory that the spill worker owns: it ends first.
+            # The offload worker copies from and to memory of the spill worker, so it stops first.
             if self.spill_worker is not None:
                 stack.callback(self.spill_worker.shutdown)
             if self._worker is not None:
                 stack.callback(self._worker.shutdown)
-
-
-def _cuda_mark() -> Mark:
-    from overspill.kv.cuda import CudaMark
-
-    return CudaMark()
 
 
 def _check_pool_size(options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -1,4 +1,4 @@
-"""What Overspill uses of vLLM's inside, and the check that the installed vLLM has it.
+"""What Overspill uses of vLLM's inside, the check that the installed vLLM has it, and how methods are wrapped.
 
 `overspill.kv.vllm_api` is where it is used. Releases change such things without notice: a method that is gone would
 show in the middle of a request, and a hook that is no longer called would not show at all. So names and parameters are
@@ -6,12 +6,14 @@ compared before a model is loaded. They are read from vLLM's source files: impor
 """
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from overspill.kv.errors import OverspillError
 
@@ -159,8 +161,15 @@ v1/request.py
 SPILL = """
 distributed/kv_transfer/kv_connector/v1/base.py
     KVConnectorBase_V1.get_mem_pool_context()
+distributed/kv_transfer/kv_transfer_state.py
+    has_kv_transfer_group()
 model_executor/layers/attention/attention.py
+    Attention.dtype
     Attention.impl
+    Attention.layer_name
+    Attention.num_heads
+    Attention.num_kv_heads
+    Attention.query_quant
     Attention.kv_sharing_target_layer_name
     unified_attention_with_output(..., layer_name)
     unified_kv_cache_update(..., layer_name)
@@ -169,16 +178,58 @@ model_executor/layers/attention/kv_transfer_utils.py
 model_executor/layers/attention/mla_attention.py
     MLAAttention.forward_impl(..., kv_cache, attn_metadata, output)
     unified_mla_attention_with_output(..., layer_name)
+v1/attention/backend.py
+    CommonAttentionMetadata.block_table_tensor
+    CommonAttentionMetadata.query_start_loc_cpu
+    CommonAttentionMetadata.seq_lens
+v1/attention/backends/cpu_attn.py
+    CPUAttentionBackend.get_builder_cls()
+    CPUAttentionBackend.get_impl_cls()
+    CPUAttentionBackendImpl.forward(layer, query, key, value, kv_cache, attn_metadata, output)
+    CPUAttentionMetadata.block_table
+    CPUAttentionMetadata.num_actual_tokens
+    CPUAttentionMetadata.query_start_loc
+    CPUAttentionMetadata.seq_lens
+    CPUAttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata, fast_build)
+v1/attention/backends/flash_attn.py
+    FlashAttentionBackend.get_builder_cls()
+    FlashAttentionBackend.get_impl_cls()
+    FlashAttentionImpl.alibi_slopes
+    FlashAttentionImpl.forward(layer, query, key, value, kv_cache, attn_metadata, output)
+    FlashAttentionImpl.head_size
+    FlashAttentionImpl.kv_cache_dtype
+    FlashAttentionImpl.kv_sharing_target_layer_name
+    FlashAttentionImpl.logits_soft_cap
+    FlashAttentionImpl.num_kv_heads
+    FlashAttentionImpl.scale
+    FlashAttentionImpl.sinks
+    FlashAttentionImpl.sliding_window
+    FlashAttentionImpl.supports_quant_query_input
+    FlashAttentionImpl.vllm_flash_attn_version
+    FlashAttentionMetadata.block_table
+    FlashAttentionMetadata.causal
+    FlashAttentionMetadata.max_num_splits
+    FlashAttentionMetadata.max_query_len
+    FlashAttentionMetadata.max_seq_len
+    FlashAttentionMetadata.num_actual_tokens
+    FlashAttentionMetadata.query_start_loc
+    FlashAttentionMetadata.scheduler_metadata
+    FlashAttentionMetadata.seq_lens
+    FlashAttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata, fast_build)
+v1/attention/backends/registry.py
+    AttentionBackendEnum
+    register_backend(backend, class_path)
+v1/attention/ops/merge_attn_states.py
+    merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse)
+v1/attention/selector.py
+    _cached_get_attn_backend(...)
 v1/core/block_pool.py
-    BlockPool._remove_cached_block_hashes(block)
     BlockPool.num_gpu_blocks
 v1/core/kv_cache_coordinator.py
     KVCacheCoordinator.get_num_blocks_to_allocate(..., new_computed_blocks)
 v1/core/kv_cache_manager.py
     KVCacheManager.allocate_slots(request, num_new_tokens, num_new_computed_tokens)
     KVCacheManager.coordinator
-    KVCacheManager.create_kv_cache_blocks(blocks)
-    KVCacheManager.get_computed_blocks(request)
 v1/core/kv_cache_utils.py
     FreeKVCacheBlockQueue.__init__(blocks)
     FreeKVCacheBlockQueue.append(block)
@@ -225,17 +276,40 @@ v1/kv_cache_interface.py
     MambaSpec.max_memory_usage_bytes(vllm_config)
 v1/request.py
     Request.is_prefill_chunk
-    Request.max_tokens
     Request.next_decode_eligible_step
-    Request.num_output_tokens()
     Request.status
 v1/worker/cpu_worker.py
     CPUWorker.compile_or_warm_up_model()
     CPUWorker.determine_available_memory()
+v1/worker/gpu/buffer_utils.py
+    UvaBuffer.cpu
+    UvaBuffer.uva()
 v1/worker/gpu/cudagraph_utils.py
+    BatchExecutionDescriptor.cg_mode
     CudaGraphManager.dispatch(num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches)
+    CudaGraphManager.graphs
+    ModelCudaGraphManager.__init__(vllm_config, device, cudagraph_mode, decode_query_len, lora_capture_cases, \
+varlen_decode)
+    ModelCudaGraphManager.capture(model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, \
+kv_cache_config, has_lora, use_aux_hidden_state_outputs, lora_capture_hook, progress_bar_desc)
+    ModelCudaGraphManager.run_fullgraph(desc)
+v1/worker/gpu/input_batch.py
+    InputBatch.req_ids
+v1/worker/gpu/lora_utils.py
+    create_lora_capture_hook(lora_config, runner)
 v1/worker/gpu/model_runner.py
+    GPUModelRunner.adaptive_verification
+    GPUModelRunner.attn_groups
+    GPUModelRunner.block_tables
     GPUModelRunner.cudagraph_manager
+    GPUModelRunner.decode_query_len
+    GPUModelRunner.input_buffers
+    GPUModelRunner.intermediate_tensors
+    GPUModelRunner.kv_cache_config
+    GPUModelRunner.lora_capture_cases
+    GPUModelRunner.model_state
+    GPUModelRunner.prepare_inputs(...)
+    GPUModelRunner.use_aux_hidden_state_outputs
     GPUModelRunner.execute_model(scheduler_output)
     GPUModelRunner._dummy_run(num_tokens)
 v1/worker/gpu_model_runner.py
@@ -248,6 +322,10 @@ v1/worker/gpu_worker.py
     Worker.get_kv_cache_spec()
     Worker.load_model()
 """
+
+Scope = dict[str, ast.FunctionDef | None]  # functions by name; None for attributes and classes
+
+Method = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,9 +401,6 @@ def _difference(root: Path, part: Part) -> str:
     return ""
 
 
-Scope = dict[str, ast.FunctionDef | None]  # functions by name; None for attributes and classes
-
-
 @cache
 def _scopes(path: Path) -> dict[str, Scope]:
     """What a source file defines: in the module, under "", and in its classes."""
@@ -373,3 +448,14 @@ def _installed() -> Path:
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
+
+
+def wrap_once(owner: type, name: str, make: Callable[[Method], Method]) -> None:
+    """Replace a method by what `make` makes of it. vLLM loads plugins more than once in a process: what was replaced
+    stays as it is."""
+    method = getattr(owner, name)
+    if hasattr(method, "overspill"):
+        return
+    replacement = functools.wraps(method)(make(method))
+    replacement.overspill = True  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)

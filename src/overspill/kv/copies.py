@@ -1,23 +1,31 @@
-"""Moving blocks between the KV buffer and the pool: what a copier is, and the one for the CPU platform."""
+"""Copiers of blocks between the KV buffer and the pool: for the CPU platform, and for CUDA streams."""
 
+import contextlib
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from overspill.kv.buffer import Region
+from overspill.kv.cuda import Addresses, BatchCopy
 from overspill.kv.host_memory import HostMemory
-from overspill.kv.layout import Region
+from overspill.kv.sizes import MiB
 
 Ids = npt.NDArray[np.int64]
 
+_BATCH = 512
+_MARK_BYTES = 128 * MiB  # distance of a load's progress events: a few milliseconds
+
 
 class Transfer:
-    """A batch of block copies in one direction. Written by the copier's threads, polled by the model's."""
+    """A batch of block copies in one direction. The copier's threads complete it; the model's thread polls it."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -35,15 +43,15 @@ class Transfer:
         return self._queued.wait(timeout)
 
     def done(self) -> bool:
-        """Whether the bytes are where they belong, or never will be."""
+        """Whether all copies have completed, or failed."""
         return self._done.is_set()
 
     def remaining_bytes(self) -> int:
-        """How many are still on the way, at most."""
+        """Upper bound of the bytes still to be copied."""
         return 0 if self.done() else self.num_bytes
 
     def fence(self) -> None:
-        """Let the compute that is queued from now on wait for the copies."""
+        """Make compute that is queued from now on wait for the copies."""
 
     def settle(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -64,22 +72,18 @@ class Copier(ABC):
 
     @abstractmethod
     def end_step(self) -> None:
-        """All compute of a step is queued."""
-
-    @abstractmethod
-    def reused_early(self) -> None:
-        """Blocks that the step about to run reads may be loaded into in the next one already."""
+        """Note that all compute of a step is queued."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the copies under way, then stop."""
+        """Wait for copies in flight, then stop."""
 
 
 class PlainCopier(Copier):
-    """Plain copies for the CPU platform, in the order in which they were asked for.
+    """Plain copies for the CPU platform, in the order of the calls.
 
-    Stores are waited for, which keeps the engine deterministic; loads run on while other requests do. Tests close
-    `gate` to keep copies in flight.
+    A store blocks, which keeps the engine deterministic; loads run beside other requests. Tests close `gate` to keep
+    copies in flight.
     """
 
     gate = threading.Event()
@@ -131,10 +135,203 @@ class PlainCopier(Copier):
         transfer.settle()
 
     def end_step(self) -> None:
-        """A step's compute is over when it returns."""
-
-    def reused_early(self) -> None:
-        """It has read them when it returns."""
+        """No-op: compute is synchronous."""
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+def merge_runs(dst: Addresses, src: Addresses, size: int, pieces: Ids) -> tuple[Addresses, Addresses, Addresses]:
+    """Merge neighbouring copies of `size` bytes each, within a registered piece and up to a progress event."""
+    if len(dst) < 2:
+        return dst, src, np.full(len(dst), size, np.uint64)
+    step = np.uint64(size)
+    apart = (dst[1:] - dst[:-1] != step) | (src[1:] - src[:-1] != step) | (pieces[1:] != pieces[:-1])
+    most = max(1, _MARK_BYTES // size)
+    apart[most - 1 :: most] = True
+    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    lengths = np.diff(np.append(starts, len(dst))).astype(np.uint64)
+    return dst[starts], src[starts], lengths * step
+
+
+def batches(sizes: Addresses) -> Iterator[slice]:
+    """Slices of copies to submit together. The driver starts a batch when it has all of it, so the first bytes should
+    not wait for the last; and progress events are recorded between batches."""
+    ends = np.cumsum(sizes)
+    begin = 0
+    while begin < len(sizes):
+        mark = (int(ends[begin - 1]) if begin else 0) + _MARK_BYTES
+        end = min(int(np.searchsorted(ends, mark)) + 1, begin + _BATCH, len(sizes))
+        yield slice(begin, end)
+        begin = end
+
+
+class _CudaTransfer(Transfer):
+    """Done when the event behind the last copy has completed."""
+
+    def __init__(self, num_bytes: int, after: torch.cuda.Event) -> None:
+        super().__init__(num_bytes)
+        self.after = after
+        # Appended by the lane's thread, taken by the model's.
+        self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._queued_bytes = self._marked_bytes = self._arrived_bytes = 0
+        self._first = torch.cuda.Event(enable_timing=True)
+        self._last = torch.cuda.Event(enable_timing=True)
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self.after)
+        self._first.record(stream)
+
+    def mark(self, stream: torch.cuda.Stream, num_bytes: int) -> None:
+        """Record a progress event after every `_MARK_BYTES` queued."""
+        self._queued_bytes += num_bytes
+        if self._queued_bytes - self._marked_bytes >= _MARK_BYTES:
+            self._marked_bytes = self._queued_bytes
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._marks.append((self._marked_bytes, event))
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        self._last.record(stream)
+        self._queued.set()
+
+    def done(self) -> bool:
+        if self._done.is_set():
+            return True
+        if not self._queued.is_set() or not self._last.query():
+            return False
+        self.seconds = self._first.elapsed_time(self._last) / 1e3
+        self._done.set()
+        return True
+
+    def remaining_bytes(self) -> int:
+        if self.done():
+            return 0
+        while self._marks and self._marks[0][1].query():
+            self._arrived_bytes, _ = self._marks.popleft()
+        return self.num_bytes - self._arrived_bytes
+
+    def fence(self) -> None:
+        if not self._done.is_set():
+            torch.cuda.current_stream().wait_event(self._last)
+
+
+class _Lane:
+    """One direction: a low-priority stream and a thread that queues copies on it.
+
+    Queueing a copy takes the driver some microseconds, so the model's thread only hands the work over.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        lowest, _ = torch.cuda.Stream.priority_range()
+        self.stream = torch.cuda.Stream(device, priority=lowest)
+        self._device = device
+        self._work: queue.SimpleQueue[tuple[_CudaTransfer, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, transfer: _CudaTransfer, copy: Callable[[], None]) -> None:
+        self._work.put((transfer, copy))
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            transfer, copy = item
+            try:
+                torch.cuda.set_device(self._device)
+                transfer.begin(self.stream)
+                copy()
+                transfer.end(self.stream)
+            except Exception as error:
+                # Copies queued before must not land in blocks that are reallocated. A dead context copies nothing.
+                with contextlib.suppress(RuntimeError):
+                    self.stream.synchronize()
+                transfer.settle(error)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+        self.stream.synchronize()
+
+
+class CudaCopier(Copier):
+    """Loads and stores on streams of their own; neither ever makes the model's thread wait.
+
+    A store waits for all compute queued before it. A load need not: its blocks were free when it was planned, and
+    vLLM frees a block only once the steps that touch it are processed. With `steps_in_flight` steps at a time, that
+    was so for all but the latest of them, and a long prefill under way does not delay the load.
+
+    Where vLLM zeroes new blocks that does not hold: a block may be allocated, given back and allocated again within one
+    pass, and the zeroes for its first owner are queued all the same. A load waits for all compute there, too.
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        regions: Sequence[Region],
+        memory: HostMemory,
+        steps_in_flight: int = 1,
+        *,
+        zeroes_new_blocks: bool = False,
+    ) -> None:
+        self._memory = memory
+        self._zeroes_new_blocks = zeroes_new_blocks
+        self._base = buffer.data_ptr()
+        self._regions = regions
+        offsets = np.cumsum([0, *(region.block_bytes for region in regions)])[:-1]
+        self._slot_offsets = [int(offset) for offset in offsets]
+        self._batch = BatchCopy()
+        self._loads = _Lane(buffer.device, "overspill-load")
+        self._stores = _Lane(buffer.device, "overspill-store")
+        self._ends: deque[torch.cuda.Event] = deque(maxlen=steps_in_flight)
+
+    def end_step(self) -> None:
+        self._ends.append(_compute_so_far())
+
+    def load(self, slots: Ids, blocks: Ids) -> Transfer:
+        may_overtake = len(self._ends) == self._ends.maxlen and not self._zeroes_new_blocks
+        after = self._ends[0] if may_overtake else _compute_so_far()
+        return self._submit(self._loads, slots, blocks, after, to_gpu=True)
+
+    def store(self, blocks: Ids, slots: Ids) -> Transfer:
+        return self._submit(self._stores, slots, blocks, _compute_so_far(), to_gpu=False)
+
+    def _submit(self, lane: _Lane, slots: Ids, blocks: Ids, after: torch.cuda.Event, *, to_gpu: bool) -> Transfer:
+        transfer = _CudaTransfer(len(slots) * self._memory.slot_bytes, after)
+        lane.submit(transfer, lambda: self._copy(lane, transfer, slots, blocks, to_gpu=to_gpu))
+        return transfer
+
+    def _copy(self, lane: _Lane, transfer: _CudaTransfer, slots: Ids, blocks: Ids, *, to_gpu: bool) -> None:
+        pinned = slots < self._memory.pinned_slots
+        if pinned.any():
+            self._queue(lane, transfer, slots[pinned], blocks[pinned], to_gpu=to_gpu)
+        if not pinned.all():
+            # CUDA does not order copies of pageable memory by events, so this thread waits: for the compute before
+            # them, and for the copies, before the transfer counts as queued.
+            lane.stream.synchronize()
+            self._queue(lane, transfer, slots[~pinned], blocks[~pinned], to_gpu=to_gpu)
+            lane.stream.synchronize()
+
+    def _queue(self, lane: _Lane, transfer: _CudaTransfer, slots: Ids, blocks: Ids, *, to_gpu: bool) -> None:
+        memory, parts = self._memory, []
+        pieces = slots // memory.slots_per_piece
+        for region, slot_offset in zip(self._regions, self._slot_offsets, strict=True):
+            gpu = np.uint64(self._base + region.offset) + blocks.astype(np.uint64) * np.uint64(region.block_bytes)
+            ram = np.uint64(memory.address + slot_offset) + slots.astype(np.uint64) * np.uint64(memory.slot_stride)
+            dst, src = (gpu, ram) if to_gpu else (ram, gpu)
+            parts.append(merge_runs(dst, src, region.block_bytes, pieces))
+        dst, src, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        for part in batches(sizes):
+            self._batch(dst[part], src[part], sizes[part], lane.stream.cuda_stream)
+            if to_gpu:
+                transfer.mark(lane.stream, int(sizes[part].sum()))
+
+    def close(self) -> None:
+        for lane in (self._loads, self._stores):
+            lane.close()
+
+
+def _compute_so_far() -> torch.cuda.Event:
+    """Event behind all compute queued so far."""
+    event = torch.cuda.Event()
+    event.record()
+    return event

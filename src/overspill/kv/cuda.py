@@ -1,14 +1,8 @@
-"""CUDA's driver calls, and the copier that uses them: batched asynchronous copies on low-priority streams."""
+"""CUDA's driver calls: batched copies, registered host memory, and virtual memory. Nothing here knows of KV."""
 
-import contextlib
 import ctypes
-import queue
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +10,9 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
-from overspill.kv.copies import Copier, Ids, Transfer
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_memory import HostMemory, slot_stride
-from overspill.kv.layout import Region
-from overspill.kv.mapping import Mapping
-from overspill.kv.sizes import MiB
-from overspill.kv.timing import Mark
+from overspill.kv.sizes import format_size
+from overspill.kv.speeds import Mark
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -33,10 +23,8 @@ _SUCCESS, _ALREADY_REGISTERED = 0, 712
 _WHILE_CAPTURING = (900, 901)  # stream capture unsupported, or invalidated
 _CAPTURE_MODE_RELAXED = 2
 _CAPTURE_WAIT_S = 60.0
-_BATCH = 512
-_MARK_BYTES = 128 * MiB  # how far apart a load's progress is seen: a few milliseconds
-_BOUNCE_BYTES = 64 * MiB
-_BOUNCE_THREADS = 4
+# CU_STREAM_MEM_OP_WAIT_VALUE_32 and WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ, and how many a call takes.
+_WAIT_VALUE, _WRITE_VALUE, _WAIT_EQUAL, _MOST_FLAG_OPERATIONS = 1, 2, 1, 256
 
 
 class _MemLocation(ctypes.Structure):
@@ -91,8 +79,54 @@ class BatchCopy:
             raise RuntimeError(f"cuMemcpyBatchAsync: {_error_name(code)} at copy {failed_at.value} of {len(dst)}")
 
 
+class FlagOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams, of which waiting and writing have the same fields."""
+
+    _fields_ = (
+        ("operation", ctypes.c_int), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint), ("alias", ctypes.c_uint64), ("rest", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class StreamFlags:
+    """Numbers, 0 or 1, that streams wait for and set; both can be captured in a graph."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """`values` are int32, on the GPU or pinned, one flag in each row."""
+        self._values = values
+        self._address, self._stride = values.data_ptr(), values.stride(0) * values.itemsize
+
+    def raised(self, index: int) -> list[FlagOperation]:
+        return [FlagOperation(_WRITE_VALUE, self.address(index), 1)]
+
+    def lowered(self, index: int) -> list[FlagOperation]:
+        return [FlagOperation(_WRITE_VALUE, self.address(index), 0)]
+
+    def taken(self, index: int) -> list[FlagOperation]:
+        """The stream waits until the flag is up, and lowers it."""
+        return [FlagOperation(_WAIT_VALUE, self.address(index), 1, _WAIT_EQUAL), *self.lowered(index)]
+
+    def address(self, index: int) -> int:
+        return self._address + self._stride * index
+
+
+class FlagQueue:
+    """Queues operations on flags, many at once: in a graph each call is a node."""
+
+    def __init__(self) -> None:
+        arguments = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+        self._call = _driver_function("cuStreamBatchMemOp", *arguments)
+
+    def __call__(self, operations: Sequence[FlagOperation], stream: torch.cuda.Stream) -> None:
+        for first in range(0, len(operations), _MOST_FLAG_OPERATIONS):
+            part = operations[first : first + _MOST_FLAG_OPERATIONS]
+            code = self._call(stream.cuda_stream, len(part), (FlagOperation * len(part))(*part), 0)
+            if code != _SUCCESS:
+                raise RuntimeError(f"cuStreamBatchMemOp: {_error_name(code)}")
+
+
 class PinnedRanges:
-    """Registering host memory for DMA, from any thread."""
+    """Registers (pins) host memory for DMA, from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -124,34 +158,11 @@ class PinnedRanges:
             logger.warning("Overspill: cuMemHostUnregister: %s", _error_name(code))
 
 
-def merge_runs(dst: Addresses, src: Addresses, size: int, pieces: Ids) -> tuple[Addresses, Addresses, Addresses]:
-    """Neighbouring copies of `size` bytes each become one, within a registered piece and up to a mark."""
-    if len(dst) < 2:
-        return dst, src, np.full(len(dst), size, np.uint64)
-    step = np.uint64(size)
-    apart = (dst[1:] - dst[:-1] != step) | (src[1:] - src[:-1] != step) | (pieces[1:] != pieces[:-1])
-    most = max(1, _MARK_BYTES // size)
-    apart[most - 1 :: most] = True
-    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    lengths = np.diff(np.append(starts, len(dst))).astype(np.uint64)
-    return dst[starts], src[starts], lengths * step
-
-
-def batches(sizes: Addresses) -> Iterator[slice]:
-    """Copies to hand to the driver together. It starts a batch when it has taken all of it, so the first bytes should
-    not wait for the last; and progress is seen between batches."""
-    ends = np.cumsum(sizes)
-    begin = 0
-    while begin < len(sizes):
-        mark = (int(ends[begin - 1]) if begin else 0) + _MARK_BYTES
-        end = min(int(np.searchsorted(ends, mark)) + 1, begin + _BATCH, len(sizes))
-        yield slice(begin, end)
-        begin = end
-
-
 class CudaMark(Mark):
+    """A CUDA event with timing."""
+
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        """On the compute stream, if none is given."""
+        """On the compute stream by default."""
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
 
@@ -160,247 +171,8 @@ class CudaMark(Mark):
         return self.event.elapsed_time(later.event) / 1e3 if later.event.query() else None
 
 
-class _CudaTransfer(Transfer):
-    """Done when the event behind the last copy is reached."""
-
-    def __init__(self, num_bytes: int, after: torch.cuda.Event) -> None:
-        super().__init__(num_bytes)
-        self.after = after
-        # Appended by the lane's thread, taken by the model's.
-        self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._queued_bytes = self._marked_bytes = self._arrived_bytes = 0
-        self._first = torch.cuda.Event(enable_timing=True)
-        self._last = torch.cuda.Event(enable_timing=True)
-
-    def begin(self, stream: torch.cuda.Stream) -> None:
-        stream.wait_event(self.after)
-        self._first.record(stream)
-
-    def mark(self, stream: torch.cuda.Stream, num_bytes: int) -> None:
-        """So many bytes more are queued."""
-        self._queued_bytes += num_bytes
-        if self._queued_bytes - self._marked_bytes >= _MARK_BYTES:
-            self._marked_bytes = self._queued_bytes
-            event = torch.cuda.Event()
-            event.record(stream)
-            self._marks.append((self._marked_bytes, event))
-
-    def end(self, stream: torch.cuda.Stream) -> None:
-        self._last.record(stream)
-        self._queued.set()
-
-    def done(self) -> bool:
-        if self._done.is_set():
-            return True
-        if not self._queued.is_set() or not self._last.query():
-            return False
-        self.seconds = self._first.elapsed_time(self._last) / 1e3
-        self._done.set()
-        return True
-
-    def remaining_bytes(self) -> int:
-        if self.done():
-            return 0
-        while self._marks and self._marks[0][1].query():
-            self._arrived_bytes, _ = self._marks.popleft()
-        return self.num_bytes - self._arrived_bytes
-
-    def fence(self) -> None:
-        if not self._done.is_set():
-            torch.cuda.current_stream().wait_event(self._last)
-
-
-class _Lane:
-    """One direction: a low-priority stream and a thread that queues copies on it.
-
-    Queueing a copy costs the driver some microseconds, so the model's thread only hands the work over.
-    """
-
-    def __init__(self, device: torch.device, name: str) -> None:
-        lowest, _ = torch.cuda.Stream.priority_range()
-        self.stream = torch.cuda.Stream(device, priority=lowest)
-        self._device = device
-        self._work: queue.SimpleQueue[tuple[_CudaTransfer, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, transfer: _CudaTransfer, copy: Callable[[], None]) -> None:
-        self._work.put((transfer, copy))
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            transfer, copy = item
-            try:
-                torch.cuda.set_device(self._device)
-                transfer.begin(self.stream)
-                copy()
-                transfer.end(self.stream)
-            except Exception as error:
-                # What was queued before must not land in blocks that are handed on. A dead context copies nothing.
-                with contextlib.suppress(RuntimeError):
-                    self.stream.synchronize()
-                transfer.settle(error)
-
-    def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
-        self.stream.synchronize()
-
-
-class CudaCopier(Copier):
-    """Loads and stores on streams of their own; neither ever makes the model's thread wait.
-
-    A store waits for all compute queued before it. A load need not: its blocks were free when it was planned, and
-    vLLM frees a block only once the steps that touch it are processed. With `steps_in_flight` steps at a time, that
-    was so for all but the latest of them, and a long prefill under way does not hold the load up.
-
-    Where vLLM zeroes new blocks that does not hold: a block may be allocated, given back and allocated again within one
-    pass, and the zeroes for its first owner are queued all the same. A load waits for all compute there, too.
-    """
-
-    def __init__(
-        self,
-        buffer: torch.Tensor,
-        regions: Sequence[Region],
-        memory: HostMemory,
-        pinned: PinnedRanges | None,
-        steps_in_flight: int = 1,
-        *,
-        zeroes_new_blocks: bool = False,
-    ) -> None:
-        self._memory = memory
-        self._zeroes_new_blocks = zeroes_new_blocks
-        self._base = buffer.data_ptr()
-        self._regions = regions
-        offsets = np.cumsum([0, *(region.block_bytes for region in regions)])[:-1]
-        self._slot_offsets = [int(offset) for offset in offsets]
-        self._batch = BatchCopy()
-        self._loads = _Lane(buffer.device, "overspill-load")
-        self._stores = _Lane(buffer.device, "overspill-store")
-        self._bounces = [_Bounce(memory.slot_bytes, pinned) for _ in range(2)]
-        self._ends: deque[torch.cuda.Event] = deque(maxlen=steps_in_flight)
-
-    def end_step(self) -> None:
-        self._ends.append(_compute_so_far())
-
-    def reused_early(self) -> None:
-        # Until the ring is full again, a load waits for all compute queued before it.
-        self._ends.clear()
-
-    def load(self, slots: Ids, blocks: Ids) -> Transfer:
-        may_overtake = len(self._ends) == self._ends.maxlen and not self._zeroes_new_blocks
-        after = self._ends[0] if may_overtake else _compute_so_far()
-        return self._submit(self._loads, slots, blocks, after, to_gpu=True)
-
-    def store(self, blocks: Ids, slots: Ids) -> Transfer:
-        return self._submit(self._stores, slots, blocks, _compute_so_far(), to_gpu=False)
-
-    def _submit(self, lane: _Lane, slots: Ids, blocks: Ids, after: torch.cuda.Event, *, to_gpu: bool) -> Transfer:
-        transfer = _CudaTransfer(len(slots) * self._memory.slot_bytes, after)
-        lane.submit(transfer, lambda: self._copy(lane, transfer, slots, blocks, to_gpu=to_gpu))
-        return transfer
-
-    def _copy(self, lane: _Lane, transfer: _CudaTransfer, slots: Ids, blocks: Ids, *, to_gpu: bool) -> None:
-        pinned = slots < self._memory.pinned_slots
-        if pinned.any():
-            some = slots[pinned]
-            places = _Places(self._memory.address, self._memory.slot_stride, some, some // self._memory.slots_per_piece)
-            self._queue(lane, transfer, places, blocks[pinned], to_gpu=to_gpu)
-        if not pinned.all():
-            self._copy_through_bounce(lane, transfer, slots[~pinned], blocks[~pinned], to_gpu=to_gpu)
-
-    def _queue(self, lane: _Lane, transfer: _CudaTransfer, places: "_Places", blocks: Ids, *, to_gpu: bool) -> None:
-        parts = []
-        for region, slot_offset in zip(self._regions, self._slot_offsets, strict=True):
-            gpu = np.uint64(self._base + region.offset) + blocks.astype(np.uint64) * np.uint64(region.block_bytes)
-            ram = np.uint64(places.address + slot_offset) + places.slots.astype(np.uint64) * np.uint64(places.stride)
-            dst, src = (gpu, ram) if to_gpu else (ram, gpu)
-            parts.append(merge_runs(dst, src, region.block_bytes, places.pieces))
-        dst, src, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
-        for part in batches(sizes):
-            self._batch(dst[part], src[part], sizes[part], lane.stream.cuda_stream)
-            if to_gpu:
-                transfer.mark(lane.stream, int(sizes[part].sum()))
-
-    def _copy_through_bounce(
-        self, lane: _Lane, transfer: _CudaTransfer, slots: Ids, blocks: Ids, *, to_gpu: bool
-    ) -> None:
-        """In the lane's thread, which waits; the model's thread does not."""
-        bounce = self._bounces[0 if to_gpu else 1]
-        for start in range(0, len(slots), bounce.num_slots):
-            some, targets = slots[start : start + bounce.num_slots], blocks[start : start + bounce.num_slots]
-            addresses = [self._memory.address + int(slot) * self._memory.slot_stride for slot in some]
-            if to_gpu:
-                bounce.fill(addresses)
-            self._queue(lane, transfer, bounce.places(len(some)), targets, to_gpu=to_gpu)
-            lane.stream.synchronize()
-            if not to_gpu:
-                bounce.empty(addresses)
-
-    def close(self) -> None:
-        for lane in (self._loads, self._stores):
-            lane.close()
-        for bounce in self._bounces:
-            bounce.close()
-
-
-def _compute_so_far() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Slots in some host memory."""
-
-    address: int
-    stride: int
-    slots: Ids
-    pieces: Ids  # the registered piece that each lies in
-
-
-class _Bounce:
-    """A few slots of memory that is registered for DMA at once, where that is allowed.
-
-    Unregistered it works too: the driver then stages the copy itself.
-    """
-
-    def __init__(self, slot_bytes: int, pinned: PinnedRanges | None) -> None:
-        self._slot_bytes = slot_bytes
-        self._stride = slot_stride(slot_bytes)
-        self.num_slots = max(1, _BOUNCE_BYTES // self._stride)
-        self._mapping = Mapping(self.num_slots * self._stride)
-        self._mapping.populate(0, self._mapping.num_bytes)
-        self._threads = ThreadPoolExecutor(_BOUNCE_THREADS, "overspill-bounce")
-        self._pinned = pinned
-        if pinned is not None and pinned.register(self._mapping.address, self._mapping.num_bytes) is not None:
-            self._pinned = None
-
-    def places(self, count: int) -> _Places:
-        slots = np.arange(count)
-        return _Places(self._mapping.address, self._stride, slots, np.zeros(count, np.int64))
-
-    def fill(self, sources: Sequence[int]) -> None:
-        self._move([(self._mapping.address + i * self._stride, source) for i, source in enumerate(sources)])
-
-    def empty(self, targets: Sequence[int]) -> None:
-        self._move([(target, self._mapping.address + i * self._stride) for i, target in enumerate(targets)])
-
-    def _move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """memmove releases the interpreter lock; one core alone does not keep up with the link."""
-        for done in [self._threads.submit(ctypes.memmove, dst, src, self._slot_bytes) for dst, src in pairs]:
-            done.result()
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        if self._pinned is not None:
-            self._pinned.unregister(self._mapping.address)
-        self._mapping.close()
-
-
 def gpu_numa_node(device: torch.device) -> int | None:
-    """The NUMA node next to the GPU, where the machine says which."""
+    """NUMA node of the GPU; None if the machine does not say."""
     properties = torch.cuda.get_device_properties(device)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -409,3 +181,121 @@ def gpu_numa_node(device: torch.device) -> int | None:
     except (OSError, AttributeError, ValueError):
         return None
     return node if node >= 0 else None
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Result of a driver call; raises its error."""
+    from cuda.bindings import driver
+
+    code, *results = function(*arguments)
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{function.__name__}: {code.name}")
+    return results[0] if len(results) == 1 else results
+
+
+def _memory_of(device: int) -> Any:
+    from cuda.bindings import driver
+
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device
+    return properties
+
+
+def mapping_granularity(device: int) -> int:
+    """Granularity of mappings on a device. Refuses a device without virtual memory management."""
+    from cuda.bindings import driver
+
+    torch.cuda.init()
+    supported = _call(
+        driver.cuDeviceGetAttribute,
+        driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        driver.CUdevice(device),
+    )
+    if not supported:
+        raise OverspillError(
+            "this GPU or its driver has no virtual memory management, which spill maps its KV cache with (vGPUs often "
+            "lack it). Remove spill_bytes; offload (host_bytes) works"
+        )
+    flags = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    return int(_call(driver.cuMemGetAllocationGranularity, _memory_of(device), flags))
+
+
+class PhysicalMemory:
+    """GPU memory without an address. It can be mapped at several addresses at once."""
+
+    def __init__(self, device: int, num_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        self.device, self.num_bytes = device, num_bytes
+        try:
+            self.handle = _call(driver.cuMemCreate, num_bytes, _memory_of(device), 0)
+        except RuntimeError as error:
+            raise OverspillError(
+                f"{format_size(num_bytes)} of GPU memory for KV could not be had ({error}): lower "
+                "--gpu-memory-utilization or resident_bytes, or free the GPU"
+            ) from error
+
+    def release(self) -> None:
+        """Drop the handle; the driver frees the memory with its last mapping."""
+        from cuda.bindings import driver
+
+        _call(driver.cuMemRelease, self.handle)
+
+
+class AddressRange:
+    """Reserved addresses. Parts are backed by physical memory, and mappings may change while the range is in use."""
+
+    def __init__(self, device: int, num_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        self.device, self.num_bytes = device, num_bytes
+        self.address = int(_call(driver.cuMemAddressReserve, num_bytes, 0, driver.CUdeviceptr(0), 0))
+        self._mapped: dict[int, int] = {}  # offset -> length
+
+    def map(self, offset: int, memory: PhysicalMemory) -> None:
+        """Map all of `memory` at `offset`, readable and writable."""
+        from cuda.bindings import driver
+
+        place = driver.CUdeviceptr(self.address + offset)
+        _call(driver.cuMemMap, place, memory.num_bytes, 0, memory.handle, 0)
+        self._mapped[offset] = memory.num_bytes
+        access = driver.CUmemAccessDesc()
+        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.device
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        _call(driver.cuMemSetAccess, place, memory.num_bytes, [access], 1)
+
+    def unmap(self, offset: int) -> None:
+        """Unmap what was mapped at `offset`. No kernel or copy may use it any more."""
+        from cuda.bindings import driver
+
+        _call(driver.cuMemUnmap, driver.CUdeviceptr(self.address + offset), self._mapped.pop(offset))
+
+    def tensor(self) -> torch.Tensor:
+        """The whole range as bytes, without a copy."""
+        return torch.as_tensor(_CudaArray(self.address, self.num_bytes), device=torch.device("cuda", self.device))
+
+    def close(self) -> None:
+        """Free the addresses; tensors over them become invalid. All compute must have completed."""
+        from cuda.bindings import driver
+
+        for offset in list(self._mapped):
+            self.unmap(offset)
+        if self.address:
+            _call(driver.cuMemAddressFree, driver.CUdeviceptr(self.address), self.num_bytes)
+            self.address = 0
+
+
+class _CudaArray:
+    """The array interface by which torch accepts foreign GPU memory."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|i1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }

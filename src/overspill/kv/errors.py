@@ -1,4 +1,4 @@
-"""The one exception that means: the user asked for something that cannot be had."""
+"""The exception for requirements that cannot be met."""
 
 
 class OverspillError(ValueError):

@@ -1,9 +1,9 @@
-"""The order in which host blocks are given up: least recently used, or ARC, always the tail of a prefix first.
+"""Eviction order of host blocks: least recently used, or ARC, always the tail of a prefix first.
 
-Both stand in for vLLM's `FreeKVCacheBlockQueue` inside the host `BlockPool`: a block is in the queue while nobody
-refers to it. A plain queue cannot keep "tail before head" cheaply: a conversation that grows puts its newest block
-behind its oldest, and the head would leave first and strand the rest. So only *leaves* (blocks that no cached block
-continues) are candidates, ordered by when they were last used; giving one up makes its parent a leaf.
+Both stand in for vLLM's `FreeKVCacheBlockQueue` inside the host `BlockPool`: a block is in the queue while it has
+no references. A plain queue cannot keep "tail before head" cheaply: a conversation that grows puts its newest block
+behind its oldest, and the head would be evicted first and strand the rest. So only *leaves* (blocks that no cached
+block continues) are candidates, ordered by their last use; evicting one makes its parent a leaf.
 """
 
 import heapq
@@ -14,7 +14,7 @@ from overspill.kv.vllm_api import BlockHashWithGroupId, KVCacheBlock
 
 
 class LruOrder:
-    """Leaf-first LRU. Costs O(log blocks) per block given up and O(1) per block used."""
+    """Leaf-first LRU. Costs O(log blocks) per evicted block and O(1) per block used."""
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         """`blocks` are all blocks of the pool in id order, empty and free but for the first, vLLM's null block."""
@@ -25,8 +25,8 @@ class LruOrder:
         self._is_free = [False] + [True] * (count - 1)
         self._clock = 0
         self._stamp = [0] * count
-        # A parent is remembered with its generation, so that a parent that was given up (and whose slot holds
-        # something else by now) is not taken for the old one.
+        # A parent is remembered with its generation, so that a parent that was evicted (and whose slot holds
+        # something else by now) is not mistaken for the old one.
         self._generation = [0] * count
         self._parent: list[tuple[int, int] | None] = [None] * count
         self._children = [0] * count
@@ -40,7 +40,7 @@ class LruOrder:
         self._num_voided = 1
         self.num_free_blocks = count - 1
 
-    # What vLLM's BlockPool calls.
+    # Called by vLLM's BlockPool.
 
     def popleft(self) -> KVCacheBlock:
         block = self.take()
@@ -52,7 +52,7 @@ class LruOrder:
         return [self.popleft() for _ in range(n)]
 
     def remove(self, block: KVCacheBlock) -> None:
-        """A free cached block is referred to again: a hit."""
+        """A hit: a free cached block is referenced again."""
         assert block.block_hash is not None, "only cached host blocks can be hit"
         self._is_free[block.block_id] = False
         self.num_free_blocks -= 1
@@ -61,14 +61,14 @@ class LruOrder:
         self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """The last references to cached blocks are gone."""
+        """The last references to cached blocks were dropped."""
         for block in blocks:
             self._is_free[block.block_id] = True
         self.num_free_blocks += len(blocks)
         self._stamp_in_order(blocks)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Blocks without content come back."""
+        """Return blocks without content."""
         for block in blocks:
             self._is_free[block.block_id] = True
             self.num_free_blocks += 1
@@ -80,11 +80,11 @@ class LruOrder:
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         raise NotImplementedError("the host pool has no linear eviction order to walk")
 
-    # What the host cache calls.
+    # Called by the host cache.
 
     def take(self) -> KVCacheBlock | None:
-        """The next block to reuse; none if that would strand one that is in use."""
-        block = self._empty.pop() if self._empty else self._give_up()
+        """The next block to reuse; None if evicting would strand a block in use."""
+        block = self._empty.pop() if self._empty else self._evict_leaf()
         if block is not None:
             self._is_free[block.block_id] = False
             self.num_free_blocks -= 1
@@ -107,12 +107,12 @@ class LruOrder:
             self._adopt(block.block_id, orphan)
 
     def use(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Content was asked for, here or on the GPU. The last is the most recent."""
+        """Refresh content that was hit, here or on the GPU. The last block becomes the most recent."""
         self._stamp_in_order(blocks)
 
-    def stands_for_its_prefix(self, block: KVCacheBlock) -> bool:
-        """Whether all of the block's prefix is here, so that using the block is as good as using all of it: only leaves
-        are given up, and hand on when they were used. Costs O(1) but for the first time."""
+    def has_whole_prefix(self, block: KVCacheBlock) -> bool:
+        """Whether all of the block's prefix is cached, so that refreshing the block refreshes all of it: only leaves
+        are evicted, and pass their last use on to their parents. Costs O(1) but for the first call."""
         path, block_id = [], block.block_id
         while self._whole[block_id] != self._num_voided:
             path.append(block_id)
@@ -127,10 +127,10 @@ class LruOrder:
         return True
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Blocks in use are being read. That they were used lately is noted when they are released."""
+        """Blocks were hit and are referenced. LRU refreshes them when they are released."""
 
     def forget(self, block: KVCacheBlock) -> None:
-        """The block's content is void. A free block stays free, and becomes the next to be handed out."""
+        """Drop a block's content. A free block stays free, and becomes the next to be allocated."""
         block_id = block.block_id
         if self._children[block_id]:
             self._num_voided += 1  # what continues it is not whole any more
@@ -171,7 +171,7 @@ class LruOrder:
 
     def _push_on(self, heap: list[tuple[int, int]], block_id: int) -> None:
         heapq.heappush(heap, (self._stamp[block_id], block_id))
-        # Every use leaves a stale entry behind; they must not outnumber the pool for ever.
+        # Every use leaves a stale entry behind; bound their number.
         if len(heap) > 4 * len(self._blocks) + 64:
             heap[:] = [entry for entry in heap if self._is_current(entry)]
             heapq.heapify(heap)
@@ -195,7 +195,7 @@ class LruOrder:
     def _candidate(self) -> int | None:
         return self._pop_leaf(self._heap)
 
-    def _give_up(self) -> KVCacheBlock | None:
+    def _evict_leaf(self) -> KVCacheBlock | None:
         block_id = self._candidate()
         if block_id is None:
             return None
@@ -219,7 +219,7 @@ class LruOrder:
 
 class ArcOrder(LruOrder):
     """Adaptive replacement (Megiddo and Modha, FAST 2003), leaf-first: what was used once and what was used again
-    compete, and a miss on something lately given up shifts the balance towards its side."""
+    compete, and a miss on a recently evicted block shifts the balance towards its side."""
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().__init__(blocks)
@@ -252,9 +252,9 @@ class ArcOrder(LruOrder):
         self.read(blocks)
         super().use(blocks)
 
-    def stands_for_its_prefix(self, block: KVCacheBlock) -> bool:
+    def has_whole_prefix(self, block: KVCacheBlock) -> bool:
         # What was used once and what was used again are counted block by block.
-        return self._again[block.block_id] and super().stands_for_its_prefix(block)
+        return self._again[block.block_id] and super().has_whole_prefix(block)
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
         for block in blocks:
@@ -276,8 +276,8 @@ class ArcOrder(LruOrder):
         block_id = self._pop_leaf(first)
         return self._pop_leaf(second) if block_id is None else block_id
 
-    def _give_up(self) -> KVCacheBlock | None:
-        block = super()._give_up()
+    def _evict_leaf(self) -> KVCacheBlock | None:
+        block = super()._evict_leaf()
         if block is None:
             return None
         if block.block_hash is not None:
@@ -289,7 +289,7 @@ class ArcOrder(LruOrder):
         return block
 
     def _leave(self, block_id: int) -> None:
-        """The block's content left the cache."""
+        """Update the counts for a block whose content left the cache."""
         if self._blocks[block_id].block_hash is not None and not self._again[block_id]:
             self._cached_once -= 1
         self._again[block_id] = False

@@ -32,7 +32,7 @@ _ORDERS: dict[Eviction, type[LruOrder]] = {"lru": LruOrder, "arc": ArcOrder}
 
 
 class HostPool(BlockPool):
-    """A BlockPool whose lookups also find, as null blocks, what the GPU already holds of a prefix."""
+    """A BlockPool whose lookups return null blocks for the part of a prefix that the GPU already holds."""
 
     def __init__(self, num_blocks: int, hash_block_size: int, events: bool, order: type[LruOrder]) -> None:
         super().__init__(
@@ -119,12 +119,6 @@ class HostCache:
             return None
         return Hit(blocks, num_local_tokens, num_tokens - num_local_tokens)
 
-    def finds_more(self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int) -> bool:
-        """Whether RAM adds anything to what the GPU holds."""
-        if self._is_plain:  # then nothing is found beyond the next block without it
-            max_tokens = min(max_tokens, num_local_tokens + self.block_size)
-        return self.lookup(block_hashes, num_local_tokens, max_tokens) is not None
-
     def _lookup_any(self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int) -> _Found:
         self.pool.on_gpu = frozenset(block_hashes[: num_local_tokens // self.hash_block_size])
         try:
@@ -146,7 +140,7 @@ class HostCache:
         return (blocks,), len(blocks) * self.block_size
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
-        """Up to `count` blocks to store into, giving up cached ones where no empty ones are left."""
+        """Up to `count` blocks to store into; cached ones are evicted if no empty ones are left."""
         blocks: list[KVCacheBlock] = []
         while len(blocks) < count and (block := self.pool.order.take()) is not None:
             evict_content(self.pool, block)
@@ -167,24 +161,24 @@ class HostCache:
         self.pool.touch(blocks)
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Pin blocks because a request asked for them."""
+        """Pin blocks that a request hit."""
         self.pin(blocks)
         self.pool.order.read(blocks)
 
     def release(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop references. Given in prefix order; the tail becomes the older one."""
+        """Unpin blocks, given in prefix order; the tail becomes the older one."""
         self.pool.free_blocks(reversed(list(blocks)))
 
     def use(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Note that content was asked for. Given in prefix order; the tail becomes the older one."""
+        """Refresh blocks that were hit on the GPU, given in prefix order; the tail becomes the older one."""
         self.pool.order.use(blocks[::-1])
 
-    def stands_for_its_prefix(self, block: KVCacheBlock) -> bool:
-        """Whether to use this block is to use all of its prefix, which is here as a whole."""
-        return self.pool.order.stands_for_its_prefix(block)
+    def has_whole_prefix(self, block: KVCacheBlock) -> bool:
+        """Whether refreshing this block refreshes its prefix, all of which is cached."""
+        return self.pool.order.has_whole_prefix(block)
 
     def drop(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Make content unfindable, at once; blocks in use stay referenced until they are released."""
+        """Remove content from the cache at once; blocks in use stay referenced until they are released."""
         dropped = 0
         for block in blocks:
             if block.block_hash is not None:

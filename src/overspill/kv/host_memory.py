@@ -1,41 +1,112 @@
-"""The pool's memory: mapped at once, filled with pages and registered for DMA piece by piece in the background."""
+"""Memory for KV in RAM: mapped at once, filled with pages and registered for DMA piece by piece in the background; and
+checksums of what its slots hold."""
 
+import ctypes
+import errno
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 from vllm.logger import init_logger
 
-from overspill.kv.mapping import Mapping
-from overspill.kv.numa import numa_cpus
-from overspill.kv.options import Options
+from overspill.kv.errors import OverspillError
+from overspill.kv.options import Options, Verify
+from overspill.kv.ram import numa_cpus
 from overspill.kv.sizes import MiB, format_size
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
+_PROT_READ_WRITE = 0x3
+MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
+_HUGE_PAGE = 2 * MiB
+
 # Registering holds the driver's lock, so a piece must be short against a step; small enough to be quick, large
 # enough that a terabyte is not millions of calls.
 PIECE_BYTES = 256 * MiB
-# Taking pages keeps the process from mapping memory meanwhile, and it is starting up: a little at a time.
+# Faulting pages in blocks other mappings of the process, which is starting up: a little at a time.
 _FILL_BYTES = 8 * MiB
 _FILL_THREADS = 4
 _PAGE = 4096
+# One slot in so many carries a checksum with `verify: sample`.
+SAMPLE_EVERY = 16
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def map_memory(length: int, flags: int, option: str, *, address: int | None = None, descriptor: int = -1) -> int:
+    """Address of the new mapping. `option` is the option to lower if the kernel refuses."""
+    mapped = _libc.mmap(address, length, _PROT_READ_WRITE, flags, descriptor, 0)
+    if mapped is None or mapped == _MAP_FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        raise OverspillError(f"cannot map {format_size(length)} for {option}: {reason}; lower {option}")
+    return int(mapped)
+
+
+def unmap_memory(address: int, length: int) -> None:
+    _libc.munmap(address, length)
+
+
+class Mapping:
+    """Anonymous memory of our own: no /dev/shm, no rounding up to a power of two."""
+
+    def __init__(self, num_bytes: int, option: str = "host_bytes") -> None:
+        self.num_bytes = num_bytes
+        # Huge pages make filling and registering faster, and need an aligned start.
+        self._length = num_bytes + _HUGE_PAGE
+        raw = map_memory(self._length, MAP_PRIVATE | MAP_ANONYMOUS | _MAP_NORESERVE, option)
+        self._raw = raw
+        self.address = -(-raw // _HUGE_PAGE) * _HUGE_PAGE
+        _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
+        # A forked child must neither copy nor keep the pool.
+        _libc.madvise(self.address, num_bytes, _MADV_DONTFORK)
+
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The memory as an array; it must not outlive the mapping."""
+        buffer = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
+        return np.frombuffer(memoryview(buffer), dtype=np.uint8)
+
+    def populate(self, start: int, length: int) -> None:
+        """Fault the pages in now, from the calling thread, on its NUMA node.
+
+        Before Linux 5.14 this does nothing, and pages come when they are registered or first written: touching them
+        here would overwrite what was stored meanwhile.
+        """
+        if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:
+            logger.warning_once("Overspill: RAM for the pool could not be taken in advance: %s", os.strerror(code))
+
+    def close(self) -> None:
+        if self._raw:
+            unmap_memory(self._raw, self._length)
+            self._raw = 0
 
 
 class Pinning(Protocol):
-    """Registering memory for DMA."""
+    """Registers (pins) memory for DMA."""
 
     def register(self, address: int, length: int) -> str | None:
-        """None, or why it was refused."""
+        """None on success, else the reason for the refusal."""
 
     def unregister(self, address: int) -> None: ...
 
 
 class HostMemory:
-    """`num_slots` slots of `slot_bytes` each; slots become DMA-able from the first to the last."""
+    """`num_slots` slots of `slot_bytes` each; slots are pinned in order, from the first to the last."""
 
     def __init__(
         self,
@@ -71,7 +142,7 @@ class HostMemory:
 
     @property
     def pinned_slots(self) -> int:
-        """Slots below this one can be copied from and to directly."""
+        """Slots below this one are pinned."""
         return self.pinned_bytes // self.slot_stride
 
     @property
@@ -89,7 +160,7 @@ class HostMemory:
         return True
 
     def close(self) -> None:
-        """Give everything back; no transfer may be under way."""
+        """Unpin and unmap everything; no transfer may be in flight."""
         self._stop.set()
         self.wait_until_prepared()
         if self._pinning is not None:
@@ -157,12 +228,90 @@ def slot_stride(slot_bytes: int) -> int:
 
 
 def num_host_slots(options: Options, world_size: int, slot_bytes: int) -> int:
-    """Slots in each rank's part of the pool; scheduler and workers must agree on it."""
+    """Slots of each rank's part of the pool; the scheduler and all workers compute the same number."""
     return options.host_bytes_per_rank(world_size) // slot_stride(slot_bytes)
 
 
 def _run_on(cpus: frozenset[int]) -> None:
-    """Pages are taken from the node of the CPU that touches them first."""
+    """Bind this thread to CPUs: the kernel takes a page from the node of the CPU that touches it first."""
     allowed = cpus & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Result of checking a load's slots; the check runs beside the copies."""
+
+    parts: list[Future[list[int]]] = field(default_factory=list)
+    num_checked: int = 0
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def wait(self, timeout: float) -> None:
+        wait(self.parts, timeout)
+
+    def error(self) -> BaseException | None:
+        """The error of a check that failed itself; waits for the check."""
+        return next((error for part in self.parts if (error := part.exception()) is not None), None)
+
+    def corrupt_slots(self) -> list[int]:
+        """Slots whose content does not match their checksum; waits for the check."""
+        return [slot for part in self.parts if part.exception() is None for slot in part.result()]
+
+
+class Checksums:
+    """Checksums by host slot. xxhash releases the interpreter lock while it works."""
+
+    def __init__(self, memory: HostMemory, verify: Verify, threads: int | None = None) -> None:
+        self._memory = memory
+        self._verify = verify
+        self._digests = np.zeros(memory.num_slots, np.uint64)
+        self._recording: dict[int, Future[None]] = {}
+        self._threads = threads or max(2, min(8, (os.cpu_count() or 2) // 2))
+        self._pool = ThreadPoolExecutor(self._threads, "overspill-checksum") if verify != "off" else None
+
+    def covers(self, slot: int) -> bool:
+        """Whether the slot has a checksum; the answer is the same at store and at load."""
+        return self._verify == "all" or (self._verify == "sample" and slot % SAMPLE_EVERY == 0)
+
+    def record(self, slots: Sequence[int]) -> None:
+        """Compute checksums of stored slots in the background. Checks of these slots wait for them."""
+        if self._pool is None:
+            return
+        for part in self._split(slots):
+            future = self._pool.submit(self._record, part)
+            self._recording.update(dict.fromkeys(part, future))
+
+    def check(self, slots: Sequence[int]) -> Verdict:
+        """Start checking slots that are about to be loaded."""
+        verdict = Verdict()
+        if self._pool is None:
+            return verdict
+        for part in self._split(slots):
+            # Futures of the same pool, submitted earlier: a later task that waits for them cannot deadlock.
+            recording = {f for slot in part if (f := self._recording.pop(slot, None)) and not f.done()}
+            verdict.parts.append(self._pool.submit(self._check, part, recording))
+            verdict.num_checked += len(part)
+        return verdict
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _split(self, slots: Sequence[int]) -> list[list[int]]:
+        covered = [slot for slot in slots if self.covers(slot)]
+        return [covered[i :: self._threads] for i in range(min(self._threads, len(covered)))]
+
+    def _digest(self, slot: int) -> int:
+        return xxhash.xxh3_64_intdigest(self._memory.slots[slot])
+
+    def _record(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._digests[slot] = self._digest(slot)
+
+    def _check(self, slots: list[int], recording: set[Future[None]]) -> list[int]:
+        for future in recording:
+            future.result()
+        return [slot for slot in slots if int(self._digests[slot]) != self._digest(slot)]

@@ -1,4 +1,4 @@
-"""What the scheduler asks of the workers in a step, and what they report back."""
+"""Jobs of a step, from the scheduler to the workers, and their reports."""
 
 from dataclasses import dataclass, field
 
@@ -14,8 +14,7 @@ class LoadJob:
     request_id: str
     slots: list[int]
     block_ids: list[int]
-    num_new_tokens: int = 0  # that the request computes once they are there
-    # The scheduler took a different number of tokens than was offered; the request must be recomputed.
+    # vLLM took another number of tokens than was offered; the request must be recomputed.
     void: bool = False
 
 
@@ -28,15 +27,6 @@ class StoreJob:
     slots: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """What was measured so far says this of a step; zero where nothing is known."""
-
-    step_s: float = 0.0  # its time on the GPU, at least
-    load_bytes_per_s: float = 0.0
-    many_tokens: float = 0.0  # so many take much longer to compute than a step of few
-
-
 @dataclass(slots=True)
 class StepJobs(KVConnectorMetadata):
     """One step's work for every worker."""
@@ -44,11 +34,10 @@ class StepJobs(KVConnectorMetadata):
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     num_tokens: int = 0
-    pace: Pace = field(default_factory=Pace)
     # The step reads or writes KV in RAM, layer by layer.
     spill: SpillStep | None = None
-    # Blocks to copy, from and to, before anything reads or writes them.
-    moves: list[tuple[int, int]] = field(default_factory=list)
+    # (source, target) blocks to copy before anything reads or writes them.
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -65,7 +54,7 @@ class Sample:
 
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):
-    """What became of jobs since the last report; each worker reports each job once."""
+    """Jobs completed since the last report; each worker reports each job once."""
 
     # job id -> workers that are done with it
     loaded: dict[int, int] = field(default_factory=dict)
@@ -78,6 +67,8 @@ class StepReport(KVConnectorWorkerMetadata):
     prefill_speed: Sample = field(default_factory=Sample)
     stream_speed: Sample = field(default_factory=Sample)
     plain_steps: Sample = field(default_factory=Sample)
+    far_speed: Sample = field(default_factory=Sample)
+    far_steps: Sample = field(default_factory=Sample)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         assert isinstance(other, StepReport)
@@ -101,4 +92,11 @@ class StepReport(KVConnectorWorkerMetadata):
         )
 
     def _samples(self) -> tuple[Sample, ...]:
-        return self.load_speed, self.prefill_speed, self.stream_speed, self.plain_steps
+        return (
+            self.load_speed,
+            self.prefill_speed,
+            self.stream_speed,
+            self.plain_steps,
+            self.far_speed,
+            self.far_steps,
+        )

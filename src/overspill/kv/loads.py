@@ -1,4 +1,4 @@
-"""Which requests get their prefix from RAM, and what is held while it is copied."""
+"""Loads: which requests get their prefix from RAM, and the blocks held while it is copied."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from overspill.kv.host_cache import Hit, HostCache
 from overspill.kv.jobs import LoadJob
 from overspill.kv.metrics import OverspillStats
-from overspill.kv.speeds import SecondLooks, Speeds, is_doubtful, load_beats_recompute
+from overspill.kv.speeds import Speeds, load_beats_recompute, may_probe
 from overspill.kv.vllm_api import BlockHash, BlockPool, KVCacheBlock, KVCacheBlocks, Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
@@ -20,9 +20,8 @@ class LoadInFlight:
     request_id: str
     gpu_blocks: list[KVCacheBlock]
     host_blocks: list[KVCacheBlock]
-    num_new_tokens: int = 0
     head: BlockHash | None = None
-    # The GPU expects something else than RAM can give: the request must be recomputed.
+    # vLLM's allocation does not match the hit: the request must be recomputed.
     void: bool = False
     reports: int = 0
 
@@ -36,7 +35,11 @@ class LoadSettings:
 
 
 class Loads:
-    """Hits, and copies under way. Blocks of both sides are referenced from admission until every worker reported."""
+    """Hits and loads in flight. Blocks of both sides are referenced from admission until every worker has reported."""
+
+    # Without loads nothing measures the link, and one bad measurement (the first one, of few bytes, or made while the
+    # pool was not pinned yet) would end them for good. So one in so many that seem slow is made all the same.
+    probe_after = 32
 
     def __init__(
         self,
@@ -49,15 +52,15 @@ class Loads:
     ) -> None:
         self._settings = settings
         self._host, self._speeds, self._stats = host, speeds, stats
-        self._second_looks = SecondLooks()
+        self._num_skipped = 0  # since the last load
         self._job_ids = job_ids
         self._live = live  # requests admitted and not finished
         self._gpu: BlockPool | None = None
-        # From a lookup to the admission in the same scheduling pass. Nothing is given up in RAM in between, so hits
+        # From a lookup to the admission in the same scheduling pass. Nothing is evicted from RAM in between, so hits
         # need no pin.
         self._hits: dict[str, Hit] = {}
-        self._skipped: dict[str, int] = {}  # tokens that are not worth a load, until the admission too
-        self._unloadable: set[str] = set()  # requests that are computed whatever RAM holds
+        self._skipped: dict[str, int] = {}  # tokens that are not worth a load, also until the admission
+        self._unloadable: set[str] = set()  # requests that are recomputed whatever RAM holds
         self._failed: set[str] = set()  # of those, requests whose load failed and that have no blocks since
         self._to_requeue: set[str] = set()  # of those, requests that vLLM still takes to hold blocks
         self._planned: list[LoadInFlight] = []
@@ -69,7 +72,7 @@ class Loads:
         self._gpu = pool
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the GPU's can come from RAM; None asks to be asked again later."""
+        """Tokens beyond the GPU's that can be loaded from RAM; with None, vLLM calls again in a later pass."""
         self._forget(request.request_id)
         if request.request_id in self._to_requeue:
             self._to_requeue.discard(request.request_id)
@@ -82,14 +85,14 @@ class Loads:
             num_local_tokens + self._host.block_size <= max_tokens
             and self._head(request, num_local_tokens) in self._heads
         ):
-            # Another request is loading the same blocks; when it is done they are a hit on the GPU. Looked at before
-            # anything else: many may wait for one long prefix, and all of them ask in every pass.
+            # Another request is loading the same blocks; when it is done they are a hit on the GPU. Checked
+            # first: many requests may wait for one long prefix, and vLLM calls for all of them in every pass.
             return None, False
         hit = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
         blocks = self._blocks_of(hit) if hit is not None else []
         if hit is None or not blocks:
             return 0, False
-        if not self._is_worth_it(request.request_id, hit.num_tokens, len(blocks)):
+        if not self._is_worth_it(hit.num_tokens, len(blocks)):
             self._skipped[request.request_id] = hit.num_tokens
             self._host.use(blocks)
             return 0, False
@@ -100,18 +103,11 @@ class Loads:
         return hit.num_tokens, True
 
     def _head(self, request: Request, num_local_tokens: int) -> BlockHash:
-        """The hash of what follows the local tokens; it stands for all that is before it, too."""
+        """Hash of the first block beyond the local tokens; it covers the prefix before it, too."""
         return request.block_hashes[num_local_tokens // self._host.hash_block_size]
 
     def _forget(self, request_id: str) -> tuple[Hit | None, int]:
         return self._hits.pop(request_id, None), self._skipped.pop(request_id, 0)
-
-    def finds_more(self, request: Request, num_local_tokens: int) -> bool:
-        """Whether RAM has more of the request than so many tokens."""
-        max_tokens = request.num_tokens - 1
-        if max_tokens <= num_local_tokens or request.request_id in self._unloadable:
-            return False
-        return self._host.finds_more(request.block_hashes, num_local_tokens, max_tokens)
 
     def _blocks_of(self, hit: Hit) -> list[KVCacheBlock]:
         return [
@@ -121,24 +117,25 @@ class Loads:
             if not block.is_null
         ]
 
-    def _is_worth_it(self, request_id: str, num_tokens: int, num_blocks: int) -> bool:
+    def _is_worth_it(self, num_tokens: int, num_blocks: int) -> bool:
         num_bytes, queued_bytes = num_blocks * self._settings.block_bytes, self.num_blocks * self._settings.block_bytes
         if self._settings.always or load_beats_recompute(
             self._speeds, num_tokens=num_tokens, num_bytes=num_bytes, queued_bytes=queued_bytes
         ):
             return True
-        is_open = is_doubtful(self._speeds, num_tokens=num_tokens, queued_bytes=queued_bytes)
-        return is_open and self._second_looks.wants(request_id)
+        return self._num_skipped >= self.probe_after and may_probe(
+            self._speeds, num_tokens=num_tokens, queued_bytes=queued_bytes
+        )
 
-    def admit(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_new_tokens: int) -> None:
-        """The request has its GPU blocks; the load begins with the step."""
+    def admit(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has its GPU blocks; its load starts with the step."""
         request_id = request.request_id
         hit, num_skipped = self._forget(request_id)
         for requests in (self._failed, self._to_requeue):
             requests.discard(request_id)
         if num_external_tokens == 0:
             if num_skipped:
-                self._second_looks.load_was_skipped()
+                self._num_skipped += 1
                 self._stats.count("loads_skipped_tokens", num_skipped)
             return
         load = self._plan(request_id, blocks, num_external_tokens, hit)
@@ -149,8 +146,7 @@ class Loads:
             )  # fmt: skip
             self._unloadable.add(request_id)
         else:
-            load.num_new_tokens = num_new_tokens
-            self._second_looks.load_begins(request_id)
+            self._num_skipped = 0
             self._stats.count("hit_tokens", num_external_tokens)
             assert hit is not None
             load.head = self._head(request, hit.num_local_tokens)
@@ -180,7 +176,7 @@ class Loads:
         return load
 
     def plan(self) -> list[LoadJob]:
-        """The loads to begin with this step."""
+        """The loads to start with this step."""
         jobs = []
         for load in self._planned:
             job_id = next(self._job_ids)
@@ -191,7 +187,6 @@ class Loads:
                     load.request_id,
                     [block.block_id - 1 for block in load.host_blocks],
                     [block.block_id for block in load.gpu_blocks],
-                    load.num_new_tokens,
                     void=load.void,
                 )
             )
@@ -203,7 +198,7 @@ class Loads:
         load = self.in_flight[job_id]
         load.reports += count
         if failed:
-            # Nothing says which of them cannot be read; found again, they would fail again, for ever.
+            # Any of the blocks may be unreadable; hit again, the load would fail again, for ever.
             self._host.drop(load.host_blocks)
         if load.reports == self._settings.world_size:
             del self.in_flight[job_id]
@@ -214,8 +209,8 @@ class Loads:
         again, so it is computed.
 
         It also leaves the request before others that hold blocks, though it frees those of its own. If it does not fit
-        beside them, because a window takes more blocks to compute than to load, all would wait for ever. Asked to ask
-        again later, vLLM puts it behind them."""
+        beside them, because a window takes more blocks to compute than to load, all would wait for ever. With None
+        from `match`, vLLM requeues it behind them."""
         self._stats.count("load_failures", len(request_ids))
         failed = set(request_ids).intersection(self._live)
         self._unloadable |= failed
@@ -243,8 +238,8 @@ class Loads:
             requests.discard(request_id)
 
     def reset(self) -> bool:
-        """What was planned must be recomputed. False while a load is under way: its request would still get what
-        was there before."""
+        """Planned loads become recomputations. False while a load is in flight: its request would still get the old
+        content."""
         self._hits.clear()
         self._skipped.clear()
         self._heads.clear()

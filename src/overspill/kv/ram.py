@@ -1,4 +1,4 @@
-"""How much RAM this process may still take: /proc and cgroup limits."""
+"""RAM and NUMA nodes of this machine: how much RAM this process may still take, and which CPUs are near a GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def cgroup_limit(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> tuple[
 
 
 def available_ram(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ram:
-    """RAM that can be taken without swapping or reaching a cgroup's limit."""
+    """RAM that this process can take without swapping or reaching a cgroup's limit."""
     best = Ram(_meminfo_available(proc), "the machine's available memory")
     for folder, limit_name, usage_name in _cgroup_folders(proc, sys):
         limit, usage = _read_int(folder / limit_name), _read_int(folder / usage_name)
@@ -97,20 +97,39 @@ def num_oom_kills(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int |
 
 
 def require_ram(needs: Mapping[str, int], reserve_bytes: int, ram: Ram | None = None) -> None:
-    """Refuse to take the machine below its reserve. `needs` are bytes not taken yet, by the option that asks for them.
+    """Refuse to take the machine below its reserve. `needs` are bytes not taken yet, by option.
 
-    All of an engine's needs are checked together, before the first is met: what one of them has taken would be missing
-    from the RAM that is available for the others.
+    All needs of an engine are checked together, before the first is allocated: RAM that one of them has taken would be
+    missing from what is available to the others.
     """
     ram = available_ram() if ram is None else ram
     fits, need_bytes = ram.available_bytes - reserve_bytes, sum(needs.values())
     if need_bytes <= fits:
         return
-    asking = [option for option, num_bytes in needs.items() if num_bytes]
-    option = " + ".join(asking)
-    largest = f'"{fits // MiB}MiB" for both' if len(asking) > 1 else f'"{option}": "{fits // MiB}MiB"'
+    wanted = [option for option, num_bytes in needs.items() if num_bytes]
+    option = " + ".join(wanted)
+    largest = f'"{fits // MiB}MiB" for both' if len(wanted) > 1 else f'"{option}": "{fits // MiB}MiB"'
     advice = f"Largest that fits: {largest}" if fits >= MiB else "Nothing fits: free some RAM"
     raise OverspillError(
         f"{option} needs {format_size(need_bytes)} of RAM; {format_size(ram.available_bytes)} is available "
         f"({ram.source}) and {format_size(reserve_bytes)} stays in reserve. {advice}, or lower reserve_bytes."
     )
+
+
+def numa_cpus(node: int | None, sys: Path = Path("/sys")) -> frozenset[int]:
+    """CPUs of a NUMA node; empty if the machine does not have the node."""
+    if node is None or node < 0:
+        return frozenset()
+    try:
+        return parse_cpulist((sys / f"devices/system/node/node{node}/cpulist").read_text())
+    except OSError:
+        return frozenset()
+
+
+def parse_cpulist(text: str) -> frozenset[int]:
+    """CPUs of a list in the kernel's form: "0-3,8"."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)

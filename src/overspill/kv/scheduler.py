@@ -1,19 +1,19 @@
-"""The engine core's side: it decides what is loaded and stored; the workers copy."""
+"""Offload in the engine core: decides what is loaded and stored; the workers copy."""
 
 import itertools
 from collections.abc import Collection, Iterable
 
 from vllm.config import VllmConfig
 
+from overspill.kv.buffer import bytes_per_block
 from overspill.kv.host_cache import HostCache
 from overspill.kv.host_memory import num_host_slots, slot_stride
 from overspill.kv.jobs import StepJobs, StepReport
-from overspill.kv.layout import bytes_per_block
 from overspill.kv.loads import Loads, LoadSettings
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
-from overspill.kv.origins import Origins
-from overspill.kv.speeds import Speeds, pace
+from overspill.kv.provenance import Origins
+from overspill.kv.speeds import Speeds
 from overspill.kv.stores import Stores, StoreSettings
 from overspill.kv.vllm_api import (
     BlockPool,
@@ -83,7 +83,7 @@ class OffloadScheduler:
         return min(depth, max(1, kv_cache_config.num_blocks // 2))
 
     def bind(self, pool: BlockPool) -> None:
-        """Watch the GPU's block pool."""
+        """Hook into the GPU's block pool."""
         self._gpu = pool
         if not self._keep_on_reset:
             self._watch_reset(pool)
@@ -92,8 +92,8 @@ class OffloadScheduler:
         self._origins.watch(pool, self.stores.filled)
 
     def _watch_reset(self, pool: BlockPool) -> None:
-        """vLLM resets its prefix cache after new weights, and leaves connectors alone unless told otherwise. It refuses
-        while any GPU block is held, so no load or store is under way when RAM is cleared with it."""
+        """vLLM resets its prefix cache after new weights, and by default leaves connectors alone. It refuses while any
+        GPU block is held, so no load or store is in flight when RAM is cleared with it."""
         reset_with_prefix_cache(pool, self.reset)
 
     # Admission.
@@ -104,10 +104,6 @@ class OffloadScheduler:
             return 0, False
         return self.loads.match(request, num_local_tokens)
 
-    def found_locally(self, request: Request, num_tokens: int) -> None:
-        """All that is to be had is on the GPU, or moves there by itself."""
-        self._local_tokens[request.request_id] = num_tokens
-
     def admit(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request has its GPU blocks: plan its load, and keep RAM's copy of its local prefix fresh."""
         request_id = request.request_id
@@ -116,15 +112,14 @@ class OffloadScheduler:
             return  # the second call for an asynchronous load
         self.live.add(request_id)
         self._keep_local_prefix(request_id, blocks, num_local)
-        num_new = request.num_tokens - num_local - num_external_tokens
-        self.stats.count("miss_tokens", num_new)
-        self.loads.admit(request, blocks, num_external_tokens, num_new)
+        self.stats.count("miss_tokens", request.num_tokens - num_local - num_external_tokens)
+        self.loads.admit(request, blocks, num_external_tokens)
 
     def _keep_local_prefix(self, request_id: str, blocks: KVCacheBlocks, num_local_tokens: int) -> None:
-        """A hit on the GPU makes RAM's copy newer, or makes one: in lazy mode a prefix that is used all the time
+        """A hit on the GPU refreshes the copy in RAM, or makes one: in lazy mode a prefix that is used all the time
         never comes near eviction, and in eager mode a store may have been dropped.
 
-        From the tail on, and only to the first copy that stands for what is before it: prefixes are long."""
+        Walks from the tail to the first copy whose prefix is whole: prefixes are long."""
         for group in self._groups:
             copies: list[KVCacheBlock] = []
             without: list[KVCacheBlock] = []
@@ -139,9 +134,9 @@ class OffloadScheduler:
                 if copy is None:
                     without.append(block)
                     continue
-                settled = self.host.stands_for_its_prefix(copy)
+                is_whole = self.host.has_whole_prefix(copy)
                 copies.append(copy)
-                if settled:
+                if is_whole:
                     break
             self.host.use(copies[::-1])
             self.stores.offer(without[::-1], request_id)
@@ -150,12 +145,11 @@ class OffloadScheduler:
 
     def plan_step(self, scheduler_output: SchedulerOutput, jobs: StepJobs) -> None:
         """Add the step's loads and stores to its jobs."""
-        jobs.pace = pace(self.speeds, jobs.num_tokens)
         jobs.loads = self.loads.plan()
         jobs.stores = self.stores.plan(jobs.num_tokens, scheduler_output.preempted_req_ids or ())
 
     def complete(self, failed_requests: Collection[str], report: StepReport | None) -> None:
-        """What the workers report of a step."""
+        """Process the workers' report of a step."""
         self.loads.recompute(failed_requests)
         if report is None:
             return
@@ -166,10 +160,10 @@ class OffloadScheduler:
         for job_id, count in report.stored.items():
             self.stores.report(job_id, count, failed=job_id in report.failed)
 
-    # Ends.
+    # Ends of requests.
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """The request is over, its blocks are about to be freed; copies under way go on."""
+        """The request has ended and its blocks are about to be freed; copies in flight go on."""
         assert self._gpu is not None
         request_id = request.request_id
         self.live.discard(request_id)
@@ -179,17 +173,17 @@ class OffloadScheduler:
         self.stores.finished(request_id, (pool[block_id] for group in self._groups for block_id in block_ids[group]))
 
     def reset(self) -> bool:
-        """Forget everything in RAM; False if a load under way could not be stopped."""
+        """Drop everything in RAM; False if a load in flight could not be stopped."""
         nothing_loading = self.loads.reset()
         self.stores.reset()
         self.host.clear()
         return nothing_loading
 
     def is_busy(self) -> bool:
-        """Whether the engine should go on stepping although no request is left."""
+        """Whether the engine should go on stepping without requests."""
         return bool(self.loads.in_flight) or self.stores.is_busy()
 
-    # Seen from outside.
+    # Statistics and events.
 
     def take_stats(self) -> OverspillStats | None:
         used = self.host.num_cached * self._slot_bytes

@@ -1,23 +1,23 @@
-"""Measured speeds, and what rests on them: is a load worth it, how much to store at once, how long a step will take."""
+"""Measured speeds, how steps are timed, and what rests on them: whether a load is worth it, and how much to store."""
 
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from overspill.kv.jobs import Pace, StepReport
+from overspill.kv.jobs import Sample, StepJobs, StepReport
 
 # A load costs an extra engine step and a round of bookkeeping besides its bytes. Assumed, on the small side.
 LOAD_OVERHEAD_S = 1e-3
 # Stores may keep the link busy for this long; what is beyond waits, so that a burst never delays a load for longer.
 STORE_BACKLOG_S = 0.25
-# Steps of fewer tokens say little about prefill; steps of more, little about decoding.
+# Steps of fewer tokens tell little about prefill, steps of more tell little about decoding.
 PREFILL_TOKENS = 256
-# Tokens are many when computing them takes as long as so many small steps. One step more is then a small part of it.
-_MANY_STEPS = 8
-# So many requests without a load before one is loaded all the same, at first and at most.
-_SECOND_LOOK, _LAST_LOOK = 4, 256
 # Weight of a new measurement in the running mean.
 _WEIGHT = 0.3
-# What is left of the greatest measurement with each one that follows.
-_FADING = 0.99
+
+# A mark costs a few microseconds, which a step of a few milliseconds should not pay every time.
+_STEPS_BETWEEN_MARKS = 8
 
 
 @dataclass(slots=True)
@@ -26,31 +26,27 @@ class Speeds:
 
     load_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    fastest_prefill_tokens_per_s: float = 0.0  # of late
     stream_bytes_per_s: float = 0.0  # of spilled KV, layer by layer
     plain_step_s: float = 0.0  # a small step that streams nothing
+    far_bytes_per_s: float = 0.0  # of KV that the CPU attends to
+    far_step_s: float = 0.0  # a step in which it does
 
-    def saw(self, report: StepReport) -> None:
-        self.saw_load(report.load_speed.amount, report.load_speed.seconds)
-        self.saw_prefill(report.prefill_speed.amount, report.prefill_speed.seconds)
-        self.saw_stream(report.stream_speed.amount, report.stream_speed.seconds)
-        self.saw_plain_steps(report.plain_steps.amount, report.plain_steps.seconds)
+    def record(self, report: StepReport) -> None:
+        self.record_load(report.load_speed.amount, report.load_speed.seconds)
+        self.record_prefill(report.prefill_speed.amount, report.prefill_speed.seconds)
+        self.record_stream(report.stream_speed.amount, report.stream_speed.seconds)
+        self.plain_step_s = _mean_time(self.plain_step_s, report.plain_steps)
+        self.far_bytes_per_s = _mean(self.far_bytes_per_s, report.far_speed.amount, report.far_speed.seconds)
+        self.far_step_s = _mean_time(self.far_step_s, report.far_steps)
 
-    def saw_load(self, num_bytes: int, seconds: float) -> None:
+    def record_load(self, num_bytes: int, seconds: float) -> None:
         self.load_bytes_per_s = _mean(self.load_bytes_per_s, num_bytes, seconds)
 
-    def saw_prefill(self, num_tokens: int, seconds: float) -> None:
+    def record_prefill(self, num_tokens: int, seconds: float) -> None:
         self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens, seconds)
-        if num_tokens > 0 and seconds > 0:
-            faded = self.fastest_prefill_tokens_per_s * _FADING
-            self.fastest_prefill_tokens_per_s = max(faded, num_tokens / seconds)
 
-    def saw_stream(self, num_bytes: int, seconds: float) -> None:
+    def record_stream(self, num_bytes: int, seconds: float) -> None:
         self.stream_bytes_per_s = _mean(self.stream_bytes_per_s, num_bytes, seconds)
-
-    def saw_plain_steps(self, count: int, seconds: float) -> None:
-        rate = _mean(1 / self.plain_step_s if self.plain_step_s else 0.0, count, seconds)
-        self.plain_step_s = 1 / rate if rate else 0.0
 
 
 def _mean(mean: float, amount: int, seconds: float) -> float:
@@ -60,57 +56,22 @@ def _mean(mean: float, amount: int, seconds: float) -> float:
     return rate if mean == 0 else mean + _WEIGHT * (rate - mean)
 
 
+def _mean_time(mean: float, steps: Sample) -> float:
+    rate = _mean(1 / mean if mean else 0.0, steps.amount, steps.seconds)
+    return 1 / rate if rate else 0.0
+
+
 def load_beats_recompute(speeds: Speeds, *, num_tokens: int, num_bytes: int, queued_bytes: int) -> bool:
-    """Whether loading is faster than computing the tokens again. What was not measured yet does not stop a load."""
+    """Whether loading is faster than recomputing. A speed that was not measured yet does not stop a load."""
     if speeds.load_bytes_per_s == 0 or speeds.prefill_tokens_per_s == 0:
         return True
     load_s = LOAD_OVERHEAD_S + (queued_bytes + num_bytes) / speeds.load_bytes_per_s
     return load_s < num_tokens / speeds.prefill_tokens_per_s
 
 
-def is_doubtful(speeds: Speeds, *, num_tokens: int, queued_bytes: int) -> bool:
-    """Whether the link's speed alone made a load not worth it, and none is under way that would measure it again."""
+def may_probe(speeds: Speeds, *, num_tokens: int, queued_bytes: int) -> bool:
+    """Whether only the link's speed decided against a load, and no load is in flight that would measure it again."""
     return queued_bytes == 0 and num_tokens / speeds.prefill_tokens_per_s > LOAD_OVERHEAD_S
-
-
-class SecondLooks:
-    """Which loads are made although they seem slow.
-
-    Nothing measures the link while nothing is loaded, so one unlucky measurement (the first one, of few bytes, or made
-    while the pool was not pinned yet) would end all loads for good. If the link is slow indeed, looks get rare.
-    """
-
-    def __init__(self) -> None:
-        self._patience = _SECOND_LOOK
-        self._num_skipped = 0
-        self._looker = ""
-
-    def wants(self, request_id: str) -> bool:
-        """Whether this request is to measure the link again; it may be asked until it has room."""
-        if self._num_skipped < self._patience:
-            return False
-        self._looker = request_id
-        return True
-
-    def load_was_skipped(self) -> None:
-        """A request was admitted without a load that it could have had."""
-        self._num_skipped += 1
-
-    def load_begins(self, request_id: str) -> None:
-        is_look = request_id == self._looker
-        self._patience = min(2 * self._patience, _LAST_LOOK) if is_look else _SECOND_LOOK
-        self._num_skipped = 0
-        self._looker = ""
-
-
-def pace(speeds: Speeds, num_tokens: int) -> Pace:
-    """A step's time at least: by its tokens alone, and as fast as any of late. The mean would not do: a step of many
-    tokens may decode many requests, which takes much longer than as many tokens of one."""
-    step_s = speeds.plain_step_s
-    if num_tokens >= PREFILL_TOKENS and speeds.fastest_prefill_tokens_per_s:
-        step_s = num_tokens / speeds.fastest_prefill_tokens_per_s
-    many = _MANY_STEPS * speeds.plain_step_s * speeds.fastest_prefill_tokens_per_s
-    return Pace(step_s, speeds.load_bytes_per_s, many)
 
 
 def store_budget(speeds: Speeds, *, block_bytes: int, blocks_in_flight: int, gpu_blocks: int) -> int:
@@ -123,3 +84,60 @@ def store_budget(speeds: Speeds, *, block_bytes: int, blocks_in_flight: int, gpu
     if speeds.load_bytes_per_s:
         limit = min(limit, max(16, int(speeds.load_bytes_per_s * STORE_BACKLOG_S / block_bytes)))
     return max(0, limit - blocks_in_flight)
+
+
+class Mark(ABC):
+    """A timing event on a stream."""
+
+    @abstractmethod
+    def seconds_until(self, later: "Mark") -> float | None:
+        """Seconds between two marks; None until the later one has completed."""
+
+
+class WallMark(Mark):
+    """Wall-clock time, for synchronous compute."""
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def seconds_until(self, later: Mark) -> float | None:
+        assert isinstance(later, WallMark)
+        return later._time - self._time
+
+
+class StepTimer:
+    """Prefill speed, from all steps with many tokens, and the times of small steps: of some that stream nothing, and of
+    those that leave attention to the CPU."""
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        self._mark = mark
+        self._start: Mark | None = None
+        self._steps = 0
+        self._waiting: list[tuple[StepJobs, Mark, Mark]] = []
+
+    def begin_step(self, jobs: StepJobs) -> None:
+        self._start = None
+        if jobs.num_tokens >= PREFILL_TOKENS or (jobs.spill is not None and jobs.spill.far):
+            self._start = self._mark()
+        elif jobs.num_tokens and jobs.spill is None:
+            self._steps += 1
+            if self._steps % _STEPS_BETWEEN_MARKS == 0:
+                self._start = self._mark()
+
+    def end_step(self, jobs: StepJobs) -> None:
+        if self._start is not None:
+            self._waiting.append((jobs, self._start, self._mark()))
+            self._start = None
+
+    def report(self, report: StepReport) -> None:
+        """Add completed measurements to the report."""
+        waiting: list[tuple[StepJobs, Mark, Mark]] = []
+        for jobs, start, end in self._waiting:
+            seconds = start.seconds_until(end)
+            if seconds is None:
+                waiting.append((jobs, start, end))
+            elif jobs.num_tokens >= PREFILL_TOKENS:
+                report.prefill_speed.add(jobs.num_tokens, seconds)
+            else:
+                (report.plain_steps if jobs.spill is None else report.far_steps).add(1, seconds)
+        self._waiting = waiting

@@ -1,14 +1,14 @@
-"""Which GPU blocks are copied to RAM, when, and what is held while they are."""
+"""Stores: which GPU blocks are copied to RAM and when, and the blocks held meanwhile."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from overspill.kv.host_cache import HostCache, Stored
 from overspill.kv.jobs import StoreJob
 from overspill.kv.metrics import OverspillStats
-from overspill.kv.nearly_evicted import EvictionFront
-from overspill.kv.origins import Origin, Origins
+from overspill.kv.provenance import Origin, Origins
 from overspill.kv.speeds import Speeds, store_budget
 from overspill.kv.vllm_api import (
     BlockHashWithGroupId,
@@ -19,9 +19,14 @@ from overspill.kv.vllm_api import (
     watch_new_blocks,
 )
 
-# A copy of a few blocks costs the step as much as a copy of many, so blocks wait for company, but not for long.
+# A store of few blocks costs a step as much as a store of many, so blocks are batched, over a few steps.
 _BLOCKS_TO_STORE_AT_ONCE = 32
 _STEPS_TO_WAIT = 8
+
+# Hits remove blocks from the middle of the queue unnoticed; a full walk now and then corrects the count.
+_STEPS_BETWEEN_FULL_WALKS = 16
+# A thousand blocks in one step delay the scheduler by 10 ms. Twice as many as were taken stays ahead of eviction.
+_FEW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class StoreInFlight:
     host_blocks: list[KVCacheBlock]
     origins: list[Origin]
     token_counts: list[int | None]
-    # They were near eviction before the store and go back to where they were.
+    # The blocks were near eviction, and return there after the store.
     to_front: bool
     abandoned: bool = False
     reports: int = 0
@@ -54,13 +59,13 @@ class StoreSettings:
     num_gpu_blocks: int
     # How many blocks at the head of the GPU's free queue count as near eviction.
     front_depth: int
-    # Groups in which nothing is hit beyond a hole.
+    # Groups in which a hit ends at the first missing block.
     gapless_groups: Collection[int]
 
 
 class Stores:
-    """Candidates, and copies under way. A block that is being copied is referenced on both sides until every worker
-    has reported, whatever becomes of its request meanwhile."""
+    """Candidates and stores in flight. A block in flight is referenced on both sides until every worker has reported,
+    also if its request ends meanwhile."""
 
     def __init__(
         self,
@@ -94,9 +99,9 @@ class Stores:
 
     def _watch_front(self, pool: BlockPool) -> None:
         queue = pool.free_block_queue
-        # With spill, GPU blocks and spilled ones leave from heads of their own.
+        # With spill, each tier has a free queue of its own.
         tiers = getattr(queue, "tiers", (queue,))
-        # If RAM could not hold the copies of all that is near eviction, they would push each other out.
+        # If RAM could not hold copies of all blocks near eviction, the copies would evict each other.
         depth = max(1, min(self._settings.front_depth, self._host.num_slots // len(tiers)))
         self._fronts = [EvictionFront(tier, depth) for tier in tiers]
         watch_new_blocks(pool, self._taken)
@@ -113,13 +118,13 @@ class Stores:
             self._offered.append(Candidate(block, key, request_id))
 
     def offer(self, blocks: Iterable[KVCacheBlock], request_id: str) -> None:
-        """Cached blocks worth a copy, whatever the mode."""
+        """Offer cached blocks for storing, in either mode."""
         for block in blocks:
             if block.block_hash is not None and self._is_wanted_and_known(block):
                 self._offered.append(Candidate(block, block.block_hash, request_id))
 
     def finished(self, request_id: str, blocks: Iterable[KVCacheBlock]) -> None:
-        """The request's blocks may be handed to another one in the next pass, before the next step is planned."""
+        """The request's blocks may be reallocated in the next pass, before the next step is planned."""
         if request_id in self._incomplete:
             self._incomplete.discard(request_id)
             # A prefix with a hole is worth only what lies before the hole.
@@ -130,7 +135,7 @@ class Stores:
     # Planning.
 
     def plan(self, num_tokens: int, preempted: Collection[str]) -> list[StoreJob]:
-        """The stores to begin after this step's forward."""
+        """The stores to start after this step's forward."""
         if self._offered or self._deferred:
             self._steps_waited += 1
             enough = len(self._offered) >= _BLOCKS_TO_STORE_AT_ONCE or self._steps_waited >= _STEPS_TO_WAIT
@@ -144,7 +149,7 @@ class Stores:
         return jobs
 
     def _gpu_is_short(self) -> bool:
-        """Whether the next pass may preempt a request, and hand on its blocks before they could be stored."""
+        """Whether the next pass may preempt a request and reallocate its blocks before they are stored."""
         assert self._gpu is not None
         return self._gpu.get_num_free_blocks() < self._settings.num_gpu_blocks // 4
 
@@ -157,7 +162,7 @@ class Stores:
         )
 
     def _choose(self) -> None:
-        """Start stores of what was offered, as far as link and GPU blocks go."""
+        """Start stores of offered blocks, within the budget of link and GPU blocks."""
         budget = self._budget()
         chosen: list[KVCacheBlock] = []
         keys: set[BlockHashWithGroupId] = set()
@@ -186,11 +191,11 @@ class Stores:
     def _is_wanted_and_known(self, block: KVCacheBlock) -> bool:
         key = block.block_hash
         if key is None or self._host.find(key) is not None:
-            return False  # first, because that is what a walk along the queue meets most
+            return False  # first, because most blocks of the queue are stored already
         return key not in self._keys and self._origins.of(block) is not None
 
     def _can_be_hit(self, candidate: Candidate, chosen: Collection[BlockHashWithGroupId]) -> bool:
-        """In full attention nothing is hit beyond a hole. Lazy stores bring the tail first and close it later."""
+        """In full attention a hit ends at the first missing block. Lazy stores bring the tail before its head."""
         if self._settings.lazy or get_group_id(candidate.key) not in self._settings.gapless_groups:
             return True
         origin = self._origins.of(candidate.block)
@@ -228,7 +233,7 @@ class Stores:
         self._ready.append(StoreJob(job_id, [b.block_id for b in gpu_blocks], [b.block_id - 1 for b in host_blocks]))
 
     def _allocate(self, origins: Sequence[Origin]) -> list[KVCacheBlock]:
-        """Host blocks, without pushing out what is continued: a prefix longer than the pool keeps its head."""
+        """Host blocks, without evicting the parents of what is stored: a prefix longer than the pool keeps its head."""
         keys = {origin.key for origin in origins}
         parents = {o.parent for o in origins if o.parent is not None and o.parent not in keys}
         held = [block for parent in parents if (block := self._host.find(parent)) is not None]
@@ -272,7 +277,7 @@ class Stores:
             self._gpu.free_blocks(reversed(blocks))
 
     def reset(self) -> None:
-        """Forget what was offered, and make nothing findable of what is under way."""
+        """Drop offers, and discard the content of stores in flight."""
         self._offered.clear()
         self._deferred.clear()
         self._steps_waited = 0
@@ -283,5 +288,59 @@ class Stores:
         return bool(self.in_flight or self._offered or self._deferred)
 
     def will_free_gpu_blocks(self) -> bool:
-        """Whether blocks come free when the copies under way are over: nobody else holds them."""
+        """Whether stores in flight hold the last references to GPU blocks."""
         return any(block.ref_cnt == 1 for store in self.in_flight.values() for block in store.gpu_blocks)
+
+
+class FreeQueue(Protocol):
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]: ...
+
+
+class EvictionFront:
+    """The next `depth` blocks of the GPU's free queue, visited by a walk that remembers its position.
+
+    A block is visited about once on its way to the head, so a step costs as much as the queue has moved since the
+    last one, whatever the number of running requests.
+    """
+
+    def __init__(self, queue: FreeQueue, depth: int) -> None:
+        self._queue = queue
+        self._depth = depth
+        self._cursor: KVCacheBlock | None = None
+        self._ahead = 0  # visited blocks between the head and the cursor, at most
+        self._taken = 0  # since the last step
+        self._steps = 0
+        self._num_found = 0  # since blocks were taken
+
+    def taken(self, count: int) -> None:
+        """`count` blocks were allocated from the head."""
+        self._ahead -= count
+        self._taken += count
+        self._num_found = 0
+
+    def advance(self, wanted: Callable[[KVCacheBlock], bool], limit: int) -> list[KVCacheBlock]:
+        """Visit blocks until `depth` of them are ahead; return at most `limit` wanted ones, nearest eviction first, and
+        few of them unless many blocks are being taken.
+
+        While no block is taken, none comes nearer eviction, and at most `depth` are found: else an idle engine would go
+        on copying, for ever if the copies evict each other from RAM.
+        """
+        self._steps += 1
+        limit = min(limit, self._depth - self._num_found, max(_FEW, 2 * self._taken))
+        self._taken = 0
+        cursor = self._cursor
+        if cursor is None or cursor.ref_cnt > 0 or self._ahead <= 0 or self._steps >= _STEPS_BETWEEN_FULL_WALKS:
+            cursor, self._ahead, self._steps = None, 0, 0
+        found: list[KVCacheBlock] = []
+        if self._ahead < self._depth:
+            for block in self._queue.iter_blocks_after(cursor):
+                if self._ahead >= self._depth or len(found) >= limit:
+                    break
+                if block.block_hash is not None and wanted(block):
+                    found.append(block)  # the caller pins it, which removes it from the queue
+                else:
+                    cursor = block
+                    self._ahead += 1
+        self._cursor = cursor
+        self._num_found += len(found)
+        return found

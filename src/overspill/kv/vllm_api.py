@@ -3,6 +3,7 @@
 `overspill.kv.contract` lists what must be there, and is compared with the installed vLLM before this is imported.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -63,7 +64,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from overspill.kv.wrapping import Method, wrap_once
+from overspill.kv.contract import Method, wrap_once
 
 # Used elsewhere as they are.
 __all__ = [
@@ -107,6 +108,7 @@ __all__ = [
     "get_group_id",
     "get_kv_cache_groups",
     "get_kv_transfer_group",
+    "has_kv_transfer_group",
     "make_block_hash_with_group_id",
     "maybe_convert_block_hash",
     "resolve_kv_cache_block_sizes",
@@ -189,14 +191,9 @@ def evict_content(pool: BlockPool, block: KVCacheBlock) -> None:
     pool._maybe_evict_cached_block(block)
 
 
-def forget_hashes(pool: BlockPool, block: KVCacheBlock) -> None:
-    """Not evict_blocks: that would publish the prefix as gone, which is now in other blocks."""
-    pool._remove_cached_block_hashes(block)
-
-
 def return_to_front(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
-    """Drop references, and put blocks back before all others. vLLM would put cached ones behind everything else, and
-    evict what is used more in their place."""
+    """Drop references, and return blocks to the head of the free queue. vLLM would append cached ones, and evict more
+    recently used blocks in their place."""
     for block in blocks:
         block.ref_cnt -= 1
     pool.free_block_queue.prepend_n([block for block in blocks if block.ref_cnt == 0])
@@ -251,24 +248,6 @@ def around_allocation(
     manager.allocate_slots = around
 
 
-def change_computed_blocks(
-    manager: KVCacheManager,
-    change: Callable[[Request, Sequence[Sequence[KVCacheBlock]], int], tuple[list[KVCacheBlock], int] | None],
-) -> None:
-    """Let `change` shorten the blocks of the first group, and the tokens, that a request is found to have cached."""
-    get_computed_blocks = manager.get_computed_blocks
-
-    def changed(request: Request) -> tuple[KVCacheBlocks, int, int]:
-        blocks, num_tokens, boundary = get_computed_blocks(request)
-        shorter = change(request, blocks.blocks, num_tokens)
-        if shorter is not None:
-            kept, num_tokens = shorter
-            blocks = manager.create_kv_cache_blocks((kept,))
-        return blocks, num_tokens, boundary
-
-    manager.get_computed_blocks = changed
-
-
 class GroupPool:
     """The block pool as one group's manager sees it: what it takes is taken inside a context."""
 
@@ -313,7 +292,7 @@ def limit_groups(
         nonlocal taken
         taken = 0
         num_blocks: int = count_all(*args, new_computed_blocks=new_computed_blocks, **kwargs)
-        # More than there ever are: so does vLLM itself say "not now".
+        # More than there ever are: vLLM then delays the request.
         return num_blocks if fits(taken, new_computed_blocks) else pool.num_gpu_blocks + 1
 
     coordinator.get_num_blocks_to_allocate = count
@@ -422,9 +401,37 @@ def around_steps(runner: Any, around: Callable[[SchedulerOutput], AbstractContex
     runner.execute_model = execute
 
 
+def batch_order(runner: Any) -> list[str]:
+    """Requests of the step's batch, row by row, in the V1 runner."""
+    return list(runner.input_batch.req_ids)
+
+
+def watch_batches(runner: Any, order: list[str]) -> None:
+    """Keep the requests of the V2 runner's latest batch in `order`, row by row."""
+    prepare_inputs = getattr(runner, "prepare_inputs", None)
+    if prepare_inputs is None:
+        return
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        batch = prepare_inputs(*args, **kwargs)
+        order[:] = batch.req_ids
+        return batch
+
+    runner.prepare_inputs = watched
+
+
+def override_backend(name: str, path: str) -> None:
+    """Let layers that are built from now on use a subclass of an attention backend."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum[name], path)
+    selector._cached_get_attn_backend.cache_clear()
+
+
 @contextmanager
 def without_full_graphs(runner: Any) -> Iterator[None]:
-    """Both model runners ask an object of theirs which graph a batch runs in."""
+    """Both model runners have an object that chooses the graph of a batch."""
     v2 = getattr(runner, "cudagraph_manager", None)
     chooser = v2 if v2 is not None else runner.cudagraph_dispatcher
     dispatch = chooser.dispatch
@@ -440,7 +447,7 @@ def without_full_graphs(runner: Any) -> Iterator[None]:
         max_query_len: int | None = None,
         num_ubatches: int = 1,
     ) -> Any:
-        # FULL graphs are captured for decodes only (preflight sees to that), and a batch is known as one by these.
+        # FULL graphs are captured for decodes only (the plugin checks that), and a batch is known as one by these.
         return dispatch(num_reqs, num_tokens, None, num_active_loras, None, num_ubatches)
 
     chooser.dispatch = dispatch_v1 if v2 is None else dispatch_v2
@@ -448,6 +455,65 @@ def without_full_graphs(runner: Any) -> Iterator[None]:
         yield
     finally:
         del chooser.dispatch  # the class's own again
+
+
+@contextmanager
+def with_graphs(runner: Any, graphs: Any) -> Iterator[None]:
+    """The model runner's (V2) graphs are these."""
+    own = runner.cudagraph_manager
+    runner.cudagraph_manager = graphs
+    try:
+        yield
+    finally:
+        runner.cudagraph_manager = own
+
+
+def has_decode_graphs(runner: Any) -> bool:
+    """Whether FULL graphs are captured for decodes, by the V2 runner."""
+    manager = getattr(runner, "cudagraph_manager", None)
+    return manager is not None and any(is_full(each) for each in manager.graphs)
+
+
+def is_full(descriptor: Any) -> bool:
+    return bool(descriptor.cg_mode == CUDAGraphMode.FULL)
+
+
+def capture_decode_graphs(runner: Any, model: Callable[..., Any], most_tokens: int) -> Any:
+    """A second set of FULL graphs for small batches of decodes, in which the connector's layer hooks are called."""
+    from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
+
+    config = copy.copy(runner.vllm_config)
+    compilation = config.compilation_config = copy.copy(config.compilation_config)
+    compilation.cudagraph_capture_sizes = [size for size in compilation.cudagraph_capture_sizes if size <= most_tokens]
+    compilation.max_cudagraph_capture_size = max(compilation.cudagraph_capture_sizes, default=0)
+    manager = type(runner.cudagraph_manager)(
+        config,
+        runner.device,
+        CUDAGraphMode.FULL_DECODE_ONLY,
+        decode_query_len=runner.decode_query_len,
+        lora_capture_cases=runner.lora_capture_cases,
+        varlen_decode=runner.adaptive_verification is not None,
+    )
+    connector = get_kv_transfer_group()
+    KVConnectorBase_V1.bind_connector_metadata(connector, KVConnectorMetadata())
+    try:
+        with runner.maybe_setup_dummy_loras(runner.lora_config):
+            manager.capture(
+                model,
+                runner.model_state,
+                runner.input_buffers,
+                runner.intermediate_tensors,
+                runner.block_tables,
+                runner.attn_groups,
+                runner.kv_cache_config,
+                has_lora=runner.lora_config is not None,
+                use_aux_hidden_state_outputs=runner.use_aux_hidden_state_outputs,
+                lora_capture_hook=create_lora_capture_hook(runner.lora_config, runner),
+                progress_bar_desc="Capturing CUDA graphs for spilled KV",
+            )
+    finally:
+        connector.clear_connector_metadata()
+    return manager
 
 
 # Layers.

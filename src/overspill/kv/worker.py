@@ -1,4 +1,4 @@
-"""The worker's side: the pool's memory, copies under way, and what is reported of them."""
+"""Offload in a worker: the pool's memory, copies in flight, and their reports."""
 
 import time
 from collections.abc import Sequence
@@ -12,12 +12,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from overspill.kv.announcements import Backlog, Turn
-from overspill.kv.checksums import Checksums, Verdict
-from overspill.kv.copies import Copier, PlainCopier, Transfer
-from overspill.kv.host_memory import HostMemory, num_host_slots, slot_stride
+from overspill.kv.buffer import block_regions
+from overspill.kv.copies import Copier, CudaCopier, PlainCopier, Transfer
+from overspill.kv.cuda import PinnedRanges, gpu_numa_node
+from overspill.kv.host_memory import Checksums, HostMemory, Verdict, num_host_slots, slot_stride
 from overspill.kv.jobs import LoadJob, StepJobs, StepReport, StoreJob
-from overspill.kv.layout import block_regions
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.sizes import format_size
@@ -26,20 +25,24 @@ from overspill.kv.vllm_api import KVCacheConfig, KVConnectorTransferResults
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# How long an idle step may wait for a load to be queued and checked; there is nothing else it could do.
+# A load is announced so long before its copies are expected to complete: vLLM takes a step or two to schedule its
+# request. Compute queued after that waits for the copies, so this bounds the delay of other requests.
+_ANNOUNCE_AHEAD_S = 0.01
+# How long an idle step may wait for a load to be announced; it has nothing else to do.
 _IDLE_WAIT_S = 0.05
+_POLL_S = 0.0005
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Load:
     job: LoadJob
     transfer: Transfer
-    verdict: Verdict  # of a check that runs beside the copies; the request waits for both
+    verdict: Verdict  # the request waits for the check and the copies
     announced: bool = False
 
 
 class OffloadWorker:
-    """One per rank. No step that computes waits for a copy, but for what an estimate got wrong."""
+    """One per rank. A step that computes waits for copies of loads that were announced ahead, and for no others."""
 
     def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         parallel = vllm_config.parallel_config
@@ -49,15 +52,15 @@ class OffloadWorker:
         self._slot_bytes = sum(region.block_bytes for region in self._regions)
         self._num_slots = num_host_slots(options, parallel.world_size, self._slot_bytes)
         self._steps_in_flight = vllm_config.max_concurrent_batches
-        self._backlog = Backlog(self._steps_in_flight)
-        self._step_began = 0.0
+        self.idle_wait_s = _IDLE_WAIT_S
+        self.load_bytes_per_s = 0.0  # of the last load
         self._rank = parallel.rank
         self.memory: HostMemory | None = None
         self.checksums: Checksums | None = None
         self.buffer: torch.Tensor | None = None  # vLLM's KV cache as bytes
         self._copier: Copier | None = None
         self._loads: list[_Load] = []
-        self._looks_since_announcement = self._steps_in_flight
+        self._steps_since_announcement = self._steps_in_flight
         self._stores: list[tuple[StoreJob, Transfer]] = []
         self._void: list[LoadJob] = []
         self._report = StepReport()
@@ -69,7 +72,7 @@ class OffloadWorker:
         return self._num_slots * slot_stride(self._slot_bytes)
 
     def register(self, buffer: torch.Tensor, spill: SpillWorker | None = None) -> None:
-        """Map the pool and make ready to copy. `buffer` is vLLM's KV cache as bytes."""
+        """Map the pool and create the copier. `buffer` is vLLM's KV cache as bytes."""
         regions, slot_bytes, num_slots = self._regions, self._slot_bytes, self._num_slots
         self.buffer = buffer
         if buffer.is_cuda:
@@ -88,12 +91,10 @@ class OffloadWorker:
         )  # fmt: skip
 
     def _use_cuda(self, buffer: torch.Tensor, num_slots: int, slot_bytes: int, regions: Sequence[Any]) -> None:
-        from overspill.kv.cuda import CudaCopier, PinnedRanges, gpu_numa_node
-
         pinned = PinnedRanges(buffer.device) if self._options.pin else None
         self.memory = HostMemory(num_slots, slot_bytes, numa_node=gpu_numa_node(buffer.device))
         self._copier = CudaCopier(
-            buffer, regions, self.memory, pinned, self._steps_in_flight,
+            buffer, regions, self.memory, self._steps_in_flight,
             zeroes_new_blocks=self._config.needs_kv_cache_zeroing,
         )  # fmt: skip
         self.memory.prepare(pinned)
@@ -101,77 +102,66 @@ class OffloadWorker:
     # Every step.
 
     def begin_step(self, jobs: StepJobs) -> None:
-        """Before the forward: start loads, whose blocks it does not touch."""
+        """Before the forward: start loads. The forward does not touch their blocks."""
         assert self._copier is not None and self.checksums is not None
-        self._step_began = time.monotonic()
         for job in jobs.loads:
             if job.void:
                 self._void.append(job)
                 continue
             verdict = self.checksums.check(job.slots)
             self._loads.append(_Load(job, self._copier.load(_ids(job.slots), _ids(job.block_ids)), verdict))
-        if jobs.moves:
-            self._copier.reused_early()
 
     def end_step(self, jobs: StepJobs) -> None:
-        """After the forward: store what it, or an earlier one, has filled."""
+        """After the forward: store blocks that it, or an earlier one, has filled."""
         assert self._copier is not None
         self._copier.end_step()
-        if jobs.num_tokens:
-            self._backlog.add(jobs.pace.step_s, self._step_began)
         for job in jobs.stores:
             self._stores.append((job, self._copier.store(_ids(job.block_ids), _ids(job.slots))))
 
     def results(self, jobs: StepJobs | None) -> KVConnectorTransferResults:
-        """Requests whose load is over, well or badly."""
+        """Requests whose load has completed or failed, or will complete in time."""
         results = KVConnectorTransferResults()
         for job in self._void:
             self._failed_load(job, results, "was void")
             self._report.loaded[job.job_id] = 1
         self._void.clear()
-        turn = self._turn(jobs)
-        self._loads = [load for load in self._loads if not self._advance(load, turn, results)]
-        self._looks_since_announcement = 0 if results.finished_recving else self._looks_since_announcement + 1
+        # With several steps in flight, vLLM runs one or two more idle ones before it processes an announcement.
+        if jobs is not None and not jobs.num_tokens and self._steps_since_announcement >= self._steps_in_flight - 1:
+            self._wait_for_a_load()
+        ready = self._ready()
+        self._loads = [load for load in self._loads if not self._advance(load, results, ready=load in ready)]
+        self._steps_since_announcement = 0 if results.finished_recving else self._steps_since_announcement + 1
         self._poll_stores()
         return results
 
-    def _turn(self, jobs: StepJobs | None) -> Turn:
-        if jobs is None:
-            return Turn(0, idle=False)
-        # With several steps in flight, vLLM takes an idle one or two more before it learns of an announcement.
-        idle = jobs.num_tokens == 0 and self._looks_since_announcement >= self._steps_in_flight - 1
-        if idle:
-            self._wait_for_a_load()
-        hidden_s, link = self._backlog.seconds(time.monotonic()), jobs.pace.load_bytes_per_s
-        return Turn(
-            hidden_s * link,
-            idle=idle,
-            tolerated_bytes=jobs.pace.step_s * link,
-            many_tokens=jobs.pace.many_tokens,
-        )
+    def _ready(self) -> list[_Load]:
+        """Loads that are checked, and completed or about to: in the order of their copies, oldest first."""
+        ready, remaining_bytes = [], 0
+        for load in self._loads:
+            remaining_bytes += load.transfer.remaining_bytes()
+            in_time = load.transfer.queued and remaining_bytes <= _ANNOUNCE_AHEAD_S * self.load_bytes_per_s
+            if load.verdict.done() and (load.transfer.done() or in_time):
+                ready.append(load)
+        return ready
 
     def _wait_for_a_load(self) -> None:
-        """A step without a forward holds nothing up, and spinning would take the cores from the threads at work."""
-        load = next((load for load in self._loads if not load.announced), None)
-        if load is not None:
-            deadline = time.monotonic() + _IDLE_WAIT_S
-            load.transfer.wait_queued(_IDLE_WAIT_S)
-            load.verdict.wait(max(0.0, deadline - time.monotonic()))
+        """A step without a forward delays nothing, and spinning would take cores from the copying threads."""
+        deadline = time.monotonic() + self.idle_wait_s
+        while any(not load.announced for load in self._loads) and time.monotonic() < deadline:
+            if any(not load.announced for load in self._ready()):
+                return
+            time.sleep(_POLL_S)
 
-    def _advance(self, load: _Load, turn: Turn, results: KVConnectorTransferResults) -> bool:
-        """Announce the load's request when it may run; True once the copies are over."""
+    def _advance(self, load: _Load, results: KVConnectorTransferResults, *, ready: bool) -> bool:
+        """Announce the load's request when it may run; True once the copies have completed."""
         job, transfer = load.job, load.transfer
         over = transfer.done()
-        turn.look_at(transfer.remaining_bytes())
         if not load.announced:
-            if not (over or transfer.queued) or not load.verdict.done():
+            if not ready:
                 return False
             corrupt, error = load.verdict.corrupt_slots(), transfer.error or load.verdict.error()
-            bad = bool(corrupt) or error is not None
-            if not over and bad:
-                return False  # its blocks are still being written
-            if not bad and not turn.announces(over=over, new_tokens=job.num_new_tokens):
-                return False
+            if not over and (corrupt or error is not None):
+                return False  # its blocks are still written to
             self.stats.count("verified_blocks", load.verdict.num_checked)
             load.announced = True
             if corrupt:
@@ -188,6 +178,8 @@ class OffloadWorker:
         if over:
             self._report.loaded[job.job_id] = 1
             if transfer.error is None:
+                if transfer.seconds:
+                    self.load_bytes_per_s = transfer.num_bytes / transfer.seconds
                 self._report.load_speed.add(transfer.num_bytes, transfer.seconds)
                 self.stats.count("load_bytes", transfer.num_bytes)
                 self.stats.count("load_seconds", transfer.seconds)
@@ -200,10 +192,10 @@ class OffloadWorker:
 
     def _poll_stores(self) -> None:
         assert self.checksums is not None
-        under_way: list[tuple[StoreJob, Transfer]] = []
+        in_flight: list[tuple[StoreJob, Transfer]] = []
         for job, transfer in self._stores:
             if not transfer.done():
-                under_way.append((job, transfer))
+                in_flight.append((job, transfer))
                 continue
             self._report.stored[job.job_id] = 1
             if transfer.error is not None:
@@ -214,10 +206,10 @@ class OffloadWorker:
                 self.checksums.record(job.slots)
                 self.stats.count("store_bytes", transfer.num_bytes)
                 self.stats.count("store_seconds", transfer.seconds)
-        self._stores = under_way
+        self._stores = in_flight
 
     def report(self, report: StepReport) -> None:
-        """Put what happened since the last time into the report."""
+        """Add everything since the last call to the report."""
         report.aggregate(self._report)
         self._report = StepReport()
 
@@ -233,7 +225,7 @@ class OffloadWorker:
         return self.stats.take()
 
     def shutdown(self) -> None:
-        """Copies end, then memory goes back, whatever fails on the way."""
+        """Finish copies, then free memory, also if one of them fails."""
         with ExitStack() as stack:
             if self.memory is not None:
                 stack.callback(self.memory.close)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from overspill.kv.contract import Method, wrap_once
 from overspill.kv.sizes import format_size
-from overspill.kv.wrapping import Method, wrap_once
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 

@@ -1,4 +1,4 @@
-"""Offload's copies with spill on: a spilled block's content is in the arena, and its GPU address holds anything."""
+"""Offload's copies with spill: the content of a spilled block is in the arena, not at its GPU address."""
 
 import ctypes
 import time
@@ -10,13 +10,13 @@ import numpy as np
 from overspill.kv.copies import Copier, Ids, Transfer
 from overspill.kv.host_memory import HostMemory
 from overspill.kv.spill.geometry import Geometry
-from overspill.kv.spill.streams import Point, Streams
+from overspill.kv.spill.streams import Event, Streams
 
 _THREADS = 4  # one core alone copies slower than the link
 
 
 class JoinedTransfer(Transfer):
-    """Copies of one job that go different ways."""
+    """Copies of one job, some over the link and some within RAM."""
 
     def __init__(self, parts: Sequence[Transfer]) -> None:
         super().__init__(sum(part.num_bytes for part in parts))
@@ -24,7 +24,7 @@ class JoinedTransfer(Transfer):
 
     @property
     def queued(self) -> bool:
-        """A part that failed counts as queued, and its request must not run before that is known."""
+        """A failed part counts as queued, and its request must not run before the failure is known."""
         return all(part.queued and part.error is None for part in self._parts)
 
     def wait_queued(self, timeout: float) -> bool:
@@ -59,22 +59,24 @@ class ArenaCopier(Copier):
 
     def load(self, slots: Ids, blocks: Ids) -> Transfer:
         # The blocks were free, but a step in flight may be the last to have touched them.
-        after = self._streams.filled(), self._streams.saved()
+        after = self._streams.fill_event(), self._streams.save_event()
         return self._split(slots, blocks, self._gpu.load, after, to_arena=True)
 
     def store(self, blocks: Ids, slots: Ids) -> Transfer:
-        # The step that filled them is queued, and so is bringing back what it wrote, or what was moved there.
+        # The step that filled the blocks is queued, and so are the copies of what it wrote into the arena.
         def store(slots: Ids, blocks: Ids) -> Transfer:
             return self._gpu.store(blocks, slots)
 
-        return self._split(slots, blocks, store, (self._streams.filled(), self._streams.saved()), to_arena=False)
+        return self._split(
+            slots, blocks, store, (self._streams.fill_event(), self._streams.save_event()), to_arena=False
+        )
 
     def _split(
         self,
         slots: Ids,
         blocks: Ids,
         resident: Callable[[Ids, Ids], Transfer],
-        after: Sequence[Point],
+        after: Sequence[Event],
         *,
         to_arena: bool,
     ) -> Transfer:
@@ -86,13 +88,13 @@ class ArenaCopier(Copier):
             parts.append(resident(slots[~spilled], blocks[~spilled]))
         return JoinedTransfer(parts)
 
-    def _within_ram(self, slots: Ids, blocks: Ids, after: Sequence[Point], *, to_arena: bool) -> Transfer:
+    def _within_ram(self, slots: Ids, blocks: Ids, after: Sequence[Event], *, to_arena: bool) -> Transfer:
         transfer = Transfer(len(slots) * self._pool.slot_bytes)
 
         def run() -> None:
             try:
-                for point in after:
-                    self._streams.wait(point)
+                for event in after:
+                    self._streams.wait(event)
                 began = time.perf_counter()
                 self._copy(slots, blocks, to_arena=to_arena)
                 transfer.seconds = time.perf_counter() - began
@@ -123,9 +125,6 @@ class ArenaCopier(Copier):
 
     def end_step(self) -> None:
         self._gpu.end_step()
-
-    def reused_early(self) -> None:
-        self._gpu.reused_early()
 
     def close(self) -> None:
         self._jobs.shutdown()

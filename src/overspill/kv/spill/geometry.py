@@ -1,10 +1,10 @@
-"""Where resident and spilled blocks lie, and how many of each fit: arithmetic only."""
+"""Geometry of the KV buffer with spill: places and numbers of resident and spilled blocks. Arithmetic only."""
 
 import math
 from dataclasses import dataclass
 
 NUM_HALVES = 2
-# CUDA maps memory so many bytes at a time.
+# Granularity of CUDA's mappings.
 CUDA_GRANULARITY = 2 * 2**20
 
 
@@ -12,8 +12,8 @@ CUDA_GRANULARITY = 2 * 2**20
 class Geometry:
     """vLLM's KV buffer, layers outermost: `num_regions` regions of `num_blocks` pages each.
 
-    In every region the first blocks are memory of their own; the last `num_spilled` ones are addresses of a window half
-    that all regions of the same parity share. What spilled blocks hold lies in RAM, in the arena.
+    In every region the first blocks have memory of their own; the last `num_spilled` ones are addresses of a window
+    half, which all regions of the same parity share. The content of spilled blocks is in RAM, in the arena.
     """
 
     num_blocks: int
@@ -31,12 +31,12 @@ class Geometry:
 
     @property
     def resident_bytes(self) -> int:
-        """Of one region."""
+        """GPU memory of one region's resident blocks."""
         return self.num_resident * self.page_bytes
 
     @property
     def half_bytes(self) -> int:
-        """Of one window half, and of one region's part of the arena."""
+        """Size of one window half, and of one region's part of the arena."""
         return self.num_spilled * self.page_bytes
 
     @property
@@ -45,24 +45,24 @@ class Geometry:
 
     @property
     def buffer_bytes(self) -> int:
-        """Addresses, not memory."""
+        """Size of the address range, not of its memory."""
         return self.num_regions * self.region_bytes
 
     def half_of(self, region: int) -> int:
         return region % self.num_halves
 
     def spilled_offset(self, region: int) -> int:
-        """Where the region's spilled blocks begin in the buffer."""
+        """Offset of the region's spilled blocks in the buffer."""
         return region * self.region_bytes + self.resident_bytes
 
 
 def block_step(page_bytes: int, granularity: int) -> int:
-    """Memory is mapped in granules, so tiers change at multiples of this many blocks."""
+    """Blocks of the smallest part that can be mapped: tiers have multiples of it."""
     return granularity // math.gcd(page_bytes, granularity)
 
 
 def num_spilled_blocks(spill_bytes: int, block_bytes: int, step: int) -> int:
-    """Blocks whose KV fits in the RAM given; the scheduler and every worker must agree on it."""
+    """Blocks whose KV fits in `spill_bytes`; the scheduler and all workers compute the same number."""
     return spill_bytes // block_bytes // step * step
 
 
@@ -74,7 +74,7 @@ def window_bytes(num_spilled: int, page_bytes: int, num_regions: int) -> int:
 def num_resident_blocks(
     available_bytes: int, num_spilled: int, page_bytes: int, num_regions: int, granularity: int
 ) -> int:
-    """Blocks that fit in GPU memory beside the window; may be none."""
+    """Blocks that fit in GPU memory beside the window; may be zero."""
     step = block_step(page_bytes, granularity)
     room = available_bytes - window_bytes(num_spilled, page_bytes, num_regions)
     return max(0, room) // (page_bytes * num_regions) // step * step
@@ -83,9 +83,9 @@ def num_resident_blocks(
 def least_spilled_blocks(
     num_blocks: int, available_bytes: int, page_bytes: int, num_regions: int, granularity: int
 ) -> int | None:
-    """The fewest spilled blocks with which there are `num_blocks` in all; None if no number does.
+    """The fewest spilled blocks that make `num_blocks` in all; None if no number does.
 
-    Each spilled block takes room for a part of a resident one, in the window.
+    Each spilled block takes a part of a resident block's memory, for the window.
     """
     step = block_step(page_bytes, granularity)
     gain = 1 - min(NUM_HALVES, num_regions) / num_regions
@@ -103,7 +103,7 @@ def least_spilled_blocks(
 def most_spilled_blocks(
     available_bytes: int, page_bytes: int, num_regions: int, granularity: int, *, num_resident: int = 1
 ) -> int:
-    """The most whose window leaves room for `num_resident` resident blocks."""
+    """The most spilled blocks whose window leaves memory for `num_resident` resident ones."""
     step = block_step(page_bytes, granularity)
     room = available_bytes - -(-num_resident // step) * step * page_bytes * num_regions
     return max(0, room) // (min(NUM_HALVES, num_regions) * page_bytes) // step * step

@@ -1,7 +1,8 @@
-"""The engine core's side of spill: what a step streams, and who may run how often."""
+"""Spill in the engine core: the spilled blocks of a step, and how often spilled requests run."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,24 @@ from vllm.logger import init_logger
 from overspill.kv.jobs import StepJobs
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
-from overspill.kv.sizes import format_size
+from overspill.kv.sizes import MiB, format_size
 from overspill.kv.speeds import Speeds
-from overspill.kv.spill.layers import spill_geometry, states_per_request
+from overspill.kv.spill.balance import Balance
+from overspill.kv.spill.capacity import far_groups, spill_geometry, states_per_request
 from overspill.kv.spill.placement import Placement
-from overspill.kv.spill.policy import heavy_requests, steps_apart
-from overspill.kv.spill.steps import Ids, Span, SpillStep, group_step
+from overspill.kv.spill.steps import Ids, Span, SpillStep, Stretch, far_stretch, group_step
 from overspill.kv.vllm_api import KVCacheConfig, Request, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# Until it is measured.
+# Until they are measured: a PCIe 4.0 link, and an 8B model on a small card.
+_LINK_BYTES_PER_S = 25e9
 _PLAIN_STEP_S = 0.03
 _MOST_STEPS_APART = 256
+# Of a layer: to hand a query over and its result back takes the GPU as long as this much of KV.
+_LEAST_FAR_BYTES = MiB
+# A request's share is changed when it is off by this much: every share rounds differently.
+_SHARE_OFF = 0.04
 
 
 @dataclass(slots=True)
@@ -32,9 +38,10 @@ class Spilled:
 
     num_blocks: int = 0
     most_blocks: int = 0
-    resident_blocks: int = 0
     steps: int = 0
     is_announced: bool = False
+    # Places of its table that the CPU attends to, by group, and the share for which they were chosen.
+    far: dict[int, tuple[int, int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,46 +52,53 @@ class Spacing:
 
 
 class SpillScheduler:
-    """Gives each step its spilled blocks. A step costs what it allocates, and the tables of spilled requests."""
+    """Adds spilled blocks to each step. Its cost grows with a step's allocations and the tables of spilled requests."""
 
     def __init__(
         self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, speeds: Speeds
     ) -> None:
         self.geometry = spill_geometry(options, vllm_config, kv_cache_config)
+        self.speeds = speeds
         self.stats = OverspillStats()
         self.share = options.spill_share
         self._world_size = vllm_config.parallel_config.world_size
         self._at_risk = drafts_at_risk(vllm_config)
+        self._decode_tokens = 1 + int(vllm_config.num_speculative_tokens)
+        self.far_groups = far_groups(kv_cache_config) if options.spill_compute == "auto" else frozenset()
         self._spilled: dict[str, Spilled] = {}
         self._in_step: set[str] = set()  # spilled requests of the step planned last
+        self._balance = Balance(speeds)
         self.placement = Placement(
             self.geometry,
             kv_cache_config,
-            speeds,
             self.is_spilled,
             states_per_request(vllm_config, kv_cache_config.kv_cache_groups),
         )
         self._shown: tuple[int, int] | None = None
 
+    @property
+    def block_bytes(self) -> int:
+        return self.geometry.num_regions * self.geometry.page_bytes
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        return self.speeds.stream_bytes_per_s or _LINK_BYTES_PER_S
+
     def is_spilled(self, request_id: str) -> bool:
-        """Whether a request that runs was given blocks in RAM."""
+        """Whether a running request has blocks in RAM."""
         return request_id in self._spilled
 
     # Steps.
 
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
-        """Add the step's moves and its spilled blocks to its jobs."""
-        jobs.moves = self.placement.moves.take()
-        self.stats.count("moved_blocks", len(jobs.moves))
-        self.placement.queue.found(len(jobs.moves))
-        jobs.moves += self._block_copies(output)
+        """Add the step's block copies and its spilled blocks to its jobs."""
+        jobs.block_copies = self._block_copies(output)
         jobs.spill = self._streamed(output)
-        self.placement.saw_step(sum(spilled.resident_blocks for spilled in self._spilled.values()))
 
     def _streamed(self, output: SchedulerOutput) -> SpillStep | None:
         """The spilled blocks of this step, each streamed once however many requests read it."""
         self._note_new_blocks(output)
-        # Most steps of most servers have none, and then this must cost nothing.
+        # Most steps have none, and must not cost anything.
         scheduled = output.num_scheduled_tokens
         self._in_step = {name for name in self._spilled if name in scheduled} if self._spilled else set()
         if not self._in_step:
@@ -93,20 +107,51 @@ class SpillScheduler:
         step = SpillStep()
         computed = computed_tokens(output)
         tables = {request_id: self._table(output, request_id) for request_id in self._in_step}
+        is_decode = max(scheduled.values()) <= self._decode_tokens
+        num_far = 0
         for group, block_size in enumerate(self.placement.block_sizes):
-            spans = [
-                self._span(table[group], computed[request_id], output.num_scheduled_tokens[request_id])
+            spans = {
+                request_id: self._span(table[group], computed[request_id], scheduled[request_id])
                 for request_id, table in tables.items()
-            ]
-            found = group_step(spans, block_size=block_size, num_resident=self.geometry.num_resident)
+            }
+            if is_decode and group in self.far_groups:
+                num_far += self._split(step, group, spans, block_size)
+            found = group_step(spans.values(), block_size=block_size, num_resident=self.geometry.num_resident)
             if found is not None:
                 step.groups[group] = found
         for request_id, table in tables.items():
             self._describe(request_id, table, computed[request_id], output.num_scheduled_tokens[request_id])
+        if is_decode:
+            self._balance.record(num_far * self.block_bytes)
         if not step.groups:
             return None
         self.stats.count("spilled_steps")
         return step
+
+    def _split(self, step: SpillStep, group: int, spans: dict[str, Span], block_size: int) -> int:
+        """Leave a part of each request's spilled blocks to the CPU, and return how many blocks."""
+        wanted, num_far = self.far_share(), 0
+        for request_id, span in spans.items():
+            ids, num_full = np.asarray(span.block_ids), span.certain // block_size
+            places, far = self._spilled[request_id].far, self.geometry.num_resident
+            first, end, share = places.get(group, (0, 0, 0.0))
+            # A request that was preempted meanwhile has other blocks.
+            is_stale = end > num_full or not np.all(ids[first:end] >= far)
+            if first == end or is_stale or abs(share - wanted) > _SHARE_OFF:
+                first, end = far_stretch(ids, num_full, far, wanted)
+                places[group] = first, end, wanted
+            if (end - first) * self.geometry.page_bytes < _LEAST_FAR_BYTES:
+                continue
+            stretch = Stretch(first, ids[first:end] - far)
+            step.far.setdefault(group, {})[request_id] = stretch
+            spans[request_id] = replace(span, far=stretch)
+            num_far += end - first
+        return num_far
+
+    def far_share(self) -> float:
+        """The CPU's share of a step's spilled KV, by the speeds measured so far; none until the CPU was measured."""
+        num_bytes = self.block_bytes * sum(self._spilled[name].num_blocks for name in self._in_step)
+        return self._balance.share(num_bytes, self.link_bytes_per_s)
 
     def _note_new_blocks(self, output: SchedulerOutput) -> None:
         """Mark requests that were given a spilled block."""
@@ -122,7 +167,8 @@ class SpillScheduler:
             self._spilled[request_id] = Spilled()
 
     def _table(self, output: SchedulerOutput, request_id: str) -> list[Ids]:
-        """As it is now: blocks of a resumed or windowed request change places, so what was appended will not do."""
+        """The request's current block table: blocks of a resumed or windowed request change places, so appending new
+        blocks to an older table would not do."""
         assert output.kv_connector_block_state is not None
         table = output.kv_connector_block_state.get_block_ids(request_id)
         assert table is not None, request_id
@@ -132,8 +178,9 @@ class SpillScheduler:
         return Span(block_ids, max(0, computed - self._at_risk), computed, computed + num_tokens)
 
     def _block_copies(self, output: SchedulerOutput) -> list[tuple[int, int]]:
-        """Take over the step's copies of blocks, which vLLM makes for hits that end inside one, if any is spilled: at
-        its GPU address vLLM would copy whatever the window holds. All of them, since one may continue another."""
+        """Take over the step's block copies, which vLLM makes for hits that end inside a block, if any block is
+        spilled: at its GPU address vLLM would copy whatever the window holds. All of them, since one may depend on
+        another."""
         copies = [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
         if not any(max(pair) >= self.geometry.num_resident for pair in copies):
             return []
@@ -143,28 +190,26 @@ class SpillScheduler:
     def _describe(self, request_id: str, table: list[Ids], computed: int, num_tokens: int) -> None:
         spilled = self._spilled[request_id]
         spilled.num_blocks = sum(int(np.count_nonzero(ids >= self.geometry.num_resident)) for ids in table)
-        # A window's skipped places hold the null block.
-        spilled.resident_blocks = sum(int(np.count_nonzero(ids)) for ids in table) - spilled.num_blocks
         spilled.most_blocks = max(spilled.most_blocks, spilled.num_blocks)
         spilled.steps += 1
         if spilled.is_announced or not spilled.num_blocks:
             return
         spilled.is_announced = True
-        num_bytes, link = spilled.num_blocks * self.placement.block_bytes, self.placement.link_bytes_per_s
+        num_bytes, link = spilled.num_blocks * self.block_bytes, self.link_bytes_per_s
         logger.info(
             "Overspill: request %s does not fit on the GPU: of its %d tokens, %s of KV is in RAM. At %.0f GB/s (%s) "
             "expect at most %.1f tokens/s, fewer as it grows",
             request_id, computed + num_tokens, format_size(num_bytes * self._world_size), link / 1e9,
-            "measured" if self.placement.speeds.stream_bytes_per_s else "assumed", link / num_bytes,
+            "measured" if self.speeds.stream_bytes_per_s else "assumed", link / num_bytes,
         )  # fmt: skip
 
     # Sharing steps.
 
     def spacing(self, running: Iterable[str]) -> Spacing:
-        """How the requests of the last step that slow the others down should keep their distance."""
+        """Which requests of the last step slow others down, and how far apart their steps should be."""
         if not self._in_step:
             return Spacing()
-        plain_step_s = self.placement.speeds.plain_step_s or _PLAIN_STEP_S
+        plain_step_s = self.speeds.plain_step_s or _PLAIN_STEP_S
         running = set(running)
         streaming_s = {name: self._streaming_s(self._spilled[name]) for name in running & self._spilled.keys()}
         heavy = heavy_requests(streaming_s, plain_step_s=plain_step_s, others_run=len(streaming_s) < len(running))
@@ -172,28 +217,27 @@ class SpillScheduler:
         if not slow:
             return Spacing()
         light_s = sum(seconds for name, seconds in streaming_s.items() if name in self._in_step - heavy)
-        # Of all of them, whether they run in the same steps or in different ones.
+        # Of all heavy requests, whether they run in the same steps or in different ones.
         spilled_s = sum(streaming_s[name] for name in heavy)
         apart = steps_apart(
             spilled_step_s=spilled_s, plain_step_s=plain_step_s + light_s, share=self.share, most=_MOST_STEPS_APART
         )
-        # The steps between may be long ones, prefills, of which fewer make up for it. The time counts from when a step
-        # is planned, so what it takes itself is part of it.
+        # The steps between may be long prefills, so a deadline counts, too. It starts when a step is planned, so it
+        # includes the time of that step.
         return Spacing(slow, apart, spilled_s / self.share)
 
     def _streaming_s(self, spilled: Spilled) -> float:
-        return spilled.num_blocks * self.placement.block_bytes / self.placement.link_bytes_per_s
+        return spilled.num_blocks * self.block_bytes / (self.link_bytes_per_s + self.speeds.far_bytes_per_s)
 
-    # Ends.
+    # Ends of requests.
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """What to tell the user about a request that was spilled."""
-        self.placement.finished(request)
+        """Summary of a spilled request for its response."""
         self._in_step.discard(request.request_id)
         spilled = self._spilled.pop(request.request_id, None)
         if spilled is None or not spilled.most_blocks:
             return None
-        num_bytes = spilled.most_blocks * self.placement.block_bytes * self._world_size
+        num_bytes = spilled.most_blocks * self.block_bytes * self._world_size
         return {"overspill": {"spilled_bytes": num_bytes, "spilled_steps": spilled.steps}}
 
     def take_stats(self) -> OverspillStats | None:
@@ -209,7 +253,7 @@ class SpillScheduler:
 
 
 def computed_tokens(output: SchedulerOutput) -> dict[str, int]:
-    """How many tokens of each request are computed, as the step begins."""
+    """Computed tokens of each request at the start of the step."""
     computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -219,8 +263,33 @@ def computed_tokens(output: SchedulerOutput) -> dict[str, int]:
 def drafts_at_risk(vllm_config: VllmConfig) -> int:
     """Tokens that the scheduler counts as computed and that a step in flight may still reject.
 
-    With asynchronous scheduling a step is planned before the one in front of it has told which drafts it took.
+    With asynchronous scheduling a step is planned before it is known which drafts the step before it accepted.
     """
     if not vllm_config.scheduler_config.async_scheduling:
         return 0
     return int(vllm_config.num_speculative_tokens) * int(vllm_config.max_concurrent_batches)
+
+
+def heavy_requests(streaming_s: Mapping[str, float], *, plain_step_s: float, others_run: bool) -> set[str]:
+    """Requests that make the steps of lighter ones at least three times as long; `others_run` if some stream nothing.
+
+    A short request that found no GPU block streams a little, and is slowed down by a long one like any other.
+    """
+    step_s = plain_step_s
+    lightest_first = sorted(streaming_s, key=lambda name: streaming_s[name])
+    for position, name in enumerate(lightest_first):
+        if (others_run or position) and streaming_s[name] > 2 * step_s:
+            return set(lightest_first[position:])
+        step_s += streaming_s[name]
+    return set()
+
+
+def steps_apart(*, spilled_step_s: float, plain_step_s: float, share: float, most: int) -> int:
+    """Distance of a spilled request's steps while others run, so that it takes at most `share` of the time.
+
+    In a round of k steps one is spilled: k - 1 plain steps take at least (1 - share) of its time.
+    """
+    if share >= 1 or spilled_step_s <= plain_step_s:
+        return 1
+    plain_steps = spilled_step_s * (1 - share) / share / plain_step_s
+    return min(most, 1 + math.ceil(plain_steps - 1e-9))

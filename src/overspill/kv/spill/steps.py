@@ -1,4 +1,4 @@
-"""What a step reads and writes of spilled blocks: pure, from block tables and positions."""
+"""Spilled blocks that a step reads and writes: pure functions of block tables and positions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,26 @@ Runs = list[tuple[int, int]]
 class GroupStep:
     """A cache group's spilled blocks in a step. No block is in two of `reads` and `writes`."""
 
-    reads: Runs  # full, and nobody writes them: streamed in before the layer reads
+    reads: Runs  # full, and not written in this step: streamed in before the layer reads
     partial: Runs  # hold tokens and get more: streamed in before the layer *writes*
     writes: Runs  # written in this step, partial ones included: streamed out afterwards
+    # Like `reads`, but the CPU attends to them if the step lets it. Then they stay in RAM.
+    far: Runs = field(default_factory=list)
 
     def num_blocks_in(self) -> int:
-        return count(self.reads) + count(self.partial)
+        return count(self.reads) + count(self.partial) + count(self.far)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive places in a request's block table whose blocks the CPU attends to."""
+
+    first: int
+    blocks: Ids  # spilled ones, counted from the first spilled one
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,7 @@ class SpillStep:
     """Only groups that touch a spilled block."""
 
     groups: dict[int, GroupStep] = field(default_factory=dict)
+    far: dict[int, dict[str, Stretch]] = field(default_factory=dict)  # by group and request
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +50,60 @@ class Span:
     """One request's part of a step in one cache group."""
 
     block_ids: Sequence[int] | Ids
-    certain: int  # tokens whose KV is surely there
-    computed: int  # tokens whose KV may be there: drafts of a step in flight may still be rejected
-    end: int  # where this step's writes end
+    certain: int  # tokens whose KV is certainly computed
+    computed: int  # tokens whose KV may be computed: drafts of a step in flight may still be rejected
+    end: int  # end of this step's writes
+    far: Stretch | None = None
 
 
 def group_step(spans: Iterable[Span], *, block_size: int, num_resident: int) -> GroupStep | None:
-    """What the step does to a group's spilled blocks; None if it touches none.
+    """The step's reads and writes of a group's spilled blocks; None if it touches none.
 
     vLLM hashes a block when the step that fills it is scheduled, so another request may already hit a block that is
-    written in this very step. Streaming RAM's old bytes over it would lose that, hence: what anybody writes is
-    streamed in only where it holds tokens, before the writes.
+    written in this very step. Streaming the old bytes from RAM would overwrite it, so a written block is streamed
+    in only if it holds tokens, and before the writes.
     """
-    reads, partial, writes = [], [], []
+    reads, far, partial, writes = [], [], [], []
     for span in spans:
         ids = np.asarray(span.block_ids, np.int64)
         first_written = span.certain // block_size
-        reads.append(ids[:first_written])
+        first, end = (span.far.first, span.far.end) if span.far is not None else (0, 0)
+        reads += [ids[:first], ids[end:first_written]]
+        far.append(ids[first:end])
         partial.append(ids[first_written : _ceil(span.computed, block_size)])
         writes.append(ids[first_written : _ceil(span.end, block_size)])
     written = _spilled(writes, num_resident)
     read = np.setdiff1d(_spilled(reads, num_resident), written, assume_unique=True)
-    if not len(written) and not len(read):
+    # What one request leaves to the CPU another may read on the GPU.
+    only_far = np.setdiff1d(_spilled(far, num_resident), np.union1d(read, written), assume_unique=True)
+    if not len(written) and not len(read) and not len(only_far):
         return None
-    return GroupStep(runs(read), runs(_spilled(partial, num_resident)), runs(written))
+    return GroupStep(runs(read), runs(_spilled(partial, num_resident)), runs(written), runs(only_far))
+
+
+def longest_stretch(block_ids: Ids, num_full: int, num_resident: int) -> tuple[int, int]:
+    """The longest run of places among the first `num_full` whose blocks are spilled, as first and end."""
+    spilled = np.concatenate(([False], block_ids[:num_full] >= num_resident, [False]))
+    edges = np.flatnonzero(np.diff(spilled))
+    if not len(edges):
+        return 0, 0
+    starts, ends = edges[::2], edges[1::2]
+    longest = int(np.argmax(ends - starts))
+    return int(starts[longest]), int(ends[longest])
+
+
+def far_stretch(block_ids: Ids, num_full: int, num_resident: int, share: float) -> tuple[int, int]:
+    """Places that the CPU attends to, as first and end: a share of all spilled full blocks, in one stretch.
+
+    From the front: the end of a request's table grows, and its places may be written again after a rejected draft.
+    """
+    num_spilled = int(np.count_nonzero(block_ids[:num_full] >= num_resident))
+    first, end = longest_stretch(block_ids, num_full, num_resident)
+    return first, min(end, first + int(num_spilled * share))
 
 
 def _spilled(parts: Sequence[Ids], num_resident: int) -> Ids:
-    """Each once, counted from the first spilled one. The null block is resident, so skipped places fall out."""
+    """Unique spilled blocks, counted from the first spilled one. The null block is resident, so holes drop out."""
     ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
     return np.unique(ids[ids >= num_resident]) - num_resident
 

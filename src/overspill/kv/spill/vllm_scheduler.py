@@ -6,20 +6,19 @@ Set as vLLM's `--scheduler-cls`; with Overspill installed, that is done when `sp
 import time
 from typing import Any
 
+from overspill.kv.connector import OverspillConnector
 from overspill.kv.vllm_api import AsyncScheduler, Request, RequestStatus, ScheduleHooks, Scheduler, SchedulerOutput
 
 
 class Parking:
-    """Requests that wait for a later step. vLLM has the means: it leaves out who is not eligible yet."""
+    """Requests that sit out steps: vLLM skips a request until its `next_decode_eligible_step`."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._deadlines: dict[str, float] = {}
 
     def park(self, scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
-        """Let those of this step that stream much sit out the next ones."""
-        from overspill.kv.connector import OverspillConnector
-
+        """Let requests of this step that stream much sit out the next ones."""
         connector = scheduler.connector
         if not isinstance(connector, OverspillConnector) or connector.spill_scheduler is None:
             return
@@ -37,14 +36,13 @@ class Parking:
                 self._deadlines[request_id] = time.monotonic() + spacing.seconds_apart
 
     def release(self, scheduler: Scheduler) -> None:
-        """Before a step: nobody waits who has nobody left to wait for, or has waited long enough, or was preempted and
-        starts anew."""
+        """Before a step: release requests whose wait has ended, that were preempted, or that are the only ones left."""
         if not self._requests:
             return
-        nobody_else = all(request.request_id in self._requests for request in scheduler.running)
+        only_parked = all(request.request_id in self._requests for request in scheduler.running)
         now = time.monotonic()
         for request_id, request in list(self._requests.items()):
-            if nobody_else or request.status != RequestStatus.RUNNING or now >= self._deadlines[request_id]:
+            if only_parked or request.status != RequestStatus.RUNNING or now >= self._deadlines[request_id]:
                 request.next_decode_eligible_step = 0
             if request.next_decode_eligible_step <= scheduler.current_step + 1:
                 del self._requests[request_id], self._deadlines[request_id]

@@ -1,29 +1,41 @@
-"""vLLM's worker with spill: it counts KV in RAM as capacity, and picks CUDA graphs that let spill work.
+"""vLLM's worker with spill: it counts KV in RAM as capacity, checks the order of layers, and picks CUDA graphs.
 
 Set as vLLM's `--worker-cls`; with Overspill installed, vLLM's own worker is replaced by it when `spill_bytes` is given.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from vllm.platforms import current_platform
 
+from overspill.kv.errors import OverspillError
 from overspill.kv.jobs import StepJobs
-from overspill.kv.preflight import check_engine
-from overspill.kv.spill.memory_budget import kv_bytes_with_spill
-from overspill.kv.spill.order import check_order, recorded
+from overspill.kv.plugin import check_engine
+from overspill.kv.spill.capacity import kv_bytes_with_spill
+from overspill.kv.spill.window import Layer
 from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.vllm_api import (
     SchedulerOutput,
     around_steps,
+    batch_order,
     get_kv_transfer_group,
+    override_backend,
     run_dummy_step,
+    watch_batches,
+    watch_kv,
     without_full_graphs,
     worker_class,
 )
 
 VllmWorker = worker_class()
+
+_SPLIT_BACKENDS = {
+    True: ("CPU_ATTN", "overspill.kv.spill.far_host.SplitBackend"),
+    False: ("FLASH_ATTN", "overspill.kv.spill.far_cuda.SplitBackend"),
+}
 
 
 class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
@@ -35,8 +47,13 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
         return kv_bytes_with_spill(options, self.vllm_config, self.get_kv_cache_spec(), available)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        options = check_engine(self.vllm_config)
+        if options is not None and options.spill_compute == "auto":
+            override_backend(*_SPLIT_BACKENDS[current_platform.is_cpu()])
         super().load_model(*args, **kwargs)
-        if not current_platform.is_cpu():
+        if current_platform.is_cpu():
+            share_attention(self.model_runner)
+        else:
             choose_graphs_by_step(self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -45,17 +62,20 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
             self._check_order(spill)
         times = super().compile_or_warm_up_model()
         if spill is not None:
+            spill.start_threads()
+            spill.capture_graphs(self.model_runner)
             spill.wait_until_ready()
+            spill.measure_threads()
         return times
 
     def _check_order(self, spill: SpillWorker) -> None:
-        """Before graphs are captured: replayed, they would show nothing of what they do."""
+        """Before graphs are captured: a replay would record nothing."""
         modules = self.vllm_config.compilation_config.static_forward_context
-        # Where layers are traced rather than called as custom operations, tracing would see the recording.
+        # Where layers are traced rather than called as custom operations, the recording would be traced, too.
         untraced = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
-        with recorded(modules, spill.layers) as events, untraced:
+        with recorded(modules, spill.layers) as accesses, untraced:
             run_dummy_step(self.model_runner)
-        check_order(events, spill.layers, self.vllm_config.model_config.model)
+        check_order(accesses, spill.layers, self.vllm_config.model_config.model)
 
 
 def touches_spilled(scheduler_output: SchedulerOutput) -> bool:
@@ -63,11 +83,84 @@ def touches_spilled(scheduler_output: SchedulerOutput) -> bool:
     return isinstance(metadata, StepJobs) and metadata.spill is not None
 
 
-def choose_graphs_by_step(runner: Any) -> None:
-    """A FULL graph is replayed without the per-layer hooks, so steps that touch spilled KV run piecewise; all others
-    keep their FULL graphs, which take half the time for small batches."""
+def share_attention(runner: Any) -> None:
+    """Let the attention backend know which blocks of a step are the CPU's."""
 
-    def graphs(scheduler_output: SchedulerOutput) -> AbstractContextManager[None]:
-        return without_full_graphs(runner) if touches_spilled(scheduler_output) else nullcontext()
+    def split(scheduler_output: SchedulerOutput) -> AbstractContextManager[None]:
+        far = get_kv_transfer_group().spill_worker.far if touches_spilled(scheduler_output) else None
+        if far is None:
+            return nullcontext()
+        jobs = scheduler_output.kv_connector_metadata
+        assert isinstance(jobs, StepJobs)
+        return far.step(jobs.spill, lambda: batch_order(runner))
+
+    around_steps(runner, split)
+
+
+def choose_graphs_by_step(runner: Any) -> None:
+    """vLLM's FULL graphs are replayed without the per-layer hooks, so steps that touch spilled KV run in graphs of
+    their own, or piecewise; all others keep vLLM's."""
+
+    order: list[str] = []
+    watch_batches(runner, order)
+
+    def graphs(scheduler_output: SchedulerOutput) -> AbstractContextManager[Any]:
+        if not touches_spilled(scheduler_output):
+            return nullcontext()
+        spill = get_kv_transfer_group().spill_worker
+        if spill.graphs is None:
+            return without_full_graphs(runner)
+        stack = ExitStack()
+        stack.enter_context(spill.graphs.step(runner))
+        if spill.far is not None:
+            stack.enter_context(spill.far.step(scheduler_output.kv_connector_metadata.spill, lambda: order))
+        return stack
 
     around_steps(runner, graphs)
+
+
+class KvAccess(NamedTuple):
+    is_write: bool
+    layer: str
+
+    def __str__(self) -> str:
+        return f"{'writes' if self.is_write else 'reads'} the KV of {self.layer}"
+
+
+def check_order(accesses: Sequence[KvAccess], layers: Sequence[Layer], model: str) -> None:
+    """Refuse a model whose forward does not do what the window expects, layer by layer: write, then read.
+
+    The window prepares a layer's half between the attention of the layer before it and its own. A model that writes KV
+    earlier than that (ahead of time, for another layer, on a side stream) would overwrite what another layer reads.
+
+    A backend may write within its attention, and then shows no write; a layer that reads another's KV has none.
+    """
+    at = 0
+    for access in accesses:
+        expected = layers[at] if at < len(layers) else None
+        if expected is None or access.layer != expected.name or (access.is_write and not expected.is_owner):
+            wanted = f"expected {expected.name}" if expected is not None else "expected nothing more"
+            raise OverspillError(
+                f"spill does not work with {model}: its forward {access} where Overspill {wanted}. Remove spill_bytes; "
+                "offload (host_bytes) works"
+            )
+        at += not access.is_write
+    if at < len(layers):
+        raise OverspillError(
+            f"spill does not work with {model}: its forward never read the KV of {layers[at].name}. Remove "
+            "spill_bytes; offload (host_bytes) works"
+        )
+
+
+@contextmanager
+def recorded(modules: Mapping[str, Any], layers: Sequence[Layer]) -> Iterator[list[KvAccess]]:
+    """Record the layers' writes and reads inside this context. `modules` is vLLM's static forward context."""
+    accesses: list[KvAccess] = []
+    with ExitStack() as stack:
+        for layer in layers:
+            write, read = (
+                partial(accesses.append, KvAccess(True, layer.name)),
+                partial(accesses.append, KvAccess(False, layer.name)),
+            )
+            stack.callback(watch_kv(modules[layer.name], write, read))
+        yield accesses

@@ -1,22 +1,30 @@
 """The window: each layer's spilled KV is in it while the layer attends, and nowhere else on the GPU.
 
 A step is a fixed sequence of *accesses*, one for each attention layer. An access's half of the window is filled as soon
-as the previous access to that half is over and what it wrote is back in the arena, so one half is being filled
-while the other is being read.
+as the previous access to that half has completed and its writes are saved to the arena, so one half is filled while the
+other is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.jobs import Sample
 from overspill.kv.sizes import MiB
+from overspill.kv.speeds import Mark
+from overspill.kv.spill.capacity import is_state
 from overspill.kv.spill.geometry import Geometry
-from overspill.kv.spill.steps import GroupStep, SpillStep
-from overspill.kv.spill.streams import Point, Streams
-from overspill.kv.timing import Mark
+from overspill.kv.spill.steps import GroupStep, Runs, SpillStep, count
+from overspill.kv.spill.streams import Event, Streams
+from overspill.kv.vllm_api import (
+    KVCacheConfig,
+    calls_connector,
+    kv_owner,
+)
 
-# Less says more about the copy's start than about the link.
+# Smaller copies measure latency rather than the link.
 _BYTES_WORTH_TIMING = 4 * MiB
 
 
@@ -27,22 +35,53 @@ class Layer:
     name: str
     group: int
     region: int
-    # A layer may read another one's KV; it then writes none.
+    # False if the layer reads another one's KV, and writes none.
     is_owner: bool = True
+
+
+def attention_layers(modules: Mapping[str, Any], kv_cache_config: KVCacheConfig, geometry: Geometry) -> list[Layer]:
+    """Attention layers in the order in which the model was built, which is that of execution; `Window` checks it.
+
+    `modules` is vLLM's static forward context.
+    """
+    groups = {
+        name: i
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+        for name in group.layer_names
+        if not is_state(group.kv_cache_spec)
+    }
+    regions = {
+        name: (tensor.offset + index * tensor.layer_stride) // geometry.region_bytes
+        for tensor in kv_cache_config.kv_cache_tensors
+        for index, name in enumerate(tensor.layers)
+        if name in groups
+    }
+    layers = []
+    for name, module in modules.items():
+        owner = kv_owner(module, name)
+        if owner in regions:
+            layers.append(Layer(name, groups[owner], regions[owner], is_owner=owner == name))
+    missing = regions.keys() - {layer.name for layer in layers}
+    unhooked = [layer.name for layer in layers if not calls_connector(modules[layer.name])]
+    if missing or unhooked:
+        name = next(iter(missing or unhooked))
+        raise OverspillError(f"spill does not know when layer {name} reads its KV cache. Remove spill_bytes")
+    return layers
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
     layer: Layer
     half: int
-    # Whether the half held another layer's KV before; if not, the layer reads what is there.
+    # Whether the half must be filled; not if it already holds this region.
     is_filled: bool
-    # The access of the same group that this one makes way for.
+    # The group's next access to the same half.
     next_in_half: int | None
 
 
 def plan_accesses(layers: Sequence[Layer], geometry: Geometry) -> list[Access]:
-    """Groups never meet in the window: a block id belongs to one of them, and its place there goes by its id."""
+    """Accesses in order. Groups do not collide in the window: a block id belongs to one group, and its place follows
+    from its id."""
     accesses: list[Access] = []
     following: dict[tuple[int, int], tuple[int, int]] = {}  # (group, half) -> (index, region) of the next access
     filled: list[bool] = [True] * len(layers)
@@ -64,7 +103,7 @@ class Window:
     """One step at a time: `begin`, then `before_read` and `after_read` of every layer, then `end`."""
 
     def __init__(self, accesses: Sequence[Access], streams: Streams) -> None:
-        self._accesses = accesses
+        self.accesses = self._accesses = accesses
         self._names = {access.layer.name for access in accesses}
         self._streams = streams
         self._first: dict[int, list[int]] = {}  # group -> its first access to each half
@@ -72,29 +111,45 @@ class Window:
             firsts = self._first.setdefault(access.layer.group, [])
             if all(accesses[first].half != access.half for first in firsts):
                 firsts.append(index)
-        self._free: dict[tuple[int, int], Point] = {}  # (group, half) -> where its last access was over
-        self._writable: dict[int, Point] = {}
-        self._readable: dict[int, Point] = {}
+        self._free: dict[tuple[int, int], Event] = {}  # (group, half) -> end of its last access
+        self._writable: dict[int, Event] = {}
+        self._readable: dict[int, Event] = {}
         self._timed: list[tuple[int, Mark, Mark]] = []
         self._step: SpillStep | None = None
         self._at = 0
+        self._with_far = True
 
     @property
     def is_active(self) -> bool:
         return self._step is not None
 
-    def begin(self, step: SpillStep) -> None:
-        """Start filling for the first layers; the step's compute is not queued yet."""
-        self._step, self._at = step, 0
+    def begin(self, step: SpillStep, *, with_far: bool = True) -> None:
+        """Queue fills for the first layers; the step's compute is not queued yet."""
+        self._step, self._at, self._with_far = step, 0, with_far
         self._writable.clear()
         self._readable.clear()
         for index in sorted(index for group in step.groups for index in self._first.get(group, ())):
             # A block may have been another group's in the step before.
-            for (_, half), point in self._free.items():
+            for (_, half), event in self._free.items():
                 if half == self._accesses[index].half:
-                    self._streams.fill_after(point)
+                    self._streams.fill_after(event)
             self._fill(index, step.groups[self._accesses[index].layer.group])
         self._allow_writes()
+
+    def begin_graphed(self, queue_copies: Callable[[], None]) -> None:
+        """A step whose layers run in a graph: all its copies are queued at once, behind those of the steps before."""
+        for point in self._free.values():
+            self._streams.fill_after(point)
+        queue_copies()
+        over = self._streams.fill_event()
+        self._free = {(access.layer.group, access.half): over for access in self._accesses}
+
+    @contextmanager
+    def timed(self, runs: Runs) -> Iterator[None]:
+        """Fills queued inside, for the link's speed."""
+        start = self._streams.mark()
+        yield
+        self._timed.append((count(runs) * self._streams.page_bytes, start, self._streams.mark()))
 
     def before_read(self, layer: str) -> None:
         if self._step is None or layer not in self._names:
@@ -110,7 +165,7 @@ class Window:
             self._streams.compute_after(self._readable[self._at])
 
     def after_read(self, layer: str) -> None:
-        """The layer's attention is queued: bring back what the step wrote, and make room for the next."""
+        """The layer's attention is queued: save what the step wrote, and fill the half for the next layer."""
         if self._step is None or layer not in self._names:
             return
         access = self._accesses[self._at]
@@ -135,7 +190,7 @@ class Window:
             )
 
     def report(self, speed: Sample) -> None:
-        """How fast the first layer's fills went, where that is known by now."""
+        """Add completed measurements of the first layer's fills."""
         waiting = []
         for num_bytes, start, end in self._timed:
             seconds = start.seconds_until(end)
@@ -152,26 +207,31 @@ class Window:
             streams.fill_after(self._free[place])
         start = streams.mark() if index == 0 else None
         if access.layer.is_owner:
-            # vLLM writes new KV before it asks for the layer to be loaded, so blocks that are written on go first.
+            # vLLM writes new KV before wait_for_layer_load, so partly filled blocks go first.
             streams.fill(access.layer.region, group.partial)
-            self._writable[index] = streams.filled()
+            self._writable[index] = streams.fill_event()
             streams.fill(access.layer.region, group.reads)
+            streams.fill(access.layer.region, group.far if self._with_far else [])
         else:
             # The owner wrote in this step, and another layer used the half since.
             streams.fill(access.layer.region, group.reads)
+            streams.fill(access.layer.region, group.far if self._with_far else [])
             streams.fill(access.layer.region, group.writes)
         if start is not None:
             self._timed.append((group.num_blocks_in() * streams.page_bytes, start, streams.mark()))
-        self._readable[index] = streams.filled()
+        self._readable[index] = streams.fill_event()
 
     def _allow_writes(self) -> None:
-        """The next layer's new KV is written between the last attention and its own."""
+        """Let compute wait for the next layer's partly filled blocks: it writes their new KV before its attention."""
         if self._at in self._writable:
             self._streams.compute_after(self._writable[self._at])
 
     def _save(self, access: Access, group: GroupStep) -> None:
         streams = self._streams
-        streams.save_after(streams.computed())
-        if access.layer.is_owner:
-            streams.save(access.layer.region, group.writes)
-        self._free[access.layer.group, access.half] = streams.saved()
+        over = streams.compute_event()
+        if group.writes:
+            streams.save_after(over)
+            if access.layer.is_owner:
+                streams.save(access.layer.region, group.writes)
+            over = streams.save_event()
+        self._free[access.layer.group, access.half] = over

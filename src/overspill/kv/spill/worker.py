@@ -1,4 +1,4 @@
-"""A worker's side of spill: memory for the KV buffer and the arena, and the window during a step."""
+"""Spill in a worker: memory for the KV buffer and the arena, and the window during a step."""
 
 import time
 from contextlib import AbstractContextManager, ExitStack
@@ -9,24 +9,30 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from overspill.kv.attention.library import AttentionUnavailable
+from overspill.kv.attention.pool import Pool
+from overspill.kv.buffer import AliasedMemory, CudaAliasedMemory, KvAllocation
 from overspill.kv.copies import Copier
+from overspill.kv.cuda import PinnedRanges, gpu_numa_node
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import HostMemory
-from overspill.kv.jobs import StepJobs, StepReport
+from overspill.kv.jobs import Sample, StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
+from overspill.kv.ram import numa_cpus
 from overspill.kv.sizes import MiB, format_size
-from overspill.kv.spill.aliased_memory import AliasedMemory
-from overspill.kv.spill.allocation import KvAllocation
 from overspill.kv.spill.arena_copier import ArenaCopier
-from overspill.kv.spill.layers import attention_layers, spill_geometry
-from overspill.kv.spill.streams import HostStreams, Streams
-from overspill.kv.spill.window import Layer, Window, plan_accesses
-from overspill.kv.vllm_api import KVCacheConfig
+from overspill.kv.spill.capacity import far_groups, spill_geometry
+from overspill.kv.spill.far import FarAttention, attends_plainly, layout_of
+from overspill.kv.spill.graphs import MOST_TOKENS, SpilledGraphs
+from overspill.kv.spill.program import is_graphable
+from overspill.kv.spill.streams import CudaStreams, HostStreams, Streams
+from overspill.kv.spill.window import Layer, Window, attention_layers, plan_accesses
+from overspill.kv.vllm_api import KVCacheConfig, has_decode_graphs
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-_SECONDS_BETWEEN_SIGNS = 10
+_SECONDS_BETWEEN_MESSAGES = 10
 
 
 class SpillWorker:
@@ -45,6 +51,8 @@ class SpillWorker:
         self.must_pin = False
         self._memory: Any = None
         self._window: Window | None = None
+        self.graphs: SpilledGraphs | None = None
+        self.far: FarAttention | None = None
 
     # Start.
 
@@ -60,26 +68,19 @@ class SpillWorker:
         if current_platform.is_cpu():
             self._memory = AliasedMemory(self.geometry)
         else:
-            from overspill.kv.spill.cuda_memory import CudaAliasedMemory
-
             self._memory = CudaAliasedMemory(self.geometry, torch.device("cuda", torch.cuda.current_device()))
         tensor: torch.Tensor = self._memory.tensor()
         return tensor
 
     def register(self, buffer: torch.Tensor) -> None:
-        """`buffer` is vLLM's KV cache as bytes."""
+        """Map the arena, and set up streams and window. `buffer` is vLLM's KV cache as bytes."""
         geometry = self.geometry
         if self._memory is None:
             raise OverspillError("vLLM did not allocate its KV cache where Overspill could map it; spill cannot work")
         # One slot is one region's spilled blocks, so that no copy crosses a registered piece.
-        numa_node = None
-        if buffer.is_cuda:
-            from overspill.kv.cuda import PinnedRanges, gpu_numa_node
-            from overspill.kv.spill.cuda_streams import CudaStreams
-
-            numa_node = gpu_numa_node(buffer.device)
+        self._numa_node = gpu_numa_node(buffer.device) if buffer.is_cuda else None
         self.arena = HostMemory(
-            geometry.num_regions, geometry.half_bytes, numa_node=numa_node, name="arena", option="spill_bytes"
+            geometry.num_regions, geometry.half_bytes, numa_node=self._numa_node, name="arena", option="spill_bytes"
         )
         self.must_pin = buffer.is_cuda
         if buffer.is_cuda:
@@ -98,17 +99,17 @@ class SpillWorker:
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        """Before the engine serves: the first spilled request would have to wait, and could still be refused."""
+        """Wait for the arena before the engine serves: the first spilled request would wait for it, or fail."""
         assert self.arena is not None
         began = time.monotonic()
-        while not self.arena.wait_until_prepared(_SECONDS_BETWEEN_SIGNS):
+        while not self.arena.wait_until_prepared(_SECONDS_BETWEEN_MESSAGES):
             logger.info(
                 "Overspill: %s of %s of RAM for spilled KV is ready after %.0f s",
                 format_size(self.arena.pinned_bytes), format_size(self.arena.num_bytes), time.monotonic() - began,
             )  # fmt: skip
         if not self.must_pin or self.arena.pinned_bytes == self.arena.num_bytes:
             return
-        # Copies of pageable memory may run before or after what events say of them.
+        # CUDA does not order copies of pageable memory by events.
         raise OverspillError(
             f"spill needs {format_size(self.arena.num_bytes)} of RAM registered for DMA, and the driver took "
             f"{format_size(self.arena.pinned_bytes)} ({self.arena.pinning_refused}). Raise the memlock limit (ulimit "
@@ -117,51 +118,117 @@ class SpillWorker:
         )
 
     def copier(self, gpu: Copier, pool: HostMemory) -> Copier:
-        """Offload's copies, where some blocks are not on the GPU."""
+        """Offload's copier with spilled blocks."""
         assert self.arena is not None and self.streams is not None
         return ArenaCopier(gpu, self.geometry, self.arena, pool, self.streams)
+
+    def capture_graphs(self, runner: Any) -> None:
+        """Once vLLM has captured its own."""
+        assert self._window is not None
+        if not isinstance(self.streams, CudaStreams):
+            return
+        if not self._options.spill_graphs:
+            self._stop_threads()
+            return
+        if not is_graphable(self._window.accesses) or not has_decode_graphs(runner):
+            logger.info("Overspill: steps with spilled KV run in pieces, not in FULL CUDA graphs")
+            self._stop_threads()
+            return
+        self.graphs = SpilledGraphs(self._window, self.streams, self.far)  # type: ignore[arg-type]
+        self.graphs.capture(runner)
+
+    def _stop_threads(self) -> None:
+        """On a GPU the CPU shares attention inside graphs only."""
+        if self.far is not None:
+            self.far.close()
+            self.far = None
+
+    def start_threads(self) -> None:
+        """For attention on the CPU, where it can be used. Steps stream all of their spilled KV until its speed is
+        known."""
+        groups = far_groups(self._config) if self._options.spill_compute == "auto" else ()
+        layers = [layer for layer in self.layers if layer.group in groups]
+        modules = self._vllm_config.compilation_config.static_forward_context
+        if not layers:
+            return
+        if not all(attends_plainly(modules[layer.name].impl) for layer in layers):
+            logger.info("Overspill: this model's attention is not one that the CPU can share")
+            return
+        assert self.arena is not None
+        try:
+            ranks = self._vllm_config.parallel_config.world_size
+            pool = Pool(self._options.spill_threads or None, cpus=numa_cpus(self._numa_node), pools=ranks)
+        except AttentionUnavailable as error:
+            logger.warning("Overspill: spilled KV is streamed, and the CPU does not share attention: %s", error)
+            return
+        spec = self._config.kv_cache_groups[layers[0].group].kv_cache_spec
+        self._layout = layout_of(modules[layers[0].name], spec, self.geometry)
+        if current_platform.is_cpu():
+            self.far = FarAttention(layers, self.geometry, self.arena, pool)
+            return
+        from overspill.kv.spill.far_cuda import CudaFarAttention, scales_of
+
+        scales = [scales_of(modules[layer.name]) for layer in layers]
+        self.far = CudaFarAttention(layers, self.geometry, self.arena, pool, self._layout, scales, MOST_TOKENS)
+
+    def measure_threads(self) -> None:
+        if self.far is not None:
+            self.far.measure(self._layout)
 
     # Every step.
 
     def begin_step(self, jobs: StepJobs) -> None:
-        if jobs.spill is None and not jobs.moves:
+        if jobs.spill is None and not jobs.block_copies:
             return
         assert self._window is not None and self.streams is not None
-        if jobs.moves:
-            self._move(jobs.moves, self.streams)
-        if jobs.spill is not None:
-            self._window.begin(jobs.spill)
+        if jobs.block_copies:
+            self._copy_blocks(jobs.block_copies, self.streams)
+        if jobs.spill is None:
+            return
+        if self.graphs is not None and self.graphs.is_chosen:
+            self.graphs.begin(jobs.spill)
+            # Each rank replays it, and one of them counts.
+            self.stats.count("graphed_steps", int(self._rank == 0))
+        else:
+            self._window.begin(jobs.spill, with_far=self.far is None or not self.far.shares_pieces())
 
-    def _move(self, pairs: list[tuple[int, int]], streams: Streams) -> None:
-        """Between steps: after all that came before, and before all that comes."""
-        streams.save_after(streams.computed())
-        streams.fill_after(streams.saved())
-        streams.move(pairs)
-        streams.compute_after(streams.filled())
+    def _copy_blocks(self, pairs: list[tuple[int, int]], streams: Streams) -> None:
+        """Copy blocks between steps: behind all earlier work, and before all later work."""
+        streams.save_after(streams.compute_event())
+        streams.fill_after(streams.save_event())
+        streams.copy_blocks(pairs)
+        streams.compute_after(streams.fill_event())
 
     def before_layer(self, name: str) -> None:
-        if self._window is not None:
+        if self.graphs is not None and self.graphs.is_capturing:
+            self.graphs.before_layer(name)
+        elif self._window is not None:
             self._window.before_read(name)
 
     def after_layer(self, name: str) -> None:
-        if self._window is not None:
+        if self.graphs is not None and self.graphs.is_capturing:
+            self.graphs.after_layer(name)
+        elif self._window is not None:
             self._window.after_read(name)
 
     def end_step(self) -> None:
         assert self._window is not None and self.streams is not None
-        if not self._window.is_active:
-            return
         self._window.end()
         streams = self.streams
+        if not streams.bytes_in and not streams.bytes_out:
+            return
         self.stats.count("spill_in_bytes", streams.bytes_in)
         self.stats.count("spill_out_bytes", streams.bytes_out)
         streams.bytes_in = streams.bytes_out = 0
 
     def report(self, report: StepReport) -> None:
-        """Put what is known by now into the report."""
+        """Add completed measurements to the report."""
         if self._window is None:
             return
         self._window.report(report.stream_speed)
+        if self.far is not None:
+            self.stats.count("spill_far_bytes", self.far.num_bytes)
+            report.far_speed, self.far.speed, self.far.num_bytes = self.far.speed, Sample(), 0
         speed = report.stream_speed
         if speed.seconds:
             self.stats.gauge("spill_link_bytes_per_second", speed.amount / speed.seconds, self._rank)
@@ -170,7 +237,7 @@ class SpillWorker:
         return self.stats.take()
 
     def shutdown(self) -> None:
-        """Copies end, then memory goes back, whatever fails on the way. vLLM's KV tensors are void afterwards."""
+        """Finish copies, then free memory, also if one of them fails. vLLM's KV tensors are invalid afterwards."""
         with ExitStack() as stack:
             if self._memory is not None:
                 stack.callback(self._memory.close)
@@ -178,4 +245,6 @@ class SpillWorker:
                 stack.callback(self.arena.close)
             if self.streams is not None:
                 stack.callback(self.streams.close)
-            self._memory = self.arena = self.streams = self._window = None
+            if self.far is not None:
+                stack.callback(self.far.close)
+            self._memory = self.arena = self.streams = self._window = self.far = None

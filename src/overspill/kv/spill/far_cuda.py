@@ -1,0 +1,263 @@
+"""Attention on the CPU beside FlashAttention, inside FULL CUDA graphs.
+
+A layer copies its query into pinned memory and raises a flag there; while the GPU waits for the window and attends to
+what it has, the CPU attends to its blocks, writes its result beside the query and raises another flag. All of it is
+captured once: which blocks are whose lies in memory that a step fills before the replay.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.triton_utils import tl, triton
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
+
+from overspill.kv.attention.pool import Job, Layout, Pool, Segments, Step
+from overspill.kv.cuda import StreamFlags
+from overspill.kv.host_memory import HostMemory
+from overspill.kv.spill.far import FarAttention, SplitBuilder, far_attention
+from overspill.kv.spill.geometry import Geometry
+from overspill.kv.spill.window import Layer
+
+if TYPE_CHECKING:
+    from overspill.kv.spill.graphs import SpilledGraphs
+
+# Steps that vLLM may have queued beyond the one that ends next.
+_STEPS_IN_FLIGHT = 3
+_LATE_S = 10.0
+
+
+def scales_of(module: Any) -> tuple[float, float, float]:
+    """Of a layer's softmax, keys and values; a quantised query's own scale goes into the first."""
+    scale = module.impl.scale * (module._q_scale_float if module.query_quant is not None else 1.0)
+    return scale, module._k_scale_float, module._v_scale_float
+
+
+class SharedTensor:
+    """Pinned memory as both sides see it."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._bytes = UvaBuffer((math.prod(shape) * dtype.itemsize,), torch.uint8)  # NumPy has no bf16
+        self.cpu = self._bytes.cpu.view(dtype).view(*shape)
+        self.gpu = self._bytes.uva().view(dtype).view(*shape)
+
+
+class CudaFarAttention(FarAttention):
+    """Hands queries over inside a graph, and takes the results."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        geometry: Geometry,
+        arena: HostMemory,
+        pool: Pool,
+        layout: Layout,
+        scales: Sequence[tuple[float, float, float]],
+        num_tokens: int,
+    ) -> None:
+        """`scales` are, for each layer, those of its softmax, keys and values. Graphs have at most `num_tokens`."""
+        super().__init__(layers, geometry, arena, pool)
+        self._index = {layer.name: index for index, layer in enumerate(layers)}
+        self._groups: dict[int, list[int]] = {}
+        for index, layer in enumerate(layers):
+            self._groups.setdefault(layer.group, []).append(index)
+        heads = layout.kv_heads * layout.group
+        shape = len(layers), num_tokens, heads, layout.head_size
+        self._queries = SharedTensor(shape, getattr(torch, layout.query_type))
+        self._outputs = SharedTensor(shape, torch.float32)
+        self._lses = SharedTensor((len(layers), num_tokens * heads), torch.float32)
+        # A cache line each: two for every layer, "the query is there" and "the result is there".
+        self._flags_memory = SharedTensor((2 * len(layers), 16), torch.int32)
+        self._flags = StreamFlags(self._flags_memory.cpu)
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._submitted: deque[int] = deque()
+        self._attended = 0, 0.0
+        self.graphs: SpilledGraphs | None = None  # that this is captured in
+        self._jobs = Step(
+            [
+                Job(
+                    layout=layout, segments=Segments([]), kv=arena.address + layer.region * arena.slot_stride,
+                    query=self._queries.cpu[index].data_ptr(), output=self._outputs.cpu[index].data_ptr(),
+                    lse=self._lses.cpu[index].data_ptr(), num_queries=0, scale=scale, key_scale=key_scale,
+                    value_scale=value_scale, ready=self._flags.address(2 * index),
+                    done=self._flags.address(2 * index + 1),
+                )
+                for index, (layer, (scale, key_scale, value_scale)) in enumerate(zip(layers, scales, strict=True))
+            ]
+        )  # fmt: skip
+
+    @property
+    def num_tokens(self) -> int:
+        return self._queries.cpu.shape[1]
+
+    def handles(self, layer_name: str) -> bool:
+        return layer_name in self._index
+
+    def shares_pieces(self) -> bool:
+        return False
+
+    # Capture.
+
+    def split(self, layer_name: str, common: Any, block_size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As for any step, but in memory that graphs know; a graph is captured with whole tables."""
+        if self.graphs is None or not self.graphs.shares_attention or layer_name not in self._index:
+            return None
+        group, num_rows = self._layers[layer_name].group, common.seq_lens.shape[0]
+        if group not in self._tables:
+            width = common.block_table_tensor.shape[1]
+            self._tables[group] = (
+                common.block_table_tensor.new_zeros(self.num_tokens, width),
+                common.seq_lens.new_zeros(self.num_tokens),
+            )
+        tables, lengths = (memory[:num_rows] for memory in self._tables[group])
+        shorter = super().split(layer_name, common, block_size)
+        whole = common.block_table_tensor, common.seq_lens
+        for memory, content in zip((tables, lengths), shorter or whole, strict=True):
+            memory.copy_(content[:num_rows])
+        return tables, lengths
+
+    @contextmanager
+    def hand_over(self, layer_name: str, query: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Around a layer's own attention; yields the memory in which the CPU's result will be afterwards."""
+        assert self.graphs is not None
+        index, num_tokens = self._index[layer_name], len(query)
+        ready, done = 2 * index, 2 * index + 1
+        self._queries.gpu[index, :num_tokens].copy_(query)
+        self.graphs.begin_attention(layer_name, before=self._flags.raised(ready))
+        heads = query.shape[1]
+        yield self._outputs.gpu[index, :num_tokens], self._lses.gpu[index, : num_tokens * heads]
+        self.graphs.end_attention(after=[*self._flags.taken(done), *self._flags.lowered(ready)])
+
+    def measure(self, layout: Layout) -> None:
+        super().measure(layout)
+        self._attended = self.pool.attended
+
+    # Steps.
+
+    def submit(self, num_tokens: int) -> int:
+        """Let the threads wait for the queries of the step, which is replayed next, in a graph of so many tokens;
+        returns how many bytes they will attend to."""
+        segments = {group: Segments(self.rows[group].parts if group in self.rows else []) for group in self._groups}
+        for group, layers in self._groups.items():
+            self._jobs.attend_to(segments[group], num_tokens, layers)
+        # Flags are 0 or 1: the graph lowers them, so that every step has the number 1.
+        self._submitted.append(self.pool.submit(self._jobs, 1))
+        num_blocks = sum(len(layers) * segments[group].num_blocks for group, layers in self._groups.items())
+        num_bytes = num_blocks * self._geometry.page_bytes
+        # Of steps before this one, as far as they have come.
+        before, self._attended = self._attended, self.pool.attended
+        self._add(self._attended[0] - before[0], self._attended[1] - before[1])
+        while len(self._submitted) > _STEPS_IN_FLIGHT:
+            self.pool.wait(self._submitted.popleft(), _LATE_S)
+        return num_bytes
+
+
+class SplitMetadataBuilder(SplitBuilder, FlashAttentionMetadataBuilder):
+    pass
+
+
+class SplitFlashAttention(FlashAttentionImpl):
+    overspill_merges = True
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        far = far_attention()
+        if not getattr(attn_metadata, "overspill_split", False):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        assert isinstance(far, CudaFarAttention)
+        num_tokens = attn_metadata.num_actual_tokens
+        with far.hand_over(layer.layer_name, query[:num_tokens]) as (partial, partial_lse):
+            near, near_lse = self._attend(layer, query[:num_tokens], kv_cache, attn_metadata)
+        merge(output[:num_tokens], near, near_lse, partial, partial_lse)
+        return output
+
+    def _attend(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What FlashAttentionImpl.forward does for a decoder's layer, with its log-sum-exps [head, query]."""
+        keys, values = (
+            canonicalize_singleton_dim_strides(part) for part in kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        )
+        if query.dtype.itemsize == 1:
+            keys, values = keys.view(query.dtype), values.view(query.dtype)
+        starts = metadata.query_start_loc
+        scales = starts.shape[0] - 1, self.num_kv_heads
+        near = torch.empty(query.shape, dtype=layer.dtype, device=query.device)
+        _, lse = flash_attn_varlen_func(
+            q=query,
+            k=keys,
+            v=values,
+            out=near,
+            cu_seqlens_q=starts,
+            max_seqlen_q=metadata.max_query_len,
+            seqused_k=metadata.seq_lens,
+            max_seqlen_k=metadata.max_seq_len,
+            softmax_scale=self.scale,
+            causal=metadata.causal,
+            window_size=list(self.sliding_window),
+            block_table=metadata.block_table,
+            return_softmax_lse=True,
+            scheduler_metadata=metadata.scheduler_metadata,
+            fa_version=self.vllm_flash_attn_version,
+            q_descale=layer._q_scale.expand(scales) if self.supports_quant_query_input else None,
+            k_descale=layer._k_scale.expand(scales),
+            v_descale=layer._v_scale.expand(scales),
+            num_splits=metadata.max_num_splits,
+        )
+        return near, lse
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(output, near, near_lse, far, far_lse, num_tokens, SIZE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    at = tl.arange(0, PADDED)
+    place = (token * heads + head) * SIZE + at
+    first, second = tl.load(near_lse + head * num_tokens + token), tl.load(far_lse + head * num_tokens + token)
+    # FlashAttention gives +inf to a row without keys.
+    first = tl.where(first == float("inf"), -float("inf"), first)
+    most = tl.maximum(first, second)
+    a, b = tl.exp(first - most), tl.exp(second - most)
+    merged = tl.load(near + place, at < SIZE).to(tl.float32) * a + tl.load(far + place, at < SIZE) * b
+    merged = tl.where(most == -float("inf"), 0.0, merged / (a + b))
+    tl.store(output + place, merged.to(output.dtype.element_ty), at < SIZE)
+
+
+def merge(
+    output: torch.Tensor, near: torch.Tensor, near_lse: torch.Tensor, far: torch.Tensor, far_lse: torch.Tensor
+) -> None:
+    """Both parts' results [token, head, size] by their log-sum-exps [head, token], into `output`."""
+    num_tokens, heads, size = near.shape
+    assert output.is_contiguous() and near.is_contiguous() and near_lse.is_contiguous()
+    _merge[num_tokens, heads](
+        output, near, near_lse, far, far_lse, num_tokens, SIZE=size, PADDED=triton.next_power_of_2(size)
+    )
+
+
+class SplitBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[SplitFlashAttention]:
+        return SplitFlashAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[SplitMetadataBuilder]:
+        return SplitMetadataBuilder

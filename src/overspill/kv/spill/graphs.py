@@ -1,0 +1,246 @@
+"""Decode steps with spilled KV inside FULL CUDA graphs.
+
+vLLM captures its own FULL graphs without a thought of spill: replayed, they would read whatever the window holds. A
+second set is captured here, for small batches of decodes, whose layers wait for flags (see overspill.kv.spill.program).
+A step's copies are queued beside its replay; steps without spilled KV keep vLLM's graphs.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from os import _exit as end_process
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from overspill.kv.attention.pool import Pool
+from overspill.kv.cuda import FlagOperation, FlagQueue, StreamFlags
+from overspill.kv.errors import OverspillError
+from overspill.kv.spill.program import (
+    Flag,
+    Kind,
+    Operation,
+    Raise,
+    Save,
+    Wait,
+    after_attention,
+    before_attention,
+    before_writes,
+    step_operations,
+)
+from overspill.kv.spill.steps import SpillStep
+from overspill.kv.spill.streams import CudaStreams
+from overspill.kv.spill.window import Window
+from overspill.kv.vllm_api import capture_decode_graphs, is_full, with_graphs
+
+if TYPE_CHECKING:
+    from overspill.kv.spill.far_cuda import CudaFarAttention
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
+
+# A step that streams runs few requests; more of them run in pieces.
+MOST_TOKENS = 32
+# A step that takes longer than this, and than its bytes at a quarter of the slowest link, waits for something lost: a
+# copy, or a thread of the CPU's.
+_STALL_S, _SLOWEST_BYTES_PER_S = 5.0, 2e9
+
+
+class SpilledGraphs:
+    """vLLM's graph manager, as a step with spilled KV sees it: graphs of its own, or the pieces of vLLM's."""
+
+    def __init__(self, window: Window, streams: CudaStreams, far: "CudaFarAttention | None" = None) -> None:
+        self._window, self._streams = window, streams
+        self._names = [access.layer.name for access in window.accesses]
+        self._flags = StreamFlags(torch.zeros(len(Kind) * len(self._names), dtype=torch.int32, device=streams.device))
+        self._queue_flags = FlagQueue()
+        self._watchdog = Watchdog(far.pool if far is not None else None)
+        self._plain: Any = None
+        self._full: Any = None
+        self._shared: Any = None  # with a part of the attention on the CPU
+        self._far = far
+        self._captured_layers = 0
+        self.is_capturing = False
+        # Of the step under way, or of the set being captured.
+        self.is_chosen = False
+        self.shares_attention = False
+
+    # Capture.
+
+    def capture(self, runner: Any) -> None:
+        def model(**inputs: Any) -> Any:
+            self._captured_layers = 0
+            self._capture(before_writes(0, len(self._names)))
+            output = runner.model(**inputs)
+            if self._is_recorded() and self._captured_layers != len(self._names):
+                raise OverspillError(
+                    f"a graph has {self._captured_layers} of the {len(self._names)} layers with spilled KV"
+                )
+            return output
+
+        self._plain = runner.cudagraph_manager
+        self.is_capturing = True
+        try:
+            self._full = capture_decode_graphs(runner, model, MOST_TOKENS)
+            if self._far is not None:
+                self._far.graphs, self.shares_attention = self, True
+                self._shared = capture_decode_graphs(runner, model, MOST_TOKENS)
+        finally:
+            self.is_capturing = self.shares_attention = False
+
+    def before_layer(self, name: str) -> None:
+        if name in self._names and not self._is_shared(name):
+            self.begin_attention(name)
+
+    def begin_attention(self, name: str, before: Sequence[FlagOperation] = ()) -> None:
+        """The layer waits for the window; `before` that, other flags are set."""
+        if self._is_recorded() and name != self._names[self._captured_layers]:
+            raise OverspillError(f"{name} runs where {self._names[self._captured_layers]} was expected")
+        self._capture(before_attention(self._captured_layers), before=before)
+
+    def end_attention(self, after: Sequence[FlagOperation]) -> None:
+        """The layer has read the window; `after` that, it waits for other flags."""
+        self._capture(after_attention(self._captured_layers), after=after)
+
+    def after_layer(self, name: str) -> None:
+        if name not in self._names:
+            return
+        over = [] if self._is_shared(name) else after_attention(self._captured_layers)
+        self._captured_layers += self._is_recorded()
+        self._capture(over + before_writes(self._captured_layers, len(self._names)))
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether the layer itself hands its query to the CPU before it waits for the window."""
+        return self.shares_attention and self._far is not None and self._far.handles(name)
+
+    def _is_recorded(self) -> bool:
+        """vLLM runs a model once to warm up, and once to record it."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def _capture(
+        self,
+        operations: list[Operation],
+        before: Sequence[FlagOperation] = (),
+        after: Sequence[FlagOperation] = (),
+    ) -> None:
+        if self._is_recorded():
+            flags = [one for operation in operations for one in self._flag_operations(operation)]
+            self._queue_flags([*before, *flags, *after], torch.cuda.current_stream())
+
+    # Steps.
+
+    @contextmanager
+    def step(self, runner: Any) -> Iterator[None]:
+        """A step with spilled KV, whose batch is dispatched to these graphs."""
+        try:
+            with with_graphs(runner, self):
+                yield
+        finally:
+            # Steps without spilled KV are dispatched elsewhere, and must not share their attention.
+            self.is_chosen = self.shares_attention = False
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> Any:
+        self.shares_attention = self._far is not None and self._far.is_active()
+        graphs = self._shared if self.shares_attention else self._full
+        chosen = graphs.dispatch(
+            num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
+        )
+        self.is_chosen = is_full(chosen)
+        if self.is_chosen:
+            self._num_tokens = chosen.num_tokens
+            return chosen
+        self.shares_attention = False
+        # vLLM's FULL graphs are for decodes only (the plugin sees to that), and a batch is known as one by these.
+        return self._plain.dispatch(num_reqs, num_tokens, None, num_active_loras, None, num_ubatches)
+
+    def run_fullgraph(self, chosen: Any) -> Any:
+        return (self._shared if self.shares_attention else self._full).run_fullgraph(chosen)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def begin(self, step: SpillStep) -> None:
+        """Queue the step's copies; its graph is replayed next."""
+        num_bytes = -self._streams.bytes_in
+        if self.shares_attention:
+            assert self._far is not None
+            num_bytes += self._far.submit(self._num_tokens)
+        self._window.begin_graphed(lambda: self._queue(step))
+        self._watchdog.watch(self._streams.fill_event(), num_bytes + self._streams.bytes_in)
+
+    def _queue(self, step: SpillStep) -> None:
+        flags: list[FlagOperation] = []
+        is_first = True
+        for operation in step_operations(self._window.accesses, step, with_far=not self.shares_attention):
+            if isinstance(operation, Wait | Raise):
+                flags += self._flag_operations(operation)
+                continue
+            self._queue_flags(flags, self._streams.inbound)
+            flags = []
+            if isinstance(operation, Save):
+                self._streams.save_behind_fills(operation.region, operation.runs)
+                continue
+            with self._window.timed(operation.runs) if is_first else nullcontext():
+                self._streams.fill(operation.region, operation.runs)
+            is_first = False
+        self._queue_flags(flags, self._streams.inbound)
+
+    def _flag_operations(self, operation: Operation) -> list[FlagOperation]:
+        match operation:
+            case Wait(flag):
+                return self._flags.taken(self._index(flag))
+            case Raise(flags):
+                return [one for flag in flags for one in self._flags.raised(self._index(flag))]
+        raise AssertionError(f"a graph cannot copy: {operation}")
+
+    def _index(self, flag: Flag) -> int:
+        return flag.kind.value * len(self._names) + flag.access
+
+
+class Watchdog:
+    """Ends the process of an engine whose graph and copies wait for each other: the GPU would hang for ever, and with
+    it every request."""
+
+    def __init__(self, threads: Pool | None = None) -> None:
+        self._threads = threads  # that attend, for the message
+        self._lock = threading.Lock()
+        self._latest: tuple[Any, float] | None = None  # an event behind all steps so far, and when it is overdue
+        self._thread: threading.Thread | None = None
+
+    def watch(self, over: Any, num_bytes: int) -> None:
+        with self._lock:
+            self._latest = over, time.monotonic() + _STALL_S + num_bytes / _SLOWEST_BYTES_PER_S
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="overspill-watchdog", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(1.0)
+            with self._lock:
+                if self._latest is None or time.monotonic() < self._latest[1]:
+                    continue
+                over, _ = self._latest
+                if over.query():
+                    self._latest = None
+                    continue
+            threads = f" Attention on the CPU: {self._threads.progress()}." if self._threads is not None else ""
+            self.end(
+                f"Overspill: a step with spilled KV has waited for more than {_STALL_S:.0f} s: a copy or a thread of "
+                f"the CPU's was lost, and the engine ends.{threads}"
+            )
+            return
+
+    def end(self, reason: str) -> None:
+        logger.error("%s", reason)
+        # The model's thread waits inside the driver, where no exception reaches it.
+        end_process(1)
