@@ -10,6 +10,8 @@ import vllm
 
 from overspill.api import PlanContradicted, contradicting_variables, planned_arguments
 from overspill.kv.errors import OverspillError
+from overspill.planning.arguments import device_share
+from overspill.planning.device_share import VARIABLE
 from overspill.planning.planner import Plan
 
 
@@ -35,7 +37,7 @@ class LLM(vllm.LLM):
         given = {"max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, **arguments}
         self.plan, planned = planned_arguments(model, given)
         _require_this_machine(self.plan)
-        with _without_contradictions(planned):
+        with _without_contradictions(planned), _with_share(self.plan, planned):
             super().__init__(**planned)
 
 
@@ -70,3 +72,18 @@ def _without_contradictions(arguments: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         os.environ.update(taken)
+
+
+@contextmanager
+def _with_share(plan: Plan, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Where the bytes of KV are the plan's, the engine checks them by what it may take of the GPU."""
+    way, kv_bytes = plan.chosen, arguments.get("kv_cache_memory_bytes")
+    share = device_share(plan, way) if way is not None and kv_bytes == way.kv.device_bytes else None
+    before = os.environ.pop(VARIABLE, None)
+    try:
+        os.environ.update(share.written() if share is not None else {})
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
+            os.environ[VARIABLE] = before

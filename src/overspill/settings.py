@@ -295,6 +295,10 @@ TABLE = (
         Scope.COMMANDS,
     ),
     Setting(
+        "cpu_attention", TEXT, None,
+        "How fast the CPU attends to KV in RAM, such as `80GB/s`; without it, by its cores.", Scope.COMMANDS,
+    ),
+    Setting(
         "dtype", Kind(_one_of("auto", "bfloat16", "float16", "float32", "half", "float"), example="auto"), "auto",
         "What numbers the model computes in; `auto` as its config says.", is_vllms=True,
     ),
@@ -306,6 +310,15 @@ TABLE = (
     Setting(
         "kv_options", Kind(_kv_options, example="store=lazy,verify=all", max_length=200), None,
         "How KV is kept in RAM, beside the sizes that the plan finds: `store=lazy,eviction=arc,verify=all`.",
+    ),
+    Setting(
+        "spill_compute", Kind(_one_of("auto", "gpu"), example="gpu"), None,
+        "Who attends to spilled KV: `auto`, the default, lets the CPU attend to a part, whose rounding may differ in "
+        "the last bits; `gpu` streams all of it, bit for bit what the GPU alone computes.",
+    ),
+    Setting(
+        "spill_threads", COUNT, None,
+        "Threads of the CPU that attend to spilled KV; without it, one for each physical core near the GPU but two.",
     ),
     Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once; 1 if not given."),
     Setting(

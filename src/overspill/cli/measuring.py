@@ -183,6 +183,7 @@ def verify(
     load_format: Annotated[
         str | None, typer.Option(help="`dummy` for random weights in place of the model's; none are needed then.")
     ] = None,
+    prompts: Annotated[str | None, typer.Option(help="Of shared-attention; 8 if not given.")] = None,
     scenario: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that was counted.")] = False,
 ) -> None:
@@ -192,7 +193,13 @@ def verify(
     from overspill.verify.scenarios import read_request
 
     request = read_request(
-        quick=quick, soak=soak, minutes=minutes, seed=seed, scenarios=scenario or [], load_format=load_format
+        quick=quick,
+        soak=soak,
+        minutes=minutes,
+        seed=seed,
+        scenarios=scenario or [],
+        load_format=load_format,
+        prompts=prompts,
     )
     launch = launch_of(model, given, defaults=DEFAULTS)
     if launch.vllm_args:

@@ -11,8 +11,7 @@ from overspill.figures import Known, derived, measured
 from overspill.hardware.gpu import Gpu, visible_gpus
 from overspill.hardware.nvml import read_gpus
 from overspill.kv.errors import OverspillError
-from overspill.kv.numa import parse_cpulist
-from overspill.kv.ram import available_ram, cgroup_limit
+from overspill.kv.ram import available_ram, cgroup_limit, parse_cpulist
 
 
 @dataclass(frozen=True, slots=True)

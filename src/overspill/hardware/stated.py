@@ -1,4 +1,4 @@
-"""Hardware as users state it: --gpu, --ram, --link."""
+"""Hardware as users state it: --gpu, --ram, --link, --cpu-attention."""
 
 import re
 from dataclasses import replace
@@ -50,14 +50,30 @@ def parse_link(text: str) -> Known[int]:
     pcie = _PCIE.fullmatch(text)
     if pcie is not None and int(pcie[1]) in PCIE_GENERATIONS and int(pcie[2]) in PCIE_WIDTHS:
         return link_from_pcie(assumed(int(pcie[1]), "stated with --link"), assumed(int(pcie[2]), "stated with --link"))
-    rate = _RATE.fullmatch(text)
-    num_bytes = parse_size(rate[1]) if rate is not None else 0
+    num_bytes = _rate(text)
     if not _SLOWEST_LINK <= num_bytes <= _FASTEST_LINK:
         raise OverspillError(
             f"--link {text!r} is neither a rate from 0.1GB/s to 2TB/s nor a PCIe link; write for example --link 25GB/s "
             "or --link pcie4x16"
         )
     return assumed(num_bytes, "stated with --link")
+
+
+def parse_cpu_attention(text: str) -> Known[int]:
+    """Bytes of KV in RAM that the CPU attends to in a second."""
+    num_bytes = _rate(text)
+    if not _SLOWEST_LINK <= num_bytes <= _FASTEST_LINK:
+        raise OverspillError(
+            f"--cpu-attention {text!r} is not a rate from 0.1GB/s to 2TB/s; write for example --cpu-attention 80GB/s, "
+            "or --spill-compute gpu to leave attention to the GPU"
+        )
+    return assumed(num_bytes, "stated with --cpu-attention")
+
+
+def _rate(text: str) -> int:
+    """0 for what is not one."""
+    rate = _RATE.fullmatch(text)
+    return parse_size(rate[1]) if rate is not None else 0
 
 
 def with_stated(

@@ -11,10 +11,9 @@ from overspill.kv.sizes import GiB
 from overspill.settings import GivenBy, SettingsError, Value, plain
 
 _OFFLOAD = ("--offload-backend", "--offload-group-size", "--offload-num-in-group", "--offload-prefetch-step")
+_UTILIZATION, _KV_BYTES = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
 # A flag of the left makes vLLM ignore, or replace, those of the right.
 _REPLACES = {
-    "--kv-cache-memory-bytes": ("--gpu-memory-utilization",),
-    "--num-gpu-blocks-override": ("--gpu-memory-utilization",),
     "--cpu-offload-gb": _OFFLOAD,
     "--offload-group-size": ("--offload-backend", "--cpu-offload-gb"),
     "--kv-offloading-size": ("--kv-transfer-config",),
@@ -23,8 +22,10 @@ _REPLACES = {
 _CHANGES = (
     "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--quantization", "--dtype",
     "--block-size", "--speculative-config", "--hf-overrides", "--enable-lora", "--num-gpu-blocks-override",
-    "--kv-cache-memory-bytes", "--cpu-offload-gb", "--kv-offloading-size",
+    _KV_BYTES, "--cpu-offload-gb", "--kv-offloading-size",
 )  # fmt: skip
+# Of these, the ones that leave what the engine takes beside its KV as it is.
+_CHANGES_KV_ALONE = ("--num-gpu-blocks-override", _KV_BYTES, "--kv-offloading-size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +45,27 @@ class Combined:
     def follows_plan(self) -> bool:
         return not self.contradictions and not self.changes
 
+    @property
+    def has_planned_kv(self) -> bool:
+        """Whether the bytes of KV are the plan's."""
+        return find(self.flags, _KV_BYTES) is not None and _last(self.given, _KV_BYTES) is None
+
     def value(self, name: str) -> str | None:
         flag = find(self.flags, name)
         return flag.value if flag is not None else None
 
 
 def combine(planned: Sequence[str], given: Sequence[str]) -> Combined:
-    """A replaced flag is left out: given twice, vLLM would warn of a mistake of ours."""
+    """A replaced flag is left out: given twice, vLLM would warn of a mistake of ours. So are the bytes of KV where a
+    change makes the engine another one than was planned: vLLM then measures what is left for KV."""
     own, users = read_flags(planned), read_flags(given)
+    changing = [
+        flag
+        for flag in users
+        if flag.name in _CHANGES and not (flag.name.endswith("-parallel-size") and flag.value == "1")
+    ]
+    if find(own, _UTILIZATION) is not None and any(flag.name not in _CHANGES_KV_ALONE for flag in changing):
+        own = [flag for flag in own if flag.name != _KV_BYTES]
     kept, contradictions = [], []
     for flag in own:
         winner = next((user for user in reversed(users) if _replaces(user, flag)), None)
@@ -61,10 +75,8 @@ def combine(planned: Sequence[str], given: Sequence[str]) -> Combined:
             contradictions.append(f"{winner} replaces the plan's {flag}")
     changes = [
         f"{flag} changes what the plan was made for; its sizes and speeds may not hold"
-        for flag in users
-        if flag.name in _CHANGES
-        and not (flag.name.endswith("-parallel-size") and flag.value == "1")
-        and not any(_replaces(flag, one) for one in own)
+        for flag in changing
+        if not any(_replaces(flag, one) for one in own)
     ]
     flags = (*kept, *users)
     return Combined(
@@ -80,7 +92,7 @@ def _replaces(user: Flag, planned: Flag) -> bool:
     return matches(user.name, planned.name) or planned.name in _REPLACES.get(user.name, ())
 
 
-_UTILIZATION, _UVA, _BACKEND = "--gpu-memory-utilization", "--cpu-offload-gb", "--offload-backend"
+_UVA, _BACKEND = "--cpu-offload-gb", "--offload-backend"
 _GROUPS, _IN_GROUP, _PARALLEL = "--offload-group-size", "--offload-num-in-group", "--tensor-parallel-size"
 
 

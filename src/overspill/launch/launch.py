@@ -19,7 +19,8 @@ from overspill.launch.arguments import Adopted, Combined, adopt, combine
 from overspill.launch.machine import plan_for
 from overspill.launch.reference import ModelRef, look_up
 from overspill.launch.vllm import Vllm, installed_vllm, server_command, wrong_build
-from overspill.planning.arguments import vllm_args
+from overspill.planning.arguments import device_share, vllm_args
+from overspill.planning.device_share import VARIABLE
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json
@@ -71,7 +72,9 @@ class Prepared:
         return {name: HIDDEN if value and name in secret else value for name, value in self.environment.items()}
 
     def full_environment(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-        changed = {**environment, **self.environment}
+        share = device_share(self.plan, self.way) if self.combined.has_planned_kv else None
+        # One that is there is of an engine that this process runs in.
+        changed = {**environment, VARIABLE: None, **(share.written() if share is not None else {}), **self.environment}
         return {name: value for name, value in changed.items() if value is not None}
 
     def as_json(self) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from typing import Any
 
 from overspill.figures import Known, assumed, derived
 from overspill.hardware import Gpu, Hardware, detect, with_stated
+from overspill.hardware.cpu import assumed_attention, cpu_attention
 from overspill.hardware.machine import Machine
+from overspill.hardware.stated import parse_cpu_attention
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size, parse_size
@@ -15,7 +17,7 @@ from overspill.launch.profiles import Remembered
 from overspill.launch.vllm import installed_vllm
 from overspill.model.facts import ModelFacts
 from overspill.model.source import read_model
-from overspill.planning.connector_options import read_options
+from overspill.planning.connector_options import read_options, write_options
 from overspill.planning.overheads import Profile, fingerprint
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.setup import (
@@ -23,6 +25,7 @@ from overspill.planning.setup import (
     CUDA,
     LATENT_BLOCK_SIZE_WITH_AMX,
     MAX_NUM_SEQS,
+    NO_CPU_ATTENTION,
     Platform,
     Profiles,
     Wishes,
@@ -43,6 +46,7 @@ class Device:
     gpu: Gpu
     platform: Platform
     ram_bytes: Known[int]
+    cpu_attention: Known[int] = NO_CPU_ATTENTION
 
 
 def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False, found: Hardware | None = None) -> Plan:
@@ -53,16 +57,26 @@ def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False, fo
     device = find_device(settings, found)
     require_possible(wishes, device.gpu)
     profiles = _measured_profiles(facts, device.gpu, wishes)
-    return make_plan(facts, device.gpu, device.ram_bytes, wishes, platform=device.platform, profiles=profiles)
+    return make_plan(
+        facts, device.gpu, device.ram_bytes, wishes, platform=device.platform, profiles=profiles,
+        cpu_attention=device.cpu_attention,
+    )  # fmt: skip
 
 
 def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
     """Every wish has the name of its setting; bytes say that they are."""
     found = {field.name: settings.get(field.name.removesuffix("_bytes")) for field in fields(Wishes)}
     given = {name: value for name, value in found.items() if value is not None}
+    given["kv_options"] = _kv_options(settings)
     # A step has a token of each request at least.
     given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, settings.get("max_num_batched_tokens") or MAX_NUM_SEQS))
     return Wishes(**{**given, "cards": cards})
+
+
+def _kv_options(settings: Mapping[str, Any]) -> str:
+    """The connector's options: of `kv_options`, and those with a setting of their own, which wins."""
+    own = {field.name: settings[field.name] for field in fields(Options) if settings.get(field.name) is not None}
+    return write_options({**read_options(settings.get("kv_options") or ""), **own})
 
 
 def require_possible(wishes: Wishes, gpu: Gpu) -> None:
@@ -100,7 +114,16 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
     if ram is not None and settings.get("gpu") is None:  # a card that is stated is another machine's
         require_total(found.machine, ram)
     available = hardware.machine.ram_available_bytes
-    return Device(hardware.first_gpu(), CUDA, available if ram is not None else _less_reserve(available, settings))
+    beside = available if ram is not None else _less_reserve(available, settings)
+    return Device(hardware.first_gpu(), CUDA, beside, _cpu_attention(settings))
+
+
+def _cpu_attention(settings: Mapping[str, Any]) -> Known[int]:
+    if (stated := settings.get("cpu_attention")) is not None:
+        return parse_cpu_attention(stated)
+    if settings.get("gpu") is not None:  # a card that is stated is another machine's
+        return assumed_attention()
+    return cpu_attention(read_options(_kv_options(settings)).get("spill_threads"))
 
 
 def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> Device:

@@ -28,6 +28,12 @@ def layer_caches(config: Config) -> tuple[LayerCache, ...]:
     return tuple(rule(config))
 
 
+def attends_plainly(config: Config) -> bool:
+    """Without attention sinks (gpt-oss), caps on scores (Gemma 2) and ALiBi."""
+    is_capped = any(config.get(key, None) for key in ("attn_logit_softcapping", "alibi"))
+    return config.architecture != "GptOssForCausalLM" and not is_capped
+
+
 def num_kv_heads(config: Config) -> int:
     if config.get("num_key_value_heads", None) is None:
         return config.integer("num_attention_heads")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from overspill.figures import Origin
 from overspill.model import ModelError
-from overspill.model.architectures import head_dim, layer_caches, num_experts, num_kv_heads
+from overspill.model.architectures import attends_plainly, head_dim, layer_caches, num_experts, num_kv_heads
 from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
@@ -213,6 +213,8 @@ def describe(
         num_experts_per_tok=config.first_integer(per_token_keys, 0) if experts else 0,
         caches=caches,
         weights=weights,
+        reads_shared_kv=config.integer("num_kv_shared_layers", 0, minimum=0) > 0,
+        attends_plainly=attends_plainly(config),
     )
 
 

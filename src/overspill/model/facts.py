@@ -116,6 +116,10 @@ class ModelFacts:
     num_experts_per_tok: int
     caches: tuple[LayerCache, ...]
     weights: Weights
+    reads_shared_kv: bool = False
+    """Whether some layers read the KV of others."""
+    attends_plainly: bool = True
+    """Whether attention is a softmax of scaled products and nothing else: no sinks, no caps, no ALiBi."""
 
 
 def active_bytes(facts: ModelFacts, num_tokens: int = 1) -> int:

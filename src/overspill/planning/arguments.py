@@ -3,6 +3,7 @@
 import json
 
 from overspill.planning.connector_options import read_options, used_options
+from overspill.planning.device_share import DeviceShare
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.planning.weights import PREFETCH_STEP, WeightOffload
@@ -39,10 +40,27 @@ def kv_transfer_config(way: Way, kv_options: str = "") -> dict[str, object] | No
     return {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def device_share(plan: Plan, way: Way) -> DeviceShare | None:
+    """What the engine may take of its GPU; None where vLLM has to find out what is left for KV: on several GPUs, which
+    the plan is not for, and where --force starts what does not fit by the plan's reckoning."""
+    if plan.gpu_memory_utilization is None or plan.wishes.tensor_parallel_size > 1:
+        return None
+    share = DeviceShare(
+        budget_bytes=plan.usable_gpu_bytes.value,
+        non_torch_bytes=way.overheads.non_torch_bytes.value,
+        graph_bytes=way.overheads.graph_bytes.value,
+    )
+    weights = plan.facts.weights.total_bytes - way.weights.saved_bytes
+    return share if weights + way.overheads.total.value + way.kv.device_bytes <= share.budget_bytes else None
+
+
 def _memory(plan: Plan, way: Way) -> list[str]:
+    """On a GPU both flags: with the bytes alone, vLLM would still demand its default fraction free before it loads."""
+    kv_bytes = ["--kv-cache-memory-bytes", str(way.kv.device_bytes)]
     if plan.gpu_memory_utilization is None:
-        return ["--kv-cache-memory-bytes", str(way.kv.device_bytes)]
-    return ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:.4f}"]
+        return kv_bytes
+    fraction = ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:.4f}"]
+    return fraction if device_share(plan, way) is None else [*fraction, *kv_bytes]
 
 
 def _weights(weights: WeightOffload) -> list[str]:

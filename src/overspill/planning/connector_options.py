@@ -65,6 +65,8 @@ def _typed(name: str, written: str) -> object:
     default = _FIELDS[name].default
     if isinstance(default, bool):
         return _SWITCH.get(written.lower(), written)
+    if isinstance(default, int) and written.isdigit():
+        return int(written)
     return float(written) if isinstance(default, float) and _NUMBER.fullmatch(written) else written
 
 

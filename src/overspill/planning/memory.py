@@ -12,10 +12,10 @@ from overspill.model.kv import KVGeometry
 
 # vLLM's own default (--gpu-memory-utilization).
 UTILIZATION = 0.92
-# Taken after vLLM has looked what is left for KV: block tables, the sampler's buffers, the allocator's rounding. An
+# Taken after the size of KV is settled: block tables, the sampler's buffers, the allocator's rounding. An
 # H200 with vLLM 0.32 used 0.70 to 0.90 GiB more than the fraction given, of which the context was 0.51: most where what
 # was compiled earlier came from its cache, so that vLLM saw less of it (benchmarks/spill.py, benchmarks/prediction.py).
-_SLACK_BYTES = int(0.4 * GiB)
+SLACK_BYTES = int(0.4 * GiB)
 # vLLM gets four digits: of a card of 140 GiB the third would be 0.14 GiB.
 _FRACTIONS = 10_000
 
@@ -51,7 +51,7 @@ def gpu_budget(gpu: Gpu, gpu_memory_bytes: int | None, context: Known[int], util
             f"--gpu-memory is {format_size(gpu_memory_bytes)}, and {gpu.name} has {format_size(total.value)}; give at "
             "most that, or leave --gpu-memory out"
         )
-    beside = context.value + _SLACK_BYTES
+    beside = context.value + SLACK_BYTES
     limit = min(free.value, gpu_memory_bytes or total.value)
     possible = math.floor(max(0, limit - beside) / total.value * _FRACTIONS) / _FRACTIONS
     fraction = min(UTILIZATION if utilization is None else utilization, possible)
@@ -68,7 +68,7 @@ def gpu_budget(gpu: Gpu, gpu_memory_bytes: int | None, context: Known[int], util
 
 def card_bytes(counted_bytes: int, context_bytes: int, utilization: float | None = None) -> int:
     """The smallest card of which vLLM takes so much for what it counts."""
-    least = max(counted_bytes / (utilization or UTILIZATION), counted_bytes + context_bytes + _SLACK_BYTES)
+    least = max(counted_bytes / (utilization or UTILIZATION), counted_bytes + context_bytes + SLACK_BYTES)
     return math.ceil(least * (1 + 1 / _FRACTIONS))  # which the rounding of the fraction may cost
 
 
@@ -96,7 +96,7 @@ class KvSplit:
     window_bytes: int
     spilled_bytes: int
     table_bytes: int = 0
-    """Block tables, which spill takes off the memory vLLM found (overspill.kv.spill.memory_budget)."""
+    """Block tables, which spill takes off the memory vLLM found (overspill.kv.spill.capacity)."""
 
     @property
     def device_bytes(self) -> int:

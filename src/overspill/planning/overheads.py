@@ -41,7 +41,7 @@ class Profile:
     non_torch_bytes: int
     activation_bytes: int
     graph_bytes: int
-    """What vLLM set aside for CUDA graphs, be it more than they took."""
+    """That CUDA graphs took; where vLLM sized KV itself, what it set aside for them."""
     context_bytes: int
     """CUDA's context, which vLLM does not count."""
 

@@ -19,7 +19,16 @@ from overspill.planning.attempts import (
 )
 from overspill.planning.connector_options import read_options, unused_options, write_options
 from overspill.planning.memory import Budget, card_bytes
-from overspill.planning.setup import CUDA, Platform, Profiles, Setup, Wishes, nothing_measured
+from overspill.planning.setup import (
+    CUDA,
+    NO_CPU_ATTENTION,
+    Platform,
+    Profiles,
+    Setup,
+    Wishes,
+    nothing_measured,
+    shares_with_cpu,
+)
 from overspill.planning.ways import Way, make_way
 
 # Predictions are not so good that a smaller difference would mean something.
@@ -37,6 +46,8 @@ class Plan:
     budget: Budget
     ram_bytes: Known[int]
     """That may be taken."""
+    cpu_attention: Known[int] | None
+    """Bytes of KV in RAM that the CPU attends to in a second; None where it is not to, or cannot for this model."""
     ways: tuple[Way, ...]
     """Fastest first, one of each kind; those that round KV unasked among them."""
     forced: Way | None
@@ -118,9 +129,13 @@ def make_plan(
     *,
     platform: Platform = CUDA,
     profiles: Profiles = nothing_measured,
+    cpu_attention: Known[int] = NO_CPU_ATTENTION,
 ) -> Plan:
     """`facts` were read with the dtype wished for."""
-    setup = Setup(facts=facts, gpu=gpu, ram_bytes=ram_bytes, wishes=wishes, platform=platform, profiles=profiles)
+    setup = Setup(
+        facts=facts, gpu=gpu, ram_bytes=ram_bytes, wishes=wishes, platform=platform, profiles=profiles,
+        cpu_attention=cpu_attention,
+    )  # fmt: skip
     budget = setup.budget()
     whole = list(attempts_without_ram(setup, budget))
     tried = list(attempts(setup, budget))
@@ -139,6 +154,7 @@ def make_plan(
         max_model_len=setup.max_model_len,
         budget=budget,
         ram_bytes=ram_bytes,
+        cpu_attention=cpu_attention if shares_with_cpu(setup, wishes.kv_cache_dtype or "auto") else None,
         ways=ways,
         forced=_best(ways) or _nearest(setup, tried, found) if is_forced else None,
         longest_context=longest_context(setup, tried),

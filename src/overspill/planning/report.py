@@ -41,6 +41,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "ram_bytes": as_json(plan.ram_bytes),
         # Copies within RAM, on a CPU: no link, and none that a user could state.
         **({} if plan.platform.is_cpu else {"link_bytes_per_s": as_json(plan.gpu.link)}),
+        "cpu_attention_bytes_per_s": None if plan.cpu_attention is None else as_json(plan.cpu_attention),
         "max_num_seqs": plan.max_num_seqs,
         **(_way_as_json(plan, chosen) if chosen is not None else {}),
         "ways": [
@@ -163,10 +164,23 @@ def _link(plan: Plan) -> list[str]:
     """What speeds of everything in RAM come from. A CPU has none: its copies are within RAM."""
     if plan.platform.is_cpu:
         return []
-    link = plan.gpu.link
-    rate = f"{link.value / 1e9:.1f} GB/s"
-    how = "" if "--link" in link.note else "; --link states another"
-    return [f"{'link':{_LABEL}}{rate:>{_VALUE}}   {_origin(link)}{how}"]
+    return [_rate("link", plan.gpu.link, "--link"), *_cpu_attention(plan)]
+
+
+def _cpu_attention(plan: Plan) -> list[str]:
+    """Where spilled KV would be faster with it."""
+    ways = (*plan.ways, *([plan.forced] if plan.forced is not None else []))
+    if plan.cpu_attention is None or not any(way.kv.spilled_bytes for way in ways):
+        return []
+    if not plan.cpu_attention.value:
+        return [f"{'CPU attention':{_LABEL}}{'none':>{_VALUE}}   all spilled KV streams: {plan.cpu_attention.note}"]
+    return [_rate("CPU attention", plan.cpu_attention, "--cpu-attention")]
+
+
+def _rate(label: str, figure: Known[int], flag: str) -> str:
+    rate = f"{figure.value / 1e9:.1f} GB/s"
+    how = "" if flag in figure.note else f"; {flag} states another"
+    return f"{label:{_LABEL}}{rate:>{_VALUE}}   {_origin(figure)}{how}"
 
 
 def _ways(plan: Plan, chosen: Way | None) -> list[str]:

@@ -3,18 +3,21 @@
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
-from overspill.figures import Known
+from overspill.figures import Known, assumed
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
 from overspill.kv.spill.geometry import CUDA_GRANULARITY
-from overspill.model.facts import LatentAttention, ModelFacts, RecurrentState
+from overspill.model.facts import Attention, Cache, LatentAttention, ModelFacts, RecurrentState
 from overspill.model.kv import KVGeometry
+from overspill.planning.connector_options import read_options
 from overspill.planning.memory import Budget, gpu_budget, whole_budget
 from overspill.planning.overheads import NO_OVERHEADS, Overheads, Profile, assumed_overheads, measured_overheads
 
 MAX_NUM_SEQS = 64
 AT_ONCE = 1
+NO_CPU_ATTENTION = assumed(0, "not known")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +99,7 @@ CUDA = Platform(
 # vllm/platforms/cpu.py. It schedules one batch at a time, and its offloaders need CUDA.
 CPU = Platform(
     name="cpu",
-    # As overspill.kv.spill.aliased_memory, which cannot be imported without torch.
+    # As overspill.kv.buffer, which cannot be imported without torch.
     granularity=mmap.PAGESIZE,
     block_size=128,
     latent_block_size=16,
@@ -131,6 +134,8 @@ class Setup:
     wishes: Wishes
     platform: Platform
     profiles: Profiles
+    cpu_attention: Known[int] = NO_CPU_ATTENTION
+    """Bytes of KV in RAM that the CPU attends to in a second."""
 
     @property
     def max_model_len(self) -> int:
@@ -178,8 +183,47 @@ class Setup:
         return gpu_budget(self.gpu, self.wishes.gpu_memory_bytes, context, self.wishes.gpu_memory_utilization)
 
 
+# overspill.kv.spill.graphs, which cannot be imported without torch.
+MOST_GRAPHED_TOKENS = 32
+_MOST_HEAD_SIZE, _HEAD_SIZE_STEP = 256, 16
+# vLLM takes FlashAttention, the backend that the CPU shares with, for these compute capabilities (platforms/cuda.py);
+# the second are those for which it does so for KV in fp8.
+_FLASH_ATTENTION, _FLASH_ATTENTION_FP8 = (8, 9, 12), (9,)
+
+
+def runs_spilled_graphs(setup: Setup, num_requests: int) -> bool:
+    """Whether decode steps of so many requests stream spilled KV inside FULL CUDA graphs (kv.spill.worker)."""
+    return (
+        not setup.platform.is_cpu
+        and not setup.wishes.enforce_eager
+        and read_options(setup.wishes.kv_options).get("spill_graphs", True)
+        and not setup.facts.reads_shared_kv
+        and num_requests <= MOST_GRAPHED_TOKENS
+    )
+
+
+def shares_with_cpu(setup: Setup, kv_cache_dtype: str) -> bool:
+    """Whether the CPU may attend for layers of this model, were it fast enough (overspill.kv.spill.far)."""
+    facts, capability = setup.facts, setup.gpu.compute_capability or (0, 0)
+    full = [entry.cache for entry in facts.caches if attends_to_all(entry.cache)]
+    is_plain = kv_cache_dtype == facts.kv_cache_dtype == "auto"
+    return (
+        read_options(setup.wishes.kv_options).get("spill_compute", "auto") == "auto"
+        and runs_spilled_graphs(setup, 1)
+        and capability[0] in (_FLASH_ATTENTION if is_plain else _FLASH_ATTENTION_FP8)
+        and facts.attends_plainly
+        and bool(full)
+        and all(one.head_size <= _MOST_HEAD_SIZE and one.head_size % _HEAD_SIZE_STEP == 0 for one in full)
+    )
+
+
+def attends_to_all(cache: Cache) -> TypeGuard[Attention]:
+    """Whether a layer keeps keys and values of every token, and attends to all of them."""
+    return isinstance(cache, Attention) and cache.sliding_window is None and cache.attention_chunk_size is None
+
+
 def can_spill(facts: ModelFacts, geometry: KVGeometry) -> bool:
-    """Spill needs attention layers, and one page size (overspill.kv.spill.layers refuses the rest)."""
+    """Spill needs attention layers, and one page size (overspill.kv.spill.capacity refuses the rest)."""
     has_attention = any(not isinstance(entry.cache, RecurrentState) for entry in facts.caches)
     pages = {member.page.page_size_bytes for group in geometry.groups for member in group.members}
     return has_attention and len(pages) == 1

@@ -15,6 +15,10 @@ _REQUEST_S = 0.00001
 # little to stream, such steps took 21 to 29 ms: each of 32 layers is launched by the CPU.
 _PIECEWISE_S = 0.0064
 _SPILLED_LAYER_S = 0.00065
+# In FULL graphs each layer waits for flags of the copies, and hands its query to the CPU where that attends to a part:
+# 32 layers of two matrices each took 1.2 ms more with flags than without, and a hand-over 22 us.
+_FLAGS_LAYER_S = 0.000035
+_FAR_LAYER_S = 0.000022
 # Without graphs at all the CPU launches every kernel: 16 to 24 ms for 32 layers, 47 to 85 ms for the 48 of
 # Qwen3-Coder-30B-A3B, whose experts take more kernels, and 98 to 115 ms where these stream spilled KV too.
 _EAGER_LAYER_S = 0.00065
@@ -31,6 +35,8 @@ class Machine:
     memory_bytes_per_s: float
     flops: float
     link_bytes_per_s: float
+    cpu_bytes_per_s: float = 0.0
+    """KV in RAM that the CPU attends to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,8 @@ class Load:
     kv_bytes: int = 0
     """Of all requests of a step."""
     spilled_kv_bytes: int = 0
+    shared_kv_bytes: int = 0
+    """Of the spilled, KV of layers for which the CPU may attend to a part."""
     num_requests: int = 1
     parameters_per_token: int = 0
     """That a token is multiplied with."""
@@ -63,16 +71,26 @@ class Load:
     has_experts: bool = False
     is_eager: bool = False
     """Without CUDA graphs."""
+    is_graphed: bool = False
+    """Whether spilled KV streams inside FULL graphs."""
 
 
 def decode_step_s(machine: Machine, load: Load) -> float:
     """One token of each request. The link works beside the GPU, so the slower of the two decides; only what the GPU
-    reads in RAM by itself adds up."""
-    reads_s = (load.weight_bytes + load.kv_bytes) / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
+    reads in RAM by itself adds up. The CPU attends beside the link, in each layer when its query is there, so that the
+    GPU reads weights and the CPU KV one after the other."""
+    # The engine's share (overspill.kv.spill.scheduler): link and CPU take the same time.
+    far_bytes = load.shared_kv_bytes * machine.cpu_bytes_per_s / (machine.cpu_bytes_per_s + machine.link_bytes_per_s)
+    far_s = far_bytes / machine.cpu_bytes_per_s if far_bytes else 0.0
+    near_s = (load.kv_bytes - far_bytes) / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
+    reads_s = load.weight_bytes / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY) + near_s
     multiply_s = _matrix_s(machine, load, load.num_requests)
-    gpu_s = max(reads_s, multiply_s) + (_PIECEWISE_S if load.spilled_kv_bytes else 0)
+    is_piecewise = load.spilled_kv_bytes and not load.is_graphed
+    gpu_s = max(reads_s, multiply_s) + max(0.0, far_s - near_s) + (_PIECEWISE_S if is_piecewise else 0)
+    if load.spilled_kv_bytes and load.is_graphed:
+        gpu_s += load.num_layers * (_FLAGS_LAYER_S + (_FAR_LAYER_S if far_bytes else 0))
     launch_s = load.num_layers * _launched_layer_s(load)
-    link_s = (load.spilled_kv_bytes + load.prefetched_weight_bytes) / machine.link_bytes_per_s
+    link_s = (load.spilled_kv_bytes - far_bytes + load.prefetched_weight_bytes) / machine.link_bytes_per_s
     uva_s = load.uva_weight_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
     beside_s = max(link_s, _prefetching_s(machine, load, gpu_s))
     return max(launch_s, _STEP_S + load.num_requests * _REQUEST_S + uva_s + beside_s)
@@ -114,7 +132,7 @@ def _prefetching_s(machine: Machine, load: Load, gpu_s: float) -> float:
 def _launched_layer_s(load: Load) -> float:
     """Of the CPU, for a layer of a step of one token each."""
     if not load.is_eager:
-        return _SPILLED_LAYER_S if load.spilled_kv_bytes else 0.0
+        return _SPILLED_LAYER_S if load.spilled_kv_bytes and not load.is_graphed else 0.0
     return (
         _EAGER_LAYER_S
         + (_EAGER_EXPERTS_S if load.has_experts else 0.0)

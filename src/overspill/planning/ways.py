@@ -3,13 +3,14 @@
 from dataclasses import dataclass, fields, replace
 
 from overspill.figures import Known, derived
-from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
-from overspill.model.facts import Attention, LatentAttention, ModelFacts, active_bytes
+from overspill.model.facts import LatentAttention, ModelFacts, active_bytes
+from overspill.model.kv import KVGeometry
+from overspill.model.pages import Kind
 from overspill.planning.attempts import PROCESS_RAM_BYTES, Attempt, Fit, peak_ram_bytes
 from overspill.planning.memory import KvSplit
 from overspill.planning.parameters import parameters_per_token
-from overspill.planning.setup import Setup
+from overspill.planning.setup import Setup, attends_to_all, runs_spilled_graphs, shares_with_cpu
 from overspill.planning.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
 from overspill.planning.weights import WeightOffload
 
@@ -90,7 +91,8 @@ class Way(Attempt):
 def make_way(setup: Setup, fit: Fit) -> Way:
     facts, attempt, kv = setup.facts, fit.attempt, fit.kv
     geometry, chunk = attempt.geometry, attempt.max_num_batched_tokens
-    machine, sources = _machine(setup.gpu)
+    machine, sources = _machine(setup)
+    shared = _shared_part(setup, geometry, attempt.kv_cache_dtype)
     length = setup.max_model_len
     is_eager = setup.wishes.enforce_eager and not setup.platform.is_cpu
     at_once = setup.wishes.at_once
@@ -100,7 +102,11 @@ def make_way(setup: Setup, fit: Fit) -> Way:
         # Resident blocks are taken first, and one of them is vLLM's null block.
         streamed = max(0, request - (kv.resident_bytes - geometry.bytes_per_block)) if kv.spilled_bytes else 0
         load = _weights_load(facts, attempt.weights, num_requests)
-        return replace(load, kv_bytes=request, spilled_kv_bytes=streamed, is_eager=is_eager)
+        is_graphed = runs_spilled_graphs(setup, num_requests)
+        return replace(
+            load, kv_bytes=request, spilled_kv_bytes=streamed, is_eager=is_eager, is_graphed=is_graphed,
+            shared_kv_bytes=round(shared * streamed) if is_graphed else 0,
+        )  # fmt: skip
 
     long, together = long_load(1), long_load(at_once)
     share = replace(long, spilled_kv_bytes=together.spilled_kv_bytes // at_once)
@@ -112,6 +118,8 @@ def make_way(setup: Setup, fit: Fit) -> Way:
         kv_bytes=num_short * geometry.request_bytes(short_tokens),
         is_eager=is_eager,
     )
+    if together.shared_kv_bytes and setup.cpu_attention.value:
+        sources.append(setup.cpu_attention)
     way = Way(
         **{field.name: getattr(attempt, field.name) for field in fields(attempt)},
         kv=kv,
@@ -163,7 +171,20 @@ def _active_layer_bytes(facts: ModelFacts, weights: WeightOffload, num_tokens: i
     return sum(sizes[i] - round(experts[i] * untouched) for i in weights.layers)
 
 
-def _machine(gpu: Gpu) -> tuple[Machine, list[Known[int]]]:
+def _shared_part(setup: Setup, geometry: KVGeometry, kv_cache_dtype: str) -> float:
+    """Of a long request's KV, what layers keep for which the CPU may attend."""
+    if not shares_with_cpu(setup, kv_cache_dtype):
+        return 0.0
+    in_flight = geometry.settings.max_in_flight_tokens
+    blocks = [
+        (group.blocks_per_request(setup.max_model_len, in_flight), group.members[0].page.kind is Kind.FULL)
+        for group in geometry.groups
+    ]
+    return sum(number for number, is_full in blocks if is_full) / sum(number for number, _ in blocks)
+
+
+def _machine(setup: Setup) -> tuple[Machine, list[Known[int]]]:
+    gpu = setup.gpu
     memory, flops, link = gpu.memory_bytes_per_second, gpu.bf16_flops, gpu.link
     known = [figure for figure in (memory, flops, link) if figure is not None]
     return (
@@ -172,19 +193,11 @@ def _machine(gpu: Gpu) -> tuple[Machine, list[Known[int]]]:
             memory_bytes_per_s=memory.value if memory is not None else 300e9,
             flops=flops.value if flops is not None else 50e12,
             link_bytes_per_s=link.value,
+            cpu_bytes_per_s=setup.cpu_attention.value,
         ),
         known,
     )
 
 
 def _full_attention_layers(facts: ModelFacts) -> int:
-    return sum(
-        1
-        for entry in facts.caches
-        if isinstance(entry.cache, LatentAttention)
-        or (
-            isinstance(entry.cache, Attention)
-            and entry.cache.sliding_window is None
-            and entry.cache.attention_chunk_size is None
-        )
-    )
+    return sum(1 for entry in facts.caches if isinstance(entry.cache, LatentAttention) or attends_to_all(entry.cache))

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from overspill.figures import Origin
 from overspill.kv.sizes import format_size
+from overspill.planning.memory import SLACK_BYTES
 from overspill.planning.overheads import Profile
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.serve.engine_report import HostMemoryReport, Report
 
-# What the plan promises of memory (docs/plan.md). Below it lie the roundings of vLLM's profiler, which measures anew
-# in every start, and of blocks; a mechanism that did not work at all is far above it.
+# What the plan promises of memory (docs/plan.md). Below it lie roundings, of blocks and of what is measured anew in
+# every start; a mechanism that did not work at all is far above it.
 _TOLERANCE = 0.03
 
 
@@ -34,6 +35,7 @@ def differences(plan: Plan, way: Way, report: Report) -> list[Difference]:
         *_context(plan, report),
         *_weights(way, report),
         *_kv(plan, way, report),
+        *_excess(plan, way, report),
         *_spill(way, report),
         *_pool(way, report),
         *_pinning("pool", "host_bytes", report.pool),
@@ -97,14 +99,38 @@ def _kv(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
     would not have started."""
     if report.kv_bytes is None or not _is_less(got := _on_device(report), planned := way.kv.resident_bytes):
         return
-    is_guess = way.overheads.total.origin is Origin.ASSUMED
+    is_guess = _is_guess(way)
+    if is_guess:
+        remedy = _MEASURED_NOW
+    elif report.excess_bytes is None:
+        remedy = "Something else took memory while vLLM started; end it, or give less with --gpu-memory."
+    else:
+        remedy = "The engine takes more beside it than an earlier one did; give more with --gpu-memory."
     yield Difference(
-        what="KV cache",
-        planned=format_size(planned),
-        happened=format_size(got),
-        remedy="What the engine takes beside it was assumed, and is measured now: the next plan counts on it."
+        what="KV cache", planned=format_size(planned), happened=format_size(got), remedy=remedy, stops=not is_guess
+    )
+
+
+_MEASURED_NOW = "What the engine takes beside it was assumed, and is measured now: the next plan counts on it."
+
+
+def _is_guess(way: Way) -> bool:
+    return way.overheads.total.origin is Origin.ASSUMED
+
+
+def _excess(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
+    """Graphs are captured when KV has its memory already. More than the plan keeps free for late allocations would be
+    taken from a neighbour."""
+    if (excess := report.excess_bytes or 0) <= SLACK_BYTES:
+        return
+    budget, is_guess = plan.usable_gpu_bytes.value, _is_guess(way)
+    yield Difference(
+        what="GPU memory",
+        planned=format_size(budget),
+        happened=f"{format_size(budget + excess)}, of which {format_size(report.graph_bytes or 0)} for CUDA graphs",
+        remedy=_MEASURED_NOW.replace("beside it", "beside KV")
         if is_guess
-        else "Something else took memory while vLLM started; end it, or give less with --gpu-memory.",
+        else "Give it fewer --max-num-seqs, --enforce-eager, or less KV with --gpu-memory.",
         stops=not is_guess,
     )
 

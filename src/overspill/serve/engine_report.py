@@ -1,7 +1,8 @@
 """Start reports: how far each vLLM worker has come, and what became of the plan, one JSON file for each worker.
 
 `register` is a vLLM plugin, which writes them from inside the workers; `overspill serve` reads them. It does nothing
-unless serve names a folder with a variable, and nothing that it does may stop an engine.
+unless serve names a folder with a variable, and nothing that it does may stop an engine. It also has workers size their
+KV by the plan, where there is one (`overspill.serve.planned_kv`).
 """
 
 import functools
@@ -17,11 +18,15 @@ from typing import Any
 import msgspec
 
 from overspill.files import replace_file
-from overspill.kv.wrapping import Method, wrap_once
+from overspill.kv.contract import Method, wrap_once
+from overspill.kv.sizes import GiB
+from overspill.planning import device_share
 
 # Names a folder. No OVERSPILL_ in front: it is not a setting, and serve gives it to the processes it starts.
 VARIABLE = "_OVERSPILL_START_REPORT"
 _PINNING_EVERY_S = 0.5
+# CUDA's context is half a GiB; more is what a neighbour took while it was made.
+_MOST_CONTEXT_BYTES = 2 * GiB
 
 
 class Phase(StrEnum):
@@ -71,7 +76,9 @@ class Report:
     activation_bytes: int | None = None
     non_torch_bytes: int | None = None
     graph_bytes: int | None = None
-    """Set aside for CUDA graphs."""
+    """That CUDA graphs took, or that vLLM set aside for them where it sized KV itself."""
+    excess_bytes: int | None = None
+    """Taken of the GPU beyond the plan's budget; None where vLLM sized KV itself, within the budget."""
     context_bytes: int | None = None
     max_model_len: int | None = None
 
@@ -101,8 +108,7 @@ def earliest(reports: list[Report]) -> Phase:
 
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
-    folder = os.environ.get(VARIABLE)
-    if not folder or not Path(folder).is_dir():
+    if not os.environ.get(VARIABLE) and not os.environ.get(device_share.VARIABLE):
         return
     # This class holds the worker of every platform. It loads plugins while it makes the worker, and its next call is
     # the wrapped one.
@@ -110,12 +116,21 @@ def register() -> None:
 
     def reported(init_device: Method) -> Method:
         def init_reported_device(self: Any) -> None:
-            _never_fail(WorkerReporter, self.worker, Path(folder))
+            _never_fail(_size_kv_by_plan, self.worker)
+            folder = os.environ.get(VARIABLE)
+            if folder and Path(folder).is_dir():
+                _never_fail(WorkerReporter, self.worker, Path(folder))
             init_device(self)
 
         return init_reported_device
 
     wrap_once(WorkerWrapperBase, "init_device", reported)
+
+
+def _size_kv_by_plan(worker: Any) -> None:
+    from overspill.serve import planned_kv  # loads torch, which serve itself has no use for
+
+    planned_kv.register(worker)
 
 
 class WorkerReporter:
@@ -178,22 +193,37 @@ class WorkerReporter:
         )
 
     def _profile(self, weights_bytes: int | None) -> dict[str, Any]:
-        """As vLLM's own profiling found it; empty where it did not profile."""
+        """As it was measured for a KV cache of the planned size, or by vLLM's own profiling; empty where neither was
+        done."""
         worker = self._worker
-        if weights_bytes is None or not hasattr(worker, "total_consumed"):
+        if weights_bytes is None:
+            return {}
+        if (sized := getattr(worker, "overspill_memory", None)) is not None:
+            return {
+                "activation_bytes": sized.taken.activation_bytes,
+                "non_torch_bytes": sized.non_torch_bytes,
+                "graph_bytes": sized.graph_bytes,
+                "excess_bytes": sized.excess_bytes,
+                "context_bytes": self._context_bytes(),
+            }
+        if not hasattr(worker, "total_consumed"):
             return {}
         from vllm import envs
 
         graphs = worker.cudagraph_memory_estimate if envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS else 0
-        context = None
-        if self._free_before is not None:
-            context = max(0, self._free_before - worker.init_snapshot.free_memory)
         return {
             "activation_bytes": int(worker.peak_activation_memory - graphs),
             "non_torch_bytes": max(0, int(worker.total_consumed - weights_bytes)),
             "graph_bytes": int(graphs),
-            "context_bytes": context,
+            "context_bytes": self._context_bytes(),
         }
+
+    def _context_bytes(self) -> int | None:
+        """None where a neighbour took or freed memory while the context was made."""
+        if self._free_before is None:
+            return None
+        lost: int = self._free_before - self._worker.init_snapshot.free_memory
+        return lost if 0 <= lost <= _MOST_CONTEXT_BYTES else None
 
 
 def _never_fail(call: Callable[..., Any], *args: Any) -> None:

@@ -1,0 +1,146 @@
+"""KV of the planned size in a vLLM worker on a GPU, whatever its neighbours there do meanwhile.
+
+vLLM sizes KV by what it sees of the whole card: it asserts that nothing was freed while it profiled, and counts what
+others took as its own. Given `--kv-cache-memory-bytes` it measures nothing. So the worker's own memory is measured
+here, and KV becomes less where the rest of the engine takes more than was planned.
+"""
+
+import gc
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from overspill.kv.contract import Method, wrap_once
+from overspill.kv.sizes import GiB, MiB, format_size
+from overspill.planning.device_share import DeviceShare, Taken
+
+# The smallest that PyTorch allows. vLLM sets it for a profile of its own: buffers that grow meanwhile would otherwise
+# pin what they have left.
+_MAX_SPLIT_MIB = 20
+# Beside PyTorch's memory, libraries were never seen to take so much more than planned, nor graphs so much: then it was
+# a neighbour's.
+_MOST_LIBRARIES_BYTES, _MOST_GRAPHS_BYTES = 512 * MiB, GiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchMemory:
+    """What PyTorch's allocator holds for this process."""
+
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Sized:
+    """One worker's memory, kept as its attribute `overspill_memory` for the report of its start."""
+
+    share: DeviceShare
+    taken: Taken
+    kv_bytes: int
+    """On the GPU, the window of spill included."""
+    non_torch_bytes: int | None
+    """What is taken beside weights once the largest batch has run; None where a neighbour took or freed memory."""
+    graph_bytes: int = 0
+
+    @property
+    def excess_bytes(self) -> int:
+        return self.share.excess_bytes(self.kv_bytes, self.taken, self.graph_bytes)
+
+
+def register(worker: Any) -> None:
+    """For the class that vLLM's own worker is an instance of: spill's inherits from it, and adds RAM to what it finds.
+    Does nothing without a share."""
+    if worker.device_config.device_type != "cuda" or DeviceShare.read(os.environ) is None:
+        return
+    from vllm.v1.worker.gpu_worker import Worker
+
+    wrap_once(Worker, "determine_available_memory", sized_by_plan)
+
+
+def sized_by_plan(determine: Method) -> Method:
+    def determine_planned_memory(self: Any) -> int:
+        share = DeviceShare.read(os.environ)
+        if share is None or self.cache_config.kv_cache_memory_bytes is None:
+            available: int = determine(self)
+            return available
+        settle()
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        with self._scoped_allocator_max_split(max_split_size_mb=_MAX_SPLIT_MIB):
+            planned: int = determine(self)
+        settle()
+        self.overspill_memory = sized = _size(self, share, planned, torch_memory(self.device))
+        self.model_runner.capture_model = _measured_capture(self, sized)
+        return sized.kv_bytes
+
+    return determine_planned_memory
+
+
+def settle() -> None:
+    """Give back what the allocator holds and does not use."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+
+
+def torch_memory(device: Any) -> TorchMemory:
+    stats = torch.accelerator.memory_stats(device)
+    return TorchMemory(
+        allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+        peak_bytes=stats.get("allocated_bytes.all.peak", 0),
+        reserved_bytes=torch.accelerator.memory_reserved(device),
+    )
+
+
+def free_bytes(device: Any) -> int:
+    """Of the card: every process on it counts."""
+    free: int = torch.accelerator.get_memory_info(device)[0]
+    return free
+
+
+def _size(worker: Any, share: DeviceShare, planned: int, now: TorchMemory) -> Sized:
+    weights, before = int(worker.model_runner.model_memory_usage), worker.init_snapshot
+    taken = Taken(
+        weights_bytes=weights,
+        reserved_bytes=now.reserved_bytes - before.torch_memory,
+        activation_bytes=now.peak_bytes - now.allocated_bytes,
+    )
+    consumed = before.free_memory - free_bytes(worker.device)
+    libraries = consumed - taken.reserved_bytes
+    is_ours = 0 <= libraries <= share.non_torch_bytes + _MOST_LIBRARIES_BYTES
+    kv_bytes = share.kv_bytes(planned, taken)
+    _log(share, taken, planned, kv_bytes)
+    return Sized(
+        share=share, taken=taken, kv_bytes=kv_bytes, non_torch_bytes=max(0, consumed - weights) if is_ours else None
+    )
+
+
+def _log(share: DeviceShare, taken: Taken, planned: int, kv_bytes: int) -> None:
+    from vllm.logger import init_logger
+
+    logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
+    if kv_bytes == planned:
+        logger.info("Overspill: %s of GPU memory for KV, as planned", format_size(kv_bytes))
+        return
+    logger.warning(
+        "Overspill: %s of GPU memory is left for KV, and %s was planned: weights take %s and a step of the largest "
+        "batch %s of the %s that the engine may use",
+        f"-{format_size(-kv_bytes)}" if kv_bytes < 0 else format_size(kv_bytes), format_size(planned),
+        format_size(taken.weights_bytes), format_size(taken.activation_bytes), format_size(share.budget_bytes),
+    )  # fmt: skip
+
+
+def _measured_capture(worker: Any, sized: Sized) -> Method:
+    """vLLM's own figure is what the card lost meanwhile, which may be a neighbour's; the graphs' pool is PyTorch's."""
+    capture = worker.model_runner.capture_model
+
+    def capture_model(*args: Any, **kwargs: Any) -> int:
+        settle()
+        before = torch_memory(worker.device).reserved_bytes
+        lost: int = capture(*args, **kwargs)
+        pool = max(0, torch_memory(worker.device).reserved_bytes - before)
+        sized.graph_bytes = lost if pool <= lost <= pool + _MOST_GRAPHS_BYTES else pool
+        return lost
+
+    return capture_model
