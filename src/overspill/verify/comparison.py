@@ -1,4 +1,5 @@
-"""Whether two engines gave the same answer: bit by bit where they computed it in the same pieces."""
+"""Whether two engines gave the same answer: bit by bit where they computed it in the same pieces, and otherwise no
+further apart than rounding, or another attention kernel, puts them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -150,3 +151,70 @@ def parted(first: Iterable[Answer], again: Iterable[Answer]) -> int:
     """How many of one engine's answers had other tokens when it computed the same prompts in other pieces."""
     known = {answer.name: answer.tokens for answer in first}
     return sum(answer.tokens != known[answer.name] for answer in again)
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far one engine's log-probabilities are from another's: of the likeliest tokens of both, at the tokens that
+    decode steps yield (an answer's first one comes from prefill), up to the first that differs, and with it."""
+
+    tokens: int = 0
+    differing: int = 0
+    """Tokens that are not the other engine's: at most one of an answer, since what follows answers another text."""
+    logprobs: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+    """Without end where a token differs that the other engine did not rank."""
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.logprobs if self.logprobs else 0.0
+
+    def __add__(self, other: "Distance") -> "Distance":
+        return Distance(
+            self.tokens + other.tokens, self.differing + other.differing, self.logprobs + other.logprobs,
+            self.total + other.total, max(self.largest, other.largest),
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2g} on average, {self.largest:.2g} at most, {self.differing:,} of {self.tokens:,} tokens"
+
+
+def distance(got: Iterable[Answer], expected: Mapping[str, Answer]) -> Distance:
+    result = Distance()
+    for answer in got:
+        reference = expected[answer.name]
+        for position, (token, other) in enumerate(zip(answer.tokens, reference.tokens)):
+            here, there = answer.logprobs[position], reference.logprobs[position]
+            if position or token != other:
+                gaps = [abs(here[key] - there[key]) for key in here.keys() & there.keys()]
+                # A NaN is as far as can be, and max() would not see it.
+                gaps = [gap if math.isfinite(gap) else math.inf for gap in gaps]
+                if token != other and _gap(here, there, token, other) is None:
+                    gaps.append(math.inf)
+                result += Distance(1, int(token != other), len(gaps), sum(gaps), max(gaps, default=0.0))
+            if token != other:
+                break
+    return result
+
+
+def too_far(own: Distance, yardstick: Distance, name: str) -> str:
+    """Why answers with attention on the CPU are further from the GPU's than those of another kernel; empty if not.
+
+    A mean is over hundreds of numbers or more, and must not be larger. The largest of them is a single one, which
+    varies by chance with kernels that round alike: twice the other's is still rounding, as elsewhere.
+    """
+    if not own.logprobs or not yardstick.logprobs:
+        return "no log-probability of a decode step was compared, so nothing is proven"
+    if not 0 < yardstick.mean < math.inf:
+        return f"with {name} log-probabilities are apart by {yardstick}, which is not a yardstick"
+    if own.mean > yardstick.mean or own.largest > _MARGIN * yardstick.largest:
+        return f"log-probabilities are too far from those of the GPU alone: {own}; with {name}: {yardstick}"
+    return ""
+
+
+def bounded(allowed: Tolerance, yardstick: Distance) -> Tolerance:
+    """For answers that need not be nearer than the yardstick's, whose distance decides: ties excuse any number."""
+    furthest = max(allowed.logprob, _MARGIN * yardstick.largest)
+    # Two tokens change places if each moves by as much.
+    return Tolerance(logprob=furthest, tie=max(allowed.tie, 2 * furthest), same_pieces=False, tied_share=1.0)

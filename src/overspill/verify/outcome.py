@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from overspill.verify.comparison import Compared
+from overspill.verify.comparison import Compared, Distance, too_far
 from overspill.verify.scenarios import Scenario, Tier
 
 WEAK = 3
@@ -38,6 +38,11 @@ class Outcome:
     """Random weights are made so that it does; a model's own may be as they are."""
     unknown: str = ""
     """Why that is not known although it was tried."""
+    distance: Distance = field(default_factory=Distance)
+    """From the reference, where the CPU attends to a part."""
+    yardstick: Distance = field(default_factory=Distance)
+    """From the reference, of vLLM with another attention kernel."""
+    yardstick_name: str = ""
 
     def figure(self, name: str) -> int:
         return self.figures.get(name, 0)
@@ -68,6 +73,8 @@ class Outcome:
                 return f"{meaning}, so equal answers prove nothing"
         if too_little := self._too_little():
             return too_little
+        if self.yardstick_name and (further := too_far(self.distance, self.yardstick, self.yardstick_name)):
+            return further
         if self.sensitive is False and self.must_be_sensitive:
             return "damage that nothing caught did not change the answer, so equal answers prove nothing"
         if trouble := self._trouble():
@@ -116,6 +123,8 @@ def _sum(one: Outcome, other: Outcome) -> Outcome:
         awaited=one.awaited + other.awaited,
         compared=one.compared + other.compared,
         figures={name: one.figure(name) + other.figure(name) for name in one.figures.keys() | other.figures.keys()},
+        distance=one.distance + other.distance,
+        yardstick=one.yardstick + other.yardstick,
         # A model that could tell once can tell.
         sensitive=other.sensitive if one.sensitive is None else one.sensitive or other.sensitive,
     )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from overspill.kv.copies import Ids, PlainCopier, Transfer
+from overspill.kv.spill import scheduler as spill_scheduler
+from overspill.kv.vllm_api import override_backend
 from overspill.verify.inprocess import LOAD_FORMAT, Engine, arguments_of
 from overspill.verify.stage import EngineSpec
 from overspill.verify.workload import Answer, Ask, Played, Reference, Script, Workload, make_script
@@ -35,10 +37,14 @@ class TestedEngine(Engine):
     @classmethod
     def of(cls, spec: EngineSpec) -> "TestedEngine":
         load = {"load_format": LOAD_FORMAT} if spec.random_weights else {}
+        if spec.attention:
+            override_backend(*spec.attention)
         engine = cls.start(spec.model, spec.options, **load, **arguments_of(spec.flags))
         if spec.keep_blocks is not None:
             taken = max(0, engine._pool.get_num_free_blocks() - spec.keep_blocks)
             engine._held = engine._pool.get_new_blocks(taken) if taken else []
+        if spec.far_share:
+            engine.leave_to_cpu(spec.far_share)
         return engine
 
     @property
@@ -47,6 +53,17 @@ class TestedEngine(Engine):
 
     def count(self, name: str, amount: int = 1) -> None:
         self.faults[name] = self.faults.get(name, 0) + amount
+
+    def leave_to_cpu(self, share: float) -> None:
+        """Decode steps leave this share of their spilled KV to the CPU, where a server goes by speeds and sizes: those
+        of a short context would leave it nothing."""
+        worker, scheduler = self.spill_worker, self.spill_scheduler
+        assert worker is not None and scheduler is not None
+        if worker.far is None:
+            self.count("unshared")
+            return
+        scheduler.far_share = lambda: share  # type: ignore[method-assign]
+        spill_scheduler._LEAST_FAR_BYTES = 1
 
     # Requests.
 
@@ -299,6 +316,14 @@ def spilled_and_offloaded(engine: TestedEngine, script: Script) -> None:
     engine.ask(first[1])
 
 
+def shared_attention(engine: TestedEngine, script: Script) -> None:
+    """Each second prompt beside the one before it, with which it shares blocks."""
+    for first in range(0, len(script.prompts), 2):
+        pair = script.prompts[first : first + 2]
+        engine.ask(pair[0])
+        engine.ask(*pair)
+
+
 def arrivals(engine: TestedEngine, script: Script) -> None:
     """Requests come when they come, some are aborted wherever they are, and blocks go in between."""
     draw = random.Random(script.seed)
@@ -333,6 +358,7 @@ PLAYS: Mapping[str, Callable[[TestedEngine, Script], None]] = {
     "restarted": returning,
     "spilled": spilled,
     "spilled-and-offloaded": spilled_and_offloaded,
+    "shared-attention": shared_attention,
     "arrivals": arrivals,
 }
 

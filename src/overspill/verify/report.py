@@ -1,5 +1,6 @@
 """A proof, or the opposite of one: the table on the terminal, and the same as JSON."""
 
+import math
 import platform
 import shlex
 from collections import defaultdict
@@ -12,7 +13,7 @@ from overspill.kv.sizes import format_size
 from overspill.planning.planner import Plan
 from overspill.planning.report import plan_as_json
 from overspill.registry.runs import installed_versions
-from overspill.verify.comparison import Difference, Tolerance
+from overspill.verify.comparison import Difference, Distance, Tolerance
 from overspill.verify.outcome import Outcome, exit_code, verdict
 from overspill.verify.stage import Stage
 
@@ -116,7 +117,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _notes(proof: Proof) -> list[str]:
     """What the numbers mean, and what they leave open."""
     plan, stage = proof.plan, proof.stage
-    compared = [outcome.compared for outcome in proof.outcomes]
+    compared = [outcome.compared for outcome in proof.outcomes if not outcome.yardstick_name]
     same, total = sum(one.identical_logprobs for one in compared), sum(one.logprobs for one in compared)
     how = "batch-invariant, " if proof.batch_invariant else ""
     how += "random weights, " if proof.random_weights else ""
@@ -142,6 +143,13 @@ def _notes(proof: Proof) -> list[str]:
     for outcome in proof.outcomes:
         if outcome.skipped:
             notes.append(f"{outcome.scenario.name} was not tried: {outcome.skipped}.")
+        if name := outcome.yardstick_name:
+            attended = format_size(outcome.figure("spill_far_bytes"))
+            notes += [
+                f"{outcome.scenario.name}: the CPU attended to {attended}. Log-probabilities apart from the "
+                f"reference's: {outcome.distance} differ.",
+                f"With {name} instead: {outcome.yardstick} differ.",
+            ]
         if outcome.sensitive is not None:
             notes.append(
                 "Damage that nothing looked for changed the answer: the model can tell."
@@ -176,6 +184,16 @@ def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
         "faults_injected": outcome.figure("injected"),
         "faults_caught": outcome.figure("caught"),
         "sensitive": outcome.sensitive,
+        "yardstick": outcome.yardstick_name,
+        "distance": _distance_as_json(outcome.distance),
+        "yardstick_distance": _distance_as_json(outcome.yardstick),
         "left_behind": outcome.left_behind,
         "figures": dict(outcome.figures),
     }
+
+
+def _distance_as_json(distance: Distance) -> dict[str, Any]:
+    """JSON has no number without end."""
+    largest = distance.largest if math.isfinite(distance.largest) else None
+    return {"tokens": distance.tokens, "differing_tokens": distance.differing, "logprobs": distance.logprobs,
+            "mean": distance.mean if largest is not None else None, "largest": largest}  # fmt: skip

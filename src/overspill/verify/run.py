@@ -16,11 +16,20 @@ from overspill.planning.refusal import refusal
 from overspill.settings import GivenBy, as_flags, plain
 from overspill.verify import CannotVerify, TooNoisy
 from overspill.verify.children import ChildDied, Children
-from overspill.verify.comparison import Tolerance, compare, most_noise, noise, parted, tolerance
+from overspill.verify.comparison import (
+    Tolerance,
+    bounded,
+    compare,
+    distance,
+    most_noise,
+    noise,
+    parted,
+    tolerance,
+)
 from overspill.verify.outcome import Outcome, merged
 from overspill.verify.report import Proof
 from overspill.verify.scenarios import Request, Scenario, drawn_options
-from overspill.verify.stage import EngineSpec, Stage, engine_spec, make_stage
+from overspill.verify.stage import EngineSpec, Stage, engine_spec, make_stage, other_attention, sharing
 from overspill.verify.workload import Answer, Played, Reference, make_workload
 
 # Each of a dozen engines would compile and capture graphs, for a minute on a GPU, to run for seconds.
@@ -40,8 +49,12 @@ _BATCH_INVARIANT = {
 # vllm/envs.py: from which compute capability on it works.
 _LEAST_CAPABILITY = (9, 0)
 _NO_WEIGHTS = "; no weights are there, and --load-format dummy verifies the model's shape with random ones"
+_UNSHARED = (
+    "the CPU does not share attention in this engine: its layers or its attention backend are others than those that "
+    "can be shared, or the kernel for this CPU is missing"
+)
 # Engines of a scenario, where it needs more than one.
-_ENGINES = {"damaged": 2, "killed": 2}
+_ENGINES = {"damaged": 2, "killed": 2, "shared-attention": 2}
 
 
 def prove(launch: Launch, request: Request, say: Callable[[str], None]) -> Proof:
@@ -181,7 +194,8 @@ class _Round:
 
     def reference(self) -> Reference:
         self.progress.begin("vLLM without Overspill, as reference")
-        workload = make_workload(self.stage, self.request.seed, varied=self.request.soak)
+        prompts = self.request.prompts if any(one.shares_attention for one in self.request.scenarios) else 0
+        workload = make_workload(self.stage, self.request.seed, varied=self.request.soak, prompts=prompts)
         try:
             reference: Reference = self.children.run("reference", self._spec(None, {}), workload, self.request.seed)
         except ChildDied as error:
@@ -212,6 +226,8 @@ class _Round:
     def _play(self, scenario: Scenario, reference: Reference, allowed: Tolerance) -> Outcome:
         options = drawn_options(scenario, self.request.seed) if self.request.soak else {}
         spec = self._spec(scenario, options)
+        if scenario.shares_attention:
+            return self._share(scenario, sharing(self.plan, spec), reference, allowed)
         more: dict[str, int] = {}
         play = scenario.name
         if scenario.name == "killed":
@@ -220,16 +236,37 @@ class _Round:
                 return Outcome(scenario=scenario, left_behind=left, figures={"injected": 1})
             more, play = {"injected": 1, "caught": 1}, "restarted"
         played: Played = self.children.run("play", spec, play, reference.script)
-        spilled = sum(_spilled_tokens(answer, self.stage.bytes_per_token) for answer in played.answers)
         strict = replace(allowed, same_pieces=allowed.same_pieces and scenario.same_pieces)
-        outcome = Outcome(
-            scenario=scenario, compared=compare(played.answers, reference.answers, strict), awaited=played.awaited,
-            tied_share=allowed.tied_share, figures={**played.figures, "spilled_tokens": spilled, **more},
-            left_behind=played.left_behind,
-        )  # fmt: skip
+        outcome = self._outcome(scenario, played, reference, strict, more)
         if scenario.name != "damaged":
             return outcome
         return self._with_sensitivity(outcome, self._spec(scenario, {**options, "verify": "off"}), reference, allowed)
+
+    def _share(self, scenario: Scenario, spec: EngineSpec, reference: Reference, allowed: Tolerance) -> Outcome:
+        """The CPU rounds differently, as another attention kernel does, which shows by how much."""
+        played: Played = self.children.run("play", spec, scenario.name, reference.script)
+        if played.figures.get("unshared"):
+            return Outcome(scenario=scenario, skipped=_UNSHARED)
+        name, other = other_attention(self.plan, self._spec(None, {}))
+        try:
+            yardstick: Played = self.children.run("play", other, scenario.name, reference.script)
+        except ChildDied as error:
+            raise ChildDied(f"with {name}, for comparison: {error}") from error
+        apart = distance(yardstick.answers, reference.answers)
+        return replace(
+            self._outcome(scenario, played, reference, bounded(allowed, apart), {}),
+            distance=distance(played.answers, reference.answers), yardstick=apart, yardstick_name=name,
+        )  # fmt: skip
+
+    def _outcome(
+        self, scenario: Scenario, played: Played, reference: Reference, allowed: Tolerance, more: Mapping[str, int]
+    ) -> Outcome:
+        spilled = sum(_spilled_tokens(answer, self.stage.bytes_per_token) for answer in played.answers)
+        return Outcome(
+            scenario=scenario, compared=compare(played.answers, reference.answers, allowed), awaited=played.awaited,
+            tied_share=allowed.tied_share, figures={**played.figures, "spilled_tokens": spilled, **more},
+            left_behind=played.left_behind,
+        )  # fmt: skip
 
     def _with_sensitivity(
         self, outcome: Outcome, spec: EngineSpec, reference: Reference, allowed: Tolerance

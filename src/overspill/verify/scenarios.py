@@ -13,6 +13,7 @@ _MINUTES = 30
 # Prompts are drawn from seeds; a larger one is a typing mistake.
 _MOST_SEED = 2**32
 _MOST_MINUTES = 7 * 24 * 60
+_PROMPTS, _MOST_PROMPTS = 8, 10_000
 
 
 class Tier(StrEnum):
@@ -37,6 +38,8 @@ class Scenario:
     may_be_lazy: bool = False
     """Whether blocks leave the GPU one after the other, so that stores have time to begin when they are near."""
     soak_only: bool = False
+    shares_attention: bool = False
+    """Whether the CPU attends to a part, so that answers are held to the distance of another attention kernel."""
 
 
 _LOADED = {"hit_tokens": "no token came from RAM", "load_bytes": "no byte was loaded from RAM"}
@@ -76,6 +79,10 @@ SCENARIOS = (
         name="spilled-and-offloaded", title="both", tier=Tier.BOTH, required=_LOADED | _STREAMED,
     ),
     Scenario(
+        name="shared-attention", title="the CPU attends to a part", tier=Tier.SPILL, shares_attention=True,
+        required=_STREAMED | {"spill_far_bytes": "the CPU attended to nothing"},
+    ),
+    Scenario(
         name="arrivals", title="random arrivals and aborts", tier=Tier.BOTH, required=_LOADED, soak_only=True,
         fault_text="{injected} aborted",
     ),
@@ -109,17 +116,20 @@ class Request:
     scenarios: tuple[Scenario, ...]
     random_weights: bool = False
     """In place of the model's, which need not exist."""
+    prompts: int = _PROMPTS
+    """Of scenarios in which the CPU attends to a part."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """Flags that repeat it, except for seed and scenarios; of a soak, its first round."""
         weights = ("--load-format", "dummy") if self.random_weights else ()
-        return (*weights, *(("--soak", "--minutes", "1") if self.soak else ()))
+        prompts = ("--prompts", str(self.prompts)) if self.prompts != _PROMPTS else ()
+        return (*weights, *prompts, *(("--soak", "--minutes", "1") if self.soak else ()))
 
 
 def read_request(
     *, quick: bool, soak: bool, minutes: str | None, seed: str | None, scenarios: Sequence[str],
-    load_format: str | None = None,
+    load_format: str | None = None, prompts: str | None = None,
 ) -> Request:  # fmt: skip
     if load_format not in (None, "auto", "dummy"):
         raise OverspillError(
@@ -135,11 +145,14 @@ def read_request(
             known = ", ".join(NAMES)
             raise OverspillError(f"--scenario: there is no {name!r}; {nearest(name, NAMES)} Scenarios: {known}")
     found = chosen(names, soak=soak)
+    if prompts is not None and not any(one.shares_attention for one in found):
+        raise OverspillError("--prompts is for --scenario shared-attention; add that, or leave it out")
     if not soak and (only := next((one.name for one in found if one.soak_only), None)):
         raise OverspillError(f"--scenario {only} is part of --soak; add that")
     seconds = 60 * _number("--minutes", minutes or str(_MINUTES), 1, _MOST_MINUTES) if soak else None
     return Request(soak=soak, seconds=seconds, seed=_number("--seed", seed or "0", 0, _MOST_SEED), scenarios=found,
-                   random_weights=load_format == "dummy")  # fmt: skip
+                   random_weights=load_format == "dummy",
+                   prompts=_number("--prompts", prompts or str(_PROMPTS), 2, _MOST_PROMPTS))  # fmt: skip
 
 
 def _number(flag: str, text: str, least: int, most: int) -> int:

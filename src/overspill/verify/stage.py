@@ -1,5 +1,6 @@
 """The sizes at which a model is verified, so small that KV must leave the GPU and a minute is enough; its engines."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -8,6 +9,7 @@ from overspill.kv.sizes import format_size
 from overspill.kv.spill.geometry import block_step, window_bytes
 from overspill.model.kv import KVGeometry
 from overspill.planning.arguments import vllm_args
+from overspill.planning.connector_options import read_options
 from overspill.planning.memory import KvSplit, table_bytes
 from overspill.planning.planner import Plan
 from overspill.planning.setup import can_spill
@@ -25,6 +27,7 @@ _LEAST_UNIT = 128
 _CHUNK_UNITS = 4
 # On the GPU with spill, for each group of layers; and vLLM's null block with one beside it.
 _RESIDENT_BLOCKS, _NULL_BLOCKS = 2, 2
+_FAR_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Stage:
     spill: SpillSizes | None
     no_spill: str
     """Why the model cannot be verified with spill; empty if it can."""
+    no_sharing: str
+    """Why the CPU attends to nothing by these settings; empty if it may."""
     table_bytes: int
     token_ids: tuple[int, int]
     """From and to, without the ends of the vocabulary, where tokens with a meaning of their own are."""
@@ -69,6 +74,8 @@ class Stage:
 
     def skips(self, scenario: Scenario) -> str:
         """Why the scenario cannot be tried; empty if it can."""
+        if scenario.shares_attention and self.no_sharing:
+            return self.no_sharing
         return self.no_spill if scenario.tier is not Tier.OFFLOAD and not scenario.soak_only else ""
 
 
@@ -100,6 +107,7 @@ def make_stage(plan: Plan) -> Stage:
         host_bytes=2 * everything * (geometry.bytes_per_block + 4096),
         spill=spill,
         no_spill=no_spill,
+        no_sharing="spill_compute is gpu" if read_options(plan.wishes.kv_options).get("spill_compute") == "gpu" else "",
         table_bytes=table_bytes(geometry, unit * units, plan.max_num_seqs),
         token_ids=(plan.facts.vocab_size // 8, plan.facts.vocab_size * 3 // 4),
         is_whole=longest >= plan.max_model_len,
@@ -172,6 +180,10 @@ class EngineSpec:
     """KV blocks that requests may use; the rest is taken away before the first request."""
     random_weights: bool = False
     """In place of the model's."""
+    far_share: float = 0.0
+    """Of spilled KV, for the CPU to attend to, whatever that saves."""
+    attention: tuple[str, str] | None = None
+    """An attention backend of vLLM's, and the class to be used in its place."""
 
 
 def engine_spec(plan: Plan, stage: Stage, model: str, tier: Tier | None, options: Mapping[str, Any]) -> EngineSpec:
@@ -185,7 +197,30 @@ def engine_spec(plan: Plan, stage: Stage, model: str, tier: Tier | None, options
         return EngineSpec(model=model, flags=flags, options=pool, keep_blocks=stage.work_blocks)
     flags = _flags(plan, stage, memory_bytes=stage.spill.resident_bytes + stage.table_bytes)
     beside = pool if tier is Tier.BOTH else {"reserve_bytes": 0}
-    return EngineSpec(model=model, flags=flags, options=beside | asdict(stage.spill))
+    return EngineSpec(model=model, flags=flags, options=beside | {"spill_compute": "gpu"} | asdict(stage.spill))
+
+
+def sharing(plan: Plan, spec: EngineSpec) -> EngineSpec:
+    """The same engine of a spill tier with a part of its attention on the CPU.
+
+    On a GPU that needs FULL graphs. Where the reference has none, they are made without the compiler, so that nothing
+    but attention differs.
+    """
+    flags = spec.flags
+    if "--enforce-eager" in flags and not plan.platform.is_cpu:
+        graphs = json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]})
+        flags = (*(flag for flag in flags if flag != "--enforce-eager"), "--compilation-config", graphs)
+    assert spec.options is not None
+    return replace(spec, flags=flags, options={**spec.options, "spill_compute": "auto"}, far_share=_FAR_SHARE)
+
+
+def other_attention(plan: Plan, reference: EngineSpec) -> tuple[str, EngineSpec]:
+    """The reference with another attention kernel, and that kernel's name. Where the CPU shares attention, the GPU's is
+    FlashAttention; the CPU platform has one backend, and torch's attention stands in for a second."""
+    if plan.platform.is_cpu:
+        torchs = "CPU_ATTN", "overspill.verify.yardstick.TorchBackend"
+        return "torch's attention", replace(reference, attention=torchs)
+    return "TRITON_ATTN", replace(reference, flags=(*reference.flags, "--attention-backend", "TRITON_ATTN"))
 
 
 def _flags(plan: Plan, stage: Stage, *, blocks: int | None = None, memory_bytes: int = 0) -> tuple[str, ...]:

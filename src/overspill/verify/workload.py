@@ -81,10 +81,12 @@ class Workload:
     shorts: tuple[Conversation, ...]
     fresh: Conversation
     """A prompt that was never sent before, and whose answer nobody waits for."""
+    prompts: tuple[Conversation, ...] = ()
+    """Single turns as long as the longs, for the CPU to attend to; each second one begins as the one before."""
 
     @property
     def all(self) -> tuple[Conversation, ...]:
-        return (*self.conversations, *self.longs, *self.shorts, self.fresh)
+        return (*self.conversations, *self.longs, *self.shorts, self.fresh, *self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Script:
     shorts: tuple[Ask, ...]
     fresh: Ask
     seed: int
+    prompts: tuple[Ask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,8 @@ class Played:
     left_behind: str
 
 
-def make_workload(stage: Stage, seed: int, *, varied: bool = False) -> Workload:
-    """With `varied`, lengths are drawn too."""
+def make_workload(stage: Stage, seed: int, *, varied: bool = False, prompts: int = 0) -> Workload:
+    """With `varied`, lengths are drawn too; with `prompts`, so many for scenarios that share attention."""
     draw = random.Random(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -151,7 +154,14 @@ def make_workload(stage: Stage, seed: int, *, varied: bool = False) -> Workload:
         for i in range(1, _SHORTS + 1)
     ]
     fresh = Conversation("fresh", (tokens(2 * stage.unit + 1),))
-    return Workload(tuple(conversations), tuple(longs) if stage.spill is not None else (), tuple(shorts), fresh)
+    if stage.spill is None:
+        return Workload(tuple(conversations), (), tuple(shorts), fresh)
+    singles = [conversation(f"prompt-{i}", stage.units, 1, 3 / 4) for i in range(1, prompts + 1)]
+    for i in range(1, prompts, 2):
+        (before,), (own,) = singles[i - 1].pieces, singles[i].pieces
+        half = min(len(before), len(own)) // 2
+        singles[i] = Conversation(singles[i].name, ((*before[:half], *own[half:]),))
+    return Workload(tuple(conversations), tuple(longs), tuple(shorts), fresh, tuple(singles))
 
 
 def make_script(workload: Workload, answer: Callable[[Ask], Answer], seed: int) -> Script:
@@ -171,5 +181,6 @@ def make_script(workload: Workload, answer: Callable[[Ask], Answer], seed: int) 
         longs=tuple(map(turns, workload.longs)),
         shorts=tuple(turns(conversation)[0] for conversation in workload.shorts),
         fresh=turns(workload.fresh)[0],
+        prompts=tuple(turns(conversation)[0] for conversation in workload.prompts),
         seed=seed,
     )
