@@ -289,7 +289,8 @@ def assert_identical(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
     """Bit by bit, for requests that were computed in the same pieces."""
     for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         assert mine.tokens == theirs.tokens, f"answer {i}"
-        assert mine.logprobs == theirs.logprobs, f"answer {i}"
+        for position, (here, there) in enumerate(zip(mine.logprobs, theirs.logprobs, strict=True)):
+            assert here == there, f"answer {i}: {here} and {there} at {position}"
 
 
 def assert_same_but_for_ties(got: Sequence[Answer], expected: Sequence[Answer], *, rounding: float = 0.6) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from overspill.kv.spill.steps import Runs
-from overspill.kv.spill.streams import HostStreams, Point
+from overspill.kv.spill.streams import Event, HostStreams
 
 
 class _Stream:
-    """Closures in order; a point is how many of them come before it."""
+    """Closures in order; an event is how many of them precede it."""
 
     def __init__(self) -> None:
         self.operations: list[Callable[[], None] | None] = []
@@ -18,22 +18,22 @@ class _Stream:
     def ask(self, operation: Callable[[], None]) -> None:
         self.operations.append(operation)
 
-    def so_far(self) -> Point:
+    def so_far(self) -> Event:
         return self, len(self.operations)
 
 
 class LateStreams(HostStreams):
-    """The worst case that a GPU allows. `HostStreams` is the best one: there a copy is over when it is asked for."""
+    """The worst case that a GPU allows. `HostStreams` is the best one: there a copy is over when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in, self._out = _Stream(), _Stream()
         self._lock = threading.RLock()
 
-    def _reach(self, point: Point) -> None:
-        if point is None:
+    def _reach(self, event: Event) -> None:
+        if event is None:
             return  # compute is over when it returns
-        stream, count = point
+        stream, count = event
         with self._lock:
             while stream.num_done < count:
                 operation, stream.operations[stream.num_done] = stream.operations[stream.num_done], None
@@ -45,32 +45,32 @@ class LateStreams(HostStreams):
         do = super()._fill
         self._in.ask(lambda: do(region, runs))
 
-    def move(self, pairs: list[tuple[int, int]]) -> None:
-        do = super().move
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        do = super().copy_blocks
         self._in.ask(lambda: do(pairs))
 
     def _save(self, region: int, runs: Runs) -> None:
         do = super()._save
         self._out.ask(lambda: do(region, runs))
 
-    def filled(self) -> Point:
+    def fill_event(self) -> Event:
         return self._in.so_far()
 
-    def saved(self) -> Point:
+    def save_event(self) -> Event:
         return self._out.so_far()
 
-    def fill_after(self, point: Point) -> None:
-        self._in.ask(lambda: self._reach(point))
+    def fill_after(self, event: Event) -> None:
+        self._in.ask(lambda: self._reach(event))
 
-    def save_after(self, point: Point) -> None:
-        self._out.ask(lambda: self._reach(point))
+    def save_after(self, event: Event) -> None:
+        self._out.ask(lambda: self._reach(event))
 
-    def compute_after(self, point: Point) -> None:
-        self._reach(point)
+    def compute_after(self, event: Event) -> None:
+        self._reach(event)
 
-    def wait(self, point: Point) -> None:
-        self._reach(point)
+    def wait(self, event: Event) -> None:
+        self._reach(event)
 
     def close(self) -> None:
-        self._reach(self.filled())
-        self._reach(self.saved())
+        self._reach(self.fill_event())
+        self._reach(self.save_event())

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.kv.checksums import Verdict
 from overspill.kv.copies import Copier, Transfer
+from overspill.kv.host_memory import Verdict
 
 BLOCK_BYTES = 4096
 GARBAGE = -1
@@ -151,8 +151,6 @@ class ScriptedCopier(Copier):
         """Checksums are always up to date here."""
 
     def end_step(self) -> None: ...
-
-    def reused_early(self) -> None: ...
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -48,8 +48,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from overspill.kv.jobs import StepReport
-from overspill.kv.model_changes import requests_with_kv
 from overspill.kv.options import Options
+from overspill.kv.provenance import requests_with_kv
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.worker import OffloadWorker
 from tests.simulated_copies import BLOCK_BYTES, ScriptedCopier, Setup, Violation, require
@@ -94,6 +94,8 @@ class Engine:
         for copier in self.copiers:
             worker = OffloadWorker(options, self._config, self._kv_config)
             worker._copier, worker.checksums = copier, copier  # type: ignore[assignment]
+            worker.idle_wait_s = 0.0
+            worker.load_bytes_per_s = 1e12 if setup.ahead else 0.0
             self.workers.append(worker)
         self._aggregator = KVOutputAggregator(setup.ranks)
         self.link_seems_slow = setup.load == "auto" and setup.seed % 2 == 0 and not setup.ahead
@@ -101,11 +103,7 @@ class Engine:
             # Ten tokens a millisecond, and more are worth a load, or nothing seems to be.
             self.offload.speeds.load_bytes_per_s = 1.0 if self.link_seems_slow else 1e12
             self.offload.speeds.prefill_tokens_per_s = 1e4
-            self.offload.loads._second_looks._patience = 1  # or few sequences would be long enough
-        if setup.ahead:
-            self.offload.speeds.load_bytes_per_s = self.offload.speeds.plain_step_s = 1e9
-            # Ten tokens are many, or any number is not.
-            self.offload.speeds.fastest_prefill_tokens_per_s = 1.25e-9 if setup.seed % 2 else 0
+            self.offload.loads.probe_after = 1  # or few sequences would be long enough
         self._hasher = get_request_block_hasher(self._hash_size, _hash_function())
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.requests: dict[str, Request] = {}

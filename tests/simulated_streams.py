@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from overspill.kv.speeds import Mark, WallMark
 from overspill.kv.spill.geometry import Geometry
 from overspill.kv.spill.steps import Runs
-from overspill.kv.spill.streams import Point, Streams
-from overspill.kv.timing import Mark, WallMark
+from overspill.kv.spill.streams import Event, Streams
 from tests.simulated_copies import Violation
 
 SLOTS_PER_PAGE = 4
@@ -148,35 +148,35 @@ class SimulatedStreams(Streams):
             for block in range(start, end):
                 yield Place("arena region", region, block), Place("window half", half, block)
 
-    def move(self, pairs: list[tuple[int, int]]) -> None:
-        raise NotImplementedError("no simulated step moves blocks")
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        raise NotImplementedError("no simulated step copies blocks")
 
-    def filled(self) -> Point:
+    def fill_event(self) -> Event:
         return tuple(self._clocks[Stream.WAY_IN])
 
-    def saved(self) -> Point:
+    def save_event(self) -> Event:
         return tuple(self._clocks[Stream.WAY_OUT])
 
-    def computed(self) -> Point:
+    def compute_event(self) -> Event:
         return tuple(self._clocks[Stream.COMPUTE])
 
-    def fill_after(self, point: Point) -> None:
-        self._wait(Stream.WAY_IN, point)
+    def fill_after(self, event: Event) -> None:
+        self._wait(Stream.WAY_IN, event)
 
-    def save_after(self, point: Point) -> None:
-        self._wait(Stream.WAY_OUT, point)
+    def save_after(self, event: Event) -> None:
+        self._wait(Stream.WAY_OUT, event)
 
-    def compute_after(self, point: Point) -> None:
-        self._wait(Stream.COMPUTE, point)
+    def compute_after(self, event: Event) -> None:
+        self._wait(Stream.COMPUTE, event)
 
-    def _wait(self, stream: Stream, point: Clock) -> None:
-        self._clocks[stream] = [max(mine, other) for mine, other in zip(self._clocks[stream], point, strict=True)]
-        self.log.append(f"{self.now}: {stream} waits for {point}")
+    def _wait(self, stream: Stream, event: Clock) -> None:
+        self._clocks[stream] = [max(mine, other) for mine, other in zip(self._clocks[stream], event, strict=True)]
+        self.log.append(f"{self.now}: {stream} waits for {event}")
 
     def mark(self) -> Mark:
         return WallMark()
 
-    def wait(self, point: Point) -> None:
+    def wait(self, event: Event) -> None:
         """No other thread takes part."""
 
     def close(self) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from overspill.kv.checksums import SAMPLE_EVERY, Checksums
-from overspill.kv.host_memory import HostMemory
+from overspill.kv.host_memory import SAMPLE_EVERY, Checksums, HostMemory
 from overspill.kv.options import Verify
 
 SLOTS = 3 * SAMPLE_EVERY

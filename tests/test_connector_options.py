@@ -11,7 +11,7 @@ from overspill.settings import resolve
 
 ALL = (
     "store=lazy,eviction=arc,verify=all,load=always,keep_on_reset=true,spill_share=0.25,reserve_bytes=2147483648,"
-    "pin=true"
+    "pin=true,spill_compute=gpu,spill_threads=6,spill_graphs=false"
 )
 
 
@@ -19,7 +19,8 @@ def test_the_connector_accepts_options_as_read() -> None:
     read = read_options(ALL)
     assert read == {
         "store": "lazy", "eviction": "arc", "verify": "all", "load": "always", "spill_share": 0.25,
-        "reserve_bytes": 2**31, "pin": True, "keep_on_reset": True,
+        "reserve_bytes": 2**31, "pin": True, "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 6,
+        "spill_graphs": False,
     }  # fmt: skip
     options = Options.parse({"host_bytes": 1, "spill_bytes": 1, **read})
     assert all(getattr(options, name) == value for name, value in read.items())

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from overspill.kv import cuda
-from overspill.kv.copies import PlainCopier, Transfer
-from overspill.kv.cuda import CudaCopier, batches, merge_runs
+from overspill.kv import copies
+from overspill.kv.buffer import Region
+from overspill.kv.copies import CudaCopier, PlainCopier, Transfer, batches, merge_runs
 from overspill.kv.host_memory import HostMemory
-from overspill.kv.layout import Region
 from tests.simulated_copies import Setup
 from tests.simulated_engine import Engine
 
@@ -161,10 +160,9 @@ def test_load_waits_for_zeroes_that_are_still_queued(monkeypatch: pytest.MonkeyP
     The events are names here, in the order of the compute stream."""
     stream = iter(f"end of step {n}" for n in range(9))
     waits_for: list[str] = []
-    monkeypatch.setattr(cuda, "_compute_so_far", lambda: next(stream))
-    monkeypatch.setattr(cuda, "_CudaTransfer", lambda num_bytes, after: SimpleNamespace(after=after))
-    monkeypatch.setattr(cuda, "BatchCopy", lambda: None)
-    monkeypatch.setattr(cuda, "_Bounce", lambda *_: None)
+    monkeypatch.setattr(copies, "_compute_so_far", lambda: next(stream))
+    monkeypatch.setattr(copies, "_CudaTransfer", lambda num_bytes, after: SimpleNamespace(after=after))
+    monkeypatch.setattr(copies, "BatchCopy", lambda: None)
 
     class Lane:
         def __init__(self, *_: Any) -> None: ...
@@ -172,9 +170,9 @@ def test_load_waits_for_zeroes_that_are_still_queued(monkeypatch: pytest.MonkeyP
         def submit(self, transfer: Any, copy: Any) -> None:
             waits_for.append(transfer.after)
 
-    monkeypatch.setattr(cuda, "_Lane", Lane)
+    monkeypatch.setattr(copies, "_Lane", Lane)
     rig = Rig(LAYOUTS["block outermost"])
-    copier = CudaCopier(rig.buffer, rig.regions, rig.memory, None, 2, zeroes_new_blocks=zeroes)
+    copier = CudaCopier(rig.buffer, rig.regions, rig.memory, 2, zeroes_new_blocks=zeroes)
     for _ in range(3):
         copier.end_step()
     copier.load(np.array([0]), np.array([1]))
@@ -186,10 +184,42 @@ def test_worker_says_whether_new_blocks_are_zeroed(monkeypatch: pytest.MonkeyPat
     worker = Engine(Setup()).workers[0]
     worker._config = SimpleNamespace(needs_kv_cache_zeroing=zeroes)  # type: ignore[assignment]
     said: dict[str, bool] = {}
-    monkeypatch.setattr(cuda, "CudaCopier", lambda *_, **settings: said.update(settings))
-    monkeypatch.setattr(cuda, "PinnedRanges", lambda device: None)
-    monkeypatch.setattr(cuda, "gpu_numa_node", lambda device: None)
+    monkeypatch.setattr("overspill.kv.worker.CudaCopier", lambda *_, **settings: said.update(settings))
+    monkeypatch.setattr("overspill.kv.worker.PinnedRanges", lambda device: None)
+    monkeypatch.setattr("overspill.kv.worker.gpu_numa_node", lambda device: None)
     worker._use_cuda(torch.zeros(96 * BLOCKS, dtype=torch.uint8), SLOTS, 96, LAYOUTS["block outermost"])
     assert said == {"zeroes_new_blocks": zeroes}
     worker._copier = None
     worker.shutdown()
+
+
+@pytest.mark.parametrize("pinned_slots", [0, 2, SLOTS])
+def test_pageable_slots_are_copied_while_the_lane_waits(monkeypatch: pytest.MonkeyPatch, pinned_slots: int) -> None:
+    """Events do not order such copies: compute before them has completed, and so have they when they count as
+    queued."""
+    happened: list[str] = []
+
+    class Lane:
+        stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: happened.append("wait"))
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def submit(self, transfer: Any, copy: Any) -> None:
+            copy()
+            happened.append("queued")
+
+    def batch(dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        first = (int(src[0]) - rig.memory.address) // rig.memory.slot_stride
+        happened.append("pinned" if first < pinned_slots else "pageable")
+
+    monkeypatch.setattr(copies, "_compute_so_far", lambda: None)
+    monkeypatch.setattr(copies, "_CudaTransfer", lambda *_: SimpleNamespace(mark=lambda *_: None))
+    monkeypatch.setattr(copies, "BatchCopy", lambda: batch)
+    monkeypatch.setattr(copies, "_Lane", Lane)
+    rig = Rig(LAYOUTS["block outermost"])
+    rig.memory.pinned_bytes = pinned_slots * rig.memory.slot_stride
+    copier = CudaCopier(rig.buffer, rig.regions, rig.memory)
+    copier.load(ids(0, 5), ids(1, 2))
+    pinned = ["pinned"] if pinned_slots else []
+    pageable = ["wait", "pageable", "wait"] if pinned_slots < SLOTS else []
+    assert happened == [*pinned, *pageable, "queued"]

@@ -297,7 +297,7 @@ def test_a_copy_beyond_a_hole_does_not_stand_for_its_prefix(order: type[LruOrder
         block = cache.find(key(name))
         assert block is not None
         cache.use([block])  # ARC counts what was used again
-        return cache.stands_for_its_prefix(block)
+        return cache.has_whole_prefix(block)
 
     assert not stands("abc")
     cache.store("a")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from overspill.kv.jobs import Pace
 from tests.engine import BLOCK, Answer, assert_identical, engine, overspill, random_prompt
 
 pytestmark = [
@@ -23,9 +22,10 @@ class Rig:
     """A KV buffer, a pool and a copier."""
 
     def __init__(self, *, layers_outermost: bool, pinned_slots: int | None) -> None:
-        from overspill.kv.cuda import CudaCopier, PinnedRanges
+        from overspill.kv.buffer import Region
+        from overspill.kv.copies import CudaCopier
+        from overspill.kv.cuda import PinnedRanges
         from overspill.kv.host_memory import HostMemory
-        from overspill.kv.layout import Region
 
         self.buffer = torch.randint(0, 255, (NUM_BLOCKS * BLOCK_BYTES,), dtype=torch.uint8, device="cuda")
         page = BLOCK_BYTES // LAYERS
@@ -40,7 +40,7 @@ class Rig:
         assert self.memory.pinned_bytes == self.memory.num_bytes
         if pinned_slots is not None:
             self.memory.pinned_bytes = pinned_slots * self.memory.slot_stride
-        self.copier = CudaCopier(self.buffer, self.regions, self.memory, self.pinned)
+        self.copier = CudaCopier(self.buffer, self.regions, self.memory)
 
     def block(self, index: int) -> np.ndarray:
         parts = [self.buffer[r.offset + index * r.block_bytes :][: r.block_bytes] for r in self.regions]
@@ -56,7 +56,7 @@ def layers_outermost(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=[None, 0, 20], ids=["pinned", "bounced", "half-pinned"])
+@pytest.fixture(params=[None, 0, 20], ids=["pinned", "pageable", "half-pinned"])
 def rig(request: pytest.FixtureRequest, layers_outermost: bool) -> Iterator[Rig]:
     made = Rig(layers_outermost=layers_outermost, pinned_slots=request.param)
     yield made
@@ -119,7 +119,7 @@ def test_loads_wait_for_prior_compute_and_compute_for_the_fence(rig: Rig) -> Non
 
 
 def test_a_load_reports_its_remaining_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overspill.kv.cuda._MARK_BYTES", 8 * BLOCK_BYTES)
+    monkeypatch.setattr("overspill.kv.copies._MARK_BYTES", 8 * BLOCK_BYTES)
     torch.cuda._sleep(200_000_000)
     rig.copier.end_step()
     blocks = np.arange(NUM_BLOCKS)
@@ -138,7 +138,7 @@ def test_a_load_reports_its_remaining_bytes(rig: Rig, monkeypatch: pytest.Monkey
 
 def slow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies begin a tenth of a second late, and count as there in time."""
-    from overspill.kv.cuda import CudaCopier
+    from overspill.kv.copies import CudaCopier
 
     copy = CudaCopier._copy
 
@@ -149,14 +149,14 @@ def slow_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         copy(self, lane, *args, to_gpu=to_gpu)
 
     monkeypatch.setattr(CudaCopier, "_copy", late)
-    monkeypatch.setattr("overspill.kv.scheduler.pace", lambda speeds, num_tokens: Pace(1.0, 1e12))
+    monkeypatch.setattr("overspill.kv.worker._ANNOUNCE_AHEAD_S", 1e9)
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "not fenced"])
 def test_a_request_run_before_its_load_ends_waits_at_the_fence(
     llama: Path, monkeypatch: pytest.MonkeyPatch, fenced: bool
 ) -> None:
-    from overspill.kv.cuda import _CudaTransfer
+    from overspill.kv.copies import _CudaTransfer
 
     fence, under_way = _CudaTransfer.fence, []
 
@@ -168,6 +168,8 @@ def test_a_request_run_before_its_load_ends_waits_at_the_fence(
     prompt, other = random_prompt(1, 600), random_prompt(2, 40)
     with engine(llama, overspill()) as spilling:
         before = spilling.ask_one(prompt)
+        spilling.forget_gpu()
+        assert not spilling.ask_one(prompt).differs_from(before)  # and measures the link
         spilling.forget_gpu()
         slow_loads(monkeypatch)
         monkeypatch.setattr(_CudaTransfer, "fence", counted)

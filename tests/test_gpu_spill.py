@@ -1,5 +1,6 @@
 """Spill on a GPU: virtual memory, stream order, vLLM's CUDA runner and its graphs. Run with `pytest -m gpu`."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ class Rig:
     """A mapped buffer, an arena and the streams between them."""
 
     def __init__(self) -> None:
+        from overspill.kv.buffer import CudaAliasedMemory
         from overspill.kv.cuda import PinnedRanges
         from overspill.kv.host_memory import HostMemory
-        from overspill.kv.spill.cuda_memory import CudaAliasedMemory
-        from overspill.kv.spill.cuda_streams import CudaStreams
+        from overspill.kv.spill.streams import CudaStreams
 
         device = torch.device("cuda", 0)
         torch.cuda.init()
@@ -96,15 +97,15 @@ def test_copies_move_runs_of_blocks_both_ways(rig: Rig) -> None:
         rig.kept(region)[:] = torch.arange(GEOMETRY.num_spilled, dtype=torch.uint8)[:, None] + 16 * region
     runs = [(0, 3), (7, 8), (10, 16)]
     rig.streams.fill(3, runs)
-    rig.streams.compute_after(rig.streams.filled())
+    rig.streams.compute_after(rig.streams.fill_event())
     expected = torch.zeros(16, dtype=torch.uint8)
     for start, end in runs:
         expected[start:end] = torch.arange(start, end, dtype=torch.uint8) + 48
     assert torch.equal(rig.window(3)[:, 0].cpu(), expected) and torch.equal(rig.window(3)[:, -1].cpu(), expected)
     rig.window(3).add_(100)
-    rig.streams.save_after(rig.streams.computed())
+    rig.streams.save_after(rig.streams.compute_event())
     rig.streams.save(3, [(1, 2), (10, 12)])
-    rig.streams.wait(rig.streams.saved())
+    rig.streams.wait(rig.streams.save_event())
     assert rig.kept(3)[:, 5].tolist() == [48, 149, *range(50, 58), 158, 159, *range(60, 64)]
     assert rig.streams.bytes_in == 10 * MIB // 2 and rig.streams.bytes_out == 3 * MIB // 2
 
@@ -114,11 +115,11 @@ def test_a_save_waits_for_compute_and_a_fill_for_the_save(rig: Rig) -> None:
     rig.kept(2)[:] = 2
     torch.cuda._sleep(200_000_000)
     rig.window(0).fill_(7)  # what layer 0 writes
-    rig.streams.save_after(rig.streams.computed())
+    rig.streams.save_after(rig.streams.compute_event())
     rig.streams.save(0, [(0, 16)])
-    rig.streams.fill_after(rig.streams.saved())
+    rig.streams.fill_after(rig.streams.save_event())
     rig.streams.fill(2, [(0, 16)])  # the same half
-    rig.streams.compute_after(rig.streams.filled())
+    rig.streams.compute_after(rig.streams.fill_event())
     seen = rig.window(2).clone()
     torch.cuda.synchronize()
     assert bool((rig.kept(0) == 7).all()) and bool((seen == 2).all())
@@ -129,8 +130,8 @@ def test_blocks_move_from_ram_to_the_gpu_and_within_it(rig: Rig) -> None:
         rig.resident(region)[1] = 20 + region
         rig.kept(region)[3] = 40 + region
     torch.cuda.synchronize()
-    rig.streams.move([(GEOMETRY.num_resident + 3, 5), (1, 6)])
-    rig.streams.compute_after(rig.streams.filled())
+    rig.streams.copy_blocks([(GEOMETRY.num_resident + 3, 5), (1, 6)])
+    rig.streams.compute_after(rig.streams.fill_event())
     for region in range(GEOMETRY.num_regions):
         assert bool((rig.resident(region)[5] == 40 + region).all())
         assert bool((rig.resident(region)[6] == 20 + region).all())
@@ -143,6 +144,66 @@ def test_h2d_copies_can_be_timed(rig: Rig) -> None:
     torch.cuda.synchronize()
     seconds = start.seconds_until(end)
     assert seconds is not None and seconds > 0
+
+
+def test_a_graph_waits_for_copies_and_copies_for_the_graph(rig: Rig) -> None:
+    """Every layer of a captured graph sees its own blocks, writes one, and the arena gets it back."""
+    from overspill.kv.spill.graphs import SpilledGraphs
+    from overspill.kv.spill.program import after_attention, before_attention, before_writes
+    from overspill.kv.spill.steps import GroupStep, SpillStep
+    from overspill.kv.spill.window import Layer, Window, plan_accesses
+
+    regions = range(GEOMETRY.num_regions)
+    window = Window(plan_accesses([Layer(f"l{region}", 0, region) for region in regions], GEOMETRY), rig.streams)
+    graphs = SpilledGraphs(window, rig.streams)
+    seen = torch.zeros(GEOMETRY.num_regions, GEOMETRY.num_spilled, dtype=torch.uint8, device="cuda")
+    for region in regions:
+        rig.kept(region)[:] = torch.arange(GEOMETRY.num_spilled, dtype=torch.uint8)[:, None] + 16 * region
+
+    def layers() -> None:
+        graphs._capture(before_writes(0, GEOMETRY.num_regions))
+        for region in regions:
+            rig.window(region)[5].add_(1)
+            graphs._capture(before_attention(region))
+            seen[region].copy_(rig.window(region)[:, -1])
+            graphs._capture(after_attention(region))
+            graphs._capture(before_writes(region + 1, GEOMETRY.num_regions))
+
+    layers()  # warms up, and waits for nothing
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers()
+    step = SpillStep({0: GroupStep(reads=[(0, 5), (9, 16)], partial=[(5, 6)], writes=[(5, 6)])})
+    for number in range(1, 4):
+        graphs.begin(step)
+        graph.replay()
+        torch.cuda.synchronize()
+        for region in regions:
+            expected = [16 * region + block + (number if block == 5 else 0) for block in (*range(6), *range(9, 16))]
+            assert seen[region, [*range(6), *range(9, 16)]].tolist() == expected
+            assert int(rig.kept(region)[5, 0]) == 16 * region + 5 + number
+
+
+def test_a_lost_copy_ends_the_engine_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from overspill.kv.cuda import FlagQueue, StreamFlags
+    from overspill.kv.spill import graphs
+
+    reasons: list[str] = []
+    monkeypatch.setattr(graphs, "_STALL_S", 0.5)
+    monkeypatch.setattr(graphs.Watchdog, "end", lambda self, reason: reasons.append(reason))
+    flags, stream = StreamFlags(torch.zeros(1, dtype=torch.int32, device="cuda")), rig.streams.inbound
+    watchdog = graphs.Watchdog()
+    queue = FlagQueue()
+    queue(flags.taken(0), stream)
+    watchdog.watch(stream.record_event(), 0)
+    for _ in range(100):
+        time.sleep(0.1)
+        if reasons:
+            break
+    queue(flags.raised(0), torch.cuda.Stream())  # or nothing ends here, either
+    torch.cuda.synchronize()
+    assert "the engine ends" in reasons[0]
 
 
 # Engines. Memory is mapped 2 MiB at a time, which is 256 blocks of the tiny model.
@@ -216,14 +277,99 @@ def test_fp8_kv_spills_too(llama: Path) -> None:
         assert spills.metric("spill_in_bytes") > 0
 
 
+GRAPHS = {**SETTINGS, "enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
+
+
+@pytest.fixture(scope="module")
+def compiled(llama: Path) -> None:
+    """The model's code is in vLLM's cache; the engine that compiles it rounds differently from those that load it."""
+    with engine(llama, blocks=1400, **GRAPHS):
+        pass
+
+
+def test_streaming_decodes_run_in_full_graphs_of_their_own(llama: Path, compiled: None) -> None:
+    long, short = [random_prompt(1, PROMPT), random_prompt(3, 9000)], random_prompt(2, 300)
+    with engine(llama, blocks=1400, **GRAPHS) as plain:
+        expected = [plain.ask_one(p) for p in long]
+        expected_short = plain.ask_one(short)
+        expected_together = plain.ask([*long, short])
+    with engine(llama, spilling(spill_share=1.0, spill_compute="gpu"), **GRAPHS) as spills:
+        assert full_graph_runs(spills, lambda: assert_identical([spills.ask_one(long[0])], expected[:1])) == 0
+        assert spills.metric("graphed_steps") >= 20 and spills.metric("spill_in_bytes") > 0
+        assert full_graph_runs(spills, lambda: assert_identical([spills.ask_one(short)], [expected_short])) > 20
+        before = spills.metric("graphed_steps")
+        assert_same_but_for_ties(spills.ask([*long, short]), expected_together)
+        assert spills.metric("graphed_steps") > before
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have little KV."""
+    from overspill.kv.spill import scheduler
+
+    monkeypatch.setattr(scheduler, "_LEAST_FAR_BYTES", 1)
+    monkeypatch.setattr(scheduler.SpillScheduler, "far_share", lambda self: 0.6)
+
+
+def test_the_cpus_part_and_the_gpus_make_the_whole(llama: Path, small_parts: None) -> None:
+    from overspill.kv.spill import far_cuda
+
+    long, short = [random_prompt(1, PROMPT), random_prompt(3, 9000)], random_prompt(2, 300)
+    with engine(llama, blocks=1400, **GRAPHS) as plain:
+        expected = plain.ask([*long, short])
+        unspilled = [random_prompt(seed, length) for seed, length in ((4, 20), (5, 300))]
+        expected_unspilled = [plain.ask_one(p) for p in unspilled]
+    with engine(llama, spilling(spill_share=1.0, spill_threads=4), **GRAPHS) as spills:
+        alone = [spills.ask_one(p) for p in long]
+        # After a step that shared its attention, one without spilled KV does not.
+        assert_identical([spills.ask_one(p) for p in unspilled], expected_unspilled)
+        assert_same_but_for_ties(alone, expected[:2])
+        assert spills.metric("spill_far_bytes") > 0 and spills.metric("graphed_steps") >= 20
+        before = spills.metric("spill_far_bytes")
+        assert_same_but_for_ties(spills.ask([*long, short]), expected)
+        assert spills.metric("spill_far_bytes") > before
+        right = far_cuda.Segments
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                far_cuda, "Segments", lambda parts: right([(blocks[::-1] // 2, who) for blocks, who in parts])
+            )
+            damaged = spills.ask_one(long[0])
+        with pytest.raises(AssertionError):
+            assert_same_but_for_ties([damaged], alone[:1])
+        assert_same_but_for_ties([spills.ask_one(long[0])], alone[:1])
+
+
+def test_a_stalled_thread_ends_the_engine_and_says_so(
+    llama: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from overspill.kv.attention.pool import Fault
+    from overspill.kv.spill import graphs
+
+    prompt, reasons = random_prompt(1, PROMPT), []
+    with engine(llama, spilling(spill_threads=2), **GRAPHS) as spills:
+        expected = spills.ask_one(prompt)
+        assert spills.spill_worker.far is not None
+        pool = spills.spill_worker.far.pool
+
+        def end(self: graphs.Watchdog, reason: str) -> None:
+            reasons.append(reason)
+            pool.inject_fault(1, Fault.NONE)  # or the test would hang, too
+
+        monkeypatch.setattr(graphs, "_STALL_S", 0.5)
+        monkeypatch.setattr(graphs.Watchdog, "end", end)
+        pool.inject_fault(1, Fault.STALL)
+        assert_same_but_for_ties([spills.ask_one(prompt)], [expected])
+    assert "the engine ends. Attention on the CPU: attending at layer" in reasons[0]
+
+
 def test_streaming_steps_run_piecewise_and_others_in_full_graphs(llama: Path) -> None:
     long, short = random_prompt(1, PROMPT), random_prompt(2, 300)
-    graphs = {**SETTINGS, "enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
+    graphs = GRAPHS
     with engine(llama, blocks=1400, **graphs) as plain:
         expected = [plain.ask_one(p) for p in (long, short)]
         again = plain.ask_one(short)
         assert full_graph_runs(plain, lambda: plain.ask_one(short)) > 20
-    with engine(llama, spilling(), **graphs) as spills:
+    with engine(llama, spilling(spill_graphs=False), **graphs) as spills:
         assert full_graph_runs(spills, lambda: assert_identical([spills.ask_one(short)], expected[1:])) > 20
         assert spills.metric("spilled_steps") == 0
         assert full_graph_runs(spills, lambda: assert_same_but_for_ties([spills.ask_one(long)], expected[:1])) == 0
@@ -274,7 +420,7 @@ def test_memory_comes_back_when_the_engine_stops(llama: Path) -> None:
 
 
 def test_more_memory_than_the_gpu_has_is_an_error_that_says_so() -> None:
-    from overspill.kv.spill.vmm import PhysicalMemory
+    from overspill.kv.cuda import PhysicalMemory
 
     with pytest.raises(OverspillError, match="of GPU memory for KV could not be had"):
         PhysicalMemory(0, 4 << 40)

@@ -8,8 +8,7 @@ from overspill.figures import Origin
 from overspill.files import state_folder
 from overspill.hardware.machine import Machine, NumaNode, read_machine, read_numa_nodes
 from overspill.kv.errors import OverspillError
-from overspill.kv.numa import parse_cpulist
-from overspill.kv.ram import available_ram
+from overspill.kv.ram import available_ram, parse_cpulist
 from overspill.kv.sizes import GiB
 
 

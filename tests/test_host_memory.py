@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from overspill.kv import host_memory, mapping
+from overspill.kv import host_memory
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_memory import HostMemory, num_host_slots, slot_stride
-from overspill.kv.mapping import Mapping
-from overspill.kv.numa import numa_cpus
+from overspill.kv.host_memory import HostMemory, Mapping, num_host_slots, slot_stride
 from overspill.kv.options import Options
+from overspill.kv.ram import numa_cpus
 
 PAGE = 4096
 
@@ -57,7 +56,7 @@ def test_filling_pages_does_not_wipe_what_was_stored_meanwhile(monkeypatch: pyte
     """Kernels before 5.14 cannot fill pages by madvise; the pool is in use while it is being filled."""
     memory = HostMemory(4, PAGE)
     memory.slots[:] = 7
-    monkeypatch.setattr(mapping, "_libc", SimpleNamespace(madvise=lambda *_: -1, munmap=mapping._libc.munmap))
+    monkeypatch.setattr(host_memory, "_libc", SimpleNamespace(madvise=lambda *_: -1, munmap=host_memory._libc.munmap))
     memory.prepare(None)
     assert memory.wait_until_prepared(30)
     assert (memory.slots == 7).all()

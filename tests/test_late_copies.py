@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from overspill.kv.copies import Ids, PlainCopier, Transfer
-from overspill.kv.jobs import Pace
 from tests.engine import Answer, Engine, assert_same, engine, overspill, random_prompt, stock
 from tests.test_hybrids import NAMES, NUM_TOKENS, settings
 
@@ -57,7 +56,7 @@ def late_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["llama", *NAMES])
 def test_a_request_announced_early_reads_what_was_loaded(
-    models: Callable[[str], Path], late_loads: None, monkeypatch: pytest.MonkeyPatch, name: str
+    models: Callable[[str], Path], late_loads: None, name: str
 ) -> None:
     """vLLM copies recurrent states before it binds a step's metadata: a wait there came too late for them."""
     arguments = {"blocks": 150} if name == "llama" else settings(name)
@@ -67,12 +66,12 @@ def test_a_request_announced_early_reads_what_was_loaded(
         for prompt in prompts:
             spilling.ask_one(prompt, NUM_TOKENS)
         spilling.forget_gpu()
+        # Where the copies will be over in time, the request is scheduled before they are.
+        spilling.worker.load_bytes_per_s = 1e12
         assert_same([spilling.ask_one(p, NUM_TOKENS) for p in prompts], expected)
         assert LateTransfer.fences == 3, "the loads were not announced early"
         spilling.assert_nothing_is_held()
         spilling.forget_gpu()
-        # Where the copies will be over in time, the request is scheduled before they are.
-        monkeypatch.setattr("overspill.kv.scheduler.pace", lambda speeds, num_tokens: Pace(1.0, 1e12))
         assert_same(ask_beside_another(spilling, prompts[:2]), expected[:2])
         assert LateTransfer.fences == 5, "the loads were not announced before they were over"
         spilling.assert_nothing_is_held()
@@ -101,4 +100,5 @@ def test_without_the_wait_the_answers_are_wrong(
     with engine(models("llama"), overspill(), blocks=150) as spilling:
         before = spilling.ask_one(prompt)
         spilling.forget_gpu()
+        spilling.worker.load_bytes_per_s = 1e12
         assert spilling.ask_one(prompt).differs_from(before)

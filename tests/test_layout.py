@@ -3,8 +3,8 @@
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
+from overspill.kv.buffer import Region, block_regions, bytes_per_block
 from overspill.kv.errors import OverspillError
-from overspill.kv.layout import Region, block_regions, bytes_per_block
 
 BLOCKS, PAGE, LAYERS = 10, 256, 4
 NAMES = [f"layer.{i}" for i in range(LAYERS)]

@@ -14,7 +14,7 @@ import pytest
 import vllm
 
 import overspill
-from overspill.kv.preflight import check_engine
+from overspill.kv.plugin import check_engine
 from overspill.kv.sizes import GiB, MiB
 from overspill.planning.report import plan_as_json
 from overspill.settings import SETTINGS, SettingsError
@@ -183,13 +183,13 @@ def test_weights_in_ram_become_prefetch_offloader_arguments(tmp_path: Path) -> N
 
 
 def test_user_arguments_override_the_plan_with_a_warning(llama: Path) -> None:
-    with pytest.warns(overspill.PlanContradicted, match=r"replaces the plan's --gpu-memory-utilization") as told:
+    with pytest.warns(overspill.PlanContradicted, match=r"replaces the plan's --kv-cache-memory-bytes") as told:
         arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", kv_cache_memory_bytes=2**30)
-    assert arguments["kv_cache_memory_bytes"] == 2**30 and "gpu_memory_utilization" not in arguments
+    assert arguments["kv_cache_memory_bytes"] == 2**30 and 0.5 < arguments["gpu_memory_utilization"] < 1
     assert told[0].filename == __file__
     with pytest.warns(overspill.PlanContradicted, match="tensor-parallel-size"):
         arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", tensor_parallel_size=2)
-    assert arguments["tensor_parallel_size"] == 2
+    assert arguments["tensor_parallel_size"] == 2 and "kv_cache_memory_bytes" not in arguments
 
 
 def test_arguments_shared_by_vllm_and_the_plan_are_planned_with(llama: Path) -> None:

@@ -89,3 +89,12 @@ def test_a_core_killed_while_it_streams_ends_the_stream(manager: Managed) -> Non
         assert any('"error"' in line for line in rest[-2:]), rest[-2:]
         assert len(rest) < ASKED["max_tokens"] / 2
         assert_fails_soon(other, died_at)
+
+
+@pytest.mark.soak
+def test_a_core_killed_while_idle_fails_the_engine(manager: Managed) -> None:
+    with manager.client() as client:
+        assert client.post("/api/engines/start/tiny", timeout=START_S).status_code == 200
+        (core,) = engine_cores(below(engine(client)["pid"]))
+        os.kill(core, signal.SIGKILL)
+        assert_fails_soon(client, time.monotonic())

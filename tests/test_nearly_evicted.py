@@ -3,7 +3,7 @@
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from overspill.kv.nearly_evicted import EvictionFront
+from overspill.kv.stores import EvictionFront
 
 
 class Queue:

@@ -240,6 +240,7 @@ def test_a_skipped_load_counts_once_while_its_request_waits(llama: Path) -> None
 def test_one_unlucky_measurement_does_not_end_all_loads(llama: Path) -> None:
     prompt = random_prompt(1, 600)
     with engine(llama, overspill(load="auto")) as spilling:
+        spilling.scheduler.loads.probe_after = 4
         before = spilling.ask_one(prompt)
         cached = []
         for _ in range(6):

@@ -594,6 +594,7 @@ def test_the_flags_are_those_that_vllm_takes() -> None:
             assert parsed.offload_group_size == way.weights.group_size
             assert parsed.cpu_offload_gb == (way.weights.cpu_offload_gb if way.weights.is_uva else 0)
             assert parsed.gpu_memory_utilization == made.gpu_memory_utilization
+            assert parsed.kv_cache_memory_bytes == way.kv.device_bytes
             assert parsed.max_num_seqs == 64 and parsed.enforce_eager is False
             if way.ram_bytes - way.weights.ram_bytes:
                 assert parsed.kv_transfer_config is not None

@@ -13,8 +13,8 @@ from vllm import LLM
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from overspill.kv.buffer import granularity
 from overspill.kv.errors import OverspillError
-from overspill.kv.spill.layers import granularity
 from overspill.launch.machine import plan_for
 from overspill.planning.arguments import CONTRADICTING_VARIABLES, vllm_args
 from overspill.planning.planner import Plan

@@ -1,5 +1,6 @@
 """Which device a plan is for, and the RAM beside it."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,13 +12,16 @@ import pytest
 from overspill.figures import Origin, measured
 from overspill.hardware import Gpu, detect, parse_gpu
 from overspill.kv.errors import OverspillError
+from overspill.kv.options import Options
 from overspill.launch import machine
-from overspill.launch.machine import find_device, plan_for, require_available
+from overspill.launch.machine import find_device, plan_for, require_available, wishes_of
 from overspill.launch.profiles import remember
 from overspill.launch.vllm import Vllm, installed_vllm
+from overspill.planning.arguments import vllm_args
 from overspill.planning.overheads import Profile, fingerprint
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json, plan_as_text
+from overspill.settings import plain, resolve
 
 GIB = 2**30
 HERE = Vllm("0.32.0", is_cpu=False)
@@ -133,6 +137,34 @@ def test_a_start_needs_the_ram_of_its_plan_now(has: Has, llama: Path) -> None:
     careful = replace(made, wishes=replace(made.wishes, kv_options="reserve_bytes=6GiB"))
     with pytest.raises(OverspillError, match=r"of which 8 GiB must leave 6 GiB free; 13 GiB is available now"):
         require_available(some, careful)
+
+
+def test_settings_of_spill_reach_the_connector(has: Has, llama: Path, tmp_path: Path) -> None:
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    small = {"gpu_memory": 8 << 20, "ram": 20 * GIB, "offload_ram": 0, "max_model_len": 8192}
+    (tmp_path / "config.toml").write_text('spill_compute = "auto"\n')
+    values = resolve(
+        {"spill_compute": "gpu"}, {"OVERSPILL_SPILL_THREADS": "6"}, tmp_path / "config.toml", defaults=small
+    )
+    made = plan_for(str(llama), plain(values) | {"kv_options": "spill_compute=auto,spill_share=1"})
+    assert made.chosen is not None and made.chosen.kv.spilled_bytes
+    arguments = vllm_args(made, made.chosen)
+    given = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    options = Options.parse(given)
+    assert (options.spill_compute, options.spill_threads, options.spill_share) == ("gpu", 6, 1.0)
+    assert wishes_of({}).kv_options == "", "nothing is passed on that was not given"
+
+
+def test_the_cpu_is_stated_or_assumed(has: Has, monkeypatch: pytest.MonkeyPatch) -> None:
+    has(parse_gpu("h200"))
+    monkeypatch.setattr(machine, "cpu_attention", lambda threads: measured(threads or 5))
+    assert find_device({}).cpu_attention.value == 5
+    assert find_device({"spill_threads": 3}).cpu_attention.value == 3
+    assert find_device({"kv_options": "spill_threads=2"}).cpu_attention.value == 2
+    assert find_device({"cpu_attention": "80GB/s", "gpu": "rtx4090"}).cpu_attention.value == 80 * 10**9
+    assert find_device({"gpu": "rtx4090"}).cpu_attention.origin is Origin.ASSUMED, "another machine's"
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    assert not find_device({}).cpu_attention.value, "there is no second reader beside the CPU"
 
 
 def test_the_vllm_here_is_found_without_loading_it() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 
-from overspill.kv import plugin, preflight
+from overspill.kv import plugin
 from overspill.kv.errors import OverspillError
-from overspill.kv.preflight import check_connector_stays, check_engine, check_vllm
+from overspill.kv.plugin import check_connector_stays, check_engine, check_vllm
 
 SIZE = {"host_bytes": "1MiB", "reserve_bytes": 0}
 
@@ -88,7 +88,7 @@ def test_multiconnector_works_with_the_policy_at_its_top_level() -> None:
 @pytest.mark.parametrize("options", [SIZE, {"spill_bytes": "1MiB"}])
 def test_a_platform_without_cudas_driver_is_refused(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rocm = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="rocm")
-    monkeypatch.setattr(preflight, "current_platform", rocm)
+    monkeypatch.setattr(plugin, "current_platform", rocm)
     with pytest.raises(OverspillError, match="this is rocm: remove OverspillConnector"):
         check_engine(engine(transfer(kv_connector_extra_config=options)))
     assert check_engine(engine(transfer(kv_connector="OtherConnector"))) is None
@@ -97,11 +97,11 @@ def test_a_platform_without_cudas_driver_is_refused(options: Any, monkeypatch: p
 @pytest.mark.parametrize("found", [lambda name: None, lambda name: __import__("no_such_package")])
 def test_a_missing_driver_package_is_named_with_pip_install(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
-    monkeypatch.setattr(preflight, "current_platform", cuda)
-    monkeypatch.setattr(preflight, "find_spec", found)
+    monkeypatch.setattr(plugin, "current_platform", cuda)
+    monkeypatch.setattr(plugin, "find_spec", found)
     with pytest.raises(OverspillError, match="pip install cuda-bindings"):
         check_engine(engine(transfer()))
-    monkeypatch.setattr(preflight, "find_spec", lambda name: object())
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object())
     assert check_engine(engine(transfer())) is not None
 
 

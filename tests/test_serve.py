@@ -294,11 +294,23 @@ def test_sigkill_of_serve_ends_the_engine_too(model: Path, tmp_path: Path) -> No
         assert f"overspill serve (process {running.process.pid}) was killed while ready" in told["error"]
 
 
-def test_a_dead_engine_ends_serve_with_the_reason(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["idle", "streaming"])
+def test_a_dead_engine_ends_serve_with_the_reason(model: Path, tmp_path: Path, streams: bool) -> None:
     with serving(model, folder=tmp_path) as running:
         running.wait_for("/v1 serves")
         (core,) = engine_cores(running.started())
+        stream: Iterator[Any] = iter(())
+        if streams:
+            completions = running.client().completions
+            asked = completions.create(
+                model="tiny", prompt="t5 t6", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+            )
+            stream = iter(asked)
+            next(stream)
         os.kill(core, signal.SIGKILL)
+        with pytest.raises(openai.APIError) if streams else contextlib.nullcontext():
+            for _ in stream:
+                pass
         assert running.process.wait(timeout=DEATH_S) == 1
         running.assert_nothing_is_left(within=1)
         error = running.told.partition("error: ")[2]

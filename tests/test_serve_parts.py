@@ -44,8 +44,9 @@ from overspill.settings import resolve, with_registered
 
 MIB = 2**20
 CPU_BUILD = Vllm("0.32.0", is_cpu=True)
-PLANNED = ["--max-model-len", "4096", "--gpu-memory-utilization", "0.9000", "--max-num-seqs", "64", "--enforce-eager",
-           "--kv-transfer-config", '{"kv_connector": "OverspillConnector"}']  # fmt: skip
+PLANNED = ["--max-model-len", "4096", "--gpu-memory-utilization", "0.9000", "--kv-cache-memory-bytes", "4096",
+           "--max-num-seqs", "64", "--enforce-eager", "--kv-transfer-config",
+           '{"kv_connector": "OverspillConnector"}']  # fmt: skip
 PREFETCH = ["--offload-backend", "prefetch", "--offload-group-size", "4", "--offload-num-in-group", "1"]
 
 
@@ -77,7 +78,8 @@ def test_flags_are_read_as_vllm_reads_them(written: list[str], name: str, value:
         (["--max_model_len=1000"], ["--max-model-len"]),
         (["--max-model", "1000"], ["--max-model-len"]),  # argparse completes it
         (["--no-enforce-eager"], ["--enforce-eager"]),
-        (["--kv-cache-memory-bytes", "1G"], ["--gpu-memory-utilization"]),
+        (["--kv-cache-memory-bytes", "1G"], ["--kv-cache-memory-bytes"]),
+        (["--kv-cache-mem", "1G"], ["--kv-cache-memory-bytes"]),
         (["--kv-transfer-config.kv_connector", "Other"], ["--kv-transfer-config"]),
         (["--kv-offloading-size", "4"], ["--kv-transfer-config"]),
         (["--trust-remote-code"], []),
@@ -103,6 +105,28 @@ def test_user_weight_offload_replaces_all_planned_offload_flags() -> None:
 def test_flags_that_change_what_the_plan_was_made_for_are_told() -> None:
     assert not combine(PLANNED, ["-tp", "1"]).changes
     assert "-tp 2 changes what the plan was made for" in combine(PLANNED, ["-tp", "2"]).changes[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        (["-tp", "1"], True),
+        (["-tp", "2"], False),
+        (["--speculative-config", "{}"], False),
+        (["--quantization", "fp8"], False),
+        (["--num-gpu-blocks-override", "100"], True),
+        (["--max-num-seqs", "8"], True),
+    ],
+)
+def test_another_engine_than_planned_lets_vllm_size_its_kv(given: list[str], is_kept: bool) -> None:
+    """Two GPUs halve the weights, and a draft model adds some: the plan's KV would be too little, or too much."""
+    combined = combine(PLANNED, given)
+    assert combined.has_planned_kv == is_kept == (combined.value("--kv-cache-memory-bytes") is not None)
+    assert combined.value("--gpu-memory-utilization") == "0.9000"
+    # Where there is no fraction, as on a CPU, nothing else would give the engine its size.
+    on_cpu = combine(["--kv-cache-memory-bytes", "4096"], given)
+    assert on_cpu.value("--kv-cache-memory-bytes") == "4096"
+    assert not combine(PLANNED, [*given, "--kv-cache-memory-bytes", "1G"]).has_planned_kv
 
 
 def test_the_command_works_with_either_build_of_vllm() -> None:

@@ -160,10 +160,24 @@ def test_the_longest_prompts_come_last() -> None:
 def test_room_is_made_for_what_requests_generate() -> None:
     load = Load()
     assert spill_plan.output_room(load, [39_000, 131_072], ["long", "sharing"]) == load.sharing_long_output
-    assert spill_plan.output_room(load, [39_000, 131_072], ["long"]) == load.decode_tokens
-    assert spill_plan.output_room(load, [524_288], ["long", "sharing"]) == load.longest_decode_tokens
+    assert spill_plan.output_room(load, [39_000, 131_072], ["long"]) == 3 * load.decode_tokens
+    assert spill_plan.output_room(load, [524_288], ["long", "sharing"]) == 3 * load.longest_decode_tokens
     tokens = 132_096 + 16 * 512 + spill_plan.SPARE_TOKENS
     assert spill_plan.spill_bytes(load, ["sharing"], max_model_len=132_096, bytes_per_token=131_072) == tokens * 131_072
+
+
+def test_each_way_to_decode_has_its_own_time_and_bytes() -> None:
+    one = {
+        "gaps": [0.5, 0.5, 0.5, 0.1, 0.1, 0.1],
+        "decode": {"spill_in_bytes": 6 * 10**9, "spill_far_bytes": 12 * 10**9},
+    }
+    row = spill_summary.way_row([one])
+    assert row["tpot"]["median"] == 0.1
+    assert (row["spill_in_bytes"]["median"], row["spill_far_bytes"]["median"]) == (10**9, 2 * 10**9)
+    ways = {"shared": row, "graphs": row, "pieces": spill_summary.way_row([])}
+    entry = {"lengths": [{"length": 52_000, "ways": ways, "gpu": {"tpot": row["tpot"]}}]}
+    assert tables.spill_ways(entry)[1] == [["52,000", "100 (one run)", "–", "100 (one run)", "100 (one run)", "1", "2"]]
+    assert not tables.spill_ways({"lengths": [{"ways": {way: ways["pieces"] for way in ways}}]})[1]
 
 
 def test_time_is_expected_to_grow_with_the_square_of_the_length() -> None:

@@ -28,7 +28,7 @@ def no_wait_before_writing(patch: Patch) -> None:
 
 def no_wait_for_a_free_half(patch: Patch) -> None:
     """The next layer's KV then lands on what was not brought back yet."""
-    patch.setattr(LateStreams, "fill_after", lambda self, point: None)
+    patch.setattr(LateStreams, "fill_after", lambda self, event: None)
 
 
 def no_write_back(patch: Patch) -> None:
@@ -151,9 +151,9 @@ def test_a_step_whose_layers_do_not_call_is_an_error(llama: Path, monkeypatch: P
 
 def test_layers_in_another_order_are_an_error(llama: Path, monkeypatch: Patch) -> None:
     """Should the model change its order after the start, where it is recorded."""
-    from overspill.kv.spill import layers, vllm_worker
+    from overspill.kv.spill import vllm_worker, window
 
-    in_order = layers.attention_layers
+    in_order = window.attention_layers
     monkeypatch.setattr(vllm_worker, "check_order", lambda *recorded: None)
 
     def reversed_layers(*args: Any) -> Any:

@@ -9,7 +9,7 @@ from vllm.model_executor.models.llama import LlamaModel
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from overspill.kv.errors import OverspillError
-from overspill.kv.spill.order import Event, check_order, recorded
+from overspill.kv.spill.vllm_worker import KvAccess, check_order, recorded
 from overspill.kv.spill.window import Layer
 from tests.engine import engine, random_prompt, spilling
 from tests.test_spill_refusals import refusal
@@ -17,12 +17,12 @@ from tests.test_spill_refusals import refusal
 LAYERS = [Layer("a", 0, 0), Layer("b", 0, 1), Layer("c", 0, 0, is_owner=False)]
 
 
-def writes(layer: str) -> Event:
-    return Event(True, layer)
+def writes(layer: str) -> KvAccess:
+    return KvAccess(True, layer)
 
 
-def reads(layer: str) -> Event:
-    return Event(False, layer)
+def reads(layer: str) -> KvAccess:
+    return KvAccess(False, layer)
 
 
 EXPECTED = [writes("a"), reads("a"), writes("b"), reads("b"), reads("c")]
@@ -35,7 +35,7 @@ def test_write_then_read_layer_by_layer_is_expected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("events", "said"),
+    ("accesses", "said"),
     [
         (
             [writes("a"), writes("b"), reads("a"), reads("b"), reads("c")],
@@ -48,21 +48,21 @@ def test_write_then_read_layer_by_layer_is_expected() -> None:
         ([], "never read the KV of a"),
     ],
 )
-def test_any_other_order_is_refused_with_the_model(events: list[Event], said: str) -> None:
+def test_any_other_order_is_refused_with_the_model(accesses: list[KvAccess], said: str) -> None:
     with pytest.raises(OverspillError, match=f"spill does not work with the-model: .*{said}"):
-        check_order(events, LAYERS, "the-model")
+        check_order(accesses, LAYERS, "the-model")
 
 
 def test_an_engine_records_its_forward(llama: Path) -> None:
     with engine(llama, spilling(), max_model_len=1500) as spills:
         worker = spills.spill_worker
         modules = spills.llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        with recorded(modules, worker.layers) as events:
+        with recorded(modules, worker.layers) as accesses:
             spills.ask_one(random_prompt(1, 20), 1)
         names = [layer.name for layer in worker.layers]
-        assert events == [event for name in names for event in (writes(name), reads(name))] and len(names) == 4
+        assert accesses == [access for name in names for access in (writes(name), reads(name))] and len(names) == 4
         spills.ask_one(random_prompt(1, 20), 1)
-        assert len(events) == 8, "the recording went on after its end"
+        assert len(accesses) == 8, "the recording went on after its end"
 
 
 def test_a_model_that_runs_layers_out_of_order_does_not_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,73 +1,14 @@
 """Where blocks come from, and who may run how often."""
 
-from dataclasses import replace
-
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from overspill.kv.spill.policy import TierCosts, heavy_requests, left_to_others, steps_apart, take_spilled
-from overspill.kv.spill.recent import RecentMost
-from overspill.kv.spill.tiers import Choice, TieredQueue
-
-# Llama-3.1-8B on an H200.
-COSTS = TierCosts(
-    block_bytes=2 * 2**20, block_size=16, link_bytes_per_s=55e9, prefill_tokens_per_s=15_000, expected_steps=256,
-    num_blocks=1000, step_overhead_s=0.006, reuse_probability=0.5,
-)  # fmt: skip
-
-
-def test_a_request_that_goes_on_for_long_takes_cached_gpu_blocks() -> None:
-    assert not take_spilled(COSTS)
-
-
-def test_a_request_ending_soon_leaves_cached_blocks_on_the_gpu() -> None:
-    assert take_spilled(replace(COSTS, expected_steps=8))
-
-
-def test_cached_gpu_blocks_unlikely_to_be_reused_are_evicted() -> None:
-    assert not take_spilled(replace(COSTS, expected_steps=8, reuse_probability=0.01))
-
-
-def test_a_short_request_does_not_slow_its_batch_for_few_blocks() -> None:
-    few = replace(COSTS, expected_steps=8, num_blocks=3)
-    assert not take_spilled(few)
-    assert take_spilled(replace(few, step_overhead_s=0.0)), "unless it streams already"
-
-
-@pytest.mark.parametrize(
-    ("most", "now", "left"),
-    [
-        (0, 0, 0),  # nobody else was here: a long request takes all there is
-        (100, 0, 100),
-        (100, 60, 40),  # they have some of it already
-        (100, 130, 0),
-        (900, 0, 250),  # never more than a quarter
-        (900, 200, 50),
-    ],
-)
-def test_a_spilling_request_leaves_gpu_blocks_to_returning_ones(most: int, now: int, left: int) -> None:
-    assert left_to_others(most=most, now=now, num_resident=1000) == left
-
-
-def test_recent_needs_of_other_requests_expire() -> None:
-    time = 0.0
-    recent = RecentMost(30, clock=lambda: time)
-    for amount in (5, 20, 10):
-        recent.saw(amount)
-    assert recent.most == 20
-    time = 29.0
-    recent.saw(7)
-    time = 45.0
-    assert recent.most == 20, "remembered for 30 seconds at least"
-    recent.saw(8)
-    time = 80.0
-    assert recent.most == 8
-    time = 200.0
-    assert recent.most == 0
-    recent.saw(3)
-    recent.forget()
-    assert recent.most == 0
+from overspill.kv.jobs import Sample, StepReport
+from overspill.kv.speeds import Speeds
+from overspill.kv.spill.balance import Balance, cpu_share
+from overspill.kv.spill.placement import Choice, TieredQueue
+from overspill.kv.spill.scheduler import heavy_requests, steps_apart
 
 
 @pytest.mark.parametrize(
@@ -146,15 +87,24 @@ def test_a_long_request_begins_in_ram_and_ends_on_the_gpu(pool: BlockPool) -> No
     assert ids(pool.get_new_blocks(5)) == [4, 5, 1, 2, 3]
 
 
-@pytest.mark.parametrize("take", [False, True])
-def test_a_cached_gpu_block_is_kept_or_not_as_was_decided(pool: BlockPool, take: bool) -> None:
+@pytest.mark.parametrize("kept", [0, 1])
+def test_cached_gpu_blocks_are_kept_while_spilled_ones_are_empty(pool: BlockPool, kept: int) -> None:
     block = pool.get_new_blocks(1)[0]
     hold(block)
     pool.free_blocks([block])
-    choose(pool, take_spilled=take)
+    choose(pool, num_kept_cached=kept)
     others = ids(pool.get_new_blocks(2))
     assert others == [2, 3], "empty GPU blocks first"
-    assert ids(pool.get_new_blocks(1)) == ([4] if take else [1])
+    assert ids(pool.get_new_blocks(1)) == ([4] if kept else [1])
+
+
+def test_the_least_recently_used_gpu_blocks_are_not_kept(pool: BlockPool) -> None:
+    taken = pool.get_new_blocks(3)
+    for block in taken:
+        hold(block, bytes([block.block_id]) * 32)
+    pool.free_blocks(taken)
+    choose(pool, num_kept_cached=2)
+    assert ids(pool.get_new_blocks(2)) == [1, 4]
 
 
 def test_without_empty_blocks_the_oldest_cached_gpu_block_goes(pool: BlockPool) -> None:
@@ -162,20 +112,16 @@ def test_without_empty_blocks_the_oldest_cached_gpu_block_goes(pool: BlockPool) 
     for block in taken:
         hold(block, bytes([block.block_id]) * 32)
     pool.free_blocks(taken)
-    choose(pool, take_spilled=True)
+    choose(pool, num_kept_cached=3)
     assert ids(pool.get_new_blocks(1)) == [1], "an empty spilled block is worth waiting for, a cached one is not"
 
 
-def test_reuse_is_learned_from_hits_and_evictions(pool: BlockPool) -> None:
-    assert queue(pool).reuse_probability == 0.5
-    queue(pool).found(8)
-    assert queue(pool).reuse_probability == 0.9
-    taken = pool.get_new_blocks(3)
-    for block in taken:
-        hold(block, bytes([block.block_id]) * 32)
-    pool.free_blocks(taken)
-    pool.get_new_blocks(3)
-    assert queue(pool).reuse_probability == pytest.approx(9 / 13)
+def test_empty_gpu_blocks_are_counted_up_to_a_limit(pool: BlockPool) -> None:
+    assert [queue(pool).num_empty_resident(most) for most in (0, 2, 9)] == [0, 2, 3]
+    block = pool.get_new_blocks(1)[0]
+    hold(block)
+    pool.free_blocks([block])
+    assert queue(pool).num_empty_resident(9) == 2
 
 
 def test_the_walk_along_the_queue_sees_every_free_block_once(pool: BlockPool) -> None:
@@ -183,3 +129,50 @@ def test_the_walk_along_the_queue_sees_every_free_block_once(pool: BlockPool) ->
     assert ids(order) == [1, 2, 3, 4, 5, 6, 7]
     assert ids(list(queue(pool).iter_blocks_after(order[1]))) == [3, 4, 5, 6, 7]
     assert ids(list(queue(pool).iter_blocks_after(order[4]))) == [6, 7]
+
+
+# The CPU's part of a step.
+
+GB = 10**9
+LINK, CPU = 55.0 * GB, 90.0 * GB
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "own_s", "share"),
+    [
+        (0.3, 0.007, 0.0),  # streamed while the GPU computes
+        (12.4, 0.0, 90 / 145),
+        (12.4, 0.009, 0.596),  # the link has a start of 9 ms
+    ],
+)
+def test_link_and_cpu_end_together(gigabytes: float, own_s: float, share: float) -> None:
+    num_bytes = int(gigabytes * GB)
+    found = cpu_share(num_bytes, link_bytes_per_s=LINK, cpu_bytes_per_s=CPU, own_s=own_s)
+    assert found == pytest.approx(share, abs=0.001)
+    if found:
+        assert own_s + found * num_bytes / CPU == pytest.approx((1 - found) * num_bytes / LINK)
+
+
+def simulate(balance: Balance, speeds: Speeds, num_bytes: int, own_s: float, steps: int) -> float:
+    """Run steps that take as long as the slower of the two, and return the time of the last."""
+    step_s = 0.0
+    for _ in range(steps):
+        far = int(balance.share(num_bytes, LINK) * num_bytes)
+        far = far if far > num_bytes // 100 else 0
+        balance.record(far)
+        step_s = max(own_s + far / CPU, (num_bytes - far) / LINK)
+        if far:
+            speeds.record(StepReport(far_speed=Sample(far, far / CPU), far_steps=Sample(1, step_s)))
+    return step_s
+
+
+@pytest.mark.parametrize("plain_step_s", [0.0, 0.005, 0.2])
+def test_the_balance_is_found_and_found_again(plain_step_s: float) -> None:
+    speeds = Speeds(far_bytes_per_s=CPU, plain_step_s=plain_step_s)
+    balance = Balance(speeds)
+    for num_bytes, own_s, steps in (
+        (12_400_000_000, 0.009, 400), (12_400_000_000, 0.050, 100), (12_400_000_000, 0.009, 100),
+        (300_000_000, 0.007, 100), (12_400_000_000, 0.009, 100),
+    ):  # fmt: skip
+        best_s = max(own_s, (num_bytes + CPU * own_s) / (LINK + CPU))
+        assert simulate(balance, speeds, num_bytes, own_s, steps) < 1.1 * best_s, (num_bytes, own_s)

@@ -57,11 +57,11 @@ def test_a_seed_always_gives_the_same_steps() -> None:
 
 
 def no_wait_of_fills(patch: Patch) -> None:
-    patch.setattr(SimulatedStreams, "fill_after", lambda self, point: None)
+    patch.setattr(SimulatedStreams, "fill_after", lambda self, event: None)
 
 
 def no_wait_of_saves(patch: Patch) -> None:
-    patch.setattr(SimulatedStreams, "save_after", lambda self, point: None)
+    patch.setattr(SimulatedStreams, "save_after", lambda self, event: None)
 
 
 def no_wait_before_writing(patch: Patch) -> None:
@@ -95,7 +95,7 @@ def no_write_back(patch: Patch) -> None:
 
 def no_wait_for_saves(patch: Patch) -> None:
     """A half is then free once it was attended to, while what was written is still on its way out."""
-    patch.setattr(SimulatedStreams, "saved", SimulatedStreams.computed)
+    patch.setattr(SimulatedStreams, "save_event", SimulatedStreams.compute_event)
 
 
 def changed_steps(change: Callable[[GroupStep], GroupStep]) -> Callable[[Patch], None]:

@@ -28,9 +28,9 @@ from vllm.v1.kv_cache_interface import (
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
-from overspill.kv.preflight import SPILL_WORKER, _check_spill, require_spill_classes, use_spill_classes
+from overspill.kv.plugin import SPILL_WORKER, _check_spill, require_spill_classes, use_spill_classes
 from overspill.kv.ram import Ram
-from overspill.kv.spill.layers import check_groups, spill_geometry
+from overspill.kv.spill.capacity import check_groups, spill_geometry
 from tests.engine import BLOCK, PAGE, engine, overspill_config, random_prompt, spilling
 
 Models = Callable[[str], Path]

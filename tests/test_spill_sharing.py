@@ -30,7 +30,7 @@ def slow_link(spills: Engine) -> None:
     geometry = spills.spill.geometry
     link = blocks * geometry.page_bytes * geometry.num_regions / 0.2
     # In place of the speeds that are measured while it runs.
-    spills.spill.placement.speeds = Speeds(plain_step_s=0.01, stream_bytes_per_s=link, prefill_tokens_per_s=5000)
+    spills.spill.speeds = Speeds(plain_step_s=0.01, stream_bytes_per_s=link, prefill_tokens_per_s=5000)
 
 
 def run(spills: Engine, *, long_first: bool) -> tuple[list[Answer], dict[str, list[int]]]:
@@ -105,7 +105,7 @@ def test_a_long_request_alone_runs_in_every_step(llama: Path, expected: list[Ans
 
 
 def test_short_requests_find_gpu_blocks_beside_a_long_one(llama: Path, expected: list[Answer]) -> None:
-    """It has more than enough in RAM, and leaves the GPU blocks that they needed a moment ago."""
+    """It has more than enough in RAM, and leaves the part of the GPU that caches what they computed a moment ago."""
     with engine(llama, spilling(resident=24, spill_share=0.5)) as spills:
         slow_link(spills)
         spills.ask(SHORT, 40)
@@ -138,7 +138,7 @@ def test_a_spilled_steps_own_time_does_not_count_as_waiting(llama: Path) -> None
         slow_link(spills)
         spill = spills.spill
         spill._spilled, spill._in_step = {"a": Spilled(num_blocks=20)}, {"a"}
-        streaming_s = 20 * spill.placement.block_bytes / spill.placement.link_bytes_per_s
+        streaming_s = 20 * spill.block_bytes / spill.link_bytes_per_s
         assert spill.spacing(["a", "short"]).seconds_apart == pytest.approx(2 * streaming_s)
         spill.share = 0.25
         assert spill.spacing(["a", "short"]).seconds_apart == pytest.approx(4 * streaming_s)

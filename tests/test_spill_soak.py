@@ -17,7 +17,7 @@ def run(model: Path, *, count: int, seed: int, **options: Any) -> None:
     wanted = asks(count, seed)
     with engine(model, blocks=300) as plain:
         expected = answer_all(plain, wanted, seed)
-    # Room for some of the eight requests at a time: blocks change tiers, prefixes move, requests are preempted.
+    # Room for some of the eight requests at a time: blocks change tiers, requests are preempted.
     with engine(model, spilling(resident=34, spilled=34, **options), max_model_len=700) as spills:
         answers = answer_all(spills, wanted, seed)
         compared = sorted(answers.keys() & expected.keys())
@@ -25,7 +25,6 @@ def run(model: Path, *, count: int, seed: int, **options: Any) -> None:
         wrong = {n: reason for n in compared if (reason := mismatch(answers[n], expected[n]))}
         assert not wrong, f"{len(wrong)} of {len(compared)}: {dict(list(wrong.items())[:3])}"
         assert spills.metric("spilled_steps") > count / 2 and spills.metric("plain_steps") > 0
-        assert spills.metric("moved_blocks") > 0, "no prefix went back to the GPU"
         assert spills.preemptions() > 0
         spills.drain()
         assert spills.gpu_pool.get_num_free_blocks() == len(spills.gpu_pool.blocks) - 1, "blocks leaked"

@@ -8,7 +8,7 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from overspill.kv.spill.layers import is_state
+from overspill.kv.spill.capacity import is_state
 from tests.engine import BLOCK, Engine, assert_same, engine, overspill_config, random_prompt, stock
 from tests.test_hybrids import NAMES, SETTINGS
 

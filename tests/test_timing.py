@@ -3,8 +3,8 @@
 import pytest
 
 from overspill.kv.jobs import StepJobs, StepReport
+from overspill.kv.speeds import Mark, StepTimer, WallMark
 from overspill.kv.spill.steps import SpillStep
-from overspill.kv.timing import Mark, StepTimer, WallMark
 
 
 class ScriptedMark(Mark):

@@ -27,7 +27,7 @@ from tests.command import run_overspill
 
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--ram", "6GiB", "--enforce-eager")
 OFFLOAD = ("returning", "preempted", "aborted", "damaged", "failed-load", "killed")
-SPILL = ("spilled", "spilled-and-offloaded")
+SPILL = ("spilled", "spilled-and-offloaded", "shared-attention")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -71,6 +71,12 @@ def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None
     assert (
         scenarios["aborted"]["figures"]["aborted_loads"] > 0 and scenarios["aborted"]["figures"]["aborted_stores"] > 0
     )
+    shared = scenarios["shared-attention"]
+    assert shared["figures"]["spill_far_bytes"] > 0 and shared["yardstick"] == "torch's attention"
+    assert 0 < shared["distance"]["mean"] <= shared["yardstick_distance"]["mean"]
+    assert shared["distance"]["tokens"] == 12 * 15 and shared["distance"]["differing_tokens"] == 0
+    for name in ("spilled", "spilled-and-offloaded"):
+        assert not scenarios[name]["figures"]["spill_far_bytes"], "the CPU took part where all is to be streamed"
     assert "left)" in answer.stderr and "reference" in answer.stderr
 
 
@@ -137,15 +143,41 @@ NEVER_LOADED = """
     from overspill.kv.loads import Loads
     Loads.match = lambda self, request, num_local_tokens: (0, False)
 """
+WRONG_FAR_BLOCKS = """
+    from overspill.kv.spill import far
+    right = far.shared_parts
+    far.shared_parts = lambda parts: [(blocks[::-1] // 2, queries) for blocks, queries in right(parts)]
+"""
+WRONG_FAR_WEIGHT = """
+    from overspill.kv.spill.far import FarAttention
+    attend = FarAttention.attend
+    def wrong(self, *args):
+        output, lse = attend(self, *args)
+        return output, lse + 1e-4
+    FarAttention.attend = wrong
+"""
+NEVER_FAR = """
+    from overspill.kv.spill.scheduler import SpillScheduler
+    SpillScheduler._split = lambda self, *args: 0
+"""
 BUGS = {
     "a dropped block": (DROPPED_BLOCK, "returning", "answers differ"),
     "a flipped byte": (FLIPPED_BYTE, "returning", "answers differ"),
     "a skipped wait": (SKIPPED_WAIT, "returning", "answers differ"),
     "spilled KV that is not written back": (NOT_WRITTEN_BACK, "spilled", "answers differ"),
+    "a wrong block in the CPU's list": (WRONG_FAR_BLOCKS, "shared-attention", "answers differ"),
+    "a log-sum-exp off by 0.0001": (WRONG_FAR_WEIGHT, "shared-attention", "answers differ"),
+    "a CPU that attends to nothing": (NEVER_FAR, "shared-attention", "the CPU attended to nothing"),
     "a tier that is not used": (NEVER_LOADED, "returning", "no token came from RAM, so equal answers prove nothing"),
 }
 # In-process tests plant more of them; here it is the command that has to notice.
-MORE_BUGS = ("a flipped byte", "spilled KV that is not written back", "a tier that is not used")
+MORE_BUGS = (
+    "a flipped byte",
+    "spilled KV that is not written back",
+    "a wrong block in the CPU's list",
+    "a CPU that attends to nothing",
+    "a tier that is not used",
+)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +309,8 @@ BAD = {
     "a load format that is none": (("MODEL", "--load-format", "gguf"), 2, "--load-format: 'gguf' is neither auto nor"),
     "an unknown scenario": (("MODEL", "--scenario", "spiled"), 2, "there is no 'spiled'; did you mean spilled?"),
     "a soak's scenario": (("MODEL", "--scenario", "arrivals"), 2, "--scenario arrivals is part of --soak"),
+    "prompts for nothing": (("MODEL", "--scenario", "spilled", "--prompts", "9"), 2, "--prompts is for --scen"),
+    "one prompt": (("MODEL", "--prompts", "1"), 2, "--prompts: '1' is not a whole number from 2"),
     "a device that is none": (("MODEL", "--device", "tpu"), 2, "--device: 'tpu' is none of auto, cuda, cpu"),
     "a card that is not here": (("MODEL", "--device", "cuda", "--gpu", "24GiB", "--ram", "64GiB"), 2, "--gpu states a"),
     "a size that is none": (("MODEL", *SETTINGS, "--gpu-memory", "much"), 2, "--gpu-memory: 'much' is not a size"),

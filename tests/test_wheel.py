@@ -1,11 +1,13 @@
 """The wheel that `pip install overspill` gets, in an environment with its dependencies and without this checkout."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
 import urllib.request
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,21 +15,31 @@ import pytest
 from overspill.address import free_port
 
 ROOT = Path(__file__).parents[1]
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 SETTINGS = ["--device", "cpu", "--dtype", "float32", "--ram", "6GiB"]
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter whose environment holds nothing but the wheel; dependencies are linked from this one."""
-    folder = tmp_path_factory.mktemp("wheel")
+def build_wheel(folder: Path, **changed: str) -> Path:
     shutil.copytree(
-        ROOT, folder / "checkout", ignore=shutil.ignore_patterns(".*", "*.egg-info", "build", "__pycache__", "results")
-    )
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "checkout")]
-    subprocess.run(build, check=True)
+        ROOT, folder / "checkout",
+        ignore=shutil.ignore_patterns(".*", "*.egg-info", "*.so", "build", "__pycache__", "results"),
+    )  # fmt: skip
+    build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "checkout")]
+    subprocess.run(build, check=True, env=os.environ | changed)
     (wheel,) = folder.glob("overspill-*.whl")
     shutil.rmtree(folder / "checkout")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path) -> Path:
+    """An interpreter whose environment holds nothing but the wheel; dependencies are linked from this one."""
+    folder = wheel.parent
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
     purelib = subprocess.check_output(
@@ -37,7 +49,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for entry in Path(site).iterdir():
             if "overspill" not in entry.name and not (target := Path(purelib, entry.name)).exists():
                 target.symlink_to(entry)
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
+    subprocess.run([*PIP, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
     return python
 
 
@@ -59,6 +71,26 @@ def test_the_wheel_stands_alone(python: Path, tmp_path: Path) -> None:
     where = [python, "-c", "import overspill; print(overspill.__file__)"]
     found = subprocess.check_output(where, cwd=tmp_path, env=environment(tmp_path), text=True)
     assert Path(found.strip()).is_relative_to(python.parents[1])
+
+
+def test_the_wheel_has_attention_for_its_platform(wheel: Path, python: Path, tmp_path: Path) -> None:
+    assert f"-py3-none-linux_{platform.machine()}.whl" in wheel.name
+    code = "from overspill.kv.attention.library import load; print(*load().kernels)"
+    kernels = subprocess.check_output([python, "-c", code], cwd=tmp_path, env=environment(tmp_path), text=True)
+    assert {"neon", "avx2"} & set(kernels.split())
+
+
+def test_without_a_compiler_the_wheel_says_what_is_missing(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, CXX="/no/compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "content")
+    code = "from overspill.kv.attention.library import load; load()"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path / "content")}, cwd=tmp_path,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "AttentionUnavailable: attention on the CPU was not built" in answer.stderr
+    assert "install a C++ compiler" in answer.stderr
 
 
 def test_commands_find_migrations_and_unit_templates(python: Path, tmp_path: Path, llama: Path) -> None:

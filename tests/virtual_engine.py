@@ -13,8 +13,8 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from overspill.kv.checksums import Verdict
 from overspill.kv.copies import Copier, Transfer
+from overspill.kv.host_memory import Verdict
 from tests.simulated_copies import BLOCK_BYTES, Setup
 from tests.simulated_engine import Engine, _report
 
@@ -33,6 +33,9 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class VirtualTransfer(Transfer):
@@ -85,8 +88,6 @@ class VirtualGpu(Copier):
 
     def end_step(self) -> None: ...
 
-    def reused_early(self) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -108,7 +109,6 @@ class VirtualEngine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool) -> None:
         self.clock = Clock()
         monkeypatch.setattr("overspill.kv.worker.time", self.clock)
-        monkeypatch.setattr("overspill.kv.speeds.PREFILL_TOKENS", 8)
         self._depth = 2 if asynchronous else 1
         self._engine = Engine(
             Setup(gpu_blocks=200, host_slots=200, batched_tokens=512, max_seqs=16, asynchronous=asynchronous)
@@ -118,7 +118,8 @@ class VirtualEngine:
         self._worker._copier = self._worker.checksums = self.gpu  # type: ignore[assignment]
         speeds = self._engine.offload.speeds
         speeds.load_bytes_per_s, speeds.plain_step_s = LOAD_BYTES_PER_S, SMALL_STEP_S
-        speeds.prefill_tokens_per_s = speeds.fastest_prefill_tokens_per_s = PREFILL_TOKENS_PER_S
+        speeds.prefill_tokens_per_s = PREFILL_TOKENS_PER_S
+        self._worker.idle_wait_s, self._worker.load_bytes_per_s = 0.05, LOAD_BYTES_PER_S
         self._queue: deque[tuple[float, SchedulerOutput, ModelRunnerOutput]] = deque()
         self.asked: dict[str, Asked] = {}
 
