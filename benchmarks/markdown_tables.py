@@ -210,6 +210,23 @@ def spill_lengths(entry: Json) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def spill_ways(entry: Json) -> tuple[list[str], list[list[str]]]:
+    head = ["tokens", "ms per token: all on GPU", "in pieces", "in graphs", "with the CPU", "over the link, GB",
+            "by the CPU, GB"]  # fmt: skip
+    rows = []
+    for row in entry["lengths"]:
+        ways = row["ways"]
+        if not any(ways[name]["tpot"] for name in ("shared", "graphs")):
+            continue
+        sizes = [
+            number((ways["shared"][key] or {}).get("median"), 3, 1 / GB)
+            for key in ("spill_in_bytes", "spill_far_bytes")
+        ]
+        times = [ranged(ways[name]["tpot"], 1000) for name in ("pieces", "graphs", "shared")]
+        rows.append([f"{row['length']:,}", ranged(row["gpu"]["tpot"], 1000), *times, *sizes])
+    return head, rows
+
+
 def spill_tokens(entry: Json) -> tuple[list[str], list[list[str]]]:
     def parted(one: Json) -> str:
         gap, kind = one["logprob_gap"], "a tie" if one["is_tie"] else "NO TIE"
@@ -264,6 +281,7 @@ def spill_contexts(entry: Json) -> tuple[list[str], list[list[str]]]:
 
 SPILL: dict[str, tuple[str, Callable[[Json], tuple[list[str], list[list[str]]]]]] = {
     "lengths": ("Long prompts", spill_lengths),
+    "ways": ("Decode with KV in RAM, each way in turn after the same prompts", spill_ways),
     "tokens": ("Tokens, compared with those of the same prompts all on the GPU", spill_tokens),
     "batches": ("Short requests, nothing spilled, time per token", spill_batches),
     "sharing": ("Short requests beside a long one", spill_sharing),

@@ -7,14 +7,17 @@ at the moment a long one decodes. Loads vLLM: imported in children only.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import shapes
 from overspill.verify.inprocess import Engine
 from overspill.verify.workload import Answer
 from record import Json
+from spill_plan import WAYS
 
-COUNTERS = ("spill_in_bytes", "spill_out_bytes", "spilled_steps", "plain_steps")
+COUNTERS = ("spill_in_bytes", "spill_out_bytes", "spill_far_bytes", "spilled_steps", "graphed_steps", "plain_steps")
 
 
 class SpillEngine(Engine):
@@ -33,6 +36,31 @@ class SpillEngine(Engine):
     def share(self, share: float | None) -> None:
         if self.spill_scheduler is not None and share is not None:
             self.spill_scheduler.share = share
+
+    @property
+    def ways(self) -> list[str]:
+        """In which decode can run with spilled KV, the engine's own first: graphs with a part of the attention on the
+        CPU, graphs that stream everything, and vLLM's pieces, as all steps ran before there were such graphs."""
+        if self.spill_scheduler is None or self.spill_worker is None:
+            return ["gpu"]
+        if self.spill_worker.graphs is None:
+            return ["pieces"]
+        return list(WAYS if self.spill_worker.far is not None else WAYS[1:])
+
+    @contextmanager
+    def way(self, name: str) -> Iterator[None]:
+        if name == "gpu":
+            yield
+            return
+        scheduler, worker = self.spill_scheduler, self.spill_worker
+        assert scheduler is not None and worker is not None
+        groups, graphs = scheduler.far_groups, worker.graphs
+        scheduler.far_groups = groups if name == "shared" else frozenset()
+        worker.graphs = None if name == "pieces" else graphs
+        try:
+            yield
+        finally:
+            scheduler.far_groups, worker.graphs = groups, graphs
 
     @property
     def resident_tokens(self) -> int | None:
@@ -87,15 +115,10 @@ class SpillEngine(Engine):
         return bool(request.spilled_bytes) if request.is_done else self.spill_scheduler.is_spilled(request.request)
 
     def forget(self) -> None:
-        """Empty the prefix cache: every prompt is cold. What ended last may still hold blocks for a moment.
-
-        What other requests have needed is forgotten too: a long prompt would leave them that much of the GPU.
-        """
+        """Empty the prefix cache: every prompt is cold. What ended last may still hold blocks for a moment."""
         for _ in range(20):
             self.drain()
             if self._vllm.reset_prefix_cache():
-                if self.spill_scheduler is not None:
-                    self.spill_scheduler.placement.others_recently.forget()
                 return
             time.sleep(0.05)
         raise RuntimeError("the prefix cache could not be emptied: blocks are still held")

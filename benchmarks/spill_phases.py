@@ -174,26 +174,37 @@ def long_prompt(engine: SpillEngine, load: Load, length: int, number: int) -> Js
     engine.forget()
     prompt = engine.prompts(f"long-{length}", number, length)
     before = engine.spill_counters()
-    request = engine.add(prompt, decode_tokens(load, length), logprobs=2)
+    wanted = decode_tokens(load, length)
+    request = engine.add(prompt, wanted * len(engine.ways), logprobs=2)
     engine.run(lambda: bool(request.tokens))
     prefilled = engine.spill_counters()
-    engine.run(lambda: request.is_done)
-    after = engine.spill_counters()
+    ways: Json = {}
+    for name in engine.ways:
+        first, counters = len(request.gaps), engine.spill_counters()
+        with engine.way(name):
+            engine.run(partial(has_tokens, request, len(request.tokens) + wanted))
+        ways[name] = {"gaps": request.gaps[first:], "decode": difference(engine.spill_counters(), counters)}
+    own = ways[engine.ways[0]]
     seconds = [
         max(((logprob, other) for other, logprob in likely.items() if other != token), default=(float("-inf"), -1))
         for token, likely in zip(request.tokens, request.logprobs)
     ]
     return {
         "ttft": request.ttft,
-        "gaps": request.gaps,
+        "gaps": own["gaps"],
         "cached_tokens": request.cached_tokens,
         "prefill": difference(prefilled, before),
-        "decode": difference(after, prefilled),
-        "tokens": request.tokens,
-        "logprobs": [likely[token] for token, likely in zip(request.tokens, request.logprobs)],
-        "runners_up": [runner_up for _, runner_up in seconds],
-        "runner_up_logprobs": [logprob for logprob, _ in seconds],
+        "decode": own["decode"],
+        "ways": ways,
+        "tokens": request.tokens[:wanted],
+        "logprobs": [likely[token] for token, likely in zip(request.tokens, request.logprobs)][:wanted],
+        "runners_up": [runner_up for _, runner_up in seconds][:wanted],
+        "runner_up_logprobs": [logprob for logprob, _ in seconds][:wanted],
     }
+
+
+def has_tokens(request: Answer, wanted: int) -> bool:
+    return request.is_done or len(request.tokens) >= wanted
 
 
 def batches(engine: SpillEngine, load: Load, clock: Clock, sizes: Sequence[int]) -> Iterator[Json]:

@@ -12,6 +12,10 @@ from record import Json
 SPARE_TOKENS = 1024
 
 
+# In which a spilled request can decode, one after the other: see SpillEngine.ways.
+WAYS = ("shared", "graphs", "pieces")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """Parameters of all phases; every field is an option of the script."""
@@ -108,7 +112,7 @@ def sharing_length(load: Load, lengths: Sequence[int]) -> int | None:
 
 def output_room(load: Load, lengths: Sequence[int], phases: Sequence[str]) -> int:
     """Tokens that requests generate beyond their prompt, at most."""
-    room = max(decode_tokens(load, length) for length in lengths)
+    room = len(WAYS) * max(decode_tokens(load, length) for length in lengths)
     if "sharing" in phases and sharing_length(load, lengths) == max(lengths):
         room = max(room, load.sharing_long_output)
     return room

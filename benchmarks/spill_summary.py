@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from record import Json
+from spill_plan import WAYS
 
 # The first tokens after a prefill also pay for what the prefill left behind.
 SKIPPED_GAPS = 3
@@ -96,10 +97,22 @@ def length_row(lives: Sequence[Json], length: int) -> Json:
         "spilled_steps": extent([one["decode"]["spilled_steps"] for _, one in spilled]),
         "link_fraction": extent([fraction for fraction in fractions if fraction is not None]),
     }
+    row["ways"] = {way: way_row([one["ways"][way] for _, one in spilled if way in one.get("ways", {})]) for way in WAYS}
     row["ttft_ratio"] = ratio(row["spill"]["ttft"], row["gpu"]["ttft"])
     row["tpot_ratio"] = ratio(row["spill"]["tpot"], row["gpu"]["tpot"])
     row["tokens"] = compared([one for _, one in spilled], [one for _, one in found["gpu"]])
     return row
+
+
+def way_row(ones: Sequence[Json]) -> Json:
+    """Times per token, and bytes per token over the link and by the CPU."""
+    return {
+        "tpot": extent([seconds for one in ones if (seconds := time_per_token(one["gaps"])) is not None]),
+        **{
+            name: extent([one["decode"][name] / len(one["gaps"]) for one in ones if one["gaps"]])
+            for name in ("spill_in_bytes", "spill_far_bytes")
+        },
+    }
 
 
 def largest(values: Iterator[int | None]) -> int | None:
