@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from overspill.hardware import parse_gpu, parse_ram
 from overspill.hardware.cards import find_card
+from overspill.hardware.cpu import assumed_attention
 from overspill.kv.sizes import GiB, format_size
 from overspill.model.checkpoint import Tensor
 from overspill.model.config import Config
@@ -274,7 +275,8 @@ def formula() -> str:
 def plan_of(model: Model, machine: Machine, length: int) -> Plan:
     # KV in FP8 is left out: it changes tokens, and the tables are of ways that do not.
     wishes = Wishes(max_model_len=length, kv_cache_dtype="auto")
-    return make_plan(facts_of(model), parse_gpu(machine.card), parse_ram(machine.usable_ram), wishes)
+    ram, cpu = parse_ram(machine.usable_ram), assumed_attention()
+    return make_plan(facts_of(model), parse_gpu(machine.card), ram, wishes, cpu_attention=cpu)
 
 
 def longest_alone(model: Model, machine: Machine) -> int:
