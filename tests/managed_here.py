@@ -16,6 +16,7 @@ from overspill.manager.web.app import make_app
 from overspill.manager.web.application import Application, running
 from overspill.manager.web.server import BoundedProtocol
 from overspill.manager.web.setup import Setup
+from tests import zygote
 from tests.manager_process import Place
 
 
@@ -30,6 +31,7 @@ class Here:
 
 @contextlib.contextmanager
 def managed_here(place: Place, **setup: Any) -> Iterator[Here]:
+    zygote.prepare()
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     here = Here(f"http://127.0.0.1:{listening.getsockname()[1]}")
     ready, end = threading.Event(), threading.Event()

@@ -72,6 +72,13 @@ class Program:
     new_session: bool
     process_group: int
 
+    def separate(self) -> None:
+        """Before the starting process knows its number, and may send signals to its group."""
+        if self.process_group >= 0:
+            os.setpgid(0, self.process_group)
+        if self.new_session:
+            os.setsid()
+
     def run(self) -> int:
         """Runs in a process of its own, and returns its exit code."""
         os.chdir(self.cwd)
@@ -170,7 +177,8 @@ def _fork_exec(
     if _tests is not None:
         return _tests.start(program)
     if pid := os.fork():
-        return pid
+        return pid  # which waits until `_live` has closed the pipe for errors
+    program.separate()
     _live(program, preexec_fn)
 
 
@@ -179,10 +187,6 @@ def _live(program: Program, preexec_fn: Callable[[], None] | None = None) -> Any
     try:
         _forget_parent()
         _arrange(program.fds)
-        if program.process_group >= 0:
-            os.setpgid(0, program.process_group)
-        if program.new_session:
-            os.setsid()
         if preexec_fn is not None:
             preexec_fn()
         for number, mode in ((0, "r"), (1, "w"), (2, "w")):
@@ -268,10 +272,14 @@ class _Preloaded:
         self._socket = ours
         assert ours.recv(1) == b"r", "the process that tests start programs from has ended"
 
-    def start(self, program: Program) -> int:
+    def prepare(self) -> None:
         with self._lock:
             if self._socket is None:
                 self._preload()
+
+    def start(self, program: Program) -> int:
+        self.prepare()
+        with self._lock:
             assert self._socket is not None
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
@@ -350,6 +358,7 @@ def _start(requests: socket.socket, fds: Sequence[int]) -> None:
         os._exit(0)
     while os.getppid() == parent:
         time.sleep(0.001)
+    program.separate()
     requests.send(str(os.getpid()).encode())
     _live(program)
 
@@ -375,6 +384,12 @@ def warm() -> Iterator[None]:
         subprocess._fork_exec = _posixsubprocess.fork_exec = _execute  # type: ignore[attr-defined]
         _tests.stop()
         _tests = None
+
+
+def prepare() -> None:
+    """Imports vLLM now: a loop of events that starts the first program would stand still meanwhile."""
+    if _tests is not None:
+        _tests.prepare()
 
 
 @contextlib.contextmanager
