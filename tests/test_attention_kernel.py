@@ -17,6 +17,7 @@ import torch
 from overspill.kv.attention import build, library
 from overspill.kv.attention.library import AttentionUnavailable, Library, default_threads, load
 from overspill.kv.attention.pool import (
+    Attended,
     Fault,
     Job,
     Layout,
@@ -416,9 +417,20 @@ def test_pools_of_several_ranks_share_the_cores() -> None:
 def test_bytes_and_times_of_jobs_add_up() -> None:
     case = next(cases())
     with Pool(2) as pool:
-        assert pool.attended == (0, 0.0)
+        assert pool.attended == Attended()
         case.errors(pool)
-        num_bytes, seconds = pool.attended
-        assert num_bytes > 0 and seconds > 0
+        once = pool.attended
+        assert once.num_bytes > 0 and once.seconds > 0 and (once.jobs, once.late) == (1, 0)
         case.errors(pool)
-        assert pool.attended[0] == 2 * num_bytes and pool.attended[1] > seconds
+        again = pool.attended.since(once)
+        assert again.seconds > 0 and again._replace(seconds=0) == once._replace(seconds=0)
+
+
+@pytest.mark.parametrize("due", [0, 1])
+def test_a_job_is_late_if_its_result_is_waited_for(due: int) -> None:
+    flag, case = ctypes.c_uint32(due), next(cases())
+    results = case.results()
+    with Pool(2) as pool:
+        job = replace(case.job(*results), due=ctypes.addressof(flag))
+        pool.wait(pool.submit(Step([job, job]), 1), 60)
+        assert pool.attended[2:] == (2, 2 * due)

@@ -62,7 +62,9 @@ def test_steps_that_stream_or_compute_nothing_are_not_plain(timer: StepTimer) ->
     for _ in range(24):
         run(timer, StepJobs(num_tokens=4, spill=SpillStep()))
         run(timer, StepJobs(num_tokens=0))
-    assert ScriptedMark.made == 0
+    report = StepReport()
+    timer.report(report)
+    assert report.plain_steps.amount == 0
 
 
 def test_an_unfinished_step_is_reported_later(timer: StepTimer) -> None:
@@ -77,3 +79,12 @@ def test_an_unfinished_step_is_reported_later(timer: StepTimer) -> None:
     again = StepReport()
     timer.report(again)
     assert again.is_empty()
+
+
+def test_steps_with_kv_in_ram_are_timed_by_its_bytes(timer: StepTimer) -> None:
+    for num_bytes in (100, 200):
+        run(timer, StepJobs(num_tokens=4, spill=SpillStep(num_bytes=num_bytes)))
+    report = StepReport()
+    timer.report(report)
+    assert (report.spilled_steps.amount, report.spilled_steps.seconds) == (300, 1.0)
+    assert report.plain_steps.amount == 0

@@ -223,6 +223,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             report = None
         else:
             self._speeds.record(report)
+            if self.spill_scheduler is not None:
+                self.spill_scheduler.balance.record(report.lateness)
         if self._scheduler is not None:
             self._scheduler.complete(connector_output.failed_recving or (), report)
 

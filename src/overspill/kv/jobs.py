@@ -53,6 +53,18 @@ class Sample:
 
 
 @dataclass(slots=True)
+class Lateness:
+    """Layers of which the CPU attends to a part, and those in which the GPU waited for its result."""
+
+    layers: int = 0
+    late: int = 0
+
+    def add(self, layers: int, late: int) -> None:
+        self.layers += layers
+        self.late += late
+
+
+@dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):
     """Jobs completed since the last report; each worker reports each job once."""
 
@@ -68,7 +80,8 @@ class StepReport(KVConnectorWorkerMetadata):
     stream_speed: Sample = field(default_factory=Sample)
     plain_steps: Sample = field(default_factory=Sample)
     far_speed: Sample = field(default_factory=Sample)
-    far_steps: Sample = field(default_factory=Sample)
+    spilled_steps: Sample = field(default_factory=Sample)  # bytes in RAM that they read
+    lateness: Lateness = field(default_factory=Lateness)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         assert isinstance(other, StepReport)
@@ -80,6 +93,7 @@ class StepReport(KVConnectorWorkerMetadata):
         # Ranks work side by side: amounts of a rank over its own seconds.
         for mine, theirs in zip(self._samples(), other._samples(), strict=True):
             mine.add(theirs.amount, theirs.seconds)
+        self.lateness.add(other.lateness.layers, other.lateness.late)
         return self
 
     def is_empty(self) -> bool:
@@ -88,6 +102,7 @@ class StepReport(KVConnectorWorkerMetadata):
             or self.stored
             or self.failed
             or self.corrupt_slots
+            or self.lateness.layers
             or any(sample.amount for sample in self._samples())
         )
 
@@ -98,5 +113,5 @@ class StepReport(KVConnectorWorkerMetadata):
             self.stream_speed,
             self.plain_steps,
             self.far_speed,
-            self.far_steps,
+            self.spilled_steps,
         )

@@ -29,7 +29,7 @@ class Speeds:
     stream_bytes_per_s: float = 0.0  # of spilled KV, layer by layer
     plain_step_s: float = 0.0  # a small step that streams nothing
     far_bytes_per_s: float = 0.0  # of KV that the CPU attends to
-    far_step_s: float = 0.0  # a step in which it does
+    spilled_bytes_per_s: float = 0.0  # of steps with KV in RAM, however it is read
 
     def record(self, report: StepReport) -> None:
         self.record_load(report.load_speed.amount, report.load_speed.seconds)
@@ -37,7 +37,8 @@ class Speeds:
         self.record_stream(report.stream_speed.amount, report.stream_speed.seconds)
         self.plain_step_s = _mean_time(self.plain_step_s, report.plain_steps)
         self.far_bytes_per_s = _mean(self.far_bytes_per_s, report.far_speed.amount, report.far_speed.seconds)
-        self.far_step_s = _mean_time(self.far_step_s, report.far_steps)
+        steps = report.spilled_steps
+        self.spilled_bytes_per_s = _mean(self.spilled_bytes_per_s, steps.amount, steps.seconds)
 
     def record_load(self, num_bytes: int, seconds: float) -> None:
         self.load_bytes_per_s = _mean(self.load_bytes_per_s, num_bytes, seconds)
@@ -106,8 +107,8 @@ class WallMark(Mark):
 
 
 class StepTimer:
-    """Prefill speed, from all steps with many tokens, and the times of small steps: of some that stream nothing, and of
-    those that leave attention to the CPU."""
+    """Prefill speed, from all steps with many tokens, and the times of small steps: of those with KV in RAM, and of
+    some others."""
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
         self._mark = mark
@@ -117,9 +118,9 @@ class StepTimer:
 
     def begin_step(self, jobs: StepJobs) -> None:
         self._start = None
-        if jobs.num_tokens >= PREFILL_TOKENS or (jobs.spill is not None and jobs.spill.far):
+        if jobs.num_tokens >= PREFILL_TOKENS or jobs.spill is not None:
             self._start = self._mark()
-        elif jobs.num_tokens and jobs.spill is None:
+        elif jobs.num_tokens:
             self._steps += 1
             if self._steps % _STEPS_BETWEEN_MARKS == 0:
                 self._start = self._mark()
@@ -138,6 +139,8 @@ class StepTimer:
                 waiting.append((jobs, start, end))
             elif jobs.num_tokens >= PREFILL_TOKENS:
                 report.prefill_speed.add(jobs.num_tokens, seconds)
+            elif jobs.spill is None:
+                report.plain_steps.add(1, seconds)
             else:
-                (report.plain_steps if jobs.spill is None else report.far_steps).add(1, seconds)
+                report.spilled_steps.add(jobs.spill.num_bytes, seconds)
         self._waiting = waiting

@@ -47,7 +47,7 @@ class NativeSegment(ctypes.Structure):
 class NativeJob(ctypes.Structure):
     _fields_ = [
         ("layout", ctypes.POINTER(NativeLayout)), ("segments", ctypes.POINTER(NativeSegment)),
-        *((name, ctypes.c_void_p) for name in ("kv", "query", "output", "lse", "ready", "done")),
+        *((name, ctypes.c_void_p) for name in ("kv", "query", "output", "lse", "ready", "done", "due")),
         ("num_segments", ctypes.c_int32), ("num_queries", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("scale", "key_scale", "value_scale")),
     ]  # fmt: skip
@@ -59,6 +59,10 @@ class NativeProgress(ctypes.Structure):
         ("submitted", ctypes.c_int64), ("finished", ctypes.c_int64),
         ("step_number", ctypes.c_uint32), *((name, ctypes.c_int32) for name in ("layer", "state", "alive")),
     ]  # fmt: skip
+
+
+class NativeAttended(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("bytes", "ns", "jobs", "late")]
 
 
 _POOL, _INT, _INT64, _TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p
@@ -80,7 +84,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "pool_kernel": (_TEXT, [_POOL]),
     "pool_read": (_INT64, [_POOL, ctypes.c_void_p, _INT64]),
     "pool_cpu_ns": (_INT64, [_POOL]),
-    "pool_attended": (None, [_POOL, ctypes.POINTER(_INT64), ctypes.POINTER(_INT64)]),
+    "pool_attended": (None, [_POOL, ctypes.POINTER(NativeAttended)]),
     "pool_inject_fault": (None, [_POOL, _INT, _INT]),
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from overspill.kv.attention.library import (
     TYPES,
     AttentionUnavailable,
     Library,
+    NativeAttended,
     NativeJob,
     NativeLayout,
     NativeProgress,
@@ -121,7 +122,7 @@ def _ids(ids: Sequence[int] | Ids) -> Ids:
 class Job:
     """Attention of one layer. `query` and `output` (fp32) are [num_queries][heads][head_size], `lse` (fp32) is
     [heads][num_queries]. With `ready`, the job begins when the 32-bit number there has reached that of its step; with
-    `done`, it sets that one to it at the end.
+    `done`, it sets that one to it at the end. A job is late if `due` has reached it before: its result is waited for.
     """
 
     layout: Layout
@@ -136,12 +137,13 @@ class Job:
     value_scale: float = 1.0
     ready: int | None = None
     done: int | None = None
+    due: int | None = None
 
     def native(self) -> NativeJob:
         return NativeJob(
             ctypes.pointer(self.layout.native),
             ctypes.cast(self.segments.native, ctypes.POINTER(NativeSegment)),
-            self.kv, self.query, self.output, self.lse, self.ready, self.done,
+            self.kv, self.query, self.output, self.lse, self.ready, self.done, self.due,
             len(self.segments.native), self.num_queries, self.scale, self.key_scale, self.value_scale,
         )  # fmt: skip
 
@@ -185,6 +187,21 @@ class Progress:
     def __str__(self) -> str:
         where = "" if self.state == State.IDLE else f" at layer {self.layer} of step {self.step_number}"
         return f"{self.state.name.lower()}{where}, {self.alive} threads alive, {self.units} pieces of work done"
+
+
+class Attended(NamedTuple):
+    """What jobs with KV have done."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0  # from `ready` to `done`
+    jobs: int = 0
+    late: int = 0  # of them
+
+    def since(self, before: "Attended") -> "Attended":
+        return Attended(
+            self.num_bytes - before.num_bytes, self.seconds - before.seconds, self.jobs - before.jobs,
+            self.late - before.late,
+        )  # fmt: skip
 
 
 class Fault(IntEnum):
@@ -263,11 +280,10 @@ class Pool:
         return self._call.pool_cpu_ns(self._handle) / 1e9
 
     @property
-    def attended(self) -> tuple[int, float]:
-        """Bytes of KV that jobs have attended to, and how many seconds they took from `ready` to `done`."""
-        num_bytes, ns = ctypes.c_int64(), ctypes.c_int64()
-        self._call.pool_attended(self._handle, ctypes.byref(num_bytes), ctypes.byref(ns))
-        return num_bytes.value, ns.value / 1e9
+    def attended(self) -> Attended:
+        native = NativeAttended()
+        self._call.pool_attended(self._handle, ctypes.byref(native))
+        return Attended(native.bytes, native.ns / 1e9, native.jobs, native.late)
 
     def force_kernel(self, name: str | None) -> None:
         """Use this kernel for steps submitted from now on, or the best one again."""

@@ -1,16 +1,21 @@
 """How a step's spilled KV is divided between the link and the CPU, so that both end together."""
 
+from overspill.kv.jobs import Lateness
 from overspill.kv.speeds import Speeds
 
-# Weight of the latest step in the mean, as of the speeds.
-_WEIGHT = 0.3
-# The GPU's own time is taken for a little less than it seems to be, in steps with a part for the CPU and in others:
-# nothing else would show that the CPU could do more.
-_OPTIMISM, _OPTIMISM_ALONE = 0.95, 0.99
+# By which part one step's lateness moves the share: by less after steps changed sides, by more once they have said the
+# same for a while. Several steps are planned before the first of them reports, so that each change overshoots.
+_LEAST_MOVE, _FIRST_MOVE, _MOST_MOVE = 0.004, 0.03, 0.05
+_SLOWER, _FASTER, _STEPS_ALIKE = 0.5, 1.3, 8
+_LEAST_SHARE, _MOST_SHARE = 0.01, 0.95
+# The share is guessed anew when spilled KV grows or shrinks by this part.
+_OTHER_SIZE = 0.25
+# A CPU that was late at every share is tried again after so many steps, with this one.
+_STEPS_BETWEEN_TRIES, _TRIED_SHARE = 512, 0.05
 
 
 def cpu_share(num_bytes: int, *, link_bytes_per_s: float, cpu_bytes_per_s: float, own_s: float) -> float:
-    """Share of a step's spilled KV for the CPU.
+    """Share of a step's spilled KV for the CPU, by the speeds of both alone.
 
     The link streams ahead all the step long. The CPU gets a layer's query when the layer before has ended, so it rests
     while the GPU computes, for `own_s` of the step; what the link streams meanwhile costs nothing.
@@ -22,24 +27,44 @@ def cpu_share(num_bytes: int, *, link_bytes_per_s: float, cpu_bytes_per_s: float
 
 
 class Balance:
-    """The share of each step, by speeds measured in the steps before."""
+    """The CPU's share of each step: guessed by speeds, then moved until the GPU waits for the CPU in half of the
+    layers, and for the link in the others.
+
+    Speeds alone do not find it: link and CPU read the same memory, and slow each other down.
+    """
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
-        self._far_bytes = 0.0  # that the CPU attended to, in the last steps
-        self._own_s = 0.0  # of the GPU
+        self._num_bytes = 0  # for which the share was guessed
+        self._share = self._guess = 0.0
+        self._move = _FIRST_MOVE
+        self._was_late, self._alike = False, 0  # the last steps, and how many
+        self._steps_alone = 0  # of the link
 
     def share(self, num_bytes: int, link_bytes_per_s: float) -> float:
-        return cpu_share(
-            num_bytes, link_bytes_per_s=link_bytes_per_s, cpu_bytes_per_s=self._speeds.far_bytes_per_s,
-            own_s=self._own_s,
-        )  # fmt: skip
+        """For a step with so much spilled KV."""
+        if not self._guess or abs(num_bytes - self._num_bytes) > _OTHER_SIZE * self._num_bytes:
+            self._num_bytes = num_bytes
+            self._guess = self._share = cpu_share(
+                num_bytes, link_bytes_per_s=link_bytes_per_s, cpu_bytes_per_s=self._speeds.far_bytes_per_s,
+                own_s=self._speeds.plain_step_s,
+            )  # fmt: skip
+            self._move = _FIRST_MOVE
+        self._steps_alone = 0 if self._share else self._steps_alone + 1
+        if self._guess and self._steps_alone >= _STEPS_BETWEEN_TRIES:
+            self._share = min(self._guess, _TRIED_SHARE)
+        return self._share
 
-    def record(self, far_bytes: int) -> None:
-        """A step was planned in which the CPU attends to so many bytes."""
-        speeds = self._speeds
-        self._far_bytes = self._far_bytes + _WEIGHT * (far_bytes - self._far_bytes) if far_bytes else 0.0
-        if self._far_bytes and speeds.far_step_s and speeds.far_bytes_per_s:
-            self._own_s = _OPTIMISM * max(0.0, speeds.far_step_s - self._far_bytes / speeds.far_bytes_per_s)
-        else:
-            self._own_s = _OPTIMISM_ALONE * (self._own_s or speeds.plain_step_s)
+    def record(self, lateness: Lateness) -> None:
+        if not lateness.layers:
+            return
+        part = lateness.late / lateness.layers
+        is_late = part > 0.5
+        self._alike = self._alike + 1 if is_late == self._was_late else 0
+        if not self._alike:
+            self._was_late = is_late
+            self._move = max(_LEAST_MOVE, self._move * _SLOWER)
+        elif self._alike > _STEPS_ALIKE:
+            self._move = min(_MOST_MOVE, self._move * _FASTER)
+        share = self._share * (1 + self._move * (1 - 2 * part))
+        self._share = min(share, _MOST_SHARE) if share > _LEAST_SHARE else 0.0

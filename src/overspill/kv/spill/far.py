@@ -18,7 +18,7 @@ import torch
 
 from overspill.kv.attention.pool import Job, Layout, Pool, Segments
 from overspill.kv.host_memory import HostMemory
-from overspill.kv.jobs import Sample
+from overspill.kv.jobs import Lateness, Sample
 from overspill.kv.sizes import MiB
 from overspill.kv.spill.geometry import Geometry
 from overspill.kv.spill.steps import SpillStep
@@ -107,6 +107,7 @@ class FarAttention:
         self._geometry, self._arena = geometry, arena
         self.pool = pool
         self.speed = Sample()
+        self.lateness = Lateness()
         self.num_bytes = 0  # attended to in steps, since they were counted
         self._step: SpillStep | None = None
         self._order: Callable[[], Sequence[str]] = list

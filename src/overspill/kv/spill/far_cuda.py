@@ -1,8 +1,9 @@
 """Attention on the CPU beside FlashAttention, inside FULL CUDA graphs.
 
 A layer copies its query into pinned memory and raises a flag there; while the GPU waits for the window and attends to
-what it has, the CPU attends to its blocks, writes its result beside the query and raises another flag. All of it is
-captured once: which blocks are whose lies in memory that a step fills before the replay.
+what it has, the CPU attends to its blocks, writes its result beside the query and raises another flag. A third flag
+says that the GPU waits for the result, and so which of both was late. All of it is captured once: which blocks are
+whose lies in memory that a step fills before the replay.
 """
 
 import math
@@ -22,7 +23,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
-from overspill.kv.attention.pool import Job, Layout, Pool, Segments, Step
+from overspill.kv.attention.pool import Attended, Job, Layout, Pool, Segments, Step
 from overspill.kv.cuda import StreamFlags
 from overspill.kv.host_memory import HostMemory
 from overspill.kv.spill.far import FarAttention, SplitBuilder, far_attention
@@ -76,12 +77,12 @@ class CudaFarAttention(FarAttention):
         self._queries = SharedTensor(shape, getattr(torch, layout.query_type))
         self._outputs = SharedTensor(shape, torch.float32)
         self._lses = SharedTensor((len(layers), num_tokens * heads), torch.float32)
-        # A cache line each: two for every layer, "the query is there" and "the result is there".
-        self._flags_memory = SharedTensor((2 * len(layers), 16), torch.int32)
+        # A cache line each: three for every layer, "the query is there", "the result is waited for" and "is there".
+        self._flags_memory = SharedTensor((3 * len(layers), 16), torch.int32)
         self._flags = StreamFlags(self._flags_memory.cpu)
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._submitted: deque[int] = deque()
-        self._attended = 0, 0.0
+        self._attended = Attended()
         self.graphs: SpilledGraphs | None = None  # that this is captured in
         self._jobs = Step(
             [
@@ -89,8 +90,8 @@ class CudaFarAttention(FarAttention):
                     layout=layout, segments=Segments([]), kv=arena.address + layer.region * arena.slot_stride,
                     query=self._queries.cpu[index].data_ptr(), output=self._outputs.cpu[index].data_ptr(),
                     lse=self._lses.cpu[index].data_ptr(), num_queries=0, scale=scale, key_scale=key_scale,
-                    value_scale=value_scale, ready=self._flags.address(2 * index),
-                    done=self._flags.address(2 * index + 1),
+                    value_scale=value_scale, ready=self._flags.address(3 * index),
+                    due=self._flags.address(3 * index + 1), done=self._flags.address(3 * index + 2),
                 )
                 for index, (layer, (scale, key_scale, value_scale)) in enumerate(zip(layers, scales, strict=True))
             ]
@@ -131,12 +132,15 @@ class CudaFarAttention(FarAttention):
         """Around a layer's own attention; yields the memory in which the CPU's result will be afterwards."""
         assert self.graphs is not None
         index, num_tokens = self._index[layer_name], len(query)
-        ready, done = 2 * index, 2 * index + 1
+        ready, due, done = range(3 * index, 3 * index + 3)
         self._queries.gpu[index, :num_tokens].copy_(query)
         self.graphs.begin_attention(layer_name, before=self._flags.raised(ready))
         heads = query.shape[1]
         yield self._outputs.gpu[index, :num_tokens], self._lses.gpu[index, : num_tokens * heads]
-        self.graphs.end_attention(after=[*self._flags.taken(done), *self._flags.lowered(ready)])
+        flags = self._flags
+        self.graphs.end_attention(
+            after=[*flags.raised(due), *flags.taken(done), *flags.lowered(due), *flags.lowered(ready)]
+        )
 
     def measure(self, layout: Layout) -> None:
         super().measure(layout)
@@ -156,7 +160,9 @@ class CudaFarAttention(FarAttention):
         num_bytes = num_blocks * self._geometry.page_bytes
         # Of steps before this one, as far as they have come.
         before, self._attended = self._attended, self.pool.attended
-        self._add(self._attended[0] - before[0], self._attended[1] - before[1])
+        latest = self._attended.since(before)
+        self._add(latest.num_bytes, latest.seconds)
+        self.lateness.add(latest.jobs, latest.late)
         while len(self._submitted) > _STEPS_IN_FLIGHT:
             self.pool.wait(self._submitted.popleft(), _LATE_S)
         return num_bytes

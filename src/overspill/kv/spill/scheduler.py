@@ -28,8 +28,8 @@ _PLAIN_STEP_S = 0.03
 _MOST_STEPS_APART = 256
 # Of a layer: to hand a query over and its result back takes the GPU as long as this much of KV.
 _LEAST_FAR_BYTES = MiB
-# A request's share is changed when it is off by this much: every share rounds differently.
-_SHARE_OFF = 0.04
+# A request's share is changed when it is off by this part: every share rounds differently.
+_SHARE_OFF = 0.05
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class SpillScheduler:
         self.far_groups = far_groups(kv_cache_config) if options.spill_compute == "auto" else frozenset()
         self._spilled: dict[str, Spilled] = {}
         self._in_step: set[str] = set()  # spilled requests of the step planned last
-        self._balance = Balance(speeds)
+        self.balance = Balance(speeds)
         self.placement = Placement(
             self.geometry,
             kv_cache_config,
@@ -108,36 +108,33 @@ class SpillScheduler:
         computed = computed_tokens(output)
         tables = {request_id: self._table(output, request_id) for request_id in self._in_step}
         is_decode = max(scheduled.values()) <= self._decode_tokens
-        num_far = 0
         for group, block_size in enumerate(self.placement.block_sizes):
             spans = {
                 request_id: self._span(table[group], computed[request_id], scheduled[request_id])
                 for request_id, table in tables.items()
             }
             if is_decode and group in self.far_groups:
-                num_far += self._split(step, group, spans, block_size)
+                self._split(step, group, spans, block_size)
             found = group_step(spans.values(), block_size=block_size, num_resident=self.geometry.num_resident)
             if found is not None:
                 step.groups[group] = found
         for request_id, table in tables.items():
             self._describe(request_id, table, computed[request_id], output.num_scheduled_tokens[request_id])
-        if is_decode:
-            self._balance.record(num_far * self.block_bytes)
         if not step.groups:
             return None
         self.stats.count("spilled_steps")
-        return step
+        return replace(step, num_bytes=self._spilled_bytes())
 
-    def _split(self, step: SpillStep, group: int, spans: dict[str, Span], block_size: int) -> int:
-        """Leave a part of each request's spilled blocks to the CPU, and return how many blocks."""
-        wanted, num_far = self.far_share(), 0
+    def _split(self, step: SpillStep, group: int, spans: dict[str, Span], block_size: int) -> None:
+        """Leave a part of each request's spilled blocks to the CPU."""
+        wanted = self.far_share()
         for request_id, span in spans.items():
             ids, num_full = np.asarray(span.block_ids), span.certain // block_size
             places, far = self._spilled[request_id].far, self.geometry.num_resident
             first, end, share = places.get(group, (0, 0, 0.0))
             # A request that was preempted meanwhile has other blocks.
             is_stale = end > num_full or not np.all(ids[first:end] >= far)
-            if first == end or is_stale or abs(share - wanted) > _SHARE_OFF:
+            if first == end or is_stale or abs(share - wanted) > _SHARE_OFF * share:
                 first, end = far_stretch(ids, num_full, far, wanted)
                 places[group] = first, end, wanted
             if (end - first) * self.geometry.page_bytes < _LEAST_FAR_BYTES:
@@ -145,13 +142,13 @@ class SpillScheduler:
             stretch = Stretch(first, ids[first:end] - far)
             step.far.setdefault(group, {})[request_id] = stretch
             spans[request_id] = replace(span, far=stretch)
-            num_far += end - first
-        return num_far
 
     def far_share(self) -> float:
-        """The CPU's share of a step's spilled KV, by the speeds measured so far; none until the CPU was measured."""
-        num_bytes = self.block_bytes * sum(self._spilled[name].num_blocks for name in self._in_step)
-        return self._balance.share(num_bytes, self.link_bytes_per_s)
+        """The CPU's share of the step's spilled KV; none until the CPU was measured."""
+        return self.balance.share(self._spilled_bytes(), self.link_bytes_per_s)
+
+    def _spilled_bytes(self) -> int:
+        return self.block_bytes * sum(self._spilled[name].num_blocks for name in self._in_step)
 
     def _note_new_blocks(self, output: SchedulerOutput) -> None:
         """Mark requests that were given a spilled block."""
@@ -227,7 +224,12 @@ class SpillScheduler:
         return Spacing(slow, apart, spilled_s / self.share)
 
     def _streaming_s(self, spilled: Spilled) -> float:
-        return spilled.num_blocks * self.block_bytes / (self.link_bytes_per_s + self.speeds.far_bytes_per_s)
+        """What a request's KV in RAM adds to a step, by whole steps as soon as some were measured: link and CPU slow
+        each other down."""
+        num_bytes, speeds = spilled.num_blocks * self.block_bytes, self.speeds
+        if speeds.spilled_bytes_per_s:
+            return max(0.0, num_bytes / speeds.spilled_bytes_per_s - speeds.plain_step_s)
+        return num_bytes / (self.link_bytes_per_s + speeds.far_bytes_per_s)
 
     # Ends of requests.
 

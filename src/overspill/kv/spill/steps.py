@@ -43,6 +43,7 @@ class SpillStep:
 
     groups: dict[int, GroupStep] = field(default_factory=dict)
     far: dict[int, dict[str, Stretch]] = field(default_factory=dict)  # by group and request
+    num_bytes: int = 0  # in RAM, of all its requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from overspill.kv.copies import Copier
 from overspill.kv.cuda import PinnedRanges, gpu_numa_node
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import HostMemory
-from overspill.kv.jobs import Sample, StepJobs, StepReport
+from overspill.kv.jobs import Lateness, Sample, StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.ram import numa_cpus
@@ -229,6 +229,7 @@ class SpillWorker:
         if self.far is not None:
             self.stats.count("spill_far_bytes", self.far.num_bytes)
             report.far_speed, self.far.speed, self.far.num_bytes = self.far.speed, Sample(), 0
+            report.lateness, self.far.lateness = self.far.lateness, Lateness()
         speed = report.stream_speed
         if speed.seconds:
             self.stats.gauge("spill_link_bytes_per_second", speed.amount / speed.seconds, self._rank)

@@ -40,6 +40,7 @@ struct OverspillJob {
     float* lse;             // [kv_heads * group][num_queries], natural logarithm; -inf for a query without a segment
     const uint32_t* ready;  // null, or: begin when *ready has reached the step's number
     uint32_t* done;         // null, or: set to the step's number at the end
+    const uint32_t* due;    // null, or: has reached the step's number when the result is waited for
     int32_t num_segments, num_queries;
     float scale, key_scale, value_scale;  // of the softmax; of fp8 keys and values (1 otherwise)
 };
@@ -54,6 +55,12 @@ struct OverspillProgress {
     int32_t layer;  // of the step: index of its job
     int32_t state;  // OverspillState
     int32_t alive;  // threads
+};
+
+struct OverspillAttended {
+    int64_t bytes;
+    int64_t ns;          // from `ready` to `done`
+    int64_t jobs, late;  // all, and those that were due before they were done
 };
 
 enum OverspillResult { kFinished = 0, kAborted = 1, kTimeout = 2, kBroken = 3 };
@@ -95,8 +102,8 @@ const char* overspill_pool_kernel(const OverspillPool* pool);
 int64_t overspill_pool_read(OverspillPool* pool, const uint8_t* memory, int64_t bytes);
 // CPU time that threads spent in pieces of work.
 int64_t overspill_pool_cpu_ns(const OverspillPool* pool);
-// Bytes of KV that jobs have attended to, and how long they took from `ready` to `done`.
-void overspill_pool_attended(const OverspillPool* pool, int64_t* bytes, int64_t* ns);
+// What jobs with KV have done so far.
+void overspill_pool_attended(const OverspillPool* pool, OverspillAttended* attended);
 // Tests only: the thread stalls or exits, holding the next piece of work it takes. 0 is the leader.
 void overspill_pool_inject_fault(OverspillPool* pool, int thread, int fault);
 }

@@ -170,7 +170,7 @@ struct OverspillPool {
     alignas(64) std::atomic<uint64_t> heartbeat{0}, units{0};
     std::atomic<uint32_t> step_number{0};
     std::atomic<int32_t> layer{0}, state{kIdle}, alive{0};
-    std::atomic<int64_t> attended_bytes{0}, attended_ns{0};  // of jobs that have ended
+    std::atomic<int64_t> attended_bytes{0}, attended_ns{0}, attended_jobs{0}, late_jobs{0};  // of those that have ended
 
     explicit OverspillPool(int count) : threads(count) {}
 
@@ -289,9 +289,13 @@ struct OverspillPool {
         return working && !cancelled;
     }
 
+    bool reached(const uint32_t* flag) const {
+        return int32_t(__atomic_load_n(flag, __ATOMIC_RELAXED) - step.number) >= 0;
+    }
+
     bool wait_ready(const OverspillJob& job) {
         Patience patience;
-        while (job.ready && int32_t(__atomic_load_n(job.ready, __ATOMIC_RELAXED) - step.number) < 0) {
+        while (job.ready && !reached(job.ready)) {
             heartbeat.fetch_add(1, std::memory_order_relaxed);
             if (stop || is_aborted()) return false;
             if (patience.tired(kStepSpinNs)) usleep(20);
@@ -328,9 +332,14 @@ struct OverspillPool {
             task.count = uint32_t(job.num_queries) * job.layout->kv_heads * job.layout->group;
             if (!run_task(thread)) return false;
             fence_device();
+            if (plan.bytes) {
+                // Looked at before `done` is set: whoever waits lowers it then.
+                late_jobs += job.due && reached(job.due);
+                attended_jobs++;
+                attended_bytes += plan.bytes;
+                attended_ns += now_ns() - began;
+            }
             if (job.done) __atomic_store_n(job.done, step.number, __ATOMIC_RELEASE);
-            attended_bytes += plan.bytes;
-            attended_ns += now_ns() - began;
         }
         return true;
     }
@@ -497,8 +506,8 @@ int64_t overspill_pool_cpu_ns(const OverspillPool* pool) {
     return total;
 }
 
-void overspill_pool_attended(const OverspillPool* pool, int64_t* bytes, int64_t* ns) {
-    *bytes = pool->attended_bytes, *ns = pool->attended_ns;
+void overspill_pool_attended(const OverspillPool* pool, OverspillAttended* attended) {
+    *attended = {pool->attended_bytes, pool->attended_ns, pool->attended_jobs, pool->late_jobs};
 }
 
 void overspill_pool_inject_fault(OverspillPool* pool, int thread, int fault) { pool->threads[thread].fault = fault; }
