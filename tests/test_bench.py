@@ -40,10 +40,12 @@ SMALL = {
     "shared-prefix": "shared-prefix:groups=3,requests=3,prefix=600,suffix=20,output=4",
     "long-context": "long-context:prompts=3,input=3000,output=3",
     "offline": "offline:requests=16,input=64,output=4",
+    "edit": "edit:requests=2,input=64,output=8",
+    "write": "write:requests=2,input=64,output=8",
 }
 INPUT_TOKENS = {
     "overhead": 6 * 200, "multi-turn": 8 * (600 + 708 + 816), "shared-prefix": 9 * 620, "long-context": 6 * 3000,
-    "offline": 16 * 64,
+    "offline": 16 * 64, "edit": 2 * 64, "write": 2 * 64,
 }  # fmt: skip
 
 
@@ -146,7 +148,7 @@ def test_every_workload_is_measured(target: Target, name: str) -> None:
     )
     assert all(metrics[f"{each}_{which}_ms"] > 0 for each in ("mean", "median", "p99") for which in ("ttft", "e2el"))
     assert metrics["peak_ram_bytes"] > 100 << 20 and metrics["ram_of"] == "server" and metrics["samples"]
-    is_new = name in ("overhead", "offline")
+    is_new = name in ("overhead", "offline", "edit", "write")
     assert (metrics["tokens_from_ram"] + metrics["tokens_from_gpu_cache"] > 0) is not is_new
     assert ("returning_median_ttft_ms" in metrics) is not is_new
     json.dumps(metrics, allow_nan=False)

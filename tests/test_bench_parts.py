@@ -125,6 +125,13 @@ def test_long_prompts_come_again_when_all_have_been_there() -> None:
     assert names[:3] == names[3:] and len(set(names)) == 3 and script.concurrency == 1
 
 
+def test_an_edit_begins_its_text_again() -> None:
+    script = write_script(parse_workload("edit:requests=2,input=80,concurrency=2"), 0)
+    assert [[piece.tokens for piece in step.pieces] for step in script.steps] == [[70, 10]] * 2
+    assert [{piece.name for piece in step.pieces} for step in script.steps] == [{"edit/0"}, {"edit/1"}]
+    assert {step.phase for step in script.steps} == {"cold"} and script.concurrency == 2
+
+
 def test_requests_of_a_fixed_rate_are_sent_at_that_rate() -> None:
     script = write_script(parse_workload("overhead:requests=3,rate=4"), 0)
     assert [chain.start_s for chain in script.chains] == [0, 0.25, 0.5] and script.concurrency is None

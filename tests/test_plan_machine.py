@@ -18,6 +18,7 @@ from overspill.launch.machine import find_device, plan_for, require_available, w
 from overspill.launch.profiles import remember
 from overspill.launch.vllm import Vllm, installed_vllm
 from overspill.planning.arguments import vllm_args
+from overspill.planning.drafts import parse_drafts, speculative_config
 from overspill.planning.overheads import Profile, fingerprint
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json, plan_as_text
@@ -213,3 +214,24 @@ def test_a_plan_takes_what_an_earlier_run_measured(
     assert after.recommended is not None and after.recommended.overheads.total.value == 3 * GIB
     assert after.recommended.overheads.graph_bytes.origin is Origin.MEASURED
     assert plan_for(str(llama), {**settings, "max_num_seqs": 8}).budget.context_bytes.value < GIB
+
+
+@pytest.mark.parametrize(
+    ("drafts", "config"),
+    [
+        ("off", None),
+        ("ngram", {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+        ("ngram_gpu:8", {"method": "ngram_gpu", "num_speculative_tokens": 8, "prompt_lookup_min": 2,
+                         "prompt_lookup_max": 4}),
+        ("suffix:1", {"method": "suffix", "num_speculative_tokens": 1}),
+    ],
+)  # fmt: skip
+def test_drafts_reach_vllm(drafts: str, config: dict[str, object] | None) -> None:
+    written = speculative_config(parse_drafts(drafts))
+    assert (json.loads(written) if written is not None else None) == config
+
+
+@pytest.mark.parametrize("drafts", ["", "eagle", "ngram:", "ngram:0", "ngram:17", "ngram:x", "off:4"])
+def test_other_drafts_are_refused(drafts: str) -> None:
+    with pytest.raises(OverspillError, match="none of off, ngram, ngram_gpu, suffix"):
+        parse_drafts(drafts)

@@ -106,7 +106,9 @@ def test_vllm_sizes_kv_where_the_plan_cannot() -> None:
     two = plan(LLAMA_8B, "24GiB", "128GiB", 8192, tensor_parallel_size=2)
     forced = plan(LLAMA_8B, "17.5GiB", "64GiB", 1024, weights_ram_bytes=0, force=True)
     assert forced.forced is not None and forced.forced.available_bytes > 0
-    for made in (two, forced):
+    drafts = plan(LLAMA_8B, "24GiB", "128GiB", 8192, drafts="ngram")
+    assert drafts.chosen is not None and "--speculative-config" in vllm_args(drafts, drafts.chosen)
+    for made in (two, forced, drafts):
         assert made.chosen is not None and device_share(made, made.chosen) is None
         assert "--kv-cache-memory-bytes" not in vllm_args(made, made.chosen)
 

@@ -20,6 +20,7 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, MiB, exact_size, format_size, parse_size
 from overspill.model.pages import KV_CACHE_DTYPE_BYTES
 from overspill.planning.connector_options import read_options, write_options
+from overspill.planning.drafts import parse_drafts
 from overspill.planning.setup import AT_ONCE, MAX_NUM_SEQS
 
 _REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -319,6 +320,11 @@ TABLE = (
     Setting(
         "spill_threads", COUNT, None,
         "Threads of the CPU that attend to spilled KV; without it, one for each physical core near the GPU but two.",
+    ),
+    Setting(
+        "drafts", Kind(parse_drafts, example="ngram:4", max_length=20), "off",
+        "Tokens that vLLM guesses from the text so far, so that one step gives several: `ngram`, `ngram_gpu` or "
+        "`suffix`, up to 4 of them, or as many as in `ngram:8`; `off` if not given.",
     ),
     Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once; 1 if not given."),
     Setting(

@@ -211,10 +211,10 @@ def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
     if parallel.enable_dbo:
         raise OverspillError("spill does not work with dual-batch overlap: remove --enable-dbo")
     speculative = vllm_config.speculative_config
-    if speculative is not None and not speculative.method.startswith("ngram"):
+    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         raise OverspillError(
             f"spill does not work with draft models ({speculative.method}), which read KV in graphs of their own: use "
-            "the ngram method, or remove --speculative-config"
+            "ngram, ngram_gpu or suffix (--drafts), or remove --speculative-config"
         )
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:

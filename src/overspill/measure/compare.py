@@ -86,6 +86,8 @@ MEASURES = (
     Measure(key="tokens_from_gpu_cache", name="  from the KV cache", unit=""),
     Measure(key="tokens_from_ram", name="  from RAM", unit=""),
     Measure(key="preemptions", name="preemptions", unit=""),
+    Measure(key="draft_tokens", name="drafts", unit=""),
+    Measure(key="accepted_tokens", name="  accepted", unit=""),
     Measure(key="spill_in_bytes", name="streamed from RAM", unit="bytes"),
 )
 BY_KEY = {measure.key: measure for measure in MEASURES}

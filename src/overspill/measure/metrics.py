@@ -22,6 +22,10 @@ _VLLM = {
     "vllm:num_preemptions_total": "preemptions",
 }
 SERVED = tuple(_VLLM.values())
+_DRAFTS = {  # of a server that has them
+    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
+}
 _SPILL = ("spilled_steps", "spill_in_bytes", "spill_out_bytes")
 # The manager's page has those of all its engines, distinguished by this label; vLLM's own has none of that name.
 _MODEL = "model"
@@ -46,7 +50,7 @@ def parse_counters(text: str, model: str) -> Counters | None:
     except ValueError:  # another program's page
         return None
     for sample in samples:
-        name = _VLLM.get(sample.name)
+        name = (_VLLM | _DRAFTS).get(sample.name)
         if name is None and sample.name.startswith("overspill_") and sample.name.endswith("_total"):
             name = sample.name.removeprefix("overspill_").removesuffix("_total")
         is_of_model = sample.labels.get(_MODEL) in (None, model)

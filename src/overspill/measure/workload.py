@@ -80,6 +80,13 @@ def _concurrency(requests: int) -> Parameter:
     return Parameter(name="concurrency", default=requests, help="requests under way at once, at most")
 
 
+_SINGLE_ANSWERS = (
+    Parameter(name="requests", default=16, help="how many"),
+    Parameter(name="input", default=4096, help="tokens of each prompt", least=2),
+    _output(256),
+    _concurrency(1),
+)
+
 WORKLOADS: Mapping[str, WorkloadKind] = {
     kind.name: kind
     for kind in (
@@ -144,6 +151,18 @@ WORKLOADS: Mapping[str, WorkloadKind] = {
                 Parameter(name="input", default=512, help="tokens of each prompt"),
                 _output(128),
             ),
+            shortened_by=("input", "output"),
+        ),
+        WorkloadKind(
+            name="edit",
+            help="answers that repeat their prompt, as edits of code do: drafts are taken",
+            parameters=_SINGLE_ANSWERS,
+            shortened_by=("input", "output"),
+        ),
+        WorkloadKind(
+            name="write",
+            help="answers that repeat nothing: drafts are in vain",
+            parameters=_SINGLE_ANSWERS,
             shortened_by=("input", "output"),
         ),
     )
@@ -305,6 +324,21 @@ def _offline(given: _Parameters, seed: int) -> Script:
     return _singles("offline", given, starts_s=[0.0] * int(given["requests"]))
 
 
+def _edit(given: _Parameters, seed: int) -> Script:
+    """A text, and the beginning of the same text: a model that goes on repeats it."""
+    begun = max(1, int(given["input"]) // 8)
+    return _answers(given, lambda i: (Piece(f"edit/{i}", int(given["input"]) - begun), Piece(f"edit/{i}", begun)))
+
+
+def _write(given: _Parameters, seed: int) -> Script:
+    return _answers(given, lambda i: (Piece(f"write/{i}", int(given["input"])),))
+
+
+def _answers(given: _Parameters, prompt: Callable[[int], tuple[Piece, ...]]) -> Script:
+    chains = [_single(i, given, *prompt(i)) for i in range(int(given["requests"]))]
+    return Script(tuple(chains), int(given["concurrency"]))
+
+
 def _singles(workload: str, given: _Parameters, starts_s: Sequence[float]) -> Script:
     """Prompts that are all new."""
     tokens = int(given["input"])
@@ -367,6 +401,8 @@ _WRITERS: Mapping[str, Callable[[_Parameters, int], Script]] = {
     "shared-prefix": _shared_prefix,
     "long-context": _long_context,
     "offline": _offline,
+    "edit": _edit,
+    "write": _write,
 }
 
 

@@ -4,6 +4,7 @@ import json
 
 from overspill.planning.connector_options import read_options, used_options
 from overspill.planning.device_share import DeviceShare
+from overspill.planning.drafts import speculative_config
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.planning.weights import PREFETCH_STEP, WeightOffload
@@ -26,6 +27,8 @@ def vllm_args(plan: Plan, way: Way) -> list[str]:
         arguments += ["--kv-cache-dtype", way.kv_cache_dtype]
     if plan.wishes.enforce_eager:
         arguments += ["--enforce-eager"]
+    if drafts := speculative_config(plan.wishes.drafts):
+        arguments += ["--speculative-config", drafts]
     arguments += _weights(way.weights)
     if transfer := kv_transfer_config(way, plan.wishes.kv_options):
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
@@ -41,9 +44,9 @@ def kv_transfer_config(way: Way, kv_options: str = "") -> dict[str, object] | No
 
 
 def device_share(plan: Plan, way: Way) -> DeviceShare | None:
-    """What the engine may take of its GPU; None where vLLM has to find out what is left for KV: on several GPUs, which
-    the plan is not for, and where --force starts what does not fit by the plan's reckoning."""
-    if plan.gpu_memory_utilization is None or plan.wishes.tensor_parallel_size > 1:
+    """What the engine may take of its GPU; None where vLLM has to find out what is left for KV: on several GPUs or with
+    drafts, which the plan is not for, and where --force starts what does not fit by the plan's reckoning."""
+    if plan.gpu_memory_utilization is None or plan.wishes.tensor_parallel_size > 1 or plan.wishes.drafts != "off":
         return None
     share = DeviceShare(
         budget_bytes=plan.usable_gpu_bytes.value,

@@ -12,6 +12,7 @@ from overspill.kv.spill.geometry import CUDA_GRANULARITY
 from overspill.model.facts import Attention, Cache, LatentAttention, ModelFacts, RecurrentState
 from overspill.model.kv import KVGeometry
 from overspill.planning.connector_options import read_options
+from overspill.planning.drafts import num_drafts
 from overspill.planning.memory import Budget, gpu_budget, whole_budget
 from overspill.planning.overheads import NO_OVERHEADS, Overheads, Profile, assumed_overheads, measured_overheads
 
@@ -42,6 +43,8 @@ class Wishes:
     """Weights in RAM, rounded up to whole layers; 0 leaves them on the GPU."""
     offload_groups: tuple[int, int] | None = None
     """vLLM's offload_group_size and offload_num_in_group, where they say which weights go to RAM."""
+    drafts: str = "off"
+    """As `overspill.planning.drafts` reads it."""
     tensor_parallel_size: int = 1
     """Of vLLM's own flags; the plan is for one GPU all the same, and says so."""
     kv_options: str = ""
@@ -198,7 +201,7 @@ def runs_spilled_graphs(setup: Setup, num_requests: int) -> bool:
         and not setup.wishes.enforce_eager
         and read_options(setup.wishes.kv_options).get("spill_graphs", True)
         and not setup.facts.reads_shared_kv
-        and num_requests <= MOST_GRAPHED_TOKENS
+        and num_requests * (1 + num_drafts(setup.wishes.drafts)) <= MOST_GRAPHED_TOKENS
     )
 
 

@@ -126,6 +126,9 @@ def outcome_as_text(outcome: Outcome) -> str:
     if metrics.get("spilled_steps"):
         streamed = format_size(int(metrics["spill_in_bytes"] or 0))
         facts.append(("spill", f"{metrics['spilled_steps']:,} steps streamed {streamed} from RAM"))
+    if drafts := metrics.get("draft_tokens"):
+        accepted = metrics["accepted_tokens"] or 0
+        facts.append(("drafts", f"{accepted:,} of {drafts:,} tokens accepted, {accepted / drafts:.0%}"))
     if metrics["peak_gpu_bytes"] is not None:
         facts.append(("GPU memory", f"{format_size(metrics['peak_gpu_bytes'])} at most"))
     if metrics["peak_ram_bytes"] is not None:
