@@ -312,6 +312,17 @@ def spill_text(result: Json) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def drafts_text(result: Json) -> str:
+    """Tokens a second of all requests together, and as a factor of the same without drafts."""
+    head = ["requests", "tokens each", "drafts", "text", "tokens/s", "× without"]
+    rows = [
+        [str(row["requests"]), f"{row['length']:,}", row["drafts"], row["text"] if row["drafts"] != "off" else "–",
+         number(row["tokens_per_s"]), number(row["factor"])]
+        for row in sorted(result.get("summary", ()), key=lambda row: (-row["length"], row["requests"]))
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
 def spill_remarks(result: Json) -> Iterator[str]:
     """What a reader must know before believing a table."""
     for life in result["lives"]:

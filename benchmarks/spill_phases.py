@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 
 import gpu
 import shapes
+from overspill.planning.drafts import speculative_config
 from overspill.verify.workload import Answer
 from record import GIB, Json, say, spread
 from spill_engine import SpillEngine
@@ -89,6 +91,8 @@ def engine_arguments(life: Life, gpu_total_bytes: int | None, context_bytes: int
         arguments["kv_cache_memory_bytes"] = life.kv_bytes
     elif gpu_total_bytes is None:
         arguments["kv_cache_memory_bytes"] = CPU_KV_BYTES
+    if drafts := speculative_config(life.drafts):
+        arguments["speculative_config"] = json.loads(drafts)
     if life.block_size is not None:
         arguments["block_size"] = life.block_size
     if not life.enforce_eager:

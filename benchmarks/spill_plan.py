@@ -91,6 +91,7 @@ class Life:
     max_num_batched_tokens: int = 8192
     enforce_eager: bool = False
     cudagraph_mode: str | None = None
+    drafts: str = "off"
     capture_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
 
     def settings(self) -> Json:
