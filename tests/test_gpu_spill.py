@@ -33,7 +33,7 @@ class Rig:
     """A mapped buffer, an arena and the streams between them."""
 
     def __init__(self) -> None:
-        from overspill.kv.buffer import CudaAliasedMemory
+        from overspill.kv.buffer import CudaBuffer, spill_pieces
         from overspill.kv.cuda import PinnedRanges
         from overspill.kv.host_memory import HostMemory
         from overspill.kv.spill.streams import CudaStreams
@@ -41,7 +41,7 @@ class Rig:
         device = torch.device("cuda", 0)
         torch.cuda.init()
         self.free_before = torch.cuda.mem_get_info()[0]
-        self.memory = CudaAliasedMemory(GEOMETRY, device)
+        self.memory = CudaBuffer(GEOMETRY.buffer_bytes, spill_pieces(GEOMETRY), device)
         self.buffer = self.memory.tensor().view(torch.uint8)
         self.arena = HostMemory(GEOMETRY.num_regions, GEOMETRY.half_bytes)
         self.arena.prepare(PinnedRanges(device))

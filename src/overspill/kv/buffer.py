@@ -1,10 +1,10 @@
-"""vLLM's KV buffer: where a block's bytes lie in it, and the memory that spill maps under it."""
+"""vLLM's KV buffer: where a block's bytes lie in it, and the memory that spill and park map under it."""
 
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,8 +15,17 @@ from vllm.platforms import current_platform
 
 from overspill.kv.cuda import AddressRange, PhysicalMemory, mapping_granularity
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_memory import MAP_ANONYMOUS, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, map_memory, unmap_memory
-from overspill.kv.sizes import format_size
+from overspill.kv.host_memory import (
+    MAP_ANONYMOUS,
+    MAP_FIXED,
+    MAP_NORESERVE,
+    MAP_PRIVATE,
+    MAP_SHARED,
+    PROT_NONE,
+    map_memory,
+    unmap_memory,
+)
+from overspill.kv.sizes import MiB, format_size
 from overspill.kv.spill.geometry import CUDA_GRANULARITY, Geometry
 from overspill.kv.vllm_api import (
     KVCacheConfig,
@@ -26,6 +35,9 @@ from overspill.kv.vllm_api import (
 BLOCK_OUTERMOST = "BLNHC"
 # Layer-outermost: a layer's blocks are one contiguous range, which spill maps and streams.
 LAYER_OUTERMOST = "LBNHC"
+
+PIECE_BYTES = 64 * MiB
+_RESERVED = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,7 @@ class KvAllocation(TorchFunctionMode):
         if kind is None and self._answered != 1:
             raise OverspillError(
                 f"vLLM allocated its KV buffer of {self._num_bytes} bytes {self._answered} times where it was expected "
-                "once; spill works with vLLM 0.32.0 only"
+                "once; spill and park work with vLLM 0.32.0 only"
             )
 
 
@@ -110,74 +122,198 @@ def granularity() -> int:
     return mmap.PAGESIZE if current_platform.is_cpu() else CUDA_GRANULARITY
 
 
-class AliasedMemory:
-    """The CPU platform's buffer: two window halves lie under all spilled ranges, as the same pages."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of physical memory, and the places of the buffer that it lies under."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self._length = geometry.buffer_bytes
-        self._address = map_memory(self._length, MAP_PRIVATE | MAP_ANONYMOUS, "spill_bytes")
-        halves = [os.memfd_create(f"overspill-window-{half}") for half in range(geometry.num_halves)]
+    num_bytes: int
+    offsets: tuple[int, ...]
+
+
+def pieces_of(num_bytes: int, *places: int) -> list[Piece]:
+    """`num_bytes` at each of the places, in pieces that are mapped and unmapped one by one. Mapping takes the driver a
+    fixed time for a piece, whatever its size; larger ones would be coarse to lend."""
+    return [
+        Piece(min(PIECE_BYTES, num_bytes - start), tuple(place + start for place in places))
+        for start in range(0, num_bytes, PIECE_BYTES)
+    ]
+
+
+def plain_pieces(num_bytes: int) -> list[Piece]:
+    """A buffer whose blocks all have memory of their own."""
+    return pieces_of(-(-num_bytes // granularity()) * granularity(), 0)
+
+
+def spill_pieces(geometry: Geometry) -> list[Piece]:
+    """A buffer in which two window halves lie under all spilled ranges."""
+    regions = range(geometry.num_regions)
+    resident = [
+        piece for region in regions for piece in pieces_of(geometry.resident_bytes, region * geometry.region_bytes)
+    ]
+    halves = [
+        piece
+        for half in range(geometry.num_halves)
+        for piece in pieces_of(
+            geometry.half_bytes, *(geometry.spilled_offset(r) for r in regions if geometry.half_of(r) == half)
+        )
+    ]
+    return [*resident, *halves]
+
+
+class KvBuffer(ABC):
+    """Addresses of vLLM's KV buffer, which stay, and the memory under them, which may be given back meanwhile."""
+
+    def __init__(self, num_bytes: int, pieces: Sequence[Piece]) -> None:
+        self.num_bytes = num_bytes
+        self._pieces = pieces
+        self._mapped: list[Piece] = []
+
+    @property
+    def reserved_bytes(self) -> int:
+        return max(offset + piece.num_bytes for piece in self._pieces for offset in piece.offsets)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Physical memory under the buffer."""
+        return sum(piece.num_bytes for piece in self._mapped)
+
+    def map(self) -> None:
+        """Memory, with zeroes in it, under all of the buffer; under none of it if there is not enough."""
         try:
-            for half in halves:
-                os.ftruncate(half, geometry.half_bytes)
-            for region in range(geometry.num_regions):
-                start = self._address + geometry.spilled_offset(region)
-                map_memory(
-                    geometry.half_bytes, MAP_SHARED | MAP_FIXED, "spill_bytes",
-                    address=start, descriptor=halves[geometry.half_of(region)],
-                )  # fmt: skip
+            for piece in self._pieces[len(self._mapped) :]:
+                self._map(piece)
+                self._mapped.append(piece)
+            self._zero()
+        except BaseException:
+            self.unmap()
+            raise
+
+    def unmap(self) -> None:
+        """Give the memory back. No kernel or copy may use the buffer any more."""
+        while self._mapped:
+            self._unmap(self._mapped[-1])
+            self._mapped.pop()
+
+    @abstractmethod
+    def _map(self, piece: Piece) -> None:
+        """Nothing of the piece is mapped if this fails."""
+
+    @abstractmethod
+    def _unmap(self, piece: Piece) -> None: ...
+
+    @abstractmethod
+    def _zero(self) -> None: ...
+
+    @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """The buffer; it must not be used while it is not mapped, nor after `close`."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class HostBuffer(KvBuffer):
+    """The CPU platform's buffer. Where it is not mapped it cannot be touched: a stray access ends the process instead
+    of reading what happens to lie there."""
+
+    def __init__(self, num_bytes: int, pieces: Sequence[Piece], option: str) -> None:
+        super().__init__(num_bytes, pieces)
+        self._option = option
+        self._address = map_memory(self.reserved_bytes, _RESERVED, option, protection=PROT_NONE)
+        try:
+            self.map()
         except BaseException:
             self.close()
             raise
+
+    def _map(self, piece: Piece) -> None:
+        if len(piece.offsets) == 1:
+            address = self._address + piece.offsets[0]
+            map_memory(piece.num_bytes, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, self._option, address=address)
+            return
+        file = os.memfd_create("overspill-window")
+        try:
+            os.ftruncate(file, piece.num_bytes)
+            for offset in piece.offsets:
+                address = self._address + offset
+                map_memory(piece.num_bytes, MAP_SHARED | MAP_FIXED, self._option, address=address, descriptor=file)
+        except BaseException:
+            self._unmap(piece)
+            raise
         finally:
-            for half in halves:
-                os.close(half)  # the mappings keep the memory
+            os.close(file)  # the mappings keep the memory
+
+    def _unmap(self, piece: Piece) -> None:
+        for offset in piece.offsets:
+            address = self._address + offset
+            map_memory(piece.num_bytes, _RESERVED | MAP_FIXED, self._option, address=address, protection=PROT_NONE)
+
+    def _zero(self) -> None:
+        """New pages are."""
 
     def tensor(self) -> torch.Tensor:
-        """The buffer; it must not be used after `close`."""
-        memory = (ctypes.c_int8 * self._length).from_address(self._address)
+        memory = (ctypes.c_int8 * self.num_bytes).from_address(self._address)
         return torch.frombuffer(memory, dtype=torch.int8)
 
     def close(self) -> None:
         if self._address:
-            unmap_memory(self._address, self._length)
+            unmap_memory(self._address, self.reserved_bytes)
             self._address = 0
+            self._mapped.clear()
 
 
-class CudaAliasedMemory:
-    """The GPU's buffer: two window halves lie under the spilled ranges of all regions."""
+class CudaBuffer(KvBuffer):
+    """The GPU's buffer."""
 
-    def __init__(self, geometry: Geometry, device: torch.device) -> None:
-        index = device.index
-        found = mapping_granularity(index)
+    def __init__(self, num_bytes: int, pieces: Sequence[Piece], device: torch.device) -> None:
+        super().__init__(num_bytes, pieces)
+        found = mapping_granularity(device.index)
         if granularity() % found:
             raise OverspillError(
-                f"this GPU maps memory in pieces of {format_size(found)}, and spill was planned for "
-                f"{format_size(granularity())}. Remove spill_bytes"
+                f"this GPU maps memory in pieces of {format_size(found)}, and its KV cache was planned for "
+                f"{format_size(granularity())}. Remove spill_bytes and park"
             )
         self._device = device
-        self._stack = ExitStack()
+        self._range = AddressRange(device.index, self.reserved_bytes)
         try:
-            self._range = AddressRange(index, geometry.buffer_bytes)
-            self._stack.callback(self._range.close)
-            halves = [self._create(geometry.half_bytes) for _ in range(geometry.num_halves)]
-            for region in range(geometry.num_regions):
-                self._range.map(region * geometry.region_bytes, self._create(geometry.resident_bytes))
-                self._range.map(geometry.spilled_offset(region), halves[geometry.half_of(region)])
+            self.map()
         except BaseException:
-            self._stack.close()
+            self._range.close()
             raise
 
-    def _create(self, num_bytes: int) -> PhysicalMemory:
-        memory = PhysicalMemory(self._device.index, num_bytes)
-        # Not released at once, although mappings would keep it alive: a window half is mapped many times.
-        self._stack.callback(memory.release)
-        return memory
+    def _map(self, piece: Piece) -> None:
+        memory = PhysicalMemory(self._device.index, piece.num_bytes)
+        mapped = []
+        try:
+            for offset in piece.offsets:
+                self._range.map(offset, memory)
+                mapped.append(offset)
+        except BaseException:
+            for offset in mapped:
+                self._range.unmap(offset)
+            raise
+        finally:
+            memory.release()  # the mappings keep the memory
+
+    def _unmap(self, piece: Piece) -> None:
+        for offset in piece.offsets:
+            self._range.unmap(offset)
+
+    def _zero(self) -> None:
+        """Memory of an earlier process may hold NaN."""
+        self.tensor().zero_()
 
     def tensor(self) -> torch.Tensor:
-        """The buffer, zeroed: memory of an earlier process may hold NaN."""
-        return self._range.tensor().zero_()
+        return self._range.tensor()[: self.num_bytes]
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._stack.close()
+        self._mapped.clear()
+        self._range.close()
+
+
+def map_buffer(num_bytes: int, pieces: Sequence[Piece], option: str) -> KvBuffer:
+    """A mapped buffer of this platform. `option` is what asked for it."""
+    if current_platform.is_cpu():
+        return HostBuffer(num_bytes, pieces, option)
+    return CudaBuffer(num_bytes, pieces, torch.device("cuda", torch.cuda.current_device()))

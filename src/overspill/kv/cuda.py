@@ -215,8 +215,8 @@ def mapping_granularity(device: int) -> int:
     )
     if not supported:
         raise OverspillError(
-            "this GPU or its driver has no virtual memory management, which spill maps its KV cache with (vGPUs often "
-            "lack it). Remove spill_bytes; offload (host_bytes) works"
+            "this GPU or its driver has no virtual memory management, which spill and park map the KV cache with ("
+            "vGPUs often lack it). Remove spill_bytes and park; offload (host_bytes) works"
         )
     flags = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(_call(driver.cuMemGetAllocationGranularity, _memory_of(device), flags))
@@ -265,7 +265,11 @@ class AddressRange:
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.device
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _call(driver.cuMemSetAccess, place, memory.num_bytes, [access], 1)
+        try:
+            _call(driver.cuMemSetAccess, place, memory.num_bytes, [access], 1)
+        except BaseException:
+            self.unmap(offset)
+            raise
 
     def unmap(self, offset: int) -> None:
         """Unmap what was mapped at `offset`. No kernel or copy may use it any more."""

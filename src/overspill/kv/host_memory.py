@@ -23,8 +23,8 @@ from overspill.kv.sizes import MiB, format_size
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-_PROT_READ_WRITE = 0x3
-MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
+MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
 _HUGE_PAGE = 2 * MiB
@@ -46,9 +46,17 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def map_memory(length: int, flags: int, option: str, *, address: int | None = None, descriptor: int = -1) -> int:
+def map_memory(
+    length: int,
+    flags: int,
+    option: str,
+    *,
+    address: int | None = None,
+    descriptor: int = -1,
+    protection: int = _PROT_READ_WRITE,
+) -> int:
     """Address of the new mapping. `option` is the option to lower if the kernel refuses."""
-    mapped = _libc.mmap(address, length, _PROT_READ_WRITE, flags, descriptor, 0)
+    mapped = _libc.mmap(address, length, protection, flags, descriptor, 0)
     if mapped is None or mapped == _MAP_FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise OverspillError(f"cannot map {format_size(length)} for {option}: {reason}; lower {option}")
@@ -66,7 +74,7 @@ class Mapping:
         self.num_bytes = num_bytes
         # Huge pages make filling and registering faster, and need an aligned start.
         self._length = num_bytes + _HUGE_PAGE
-        raw = map_memory(self._length, MAP_PRIVATE | MAP_ANONYMOUS | _MAP_NORESERVE, option)
+        raw = map_memory(self._length, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, option)
         self._raw = raw
         self.address = -(-raw // _HUGE_PAGE) * _HUGE_PAGE
         _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)

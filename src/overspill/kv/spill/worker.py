@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from overspill.kv.attention.library import AttentionUnavailable
 from overspill.kv.attention.pool import Pool
-from overspill.kv.buffer import AliasedMemory, CudaAliasedMemory, KvAllocation
+from overspill.kv.buffer import KvAllocation, KvBuffer, map_buffer, spill_pieces
 from overspill.kv.copies import Copier
 from overspill.kv.cuda import PinnedRanges, gpu_numa_node
 from overspill.kv.errors import OverspillError
@@ -49,7 +49,7 @@ class SpillWorker:
         self.streams: Streams | None = None
         self.layers: list[Layer] = []
         self.must_pin = False
-        self._memory: Any = None
+        self.buffer: KvBuffer | None = None
         self._window: Window | None = None
         self.graphs: SpilledGraphs | None = None
         self.far: FarAttention | None = None
@@ -65,17 +65,13 @@ class SpillWorker:
         return KvAllocation(self.geometry.buffer_bytes, self._map_buffer)
 
     def _map_buffer(self) -> torch.Tensor:
-        if current_platform.is_cpu():
-            self._memory = AliasedMemory(self.geometry)
-        else:
-            self._memory = CudaAliasedMemory(self.geometry, torch.device("cuda", torch.cuda.current_device()))
-        tensor: torch.Tensor = self._memory.tensor()
-        return tensor
+        self.buffer = map_buffer(self.geometry.buffer_bytes, spill_pieces(self.geometry), "spill_bytes")
+        return self.buffer.tensor()
 
     def register(self, buffer: torch.Tensor) -> None:
         """Map the arena, and set up streams and window. `buffer` is vLLM's KV cache as bytes."""
         geometry = self.geometry
-        if self._memory is None:
+        if self.buffer is None:
             raise OverspillError("vLLM did not allocate its KV cache where Overspill could map it; spill cannot work")
         # One slot is one region's spilled blocks, so that no copy crosses a registered piece.
         self._numa_node = gpu_numa_node(buffer.device) if buffer.is_cuda else None
@@ -240,12 +236,12 @@ class SpillWorker:
     def shutdown(self) -> None:
         """Finish copies, then free memory, also if one of them fails. vLLM's KV tensors are invalid afterwards."""
         with ExitStack() as stack:
-            if self._memory is not None:
-                stack.callback(self._memory.close)
+            if self.buffer is not None:
+                stack.callback(self.buffer.close)
             if self.arena is not None:
                 stack.callback(self.arena.close)
             if self.streams is not None:
                 stack.callback(self.streams.close)
             if self.far is not None:
                 stack.callback(self.far.close)
-            self._memory = self.arena = self.streams = self._window = self.far = None
+            self.buffer = self.arena = self.streams = self._window = self.far = None
