@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from overspill.kv.speeds import Speeds
 from overspill.kv.spill.scheduler import Spilled
-from overspill.kv.spill.vllm_scheduler import Parking
+from overspill.kv.spill.vllm_scheduler import Pacing
 from tests.engine import Answer, Engine, assert_same, engine, random_prompt, spilling
 
 LONG = random_prompt(1, 900)
@@ -63,7 +63,7 @@ def run(spills: Engine, *, long_first: bool) -> tuple[list[Answer], dict[str, li
 def test_short_requests_keep_pace_and_the_long_one_gets_turns(
     llama: Path, expected: list[Answer], long_first: bool
 ) -> None:
-    """Whichever came first: a short request that finds no GPU block left streams a little, and is not parked."""
+    """Whichever came first: a short request that finds no GPU block left streams a little, and is not held."""
     with engine(llama, spilling(spill_share=0.5)) as spills:
         slow_link(spills)
         answers, steps = run(spills, long_first=long_first)
@@ -86,7 +86,7 @@ def test_a_long_request_stops_waiting_once_the_others_end(llama: Path) -> None:
     with engine(llama, spilling(spill_share=0.01)) as spills:
         slow_link(spills)
         _, steps = run(spills, long_first=True)
-        assert spills.vllm_scheduler._parking._requests == {}
+        assert spills.vllm_scheduler._pacing._requests == {}
     alone = [step for step in steps["long"] if step > max(steps["short 1"])]
     assert alone and alone == list(range(alone[0], alone[0] + len(alone)))
     assert alone[0] <= max(steps["short 1"]) + 2
@@ -173,14 +173,14 @@ def test_heavy_requests_out_of_step_share_one_share_of_time(llama: Path) -> None
         spill._spilled, spill._in_step = {}, set()
 
 
-def test_a_parked_request_is_released_at_its_deadline(llama: Path) -> None:
+def test_a_held_request_is_released_at_its_deadline(llama: Path) -> None:
     """The steps it sits out may be prefills of seconds: their number alone says little."""
-    parking, waited = Parking(), SimpleNamespace(request_id="a", status=RequestStatus.RUNNING)
+    pacing, waited = Pacing(), SimpleNamespace(request_id="a", status=RequestStatus.RUNNING)
     waited.next_decode_eligible_step = 200
     scheduler = SimpleNamespace(running=[waited, SimpleNamespace(request_id="b")], current_step=10)
-    parking._requests["a"], parking._deadlines["a"] = waited, time.monotonic() + 60
-    parking.release(scheduler)  # type: ignore[arg-type]
+    pacing._requests["a"], pacing._deadlines["a"] = waited, time.monotonic() + 60
+    pacing.release(scheduler)  # type: ignore[arg-type]
     assert waited.next_decode_eligible_step == 200
-    parking._deadlines["a"] = time.monotonic() - 1
-    parking.release(scheduler)  # type: ignore[arg-type]
-    assert waited.next_decode_eligible_step == 0 and parking._requests == {}
+    pacing._deadlines["a"] = time.monotonic() - 1
+    pacing.release(scheduler)  # type: ignore[arg-type]
+    assert waited.next_decode_eligible_step == 0 and pacing._requests == {}

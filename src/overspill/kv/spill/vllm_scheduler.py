@@ -10,14 +10,14 @@ from overspill.kv.connector import OverspillConnector
 from overspill.kv.vllm_api import AsyncScheduler, Request, RequestStatus, ScheduleHooks, Scheduler, SchedulerOutput
 
 
-class Parking:
+class Pacing:
     """Requests that sit out steps: vLLM skips a request until its `next_decode_eligible_step`."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._deadlines: dict[str, float] = {}
 
-    def park(self, scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
+    def hold(self, scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
         """Let requests of this step that stream much sit out the next ones."""
         connector = scheduler.connector
         if not isinstance(connector, OverspillConnector) or connector.spill_scheduler is None:
@@ -39,10 +39,10 @@ class Parking:
         """Before a step: release requests whose wait has ended, that were preempted, or that are the only ones left."""
         if not self._requests:
             return
-        only_parked = all(request.request_id in self._requests for request in scheduler.running)
+        only_held = all(request.request_id in self._requests for request in scheduler.running)
         now = time.monotonic()
         for request_id, request in list(self._requests.items()):
-            if only_parked or request.status != RequestStatus.RUNNING or now >= self._deadlines[request_id]:
+            if only_held or request.status != RequestStatus.RUNNING or now >= self._deadlines[request_id]:
                 request.next_decode_eligible_step = 0
             if request.next_decode_eligible_step <= scheduler.current_step + 1:
                 del self._requests[request_id], self._deadlines[request_id]
@@ -51,13 +51,13 @@ class Parking:
 class OverspillScheduler(ScheduleHooks, Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._parking = Parking()
+        self._pacing = Pacing()
 
     def before_schedule(self) -> None:
-        self._parking.release(self)
+        self._pacing.release(self)
 
     def after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        self._parking.park(self, scheduler_output)
+        self._pacing.hold(self, scheduler_output)
 
 
 class OverspillAsyncScheduler(OverspillScheduler, AsyncScheduler):
