@@ -11,7 +11,7 @@ from overspill.settings import resolve
 
 ALL = (
     "store=lazy,eviction=arc,verify=all,load=always,keep_on_reset=true,spill_share=0.25,reserve_bytes=2147483648,"
-    "pin=true,spill_compute=gpu,spill_threads=6,spill_graphs=false"
+    "pin=true,spill_compute=gpu,spill_threads=6,spill_graphs=false,park=true"
 )
 
 
@@ -20,7 +20,7 @@ def test_the_connector_accepts_options_as_read() -> None:
     assert read == {
         "store": "lazy", "eviction": "arc", "verify": "all", "load": "always", "spill_share": 0.25,
         "reserve_bytes": 2**31, "pin": True, "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 6,
-        "spill_graphs": False,
+        "spill_graphs": False, "park": True,
     }  # fmt: skip
     options = Options.parse({"host_bytes": 1, "spill_bytes": 1, **read})
     assert all(getattr(options, name) == value for name, value in read.items())

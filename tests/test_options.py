@@ -23,7 +23,7 @@ def test_every_option_can_be_set() -> None:
     written = {
         "host_bytes": 1 << 30, "store": "lazy", "eviction": "arc", "verify": "all", "load": "always",
         "reserve_bytes": "1GiB", "spill_bytes": "2GiB", "resident_bytes": "3GiB", "spill_share": 0.25,
-        "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 8, "spill_graphs": False,
+        "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 8, "spill_graphs": False, "park": True,
     }  # fmt: skip
     options = Options.parse(written)
     assert {*written, "pin"} == {f.name for f in fields(Options)}

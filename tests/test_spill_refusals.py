@@ -26,9 +26,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from overspill.kv import plugin
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
-from overspill.kv.plugin import SPILL_WORKER, _check_spill, require_spill_classes, use_spill_classes
+from overspill.kv.plugin import (
+    OVERSPILL_WORKER,
+    _check_sleep_mode,
+    _check_spill,
+    require_spill_classes,
+    use_own_classes,
+)
 from overspill.kv.ram import Ram
 from overspill.kv.spill.capacity import check_groups, spill_geometry
 from tests.engine import BLOCK, PAGE, engine, overspill_config, random_prompt, spilling
@@ -190,7 +197,6 @@ def settings(**changes: Any) -> Any:
     ("changes", "said"),
     [
         ({"override": 100}, "remove --num-gpu-blocks-override"),
-        ({"sleep": True}, "remove --enable-sleep-mode"),
         ({"dbo": True}, "remove --enable-dbo"),
         ({"method": "eagle3"}, r"draft models \(eagle3\)"),
         ({"method": "mtp"}, r"draft models \(mtp\)"),
@@ -211,6 +217,16 @@ def test_settings_that_it_can(changes: dict[str, Any]) -> None:
     _check_spill(settings(**changes), is_child=False)
 
 
+def test_sleep_mode_is_for_parking_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OverspillError, match="remove --enable-sleep-mode, or park the engine"):
+        _check_sleep_mode(settings(sleep=True), Options(spill_bytes=1))
+    _check_sleep_mode(settings(sleep=True), Options(spill_bytes=1, park=True))
+    _check_sleep_mode(settings(sleep=False), Options(host_bytes=1, park=True))
+    monkeypatch.setattr(plugin, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    with pytest.raises(OverspillError, match="add --enable-sleep-mode"):
+        _check_sleep_mode(settings(sleep=False), Options(host_bytes=1, park=True))
+
+
 def test_beside_other_connectors_it_is_refused() -> None:
     with pytest.raises(OverspillError, match="beside other connectors"):
         _check_spill(settings(), is_child=True)
@@ -218,24 +234,24 @@ def test_beside_other_connectors_it_is_refused() -> None:
 
 def test_our_worker_and_scheduler_take_the_place_of_vllms() -> None:
     config = settings()
-    use_spill_classes(config)
-    assert config.parallel_config.worker_cls == SPILL_WORKER
+    use_own_classes(config, spill=True)
+    assert config.parallel_config.worker_cls == OVERSPILL_WORKER
     assert config.scheduler_config.scheduler_cls.endswith("OverspillAsyncScheduler")
     require_spill_classes(config, Options(spill_bytes=1))
 
 
 def test_another_worker_is_not_replaced_but_refused() -> None:
     config = settings(worker="somebody.elses.Worker", scheduler="somebody.elses.Scheduler")
-    use_spill_classes(config)
+    use_own_classes(config, spill=True)
     assert config.parallel_config.worker_cls == "somebody.elses.Worker"
     assert config.scheduler_config.scheduler_cls == "somebody.elses.Scheduler"
-    with pytest.raises(OverspillError, match=f"start vLLM with --worker-cls {SPILL_WORKER}"):
+    with pytest.raises(OverspillError, match=f"start vLLM with --worker-cls {OVERSPILL_WORKER}"):
         require_spill_classes(config, Options(spill_bytes=1))
 
 
 def test_a_share_needs_our_scheduler() -> None:
     config = settings(scheduler="somebody.elses.Scheduler")
-    use_spill_classes(config)
+    use_own_classes(config, spill=True)
     with pytest.raises(OverspillError, match='OverspillAsyncScheduler, or set "spill_share": 1'):
         require_spill_classes(config, Options(spill_bytes=1, spill_share=0.5))
     require_spill_classes(config, Options(spill_bytes=1, spill_share=1.0))

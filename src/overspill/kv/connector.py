@@ -1,21 +1,31 @@
 """The connector that vLLM loads: one instance beside the scheduler and one in each worker; every hook delegates."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from overspill.kv.buffer import BLOCK_OUTERMOST, LAYER_OUTERMOST, bytes_per_block, kv_buffer
+from overspill.kv.buffer import (
+    BLOCK_OUTERMOST,
+    LAYER_OUTERMOST,
+    KvAllocation,
+    KvBuffer,
+    bytes_per_block,
+    kv_buffer,
+    map_buffer,
+    plain_pieces,
+)
 from overspill.kv.cuda import CudaMark
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import num_host_slots, slot_stride
 from overspill.kv.jobs import StepJobs, StepReport
 from overspill.kv.metrics import OverspillPromMetrics, OverspillStats
 from overspill.kv.options import Options
-from overspill.kv.plugin import check_engine, require_spill_classes
+from overspill.kv.park import add_parking
+from overspill.kv.plugin import check_engine, require_spill_classes, require_worker
 from overspill.kv.provenance import Adapters, StaleHashes, watch_engine_core
 from overspill.kv.ram import require_ram
 from overspill.kv.scheduler import OffloadScheduler
@@ -40,7 +50,9 @@ from overspill.kv.vllm_api import (
     Request,
     SchedulerOutput,
     SupportsHMA,
+    reset_with_prefix_cache,
 )
+from overspill.kv.weights import weights_to_copy
 from overspill.kv.worker import OffloadWorker
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
@@ -68,6 +80,16 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self._speeds = Speeds()
         self._stale_hashes = StaleHashes()
         self.adapters = Adapters()
+        # What is copied of the weights is of this version: calls that may change them count it up.
+        self.weights_version = 0
+        self.is_parking = False
+        self._buffer: KvBuffer | None = None
+        self._num_buffer_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
+        if options.park:
+            require_worker(vllm_config, "park")
+            if role == KVConnectorRole.SCHEDULER:
+                watch_engine_core()
+                add_parking()
         if options.host_bytes:
             _check_pool_size(options, vllm_config, kv_cache_config)
             if role == KVConnectorRole.SCHEDULER:
@@ -116,7 +138,20 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker hooks, in the order of a step.
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        return self.spill_worker.allocation() if self.spill_worker is not None else None
+        if self.spill_worker is not None:
+            return self.spill_worker.allocation()
+        return KvAllocation(self._num_buffer_bytes, self._map_buffer) if self._options.park else None
+
+    def _map_buffer(self) -> torch.Tensor:
+        self._buffer = map_buffer(self._num_buffer_bytes, plain_pieces(self._num_buffer_bytes), "park")
+        return self._buffer.tensor()
+
+    @property
+    def buffer(self) -> KvBuffer:
+        """The memory under vLLM's KV buffer, if it is ours."""
+        buffer = self.spill_worker.buffer if self.spill_worker is not None else self._buffer
+        assert buffer is not None, "vLLM's KV buffer was not mapped by Overspill"
+        return buffer
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         buffer = kv_buffer(kv_caches)
@@ -125,6 +160,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         needs = {
             "host_bytes": self._worker.pool_bytes if self._worker is not None else 0,
             "spill_bytes": self.spill_worker.arena_bytes if self.spill_worker is not None else 0,
+            "park": weights_to_copy() if self._options.park else 0,
         }
         require_ram(needs, self._options.reserve_bytes)
         if self.spill_worker is not None:
@@ -190,6 +226,9 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             self.spill_scheduler.placement.bind(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager.block_pool)
+        if self._options.park:
+            # How callers say that they have put new weights in.
+            reset_with_prefix_cache(kv_cache_manager.block_pool, self._note_reset)
 
     def on_new_request(self, request: Request) -> None:
         adapter = request.lora_request
@@ -254,6 +293,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def weights_changed(self, what: str, request_ids: Iterable[str]) -> None:
         """Drop cached KV: `what` may have replaced weights while the requests had KV of the old ones."""
+        self.weights_version += 1
         if self._scheduler is None:
             return  # vLLM's own caches are its caller's to reset
         num_blocks = self._scheduler.host.num_cached
@@ -261,6 +301,31 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.reset()
         if num_blocks:
             logger.info("Overspill: %d block(s) of KV in RAM are forgotten: %s may change weights", num_blocks, what)
+
+    def _note_reset(self) -> bool:
+        self.weights_version += not self.is_parking
+        return True
+
+    # Parking, in the engine core.
+
+    def store_all(self) -> None:
+        """Offer all that the GPU has cached for a copy in RAM."""
+        if self._scheduler is not None:
+            self._scheduler.stores.offer_all()
+
+    @contextmanager
+    def parking(self) -> Iterator[None]:
+        """Inside this context a reset of the GPU's prefix cache leaves RAM as it is."""
+        self._set_parking(True)
+        try:
+            yield
+        finally:
+            self._set_parking(False)
+
+    def _set_parking(self, is_parking: bool) -> None:
+        self.is_parking = is_parking
+        if self._scheduler is not None:
+            self._scheduler.is_parking = is_parking
 
     # Both.
 
@@ -274,6 +339,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         with ExitStack() as stack:
             # The offload worker copies from and to memory of the spill worker, so it stops first.
+            if self._buffer is not None:
+                stack.callback(self._buffer.close)
             if self.spill_worker is not None:
                 stack.callback(self.spill_worker.shutdown)
             if self._worker is not None:

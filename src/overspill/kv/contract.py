@@ -323,6 +323,51 @@ v1/worker/gpu_worker.py
     Worker.load_model()
 """
 
+PARK = """
+device_allocator/__init__.py
+    AllocationData.handle
+    AllocationData.is_asleep
+    AllocationData.tag
+    get_mem_allocator_instance()
+device_allocator/cumem.py
+    CuMemAllocator.pointer_to_data
+    create_and_map(allocation_handle)
+    unmap_and_release(allocation_handle)
+v1/core/sched/interface.py
+    PauseState.PAUSED_ALL
+    PauseState.UNPAUSED
+v1/core/sched/request_queue.py
+    RequestQueue.prepend_request(request)
+    RequestQueue.remove_request(request)
+v1/core/sched/scheduler.py
+    Scheduler.deferred_waiting
+    Scheduler.has_requests()
+    Scheduler.kv_holding_waiting
+    Scheduler.pause_state()
+    Scheduler.set_pause_state(pause_state)
+    Scheduler.waiting
+    Scheduler._free_request_blocks(request)
+    Scheduler._handle_blocked_waiting_request(request)
+    Scheduler._inflight_prefills
+    Scheduler._set_kv_fetch_stage(request, stage)
+v1/engine/core.py
+    EngineCore.batch_queue
+    EngineCore.model_executor
+    EngineCore.post_step(model_executed)
+    EngineCore.reset_prefix_cache(reset_running_requests, reset_connector)
+    EngineCore.resume_scheduler()
+    EngineCore.step()
+    EngineCore.step_fn
+    EngineCore.step_with_batch_queue()
+    EngineCoreProc.engines_running
+    EngineCoreProc._process_engine_step()
+v1/kv_cache_interface.py
+    KVCacheTensor.size
+v1/worker/gpu_worker.py
+    Worker.sleep()
+    Worker.model_runner
+"""
+
 Scope = dict[str, ast.FunctionDef | None]  # functions by name; None for attributes and classes
 
 Method = Callable[..., Any]
@@ -356,14 +401,21 @@ def parts(text: str) -> Iterator[Part]:
         yield Part(file, owner or "", name, listed)
 
 
-def check_contract(*, spill: bool, root: Path | None = None) -> None:
-    """Refuse a vLLM that lacks something. `root` is its package's folder; the installed one, if none is given."""
+def check_contract(*, spill: bool, park: bool = False, root: Path | None = None) -> None:
+    """Refuse a vLLM that lacks something. `root` is its package's folder; the installed one, if none is given. Park
+    maps the KV buffer and replaces the worker as spill does."""
     root = root or _installed()
-    missing = differences(root, OFFLOAD) + (differences(root, SPILL) if spill else ())
+    options = {"spill_bytes": spill, "park": park}
+    missing = (
+        differences(root, OFFLOAD)
+        + (differences(root, SPILL) if spill or park else ())
+        + (differences(root, PARK) if park else ())
+    )
     if not missing:
         return
     more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-    instead = "remove spill_bytes, or install" if spill and not differences(root, OFFLOAD) else "install"
+    removable = " and ".join(option for option, is_given in options.items() if is_given)
+    instead = f"remove {removable}, or install" if removable and not differences(root, OFFLOAD) else "install"
     raise OverspillError(
         f"this vLLM lacks what Overspill uses of its inside: {missing[0]}{more}. To go on, {instead} a release that "
         "was tested: vllm==0.32.0"

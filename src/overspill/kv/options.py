@@ -140,6 +140,12 @@ class Options:
         "cleared: after new weights, KV of the old ones would give wrong answers.",
         needs="host_bytes",
     )
+    park: bool = _option(
+        _flag,
+        False,
+        "Whether the engine can be parked: its weights go to RAM and its GPU memory to others, while its process, its "
+        "graphs and its KV in RAM stay, until it is woken. Needs RAM for a copy of the weights.",
+    )
     reserve_bytes: int = _option(
         _size,
         4 * GiB,

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
@@ -26,7 +26,7 @@ CONNECTOR = "OverspillConnector"
 # Releases that the tests run on.
 TESTED_VLLM = ("0.32",)
 
-SPILL_WORKER = "overspill.kv.spill.vllm_worker.OverspillWorker"
+OVERSPILL_WORKER = "overspill.kv.spill.vllm_worker.OverspillWorker"
 _SPILL_SCHEDULER = "overspill.kv.spill.vllm_scheduler.OverspillScheduler"
 _SPILL_ASYNC_SCHEDULER = "overspill.kv.spill.vllm_scheduler.OverspillAsyncScheduler"
 _VLLM_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
@@ -46,8 +46,8 @@ def _checked(post_init: Method) -> Method:
         check_connector_stays(self)
         post_init(self, *args, **kwargs)
         options = check_engine(self)
-        if options is not None and options.spill_bytes:
-            use_spill_classes(self)
+        if options is not None and (options.spill_bytes or options.park):
+            use_own_classes(self, spill=bool(options.spill_bytes))
 
     return checked_post_init
 
@@ -58,6 +58,8 @@ def _with_ram(create: Method) -> Method:
     others."""
 
     def create_with_ram(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        if _is_to_park(self) and current_platform.is_cuda():
+            self.enable_sleep_mode = True
         config: VllmConfig = create(self, *args, **kwargs)
         # One of several API servers, which are started beside the engine; -1 is the process that starts them all.
         is_beside_engine = self._api_process_count > 1 and self._api_process_rank >= 0
@@ -69,17 +71,24 @@ def _with_ram(create: Method) -> Method:
     return create_with_ram
 
 
-def check_vllm(*, spill: bool, found: str | None = None) -> None:
-    """Offload runs on any release that has the internals it uses. Spill replaces more than names and parameters can
-    show, so it runs on tested releases only."""
+def _is_to_park(arguments: EngineArgs) -> bool:
+    transfer = arguments.kv_transfer_config
+    ours = _extra_config(transfer) if transfer is not None else None
+    return ours is not None and ours[0].get("park") is True
+
+
+def check_vllm(*, spill: bool, park: bool = False, found: str | None = None) -> None:
+    """Offload runs on any release that has the internals it uses. Spill and park replace more than names and
+    parameters can show, so they run on tested releases only."""
     found = found or _vllm_version()
     is_tested = ".".join(found.split(".")[:2]) in TESTED_VLLM
-    if spill and not is_tested:
-        raise OverspillError(
-            f"spill works with vLLM {' and '.join(TESTED_VLLM)}; this is {found}. Install vllm==0.32.0, or remove "
-            "spill_bytes."
-        )
-    check_contract(spill=spill)
+    for option, name, is_given in (("spill_bytes", "spill", spill), ("park", "park", park)):
+        if is_given and not is_tested:
+            raise OverspillError(
+                f"{name} works with vLLM {' and '.join(TESTED_VLLM)}; this is {found}. Install vllm==0.32.0, or remove "
+                f"{option}."
+            )
+    check_contract(spill=spill, park=park)
     if not is_tested:
         logger.warning_once(
             "Overspill: offload was not tested with vLLM %s, which has all that it uses; tested: %s",
@@ -101,8 +110,10 @@ def _vllm_version() -> str:
 def overspill_extra_config(vllm_config: VllmConfig) -> tuple[Mapping[str, Any], bool] | None:
     """Our part of the KV transfer configuration, and whether it is a child of MultiConnector; None if there is none."""
     transfer = vllm_config.kv_transfer_config
-    if transfer is None:
-        return None
+    return _extra_config(transfer) if transfer is not None else None
+
+
+def _extra_config(transfer: KVTransferConfig) -> tuple[Mapping[str, Any], bool] | None:
     if transfer.kv_connector == CONNECTOR:
         return transfer.kv_connector_extra_config, False
     if transfer.kv_connector == "MultiConnector":
@@ -119,7 +130,7 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
         return None
     extra, is_child = ours
     options = Options.parse(extra)
-    check_vllm(spill=bool(options.spill_bytes))
+    check_vllm(spill=bool(options.spill_bytes), park=options.park)
     _check_platform()
     if options.host_bytes and not vllm_config.cache_config.enable_prefix_caching:
         raise OverspillError(
@@ -137,6 +148,7 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
     _check_model(vllm_config)
     if options.spill_bytes:
         _check_spill(vllm_config, is_child=is_child)
+    _check_sleep_mode(vllm_config, options)
     return options
 
 
@@ -205,9 +217,6 @@ def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
             "with spill the number of KV blocks follows from spill_bytes and GPU memory: remove "
             "--num-gpu-blocks-override, or use resident_bytes to limit GPU memory"
         )
-    model = vllm_config.model_config
-    if model is not None and model.enable_sleep_mode:
-        raise OverspillError("sleep mode cannot release KV memory that spill has mapped: remove --enable-sleep-mode")
     if parallel.enable_dbo:
         raise OverspillError("spill does not work with dual-batch overlap: remove --enable-dbo")
     speculative = vllm_config.speculative_config
@@ -224,24 +233,43 @@ def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
         )
 
 
-def use_spill_classes(vllm_config: VllmConfig) -> None:
-    """Replace vLLM's worker and scheduler classes by those of spill."""
+def _check_sleep_mode(vllm_config: VllmConfig, options: Options) -> None:
+    model = vllm_config.model_config
+    if model is None:
+        return
+    if options.spill_bytes and model.enable_sleep_mode and not options.park:
+        raise OverspillError(
+            "sleep mode cannot release KV memory that spill has mapped: remove --enable-sleep-mode, or park the engine "
+            'with "park": true'
+        )
+    if options.park and current_platform.is_cuda() and not model.enable_sleep_mode:
+        raise OverspillError(
+            "park takes weights out of GPU memory that vLLM's sleep mode allocates: add --enable-sleep-mode"
+        )
+
+
+def use_own_classes(vllm_config: VllmConfig, *, spill: bool) -> None:
+    """Replace vLLM's worker class and, for spill, its scheduler class."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls in _VLLM_WORKERS:
-        parallel.worker_cls = SPILL_WORKER
-    if scheduler.scheduler_cls is None:
+        parallel.worker_cls = OVERSPILL_WORKER
+    if spill and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = _SPILL_ASYNC_SCHEDULER if scheduler.async_scheduling else _SPILL_SCHEDULER
+
+
+def require_worker(vllm_config: VllmConfig, name: str) -> None:
+    found = vllm_config.parallel_config.worker_cls
+    if found != OVERSPILL_WORKER:
+        raise OverspillError(
+            f"{name} needs its own worker class, and this is {found}: start vLLM with --worker-cls {OVERSPILL_WORKER}, "
+            "or install Overspill as a package, which sets it"
+        )
 
 
 def require_spill_classes(vllm_config: VllmConfig, options: Options) -> None:
     """Spill without the worker that counts its memory would be refused by vLLM, or worse, accepted; and without the
     scheduler a share would do nothing."""
-    found = vllm_config.parallel_config.worker_cls
-    if found != SPILL_WORKER:
-        raise OverspillError(
-            f"spill needs its own worker class, and this is {found}: start vLLM with --worker-cls {SPILL_WORKER}, or "
-            "install Overspill as a package, which sets it"
-        )
+    require_worker(vllm_config, "spill")
     scheduler = vllm_config.scheduler_config.scheduler_cls
     if options.spill_share < 1 and scheduler not in (_SPILL_SCHEDULER, _SPILL_ASYNC_SCHEDULER):
         raise OverspillError(

@@ -108,8 +108,12 @@ def require_ram(needs: Mapping[str, int], reserve_bytes: int, ram: Ram | None = 
         return
     wanted = [option for option, num_bytes in needs.items() if num_bytes]
     option = " + ".join(wanted)
-    largest = f'"{fits // MiB}MiB" for both' if len(wanted) > 1 else f'"{option}": "{fits // MiB}MiB"'
-    advice = f"Largest that fits: {largest}" if fits >= MiB else "Nothing fits: free some RAM"
+    fixed = needs.get("park", 0)  # a copy of the weights, which cannot be made smaller
+    sizes = [name for name in wanted if name != "park"]
+    largest = f'"{(fits - fixed) // MiB}MiB"'
+    largest = f"{largest} for both" if len(sizes) > 1 else f'"{"".join(sizes)}": {largest}'
+    advice = f"Largest that fits: {largest}" if fits - fixed >= MiB else "Nothing fits: free some RAM"
+    advice += f", do without park ({format_size(fixed)} for a copy of the weights)" if fixed else ""
     raise OverspillError(
         f"{option} needs {format_size(need_bytes)} of RAM; {format_size(ram.available_bytes)} is available "
         f"({ram.source}) and {format_size(reserve_bytes)} stays in reserve. {advice}, or lower reserve_bytes."

@@ -49,6 +49,7 @@ class OffloadScheduler:
         self.stats = OverspillStats()
         self._used_bytes = -1
         self._keep_on_reset = options.keep_on_reset
+        self.is_parking = False  # the GPU's cache is reset, and RAM's is not
         self._gpu: BlockPool | None = None
         self.live: set[str] = set()  # requests admitted and not finished
         self._local_tokens: dict[str, int] = {}  # from a lookup to the admission in the same pass
@@ -94,7 +95,7 @@ class OffloadScheduler:
     def _watch_reset(self, pool: BlockPool) -> None:
         """vLLM resets its prefix cache after new weights, and by default leaves connectors alone. It refuses while any
         GPU block is held, so no load or store is in flight when RAM is cleared with it."""
-        reset_with_prefix_cache(pool, self.reset)
+        reset_with_prefix_cache(pool, lambda: self.is_parking or self.reset())
 
     # Admission.
 

@@ -123,6 +123,24 @@ class Stores:
             if block.block_hash is not None and self._is_wanted_and_known(block):
                 self._offered.append(Candidate(block, block.block_hash, request_id))
 
+    def offer_all(self) -> None:
+        """Offer every cached block that RAM has no copy of: least recently used ones first, which the others may then
+        evict, and each behind the head of its prefix."""
+        assert self._gpu is not None
+        free = self._gpu.free_block_queue.get_all_free_blocks()
+        held = [block for block in self._gpu.blocks if block.ref_cnt > 0]
+        wanted = {block.block_hash: block for block in (*free, *held) if self._is_wanted_and_known(block)}
+        offered: dict[BlockHashWithGroupId, KVCacheBlock] = {}
+        for key in wanted:
+            prefix: list[KVCacheBlock] = []
+            at: BlockHashWithGroupId | None = key
+            while at is not None and at in wanted and at not in offered:
+                prefix.append(wanted[at])
+                origin = self._origins.of(wanted[at])
+                at = origin.parent if origin is not None else None
+            offered.update((block.block_hash, block) for block in reversed(prefix) if block.block_hash is not None)
+        self.offer(offered.values(), "")
+
     def finished(self, request_id: str, blocks: Iterable[KVCacheBlock]) -> None:
         """The request's blocks may be reallocated in the next pass, before the next step is planned."""
         if request_id in self._incomplete:

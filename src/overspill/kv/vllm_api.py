@@ -4,11 +4,12 @@
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -47,6 +48,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -65,6 +67,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from overspill.kv.contract import Method, wrap_once
+from overspill.kv.errors import OverspillError
 
 # Used elsewhere as they are.
 __all__ = [
@@ -354,6 +357,13 @@ def connectors_of(core: Any, attribute: str) -> list[Any]:
     return [one for one in getattr(connector, "_connectors", (connector,)) if hasattr(one, attribute)]
 
 
+def own_connector(attribute: str) -> Any:
+    """The worker's connector that has an attribute, also inside a MultiConnector."""
+    connector = get_kv_transfer_group()
+    (found,) = (one for one in getattr(connector, "_connectors", (connector,)) if hasattr(type(one), attribute))
+    return found
+
+
 # Steps.
 
 
@@ -560,3 +570,138 @@ def watch_kv(module: Any, on_write: Callable[[], None], on_read: Callable[[], No
             delattr(owner, method)
 
     return end
+
+
+# Parking.
+
+
+def add_engine_method(name: str, method: Method) -> None:
+    """Let front ends call a method of the engine core."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, name, method)
+
+
+def is_paused(core: Any) -> bool:
+    return bool(core.scheduler.pause_state != PauseState.UNPAUSED)
+
+
+def pause(core: Any) -> None:
+    """Schedule nothing from the next pass on; requests are kept, and new ones wait."""
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+
+def resume(core: Any) -> None:
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def has_steps_to_run(core: Any) -> bool:
+    """Whether a paused engine has steps in flight, or a connector that needs some."""
+    return bool(core.batch_queue) or core.scheduler.has_requests()
+
+
+def run_step(core: Any) -> None:
+    """One step, on behalf of the loop that is waiting for the caller; its outputs go where that loop's go."""
+    if hasattr(core, "_process_engine_step"):
+        core._process_engine_step()
+        return
+    # In-process, whoever runs the engine takes the outputs of one step at a time.
+    step = core.step if core.batch_queue is None else core.step_with_batch_queue
+    outputs, executed = step()
+    core.post_step(executed)
+    waiting: deque[Any] = vars(core).setdefault("overspill_outputs", deque())
+
+    def deliver() -> tuple[Any, bool]:
+        first = waiting.popleft()
+        if not waiting:
+            core.step_fn = step
+        return first, False
+
+    if outputs:
+        waiting.append(outputs)
+        core.step_fn = deliver
+
+
+def release_waiting(core: Any) -> None:
+    """Take the blocks of requests that wait with loaded KV; they load it again."""
+    scheduler = core.scheduler
+    for request in reversed(list(scheduler.kv_holding_waiting)):
+        if not scheduler._handle_blocked_waiting_request(request):
+            continue
+        scheduler._inflight_prefills.discard(request)
+        scheduler._set_kv_fetch_stage(request, None)
+        scheduler.kv_holding_waiting.remove_request(request)
+        scheduler.deferred_waiting.discard(request)
+        scheduler._free_request_blocks(request)
+        request.num_computed_tokens = 0
+        scheduler.waiting.prepend_request(request)
+
+
+def call_workers(core: Any, method: str, *arguments: Any) -> list[Any]:
+    """Results of all ranks. Not through the engine core's own method, which may be watched for new weights."""
+    results: list[Any] = core.model_executor.collective_rpc(method, args=arguments)
+    return results
+
+
+_WHILE_FROZEN = ("check_health", "shutdown")
+
+
+def freeze_engine(core: Any) -> None:
+    """Refuse whatever would reach a worker. Requests may come and be aborted, which leaves steps to run later."""
+    executor = core.model_executor
+    collective_rpc = executor.collective_rpc
+
+    def refuse(method: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if method in _WHILE_FROZEN:
+            return collective_rpc(method, *args, **kwargs)
+        raise OverspillError("this engine is parked: wake it first")
+
+    executor.collective_rpc = refuse
+    core.resume_scheduler = refuse
+    core.scheduler.has_requests = lambda: False
+
+
+def thaw_engine(core: Any) -> None:
+    """Each has its class's own again."""
+    del core.model_executor.collective_rpc, core.resume_scheduler, core.scheduler.has_requests
+
+
+def end_engine(core: Any, error: Exception) -> None:
+    """Let the engine's loop end with an error, whether it has requests or not."""
+
+    def fail() -> Any:
+        raise error
+
+    core.step_fn = fail
+    core.engines_running = True
+
+
+class Allocation(NamedTuple):
+    """GPU memory of vLLM's sleep mode, by its address."""
+
+    address: int
+    num_bytes: int
+    is_weights: bool
+    data: Any
+
+
+def sleep_mode_allocations() -> list[Allocation]:
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    found = get_mem_allocator_instance().pointer_to_data.items()
+    return [Allocation(address, data.handle[1], data.tag == "weights", data) for address, data in found]
+
+
+def release_allocation(allocation: Allocation) -> None:
+    """Give the memory back; the address stays reserved."""
+    from vllm.device_allocator.cumem import unmap_and_release
+
+    unmap_and_release(allocation.data.handle)
+    allocation.data.is_asleep = True
+
+
+def restore_allocation(allocation: Allocation) -> None:
+    from vllm.device_allocator.cumem import create_and_map
+
+    create_and_map(allocation.data.handle)
+    allocation.data.is_asleep = False

@@ -1,6 +1,8 @@
-"""vLLM's worker with spill: it counts KV in RAM as capacity, checks the order of layers, and picks CUDA graphs.
+"""vLLM's worker with spill and park. For spill it counts KV in RAM as capacity, checks the order of layers, and picks
+CUDA graphs; for park it holds the weights.
 
-Set as vLLM's `--worker-cls`; with Overspill installed, vLLM's own worker is replaced by it when `spill_bytes` is given.
+Set as vLLM's `--worker-cls`; with Overspill installed, vLLM's own worker is replaced by it when `spill_bytes` or `park`
+is given.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +25,14 @@ from overspill.kv.vllm_api import (
     batch_order,
     get_kv_transfer_group,
     override_backend,
+    own_connector,
     run_dummy_step,
     watch_batches,
     watch_kv,
     without_full_graphs,
     worker_class,
 )
+from overspill.kv.weights import Weights, hold_weights
 
 VllmWorker = worker_class()
 
@@ -48,25 +52,61 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         options = check_engine(self.vllm_config)
-        if options is not None and options.spill_compute == "auto":
+        spills = options is not None and options.spill_bytes > 0
+        if options is not None and spills and options.spill_compute == "auto":
             override_backend(*_SPLIT_BACKENDS[current_platform.is_cpu()])
         super().load_model(*args, **kwargs)
-        if current_platform.is_cpu():
+        if spills and current_platform.is_cpu():
             share_attention(self.model_runner)
-        else:
+        elif spills:
             choose_graphs_by_step(self.model_runner)
+        if options is not None and options.park:
+            self.overspill_weights = hold_weights(self.vllm_config, self.model_runner.get_model(), options)
 
     def compile_or_warm_up_model(self) -> Any:
         spill: SpillWorker | None = getattr(get_kv_transfer_group(), "spill_worker", None)
         if spill is not None:
             self._check_order(spill)
         times = super().compile_or_warm_up_model()
+        weights: Weights | None = getattr(self, "overspill_weights", None)
+        if weights is not None:
+            weights.prepare()
         if spill is not None:
             spill.start_threads()
             spill.capture_graphs(self.model_runner)
             spill.wait_until_ready()
             spill.measure_threads()
         return times
+
+    # Parking. The engine core calls these, and each of them again where a rank failed.
+
+    def overspill_park(self, weights_version: int) -> dict[str, int]:
+        """Take KV and weights out of GPU memory; what the GPU held of KV is lost. No step may be in flight."""
+        weights: Weights = self.overspill_weights
+        self.synchronize_device()
+        copied = weights.copy(weights_version)
+        buffer = own_connector("buffer").buffer
+        freed = buffer.mapped_bytes + weights.mapped_bytes
+        buffer.unmap()
+        weights.release()
+        return {"weights_bytes": weights.num_bytes, "copied_bytes": copied, "freed_bytes": freed}
+
+    def overspill_wake(self) -> dict[str, int]:
+        weights: Weights = self.overspill_weights
+        own_connector("buffer").buffer.map()
+        return {"weights_bytes": weights.restore()}
+
+    def sleep(self, level: int = 1) -> None:
+        """vLLM has emptied its caches and the pool in RAM by now, and its wake would find no memory under the KV."""
+        if hasattr(self, "overspill_weights"):
+            raise OverspillError("this engine is parked and woken by Overspill: use it instead of vLLM's sleep mode")
+        super().sleep(level)
+
+    def shutdown(self) -> None:
+        weights: Weights | None = getattr(self, "overspill_weights", None)
+        if weights is not None:
+            weights.close()
+        super().shutdown()
 
     def _check_order(self, spill: SpillWorker) -> None:
         """Before graphs are captured: a replay would record nothing."""

@@ -1,0 +1,180 @@
+"""Park and wake, in the engine core: the order in which requests, KV and weights leave the GPU and come back.
+
+A parked engine keeps its process, its graphs and what it has in RAM, and computes nothing. Every step before memory is
+given back can be undone; a fault after that ends with memory under everything again, or ends the engine.
+"""
+
+import time
+from enum import StrEnum
+from typing import Any
+
+from vllm.logger import init_logger
+
+from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import format_size
+from overspill.kv.vllm_api import (
+    add_engine_method,
+    call_workers,
+    connectors_of,
+    end_engine,
+    freeze_engine,
+    has_steps_to_run,
+    is_paused,
+    pause,
+    release_waiting,
+    resume,
+    run_step,
+    thaw_engine,
+)
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
+
+# Stores of a whole GPU over a slow link take seconds; copies that take longer than this are stuck.
+_MOST_SECONDS_TO_SETTLE = 120.0
+
+
+class ParkState(StrEnum):
+    RUNNING = "running"
+    PARKED = "parked"
+    FAILED = "failed"
+
+
+class Parking:
+    """One for each engine core."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        (self._connector,) = connectors_of(core, "weights_version")
+        self.state = ParkState.RUNNING
+        self._figures: dict[str, Any] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """For whoever asked: the state, and what the last change of it took."""
+        return {"state": str(self.state), **self._figures}
+
+    def park(self) -> dict[str, Any]:
+        if self.state is not ParkState.RUNNING:
+            self._require(ParkState.PARKED)
+            return self.describe()
+        core, began = self._core, time.monotonic()
+        if is_paused(core):
+            raise OverspillError("this engine is paused, and cannot be parked before it is resumed")
+        pause(core)
+        try:
+            self._settle()
+            self._connector.store_all()
+            self._settle()
+            release_waiting(core)
+            with self._connector.parking():
+                core.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+        except BaseException:
+            resume(core)
+            raise
+        stored = time.monotonic()
+        self._give_back(began, stored)
+        return self.describe()
+
+    def _settle(self) -> None:
+        """Run steps in flight to their end, and copies with them."""
+        deadline = time.monotonic() + _MOST_SECONDS_TO_SETTLE
+        while has_steps_to_run(self._core):
+            if time.monotonic() > deadline:
+                raise OverspillError(
+                    f"copies of KV were still in flight after {_MOST_SECONDS_TO_SETTLE:.0f} s: the engine goes on, and "
+                    "is not parked"
+                )
+            run_step(self._core)
+
+    def _give_back(self, began: float, stored: float) -> None:
+        core = self._core
+        try:
+            ranks = call_workers(core, "overspill_park", self._connector.weights_version)
+        except BaseException as error:
+            self._undo(error)
+            raise
+        freeze_engine(core)
+        self.state = ParkState.PARKED
+        now = time.monotonic()
+        self._figures = {
+            "seconds": now - began, "store_seconds": stored - began,
+            **{name: sum(rank[name] for rank in ranks) for name in ranks[0]},
+        }  # fmt: skip
+        logger.info(
+            "Overspill: parked in %.2f s, %.2f s of it for KV; %s of weights are in RAM, %s of GPU memory is free for "
+            "others",
+            now - began, stored - began, format_size(self._figures["weights_bytes"]),
+            format_size(self._figures["freed_bytes"]),
+        )  # fmt: skip
+
+    def _undo(self, error: BaseException) -> None:
+        """Some rank may have given memory back. Memory under all of it again, or the end of the engine."""
+        try:
+            call_workers(self._core, "overspill_wake")
+        except BaseException as second:
+            self._fail(f"parking failed ({error}), and so did waking ({second})")
+        else:
+            resume(self._core)
+
+    def wake(self) -> dict[str, Any]:
+        if self.state is not ParkState.PARKED:
+            self._require(ParkState.RUNNING)
+            return self.describe()
+        core, began = self._core, time.monotonic()
+        thaw_engine(core)
+        try:
+            ranks = call_workers(core, "overspill_wake")
+        except BaseException as error:
+            self._stay_parked(error)
+            raise
+        self.state = ParkState.RUNNING
+        resume(core)
+        seconds = time.monotonic() - began
+        self._figures = {"seconds": seconds, **{name: sum(rank[name] for rank in ranks) for name in ranks[0]}}
+        logger.info("Overspill: awake after %.2f s", seconds)
+        return self.describe()
+
+    def _stay_parked(self, error: BaseException) -> None:
+        """Mostly for want of GPU memory, which another process has: a rank that has some of it gives it back."""
+        try:
+            call_workers(self._core, "overspill_park", self._connector.weights_version)
+        except BaseException as second:
+            self._fail(f"waking failed ({error}), and so did parking again ({second})")
+        else:
+            freeze_engine(self._core)
+            logger.warning("Overspill: the engine stays parked: %s", error)
+
+    def _require(self, state: ParkState) -> None:
+        if self.state is not state:
+            raise OverspillError(f"this engine is {self.state}, and has to be started again")
+
+    def _fail(self, reason: str) -> None:
+        """Parts of the model have no memory: nothing may run, and a restart is the way out."""
+        self.state = ParkState.FAILED
+        logger.error("Overspill: the engine ends: %s", reason)
+        end_engine(self._core, OverspillError(f"the engine ends: {reason}"))
+
+
+def _parking_of(core: Any) -> Parking:
+    found: Parking | None = getattr(core, "overspill_parking", None)
+    if found is None:
+        found = core.overspill_parking = Parking(core)
+    return found
+
+
+def park(core: Any) -> dict[str, Any]:
+    return _parking_of(core).park()
+
+
+def wake(core: Any) -> dict[str, Any]:
+    return _parking_of(core).wake()
+
+
+def state(core: Any) -> dict[str, Any]:
+    return _parking_of(core).describe()
+
+
+def add_parking() -> None:
+    """Add what the front end may call."""
+    add_engine_method("overspill_park", park)
+    add_engine_method("overspill_wake", wake)
+    add_engine_method("overspill_state", state)
