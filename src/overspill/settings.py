@@ -326,6 +326,10 @@ TABLE = (
         "Tokens that vLLM guesses from the text so far, so that one step gives several: `ngram`, `ngram_gpu` or "
         "`suffix`, up to 4 of them, or as many as in `ngram:8`; `off` if not given.",
     ),
+    Setting(
+        "park", YES_OR_NO, None,
+        "Let the engine be parked: its GPU memory goes to other models while its weights, KV and process wait in RAM.",
+    ),
     Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once; 1 if not given."),
     Setting(
         "max_num_seqs", COUNT, MAX_NUM_SEQS,

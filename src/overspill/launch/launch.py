@@ -18,7 +18,7 @@ from overspill.launch import traps
 from overspill.launch.arguments import Adopted, Combined, adopt, combine
 from overspill.launch.machine import plan_for
 from overspill.launch.reference import ModelRef, look_up
-from overspill.launch.vllm import Vllm, installed_vllm, server_command, wrong_build
+from overspill.launch.vllm import CONTROL, Vllm, installed_vllm, server_command, wrong_build
 from overspill.planning.arguments import device_share, vllm_args
 from overspill.planning.device_share import VARIABLE
 from overspill.planning.planner import Plan
@@ -178,6 +178,8 @@ def prepare(
     traps.require_positions(plan, combined, environment)
     checked = traps.check(combined, environment, on_cpu=plan.platform.is_cpu)
     flags, secrets = into_environment(combined.flags)
+    # Not among the plan's flags, which a user's replace: vLLM takes any number of these.
+    control = ("--middleware", CONTROL) if way.parks else ()
     return Prepared(
         model=model,
         asked_for=name,
@@ -185,7 +187,7 @@ def prepare(
         plan=plan,
         way=way,
         combined=combined,
-        command=(*server_command(model, vllm), *(word for flag in flags for word in flag.words)),
+        command=(*server_command(model, vllm), *(word for flag in flags for word in flag.words), *control),
         environment={**checked.environment, **secrets},
         warnings=(*combined.contradictions, *combined.changes, *checked.warnings),
     )

@@ -221,6 +221,7 @@ def require_available(machine: Machine, plan: Plan) -> None:
         return
     stand_in = plan.budget.limit_bytes.value if plan.platform.is_cpu else 0
     takes, pools = way.peak_ram_bytes + stand_in, sum(way.connector_sizes.values())
+    pools += way.parked_bytes if way.parks else 0
     # The engine insists on its reserve beside its pools, and on none where it has no pools.
     reserve = parse_size(read_options(plan.wishes.kv_options).get("reserve_bytes", Options.reserve_bytes))
     reserved = f", of which {format_size(pools)} must leave {format_size(reserve)} free" if pools else ""

@@ -48,6 +48,8 @@ def unpacked_vllm(folder: Path) -> Vllm | None:
     return Vllm(found[1].partition("+")[0], is_cpu, has_command=False) if found is not None else None
 
 
+# vLLM's server loads it by this path; a test compares.
+CONTROL = "overspill.serve.control.ControlMiddleware"
 GROUP = "vllm.general_plugins"
 # As in pyproject.toml; a test compares them.
 PLUGINS = {

@@ -85,7 +85,8 @@ def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
     is_given = any(settings.get(name) is not None for name in ("gpu_memory", "gpu_memory_utilization"))
     is_limited = is_given or way.num_mechanisms > 0
     device = limit if is_limited else min(limit, plan.need_gpu_bytes)
-    least_ram = peak_ram_bytes(way.weights, way.kv.spilled_bytes + (settings.get("offload_ram") or 0))
+    kv_bytes = way.kv.spilled_bytes + (settings.get("offload_ram") or 0)
+    least_ram = peak_ram_bytes(way.weights, kv_bytes + way.parked_bytes)
     takes_ram = way.peak_ram_bytes
     if plan.platform.is_cpu:
         # RAM plays the GPU's memory.
@@ -97,7 +98,7 @@ def holds_of(plan: Mapping[str, Any]) -> Memory:
     """Memory of an engine that was started by a plan, given as JSON; none without a plan."""
     if not plan:
         return NOTHING
-    parts = ("weights_pinned_bytes", "spilled_kv_bytes", "offload_bytes")
+    parts = ("weights_pinned_bytes", "spilled_kv_bytes", "offload_bytes", "parked_bytes")
     ram = sum(int(plan.get(name) or 0) for name in parts) + PROCESS_RAM_BYTES
     given = plan.get("gpu_bytes")
     device = int(given["value"] if isinstance(given, Mapping) else given or 0)

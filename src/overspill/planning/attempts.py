@@ -30,6 +30,8 @@ class Attempt:
     """Device memory for KV; may be less than none."""
     spills: bool
     """Whether this model's KV can."""
+    parked_bytes: int = 0
+    """RAM for a copy of the weights on the device, if the engine is to be parked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,10 @@ def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
         spills = can_spill(setup.facts, one.geometry)
         for weights in offloads:
             available_bytes = one.available_bytes + weights.saved_bytes
-            yield replace(one, weights=weights, available_bytes=available_bytes, spills=spills)
+            parked_bytes = setup.facts.weights.total_bytes - weights.saved_bytes if setup.wishes.parks else 0
+            yield replace(
+                one, weights=weights, available_bytes=available_bytes, spills=spills, parked_bytes=parked_bytes
+            )
 
 
 def attempts_without_ram(setup: Setup, budget: Budget) -> Iterator[Attempt]:
@@ -90,13 +95,13 @@ def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int, *, surely: 
             doubt_bytes=attempt.overheads.doubt_bytes if surely else 0,
         )  # fmt: skip
         if kv is not None:
-            kv_bytes = kv.spilled_bytes + (setup.wishes.offload_ram_bytes or 0)
-            yield Fit(attempt=attempt, kv=kv, ram_bytes=peak_ram_bytes(attempt.weights, kv_bytes))
+            later_bytes = kv.spilled_bytes + (setup.wishes.offload_ram_bytes or 0) + attempt.parked_bytes
+            yield Fit(attempt=attempt, kv=kv, ram_bytes=peak_ram_bytes(attempt.weights, later_bytes))
 
 
-def peak_ram_bytes(weights: WeightOffload, kv_bytes: int) -> int:
-    """Of an engine with so much KV in RAM, which comes there after the weights."""
-    return max(weights.pinned_bytes + kv_bytes, weights.loading_bytes) + PROCESS_RAM_BYTES
+def peak_ram_bytes(weights: WeightOffload, later_bytes: int) -> int:
+    """Of an engine whose KV, and copy of the weights for parking, come to RAM after the weights that are kept there."""
+    return max(weights.pinned_bytes + later_bytes, weights.loading_bytes) + PROCESS_RAM_BYTES
 
 
 def longest_context(setup: Setup, tried: Iterable[Attempt], *, within_ram: bool = True) -> int:

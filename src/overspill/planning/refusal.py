@@ -44,6 +44,8 @@ def remedies(plan: Plan) -> list[str]:
     if plan.fitting_weights_ram is not None:
         found.append(f"It would fit with --weights-ram {_written(plan.fitting_weights_ram)}")
     found += _amounts_of_ram(plan)
+    if plan.wishes.parks and plan.least_ram_bytes is not None:
+        found.append("Without --park it needs no RAM for a copy of the weights")
     if (way := plan.lossy) is not None:
         found.append(
             f"It would fit with --kv-cache-dtype {way.kv_cache_dtype}, which rounds KV and so may change answers"

@@ -63,6 +63,7 @@ def _way_as_json(plan: Plan, way: Way) -> dict[str, Any]:
         "window_bytes": way.kv.window_bytes,
         "spilled_kv_bytes": way.kv.spilled_bytes,
         "offload_bytes": way.offload_bytes,
+        "parked_bytes": way.parked_bytes if way.parks else 0,
         "warm_tokens": way.warm_tokens,
         "overheads": as_json(way.overheads),
         "decode_tokens_per_s": way.decode_tokens_per_s.value,
@@ -145,6 +146,7 @@ def _division(plan: Plan, way: Way) -> list[str]:
             f"of requests that do not fit {'in memory' if is_cpu else 'on the GPU'}",
         ),
         ("  KV offloaded", way.offload_bytes, "of conversations that are kept warm"),
+        ("  weights' copy", way.parked_bytes if way.parks else 0, "for the time that the engine is parked"),
     ]
     return [
         f"{label:{_LABEL}}{format_size(size):>{_VALUE}}   {note}".rstrip()

@@ -55,6 +55,11 @@ class Wishes:
     """Whether to list the cards that would do although this one does."""
 
     @property
+    def parks(self) -> bool:
+        """Whether the engine is to give up its GPU memory at times, with its weights in RAM meanwhile."""
+        return bool(read_options(self.kv_options).get("park", False))
+
+    @property
     def num_seqs(self) -> int:
         """vLLM's max_num_seqs: at least as many as are to fit at once."""
         return max(self.max_num_seqs, self.at_once)

@@ -49,13 +49,18 @@ class Way(Attempt):
     @property
     def peak_ram_bytes(self) -> int:
         """That the engine takes at some time, all in all."""
-        return peak_ram_bytes(self.weights, self.kv.spilled_bytes + self.offload_bytes)
+        return peak_ram_bytes(self.weights, self.kv.spilled_bytes + self.offload_bytes + self.parked_bytes)
 
     @property
     def connector_sizes(self) -> dict[str, int]:
         """What the connector is given of RAM, by its options' names; empty without it."""
         sizes = {"host_bytes": self.offload_bytes, "spill_bytes": self.kv.spilled_bytes}
         return {name: size for name, size in sizes.items() if size}
+
+    @property
+    def parks(self) -> bool:
+        """Whether the engine can be parked: the connector does it."""
+        return self.parked_bytes > 0 and bool(self.connector_sizes)
 
     @property
     def num_mechanisms(self) -> int:
@@ -136,12 +141,14 @@ def make_way(setup: Setup, fit: Fit) -> Way:
 
 
 def _offload_bytes(setup: Setup, way: Way) -> int:
-    """RAM that is left keeps idle KV warm; a pool smaller than the GPU's KV would only mirror it."""
+    """RAM that is left keeps idle KV warm; a pool smaller than the GPU's KV would only mirror it, unless the engine is
+    parked, when the GPU's is given up."""
     if setup.wishes.offload_ram_bytes is not None:
         return setup.wishes.offload_ram_bytes
-    taken = way.weights.pinned_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
+    taken = way.weights.pinned_bytes + way.parked_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
     left = (setup.ram_bytes.value - taken) // GiB * GiB
-    return left if left >= max(_LEAST_OFFLOAD_BYTES, way.kv.resident_bytes) else 0
+    worth_it = _LEAST_OFFLOAD_BYTES if way.parked_bytes else max(_LEAST_OFFLOAD_BYTES, way.kv.resident_bytes)
+    return left if left >= worth_it else 0
 
 
 def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) -> Load:

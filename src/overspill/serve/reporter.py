@@ -42,7 +42,7 @@ _KEPT_LINES = 100
 class Reporter:
     """Reports of one server."""
 
-    def __init__(self, prepared: Prepared, *, log_file: Path | None) -> None:
+    def __init__(self, prepared: Prepared, *, log_file: Path | None, can_park: bool = False) -> None:
         self._prepared = prepared
         self._began = time.monotonic()
         self._folder = folder_of()
@@ -57,6 +57,7 @@ class Reporter:
             lines=tuple(f"warning: {warning}" for warning in prepared.warnings),
             log_file=str(log_file.absolute()) if log_file is not None else None,
             plan=plan_as_json(prepared.plan),
+            can_park=can_park,
             started_at=_now(),
         )
 

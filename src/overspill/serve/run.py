@@ -11,6 +11,7 @@ from overspill.launch.launch import Prepared
 from overspill.launch.profiles import remember_profile
 from overspill.launch.traps import require_tokenizer
 from overspill.processes import on_stop_signals
+from overspill.serve.control import VARIABLE, forget_secret, make_secret
 from overspill.serve.differences import Difference, confirmations, differences, profile_of
 from overspill.serve.engine_report import Phase, Report
 from overspill.serve.reporter import Reporter, notify
@@ -24,10 +25,15 @@ def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path |
     there = next((one.text for one in read_statuses() if one.is_alive and one.url == address.url), "")
     require_free(address, {prepared.model, prepared.served_name}, there)
     require_tokenizer(prepared.model, prepared.plan, prepared.combined)
-    server = Server(prepared.command, prepared.full_environment(), address, log_file=log_file, show_log=not quiet)
-    run = _Run(prepared, server, Reporter(prepared, log_file=log_file), force=force)
-    with on_stop_signals(server.ask_to_stop):
-        run.run_and_record()
+    secret = make_secret() if prepared.way.parks else ""
+    environment = prepared.full_environment() | ({VARIABLE: secret} if secret else {})
+    server = Server(prepared.command, environment, address, log_file=log_file, show_log=not quiet)
+    run = _Run(prepared, server, Reporter(prepared, log_file=log_file, can_park=bool(secret)), force=force)
+    try:
+        with on_stop_signals(server.ask_to_stop):
+            run.run_and_record()
+    finally:
+        forget_secret()
 
 
 @dataclass

@@ -73,6 +73,7 @@ class Status:
     log_file: str | None = None
     plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     memory: Memory = Memory()
+    can_park: bool = False
     started_at: str
     ready_at: str | None = None
     ended_at: str | None = None

@@ -1,0 +1,110 @@
+"""Control of a server beside vLLM's API: park it, wake it, and ask which of the two it is.
+
+vLLM loads the middleware into its API server. Its routes answer programs of this machine that know the secret of the
+launch: `overspill serve` makes it, hands it to vLLM in the environment, and leaves it in a file that only its user may
+read.
+"""
+
+import hmac
+import json
+import os
+import platform
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from overspill.address import is_loopback
+from overspill.files import replace_file
+from overspill.processes import identity
+from overspill.serve.status import Status, folder_of
+
+VARIABLE = "_OVERSPILL_CONTROL"
+HEADER = "x-overspill-secret"
+PATH = "/overspill/"
+_ACTIONS = {
+    ("POST", "park"): "overspill_park",
+    ("POST", "wake"): "overspill_wake",
+    ("GET", "state"): "overspill_state",
+}
+# How vLLM begins what an engine's method raised.
+_FAILED = "method failed: "
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class ControlMiddleware:
+    """ASGI, around vLLM's own application."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._secret = os.environ.get(VARIABLE, "")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(PATH):
+            await self._app(scope, receive, send)
+            return
+        status, answer = await self._answer(scope)
+        body = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope) -> tuple[int, dict[str, Any]]:
+        if not self._is_allowed(scope):
+            return 403, {"error": "this needs the secret of the launch"}
+        method = _ACTIONS.get((scope["method"], scope["path"].removeprefix(PATH)))
+        if method is None:
+            return 404, {"error": "POST /overspill/park, POST /overspill/wake and GET /overspill/state are here"}
+        client = scope["app"].state.engine_client
+        try:
+            return 200, await client.engine_core.call_utility_async(method)
+        except Exception as error:
+            return 503 if client.errored else 409, {"error": str(error).rpartition(_FAILED)[2]}
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        client = scope.get("client")  # none where it listens on a socket of the file system
+        given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
+        is_known = hmac.compare_digest(given, self._secret.encode())
+        return bool(self._secret) and is_known and (client is None or is_loopback(client[0]))
+
+
+def make_secret(environ: Mapping[str, str] = os.environ) -> str:
+    """For the server that this process starts; empty if there is no folder to leave it in."""
+    path = _path(os.getpid(), environ)
+    if path is None:
+        return ""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for other in path.parent.glob(f"{platform.node()}-*.secret"):
+        if (pid := other.stem.rpartition("-")[2]).isdigit() and identity(int(pid)) is None:
+            other.unlink(missing_ok=True)  # of one that was killed
+    secret = secrets.token_urlsafe(32)
+    replace_file(path, json.dumps({"process": identity(os.getpid()), "secret": secret}) + "\n")
+    return secret
+
+
+def secret_of(status: Status, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Of a server that runs here; None if it has none, or is another process that got its number."""
+    path = _path(status.pid, environ)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if path is not None:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return str(kept["secret"]) if kept["process"] == status.process else None
+    return None
+
+
+def forget_secret(environ: Mapping[str, str] = os.environ) -> None:
+    """Of this process."""
+    if (path := _path(os.getpid(), environ)) is not None:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _path(pid: int, environ: Mapping[str, str]) -> Path | None:
+    """Beside the status files. Homes may be shared between machines."""
+    folder = folder_of(environ)
+    return None if folder is None else folder / f"{platform.node()}-{pid}.secret"

@@ -1,0 +1,199 @@
+"""A server's control routes: vLLM's real server on the CPU is parked and woken by its secret, and by nothing else."""
+
+import asyncio
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from overspill.launch.vllm import CONTROL
+from overspill.processes import identity
+from overspill.serve import control
+from overspill.serve.control import HEADER, VARIABLE, ControlMiddleware, forget_secret, make_secret, secret_of
+from overspill.serve.status import folder_of
+from tests.engine import random_prompt
+from tests.test_serve import ASKED, Serve, model, serving, words
+
+__all__ = ["model"]  # a fixture of the module that it is made in
+
+SHORT, LONG = random_prompt(3, 600), random_prompt(4, 3200)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    with serving(model, "--park", folder=tmp_path_factory.mktemp("park")) as running:
+        running.wait_for("/v1 serves")
+        yield running
+
+
+def secret_for(server: Serve) -> str:
+    status = server.status()
+    assert status is not None and status.can_park
+    found = secret_of(status, server.home)
+    assert found is not None
+    return found
+
+
+def call(server: Serve, action: str, secret: str | None = None, method: str = "POST") -> httpx.Response:
+    headers = {} if secret is None else {HEADER: secret}
+    return httpx.request(method, f"http://127.0.0.1:{server.port}/overspill/{action}", headers=headers, timeout=120)
+
+
+def ask(server: Serve, prompt: list[int]) -> tuple[str, int]:
+    answer = server.client().completions.create(model="tiny", prompt=words(prompt), **ASKED)
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+    return answer.choices[0].text, int(server.metric("hit_tokens"))
+
+
+def test_a_server_is_parked_and_woken_between_requests(server: Serve) -> None:
+    secret = secret_for(server)
+    before, _ = ask(server, LONG)
+    assert call(server, "state", secret, "GET").json() == {"state": "running"}
+    for cycle in range(3):
+        _, loaded = ask(server, SHORT)
+        parked = call(server, "park", secret)
+        assert parked.status_code == 200 and parked.json()["state"] == "parked", parked.text
+        assert parked.json()["copied_bytes"] == 0 or cycle == 0
+        assert call(server, "state", secret, "GET").json()["state"] == "parked"
+        assert httpx.get(f"http://127.0.0.1:{server.port}/health").status_code == 200
+        assert call(server, "wake", secret).json()["state"] == "running"
+        after, hit = ask(server, LONG)
+        assert after == before and hit > loaded
+
+
+def test_a_request_meanwhile_waits_and_a_running_one_goes_on(server: Serve) -> None:
+    secret = secret_for(server)
+    expected, _ = ask(server, LONG)
+    answers: list[str] = []
+    asked = {**ASKED, "max_tokens": 400}
+    whole = server.client().completions.create(model="tiny", prompt=words(SHORT), **asked).choices[0].text
+
+    def stream() -> None:
+        parts = server.client().completions.create(model="tiny", prompt=words(SHORT), stream=True, **asked)
+        answers.append("".join(part.choices[0].text for part in parts))
+
+    running = threading.Thread(target=stream)
+    running.start()
+    while not in_flight(server):
+        time.sleep(0.01)
+    assert call(server, "park", secret).json()["state"] == "parked"
+    was_running = in_flight(server)
+    late = threading.Thread(target=lambda: answers.append(ask(server, LONG)[0]))
+    late.start()
+    time.sleep(0.5)
+    assert late.is_alive() and running.is_alive() == was_running
+    assert call(server, "wake", secret).json()["state"] == "running"
+    late.join(60)
+    running.join(60)
+    assert sorted(answers) == sorted([whole, expected])
+
+
+def in_flight(server: Serve) -> bool:
+    text = httpx.get(f"http://127.0.0.1:{server.port}/metrics").text
+    counts = [line.split()[-1] for line in text.splitlines() if line.startswith("vllm:num_requests_")]
+    return any(float(count) for count in counts)
+
+
+@pytest.mark.parametrize("secret", [None, "", "wrong", "é"])
+def test_without_the_secret_nothing_is_done(server: Serve, secret: str | None) -> None:
+    for method, action in (("POST", "park"), ("POST", "wake"), ("GET", "state"), ("GET", "anything")):
+        headers = {} if secret is None else {HEADER: secret.encode()}
+        url = f"http://127.0.0.1:{server.port}/overspill/{action}"
+        assert httpx.request(method, url, headers=headers).status_code == 403
+    assert call(server, "state", secret_for(server), "GET").json()["state"] == "running"
+
+
+def test_other_routes_are_not_there(server: Serve) -> None:
+    for method, action in (("GET", "park"), ("POST", "state"), ("POST", "sleep")):
+        assert call(server, action, secret_for(server), method).status_code == 404
+
+
+def test_the_secret_is_in_no_command_line_and_in_one_file(server: Serve) -> None:
+    secret = secret_for(server)
+    folder = folder_of(server.home)
+    assert folder is not None
+    (file,) = folder.glob("*.secret")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in (server.process.pid, *server.started())]
+    status = next(folder.glob("*.json")).read_text()
+    assert len(lines) > 2 and not any(secret in text for text in (*lines, status, server.told))
+
+
+def test_a_server_without_park_has_no_control(model: Path, tmp_path: Path) -> None:
+    with serving(model, folder=tmp_path) as running:
+        running.wait_for("/v1 serves")
+        status = running.status()
+        assert status is not None and not status.can_park and secret_of(status, running.home) is None
+        assert call(running, "park", "").status_code == 404
+
+
+# The middleware alone.
+
+
+def test_launches_name_this_middleware() -> None:
+    assert f"{ControlMiddleware.__module__}.{ControlMiddleware.__name__}" == CONTROL
+
+
+def answered(
+    monkeypatch: pytest.MonkeyPatch, *, secret: str = "s", client: Any = ("127.0.0.1", 1), **fault: Any
+) -> Any:
+    """What it answers to a park with the secret "s"."""
+    monkeypatch.setenv(VARIABLE, secret)
+    sent: list[Any] = []
+
+    async def call_utility_async(method: str) -> dict[str, str]:
+        if fault:
+            raise RuntimeError("Call to overspill_park method failed: it is paused")
+        return {"state": method}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    core = SimpleNamespace(call_utility_async=call_utility_async)
+    engine_client = SimpleNamespace(engine_core=core, errored=fault.get("is_dead", False))
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine_client))
+    scope = {
+        "type": "http", "method": "POST", "path": "/overspill/park", "headers": [(HEADER.encode(), b"s")],
+        "client": client, "app": app,
+    }  # fmt: skip
+    asyncio.run(ControlMiddleware(None)(scope, None, send))  # type: ignore[arg-type]
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def test_only_this_machine_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for client in (("127.0.0.1", 1), ("::1", 1), None):
+        assert answered(monkeypatch, client=client) == (200, {"state": "overspill_park"})
+    assert answered(monkeypatch, client=("192.168.0.7", 1))[0] == 403
+
+
+def test_without_a_secret_of_its_own_nobody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answered(monkeypatch, secret="")[0] == 403
+
+
+def test_the_engines_reason_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answered(monkeypatch, is_dead=False) == (409, {"error": "it is paused"})
+    assert answered(monkeypatch, is_dead=True)[0] == 503
+
+
+def test_a_secret_is_of_one_process(tmp_path: Path) -> None:
+    home = {"XDG_STATE_HOME": str(tmp_path)}
+    status = SimpleNamespace(pid=os.getpid(), process=identity(os.getpid()))
+    assert secret_of(status, home) is None  # type: ignore[arg-type]
+    first = make_secret(home)
+    assert secret_of(status, home) == first and len(first) > 30  # type: ignore[arg-type]
+    left = control._path(2**22 + 1, home)
+    assert left is not None
+    left.write_text("of a process that was killed")
+    assert make_secret(home) != first and not left.exists()
+    status.process = "another"
+    assert secret_of(status, home) is None  # type: ignore[arg-type]
+    forget_secret(home)
+    assert not list(tmp_path.rglob("*.secret"))
