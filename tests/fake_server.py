@@ -43,6 +43,10 @@ class Behaviour:
     """Its /metrics page, read each time it is asked for."""
     metrics_s: float = 0.0
     """How long it takes to tell it."""
+    parks: int | None = None
+    """It can be parked, which frees so many bytes; a request meanwhile waits."""
+    refuses: str = ""
+    """What it answers, with this word in its path, is a refusal: park, or wake."""
     prefers_taken_port: int | None = None
     """Listens there instead, at the first start only: as if somebody had taken the port meanwhile."""
 
@@ -56,6 +60,21 @@ class Server:
         self.name, self.behaviour = behaviour.served or name, behaviour
         self.running = self.aborted = self.answered = 0
         self.connections: set[asyncio.StreamWriter] = set()
+        self.awake = asyncio.Event()
+        self.awake.set()
+
+    def control(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, dict[str, Any]]:
+        """As the middleware of `overspill serve` answers."""
+        if headers.get("x-overspill-secret") != "secret of a launch":
+            return 403, {"error": "no"}
+        if self.behaviour.refuses and self.behaviour.refuses in path:
+            return 409, {"error": "not with me"}
+        if (method, path) == ("POST", "/overspill/park"):
+            self.awake.clear()
+        elif (method, path) == ("POST", "/overspill/wake"):
+            self.awake.set()
+        told = {"state": "running"} if self.awake.is_set() else {"state": "parked", "freed_bytes": self.behaviour.parks}
+        return 200, told
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -79,6 +98,9 @@ class Server:
     ) -> None:  # fmt: skip
         if path == "/health":
             await send(writer, 200, b"")
+        elif path.startswith("/overspill/"):
+            status, told = self.control(method, path, headers)
+            await send(writer, status, json.dumps(told).encode())
         elif path == "/v1/models":
             await send(writer, 200, json.dumps({"object": "list", "data": [{"id": self.name}]}).encode())
         elif path == "/metrics":
@@ -145,6 +167,7 @@ class Server:
         await writer.drain()
 
     async def compute(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, i: int, event: bytes) -> None:
+        await self.awake.wait()
         if self.behaviour.dies_after_tokens == i:
             if self.behaviour.dies_inside_event:
                 await chunk(writer, event[: len(event) // 2])
@@ -166,6 +189,25 @@ async def send(writer: asyncio.StreamWriter, status: int, body: bytes, more: str
     await writer.drain()
 
 
+def write_status(name: str, url: str, parks: int) -> None:
+    """And the secret, as `overspill serve` leaves them."""
+    folder = Path(os.environ["XDG_STATE_HOME"]) / "overspill/serving"
+    folder.mkdir(parents=True, exist_ok=True)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    at = folder / f"{os.uname().nodename}-{os.getpid()}"
+    now = "2026-01-01T00:00:00+00:00"
+    told = {
+        "format": 1, "pid": os.getpid(), "process": f"{boot}:{started}", "host": os.uname().nodename, "model": name,
+        "source": name, "served_name": name, "url": url, "phase": "ready", "started_at": now, "ready_at": now,
+        "can_park": True, "memory": {"weights_bytes": parks},
+    }  # fmt: skip
+    at.with_suffix(".secret").write_text(json.dumps({"process": told["process"], "secret": "secret of a launch"}))
+    new = at.with_suffix(".new")
+    new.write_text(json.dumps(told))
+    new.replace(at.with_suffix(".json"))
+
+
 async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
     if behaviour.has_child:
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -181,6 +223,8 @@ async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
         await asyncio.start_server(Server(name, behaviour).handle, host, port, limit=1 << 20, ssl=tls)
     except OSError:
         sys.exit(f"error: port {port} is in use: another program listens there. Stop it, or give another --port")
+    if behaviour.parks is not None:
+        write_status(name, f"http://{host}:{port}", behaviour.parks)
     print(f"serves {name} on port {port}", flush=True)
     stop = asyncio.Event()
     if not behaviour.ignores_sigterm:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import overspill
-from overspill.cli.engines import logs, ps, stop
+from overspill.cli.engines import logs, park, ps, stop, wake
 from overspill.cli.launching import PASS_ON, config, plan, serve
 from overspill.cli.managing import manager
 from overspill.cli.measuring import ab, bench, tune, verify
@@ -36,6 +36,8 @@ app.command(epilog="Example: overspill tune Qwen/Qwen3-8B --goal throughput --ma
 app.command(epilog="Example: overspill config --json")(config)
 app.command(epilog="Example: overspill ps --json")(ps)
 app.command(epilog="Example: overspill stop Qwen/Qwen3-8B")(stop)
+app.command(epilog="Example: overspill park Qwen/Qwen3-8B")(park)
+app.command(epilog="Example: overspill wake Qwen/Qwen3-8B")(wake)
 app.command(epilog="Example: overspill logs Qwen/Qwen3-8B --follow")(logs)
 app.add_typer(manager, name="manager")
 app.add_typer(models, name="models")

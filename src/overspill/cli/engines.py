@@ -1,4 +1,4 @@
-"""`overspill ps`, `overspill stop` and `overspill logs`: through the manager where one runs, else directly."""
+"""`overspill ps`, `stop`, `park`, `wake` and `logs`: through the manager where one runs, else directly."""
 
 import json
 import sys
@@ -38,6 +38,18 @@ def stop(name: Name, api_key: ApiKey = None) -> None:
     """Stops a model's engine, and waits until it has ended."""
     _source(api_key).stop(name)
     print(f"stopped {name}")
+
+
+def park(name: Name, api_key: ApiKey = None) -> None:
+    """Parks a model's engine: its GPU memory is free for others, and it waits in RAM until it is woken."""
+    _source(api_key).park(name)
+    print(f"parked {name}")
+
+
+def wake(name: Name, api_key: ApiKey = None) -> None:
+    """Wakes a parked model; with a manager, what is in its way is parked or stopped."""
+    _source(api_key).wake(name)
+    print(f"{name} is awake")
 
 
 def logs(

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,16 @@ from overspill.manager.records import Record, Records, end_killed_run, file_name
 from overspill.manager.states import Seen, State, Step, Timing, Wanted, decide
 from overspill.processes import listeners, signal_name
 from overspill.registry import Registry, RegistryError
+from overspill.serve.control import HEADER, PATH, secret_of
 from overspill.serve.status import Status, leave_reason, take_reason
-from overspill.upstream import Upstream, address
+from overspill.upstream import Upstream, UpstreamLost, address
 
 logger = logging.getLogger(__name__)
 
 _FAILURE_LINES = 12
 _LAUNCHES = 3
 _LEAST_FREE_BYTES = 64 * 1024
+_MOST_ANSWER_BYTES = 64 * 1024
 # As `overspill serve` and vLLM say it.
 _PORT_TAKEN = re.compile(r"port \d+ is in use|took the port meanwhile|[Aa]ddress already in use")
 _SAID_ERROR = re.compile(r"^(?:overspill: )?error: (?P<said>.+)")
@@ -84,6 +87,17 @@ class Engine:
     settings: dict[str, Any] = field(default_factory=dict)
     """With which to start it."""
     holds: Memory = NOTHING
+    """Now; less while it is parked."""
+    refusal: str = ""
+    """Why it was not parked, or not woken, the last time that it was to be."""
+    refused_at: float = float("-inf")
+    _takes: Memory = NOTHING
+    """While it runs."""
+    _freed: Memory = NOTHING
+    """By parking it, as it said itself the last time."""
+    _is_parked: bool = False
+    _knows_parked: bool = False
+    _stops_instead: bool = False
     _process: EngineProcess | None = None
     _child: "subprocess.Popen[bytes] | None" = None
     _handle: int | None = None
@@ -105,15 +119,27 @@ class Engine:
     def want_up(self, settings: dict[str, Any], takes: Memory) -> None:
         if self.wanted is Wanted.UP and not self._is_ending:
             return
-        self.wanted, self.settings, self.holds = Wanted.UP, settings, takes
+        self.wanted, self.settings, self._takes = Wanted.UP, settings, takes
+        self.holds = takes
         self.failure, self.stop_reason, self._launches = None, "", 0
         self.is_managed = True
+        self._observe_wish()
+
+    def want_awake(self) -> None:
+        """Of one that is parked."""
+        self.wanted, self.stop_reason, self.refusal, self.holds = Wanted.UP, "", "", self._takes
+        self._observe_wish()
+
+    def want_parked(self, reason: str, *, or_stop: bool) -> None:
+        """One that is ready; `or_stop`, it is stopped where it cannot be parked."""
+        logger.info("Overspill: %s is being parked: %s", self.name, reason)
+        self.wanted, self.stop_reason, self.refusal, self._stops_instead = Wanted.PARKED, reason, "", or_stop
         self._observe_wish()
 
     def want_down(self, reason: str) -> None:
         if self.wanted is Wanted.DOWN and self.failure is None:
             return
-        if self.wanted is Wanted.UP:
+        if self.wanted is not Wanted.DOWN:
             logger.info("Overspill: %s is being stopped: %s", self.name, reason)
         self.wanted, self.failure, self.stop_reason = Wanted.DOWN, None, reason
         self._observe_wish()
@@ -124,7 +150,7 @@ class Engine:
             return
         self._take(EngineProcess(record.identity), None, record)
         self.wanted, self.is_managed, self.failure, self.stop_reason = Wanted.UP, is_managed, None, ""
-        self.settings, self.holds = record.settings, record.holds
+        self.settings, self.holds, self._takes = record.settings, record.holds, record.holds
         self._observe_wish()
 
     def update(self, status: Status | None) -> None:
@@ -136,7 +162,8 @@ class Engine:
             if self.last is not None and self.last.log_file is None:
                 self.last = replace(self.last, log_file=status.log_file)
             if status.plan:
-                self.holds = holds_of(status.plan)
+                self._takes = holds_of(status.plan)
+                self.holds = self._takes - self._freed if self._is_parked else self._takes
             if status.session is not None and self._process is not None:
                 self._process.sessions.add(status.session)
             if self.record is not None and self.record.url is None:
@@ -179,6 +206,25 @@ class Engine:
     def starting_s(self) -> float:
         """For how long it has been starting; 0 if it is not."""
         return time.monotonic() - self._launched_at if self.state is State.STARTING and self.has_process else 0.0
+
+    @property
+    def can_park(self) -> bool:
+        return self.status is not None and self.status.can_park and self.has_process
+
+    @property
+    def parking_frees(self) -> Memory:
+        """What was freed by it the last time, or else what its workers say that they have."""
+        if self._freed != NOTHING:
+            return self._freed
+        memory = self.status.memory if self.status is not None else None
+        if memory is None:
+            return NOTHING
+        parts = memory.weights_bytes, memory.resident_kv_bytes, memory.window_bytes
+        return self._on_device(sum(part or 0 for part in parts))
+
+    def _on_device(self, num_bytes: int) -> Memory:
+        """On a CPU, RAM plays the GPU's memory."""
+        return Memory(gpu_bytes=num_bytes) if self._takes.gpu_bytes else Memory(ram_bytes=num_bytes)
 
     @property
     def has_process(self) -> bool:
@@ -242,6 +288,10 @@ class Engine:
         match decision.step:
             case Step.LAUNCH:
                 await self._launch()
+            case Step.PARK:
+                await self._park()
+            case Step.WAKE:
+                await self._wake()
             case Step.END:
                 await self._end()
             case Step.GIVE_UP:
@@ -270,7 +320,8 @@ class Engine:
             return Seen.ENDING
         if await self._answers(process):
             self._answered_at = time.monotonic()
-            return Seen.SERVING
+            await self._find_out_whether_parked()
+            return self._present
         if self._answered_at is None:
             if time.monotonic() - self._scanned_at > 1.0:  # what it began is known should it be killed
                 await asyncio.to_thread(process.living)
@@ -278,7 +329,7 @@ class Engine:
             is_late = time.monotonic() - self._launched_at > timing.start_s
             return Seen.SILENT if is_late and self.is_managed else Seen.LOADING
         if time.monotonic() - self._answered_at <= timing.silent_s:
-            return Seen.SERVING
+            return self._present
         # What somebody else started may be paused in a debugger: it is not ours to end, and is waited for.
         return Seen.SILENT if self.is_managed else Seen.LOADING
 
@@ -295,6 +346,71 @@ class Engine:
                 return False
             self.served = await self.world.upstream.served_names(url, self.world.timing.health_s)
         return True
+
+    @property
+    def _present(self) -> Seen:
+        return Seen.PARKED if self._is_parked else Seen.SERVING
+
+    async def _find_out_whether_parked(self) -> None:
+        """Once: a manager before this one may have parked it."""
+        if self._knows_parked or not self.can_park:
+            return
+        told = await self._control("GET", "state")
+        self._knows_parked = told is not None
+        if told is not None and told.get("state") == "parked":
+            self._note_parked(told)
+            self.wanted = Wanted.PARKED if self.wanted is Wanted.UP else self.wanted
+
+    async def _park(self) -> None:
+        told = await self._control("POST", "park")
+        if told is not None and told.get("state") == "parked":
+            self._note_parked(told)
+            return
+        self._refuse(f"{self.name} could not be parked: {_reason(told)}")
+        if self.wanted is not Wanted.PARKED:
+            return  # meanwhile
+        if self._stops_instead:
+            self.want_down(self.stop_reason)
+        else:
+            self.wanted, self.stop_reason = Wanted.UP, ""
+
+    async def _wake(self) -> None:
+        told = await self._control("POST", "wake")
+        if told is not None and told.get("state") == "running":
+            self._is_parked = False
+            return
+        self._refuse(f"{self.name} could not be woken: {_reason(told)}")
+        if self.wanted is Wanted.UP:
+            self.wanted, self.holds = Wanted.PARKED, self._takes - self._freed
+
+    def _note_parked(self, told: Mapping[str, Any]) -> None:
+        self._is_parked = self._knows_parked = True
+        self._freed = self._on_device(int(told.get("freed_bytes", 0)))
+        self.holds, self.ended_at = self._takes - self._freed, time.monotonic()
+
+    def _refuse(self, why: str) -> None:
+        self.refusal, self.refused_at = why, time.monotonic()
+        logger.warning("Overspill: %s", why)
+
+    async def _control(self, method: str, action: str) -> dict[str, Any] | None:
+        """What the engine answers; None if it does not."""
+        status, url = self.status, self.url
+        secret = await asyncio.to_thread(secret_of, status) if status is not None else None
+        if url is None or secret is None:
+            return None
+        headers = [(HEADER.encode(), secret.encode()), (b"connection", b"close")]
+        connection = None
+        try:
+            async with asyncio.timeout(self.world.timing.park_s):
+                target = f"{PATH}{action}".encode()
+                connection, _ = await self.world.upstream.request(url, method, target, headers, b"")
+                told = json.loads(await connection.read_all(_MOST_ANSWER_BYTES))
+        except (UpstreamLost, TimeoutError, ValueError):
+            return None
+        finally:
+            if connection is not None:
+                connection.close()
+        return told if isinstance(told, dict) else None
 
     async def _launch(self) -> None:
         self._launches += 1
@@ -395,6 +511,8 @@ class Engine:
         self._launched_at = time.monotonic()
         self._answered_at = self._root_gone_at = None
         self._is_ending = self._was_asked_to_end = False
+        self._is_parked = self._knows_parked = False
+        self._freed, self.refusal = NOTHING, ""
         with contextlib.suppress(OSError):
             self._handle = os.pidfd_open(record.pid)
             asyncio.get_running_loop().add_reader(self._handle, self._died)
@@ -425,7 +543,7 @@ class Engine:
             take_reason(self._process.root.pid, None)  # what was killed has not taken it
         self._process = self._child = self.status = self._answered_at = None
         self.served, self.ended_at = (), time.monotonic()
-        self._is_ending = self._was_asked_to_end = False
+        self._is_ending = self._was_asked_to_end = self._is_parked = False
         if self.wanted is Wanted.DOWN:
             self.holds, self.is_managed = NOTHING, False
         self._publish()
@@ -439,14 +557,14 @@ class Engine:
         elif state is not State.STOPPING:
             # While it ends it is still known for how long it served, or its end would count as a failed start.
             self.ready_since = None
-        if state in (State.STOPPED, State.FAILED):
+        if state in (State.STOPPED, State.FAILED, State.PARKED):
             self.is_draining = False
         self._publish()
 
     def _observe_wish(self) -> None:
         """Shows the new state at once; the loop does the rest."""
         is_there = self._process is not None or self._is_launching
-        seen = Seen.ABSENT if not is_there else Seen.LOADING if self._answered_at is None else Seen.SERVING
+        seen = Seen.ABSENT if not is_there else Seen.LOADING if self._answered_at is None else self._present
         seen = Seen.ENDING if self._is_ending else seen
         self._enter(decide(self.wanted, seen, launched=is_there, failed=self.failure is not None).state)
         self._woken.set()
@@ -458,10 +576,17 @@ class Engine:
 
     async def _pause(self) -> None:
         timing = self.world.timing
-        waits = {State.STARTING: timing.look_starting_s, State.READY: timing.look_ready_s, State.STOPPING: 0.1}
+        waits = {
+            State.STARTING: timing.look_starting_s, State.READY: timing.look_ready_s,
+            State.PARKED: timing.look_ready_s, State.STOPPING: 0.1,
+        }  # fmt: skip
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(waits.get(self.state)):
                 await self._woken.wait()
+
+
+def _reason(told: Mapping[str, Any] | None) -> str:
+    return str(told.get("error", told)) if told is not None else "it does not answer"
 
 
 def _no_room_for(log: Path) -> str:

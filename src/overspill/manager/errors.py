@@ -11,6 +11,10 @@ class AlreadyManaged(ManagerError):
     """Another manager has these engines."""
 
 
+class NotParked(ManagerError):
+    """The model cannot be parked, or not now."""
+
+
 class NotServed(ManagerError):
     """The model cannot answer now; the base of what follows."""
 

@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 from overspill.manager import logs
 from overspill.manager.backend import Backend, OwnProcesses
 from overspill.manager.engine import Engine, World
-from overspill.manager.errors import AlreadyManaged, NotServed, StillLoading, Stopped
+from overspill.manager.errors import AlreadyManaged, NotParked, NotServed, StillLoading, Stopped
 from overspill.manager.needs import Memory, Need, free_memory, reckon
 from overspill.manager.records import Catalogue, Record, Records, model_of, phases_of, record_of, running_statuses
 from overspill.manager.sse import Changes
@@ -152,6 +152,7 @@ class Engines:
             url=engine.url,
             served_names=engine.served,
             holds=engine.holds,
+            can_park=engine.can_park,
             log_file=None if engine.log_hint else str(engine.log_file),
             log_hint=engine.log_hint,
             stop_reason=engine.stop_reason,
@@ -196,6 +197,22 @@ class Engines:
         self.queue.refuse(name, Stopped(f"{name} was stopped while the request waited"))
         engine.want_down(reason)
         await engine.until(State.STOPPED, State.FAILED)
+        return self.snapshot(name)
+
+    async def park(self, name: str, *, reason: str = "it was parked") -> Snapshot:
+        """Its GPU memory is free when this returns; requests that it computes wait in it."""
+        engine = self._engines.get(name) or await self._known(name)
+        if engine.state is State.PARKED:
+            return self.snapshot(name)
+        if engine.state is not State.READY:
+            raise NotParked(f"{name} is {engine.state}, and only a model that is ready can be parked")
+        if not engine.can_park:
+            raise NotParked(
+                f"{name} was started without --park; set it with: overspill models edit {name} --park, and restart it"
+            )
+        engine.want_parked(reason, or_stop=False)
+        if await engine.until(State.PARKED, State.READY, State.STOPPED, State.FAILED) is not State.PARKED:
+            raise NotParked(engine.refusal or f"{name} ended while it was being parked")
         return self.snapshot(name)
 
     async def restart(self, name: str) -> Snapshot:

@@ -1,4 +1,4 @@
-"""An engine's five states, the next step as a pure function of what is wanted and what is seen, and its snapshot.
+"""An engine's states, the next step as a pure function of what is wanted and what is seen, and its snapshot.
 
 No state is stored. A user or a request sets what is wanted; /proc and the engine's own answers show what is there; and
 a manager that was killed and started again arrives at the same state by looking.
@@ -17,12 +17,16 @@ class State(StrEnum):
     STARTING = "starting"
     READY = "ready"
     STOPPING = "stopping"
+    """Also while it is being parked."""
+    PARKED = "parked"
+    """The process lives, and its GPU memory is free for others."""
     FAILED = "failed"
     """The engine ended by itself, or could not be started; the reason is kept until the next start."""
 
 
 class Wanted(StrEnum):
     UP = "up"
+    PARKED = "parked"
     DOWN = "down"
 
 
@@ -33,6 +37,8 @@ class Seen(StrEnum):
     """The process lives, and has not answered yet."""
     SERVING = "serving"
     """The engine answers."""
+    PARKED = "parked"
+    """The engine answers, and computes nothing."""
     SILENT = "silent"
     """No answer for too long, after there were some."""
     ENDING = "ending"
@@ -42,6 +48,8 @@ class Seen(StrEnum):
 class Step(StrEnum):
     WAIT = "wait"
     LAUNCH = "launch"
+    PARK = "park"
+    WAKE = "wake"
     END = "end"
     GIVE_UP = "give up"
     """The engine died: keep the reason, and do not start it again."""
@@ -58,14 +66,22 @@ def decide(wanted: Wanted, seen: Seen, *, launched: bool, failed: bool) -> Decis
     match wanted, seen:
         case Wanted.UP, Seen.ABSENT:
             return Decision(State.FAILED, Step.GIVE_UP) if launched else Decision(State.STARTING, Step.LAUNCH)
-        case Wanted.DOWN, Seen.ABSENT:
+        case Wanted.PARKED, Seen.ABSENT if launched:
+            return Decision(State.FAILED, Step.GIVE_UP)
+        case _, Seen.ABSENT:
             return Decision(State.FAILED if failed else State.STOPPED, Step.WAIT)
         case _, Seen.ENDING:
             return Decision(State.STOPPING, Step.WAIT)
-        case Wanted.UP, Seen.LOADING:
+        case Wanted.UP | Wanted.PARKED, Seen.LOADING:
             return Decision(State.STARTING, Step.WAIT)
         case Wanted.UP, Seen.SERVING:
             return Decision(State.READY, Step.WAIT)
+        case Wanted.UP, Seen.PARKED:
+            return Decision(State.STARTING, Step.WAKE)
+        case Wanted.PARKED, Seen.SERVING:
+            return Decision(State.STOPPING, Step.PARK)
+        case Wanted.PARKED, Seen.PARKED:
+            return Decision(State.PARKED, Step.WAIT)
         case _:
             # Not wanted, or silent: an engine that holds memory and answers nobody must end before another can start.
             return Decision(State.STOPPING, Step.END)
@@ -85,6 +101,8 @@ class Timing:
     """After so long without an answer an engine counts as hung, and is ended."""
     start_s: float = 3600.0
     """So long a start may take; a large model on a slow disk takes half of it."""
+    park_s: float = 180.0
+    """A park stores what the GPU has cached, and a wake copies the weights; both take seconds at most."""
     stop_patience_s: float = 60.0
     """`overspill serve` takes up to 35 s to end vLLM itself; what lives longer is killed."""
     back_off_s: float = 10.0
@@ -140,6 +158,7 @@ class Snapshot:
     pid: int | None = None
     unit: str | None = None
     holds: Memory = NOTHING
+    can_park: bool = False
     error: str = ""
     log_lines: tuple[str, ...] = ()
     """The last ones before it failed."""

@@ -4,6 +4,7 @@ Eviction is a pure function, by memory and not by count.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Sets of so many are compared; of more engines the least recently used are looked at, and the rest another time.
 _COMPARED = 10
-_HOLDING = (State.STARTING, State.READY, State.STOPPING)
+_HOLDING = (State.STARTING, State.READY, State.STOPPING, State.PARKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,11 @@ def _groups(candidates: list[Running]) -> Iterable[tuple[Running, ...]]:
     return chain.from_iterable(combinations(candidates, size) for size in range(1, len(candidates) + 1))
 
 
+def may_park(need: Memory, free: Memory, leaving: Iterable[Memory], parked: Iterable[Memory]) -> bool:
+    """Whether there is room when engines are parked, which frees what `parked` says, instead of stopped."""
+    return (free + total([*leaving, *parked])).holds(need)
+
+
 @dataclass(eq=False, slots=True)
 class Waiting:
     name: str
@@ -193,8 +199,9 @@ class Swaps:
     """What all engines together may hold, instead of what is free."""
     reserved_for: list[str] = field(default_factory=list)
     """Why no engine is started now, if there are reasons."""
-    _draining: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """Engines that take no new requests, for which model, and until when they are waited for."""
+    _draining: dict[str, tuple[str, float, bool]] = field(default_factory=dict)
+    """Engines that take no new requests, for which model, until when they are waited for, and whether parking them is
+    enough."""
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake(self) -> None:
@@ -203,6 +210,7 @@ class Swaps:
     async def turn(self) -> None:
         self._stop_idle()
         self._end_drains()
+        self._resume_parked()
         for name in self.queue.names():
             waiting = self.queue.names()
             if name not in waiting:
@@ -237,8 +245,16 @@ class Swaps:
         if self.reserved_for:
             self.queue.refuse(name, NoRoom(f"{name} is not started now: {self.reserved_for[-1]}", retry_after_s=30.0))
             return True
+        if engine.state is State.PARKED and engine.refusal and self.queue.since(name) < engine.refused_at:
+            self.queue.refuse(name, NoRoom(engine.refusal, retry_after_s=10.0))
+            return True
         try:
-            need, free = await asyncio.to_thread(self.reckon, model, self._evictable()), await self._free()
+            if engine.state is State.PARKED:
+                await asyncio.sleep(0)  # requests that were just admitted elsewhere are counted first
+                need = Need(least=engine.parking_frees)
+            else:
+                need = await asyncio.to_thread(self.reckon, model, self._evictable())
+            free = await self._free()
         except Exception as error:
             # Of one model, or of the driver: those that wait behind it must not wait for that.
             logger.exception("Overspill: the memory that %s needs is unknown", name)
@@ -250,9 +266,9 @@ class Swaps:
             kept = _kept([one.name for one in self._running() if one.is_kept])
             self.queue.refuse(name, NoRoom(f"{name} cannot be started: {need.refused}{kept}"))
             return True
-        if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED):
+        if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED, State.PARKED):
             return True  # meanwhile
-        running = self._running()
+        running = [one for one in self._running() if one.name != name]
         choice = choose(need.least, free, running, now=time.monotonic(), least_service_s=self.timing.least_service_s)
         return self._carry_out(choice, engine, model, need, free)
 
@@ -260,7 +276,10 @@ class Swaps:
         name = engine.name
         match choice.verdict:
             case Verdict.FITS:
-                engine.want_up(model.settings.as_json(), need.takes)
+                if engine.state is State.PARKED:
+                    engine.want_awake()
+                else:
+                    engine.want_up(model.settings.as_json(), need.takes)
                 self._end_drains()  # there was room without those that were to go for it
                 return True
             case Verdict.NEVER if self._is_in_motion():
@@ -274,35 +293,61 @@ class Swaps:
             case Verdict.EVICT if self._is_settling():
                 return False
             case Verdict.EVICT:
-                for victim in choice.victims:
-                    self._draining[victim] = (name, time.monotonic() + self.timing.drain_s)
-                    self.engines[victim].is_draining = True
+                victims = [self.engines[victim] for victim in choice.victims]
+                leaving = [one.holds for one in self._running() if one.is_leaving]
+                frees = [one.parking_frees if _parks(one) else one.holds for one in victims]
+                parks = may_park(need.least, free, leaving, frees)
+                for one in victims:
+                    deadline = time.monotonic() + self.timing.drain_s
+                    self._draining[one.name] = (name, deadline, parks and _parks(one))
+                    one.is_draining = True
                 self._end_drains()
         return False
 
     def _end_drains(self) -> None:
         """Those that are idle by now are stopped; those that nobody needs to go any more stay."""
         now = time.monotonic()
-        for victim, (for_name, deadline) in list(self._draining.items()):
+        for victim, (for_name, deadline, parks) in list(self._draining.items()):
             engine = self.engines[victim]
-            if engine.state not in (State.READY, State.STARTING):
+            if engine.state not in (State.READY, State.STARTING, State.PARKED):
                 del self._draining[victim]
             elif not self.queue.count(for_name) or self.engines[for_name].state in (State.STARTING, State.READY):
                 del self._draining[victim]
                 engine.is_draining = False
             elif not engine.in_flight or now > deadline:
                 del self._draining[victim]
-                engine.want_down(f"it was stopped to make room for {for_name}")
+                parks = parks and _parks(engine)
+                how = "parked" if parks else "stopped"
+                self._let_go(engine, f"it was {how} to make room for {for_name}", parks=parks)
+
+    def _let_go(self, engine: Engine, reason: str, *, parks: bool) -> None:
+        """The one way in which an engine goes that nobody asked to go. Requests that a parked one was computing wait in
+        it, and go on when it is woken."""
+        if parks:
+            engine.want_parked(reason, or_stop=True)
+        else:
+            engine.want_down(reason)
 
     def _stop_idle(self) -> None:
+        """Parked first, where it can be, and stopped when it was not used for as long again."""
         now = time.monotonic()
         for name, engine in self.engines.items():
             model = self.find_model(name)
             ttl = model.settings.ttl if model is not None and not model.settings.keep else None
-            if ttl is None or engine.state is not State.READY or not engine.is_managed:
+            if ttl is None or engine.state not in (State.READY, State.PARKED) or not engine.is_managed:
                 continue
-            if not engine.in_flight and not self.queue.count(name) and now - engine.last_used >= ttl:
-                engine.want_down(f"it was not used for {ttl} s")
+            is_parked = engine.state is State.PARKED
+            if engine.in_flight or self.queue.count(name) or now - engine.last_used < ttl * (2 if is_parked else 1):
+                continue
+            self._let_go(engine, f"it was not used for {ttl} s", parks=_parks(engine))
+
+    def _resume_parked(self) -> None:
+        """An engine that was parked while it computed waits for its next turn with those requests."""
+        for name, engine in self.engines.items():
+            if engine.state is State.PARKED and engine.in_flight and not self.queue.count(name):
+                with contextlib.suppress(QueueFull):
+                    # Nobody waits here: the requests are in the engine, and a refusal is tried again.
+                    self.queue.join(name).ready.add_done_callback(asyncio.Future.exception)
 
     async def _free(self) -> Memory:
         """What starting engines will take is theirs already, whether they have it yet or not."""
@@ -322,7 +367,8 @@ class Swaps:
                 holds=one.holds,
                 in_flight=one.in_flight,
                 last_used=one.last_used,
-                ready_since=one.ready_since,
+                # A parked one goes at any time: it serves nobody.
+                ready_since=float("-inf") if one.state is State.PARKED else one.ready_since,
                 may_go=one.is_managed and not one.held,
                 is_kept=self._is_kept(one.name),
                 is_leaving=one.is_draining or one.state is State.STOPPING,
@@ -364,6 +410,10 @@ class Swaps:
         if others:
             return NoRoom(f"{short}, and {', '.join(one.name for one in others)} was not started here. Stop it first")
         return NoRoom(f"{short}, and stopping other models would not be enough. Use a shorter context, or less RAM")
+
+
+def _parks(engine: Engine) -> bool:
+    return engine.can_park and engine.state is State.READY
 
 
 def _kept(names: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from overspill.manager.states import Snapshot
+from overspill.manager.states import Snapshot, State
 from overspill.manager.telemetry.machine import Sample
 from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
 
@@ -78,7 +78,11 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
     for gpu in sample.gpus:
         claims = [
             # Engines report all their GPUs together; the parts are shown on the first.
-            gpu_claim(one.name, one.memory if gpu.index == 0 else {}, process.gpu_bytes if process else None)
+            gpu_claim(
+                one.name,
+                one.memory if gpu.index == 0 and one.state is not State.PARKED else {},
+                process.gpu_bytes if process else None,
+            )
             for one, process, on_cpu in running
             if not on_cpu
         ]
@@ -86,10 +90,21 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
         maps.append(Map(title=f"GPU {gpu.index}: {gpu.name}", total_bytes=gpu.total_bytes, parts=tuple(parts)))
     total, used = sample.ram.total_bytes, sample.ram.total_bytes - sample.ram.available_bytes
     claims = [
-        ram_claim(one.name, one.memory, process.ram_bytes if process else None, on_cpu=on_cpu)
+        ram_claim(
+            one.name,
+            _with_copy(one),
+            process.ram_bytes if process else None,
+            on_cpu=on_cpu and one.state is not State.PARKED,
+        )
         for one, process, on_cpu in running
     ]
     return [*maps, Map(title="RAM", total_bytes=total, parts=tuple(memory_map(total, used, claims)))]
+
+
+def _with_copy(engine: Snapshot) -> Sizes:
+    """With the copy of the weights that an engine keeps which can be parked."""
+    copied = int(engine.plan.get("parked_bytes") or 0)
+    return {**engine.memory, "weights_in_ram_bytes": (engine.memory.get("weights_in_ram_bytes") or 0) + copied}
 
 
 def gpu_claim(engine: str, memory: Sizes, taken_bytes: int | None) -> Claim:

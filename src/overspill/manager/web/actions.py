@@ -36,7 +36,7 @@ from overspill.registry.audit import AuditOutcome, record
 from overspill.settings import parse_settings
 
 logger = logging.getLogger(__name__)
-EngineAction = Literal["start", "switch", "stop", "restart"]
+EngineAction = Literal["start", "switch", "stop", "restart", "park", "wake"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,9 @@ class Actions:
                 return await self._engines.stop(name, reason=f"it was stopped by {caller.who}")
             if action == "restart":
                 return await self._engines.restart(name)
-            return await self._engines.start(name, make_room=action == "switch")
+            if action == "park":
+                return await self._engines.park(name, reason=f"it was parked by {caller.who}")
+            return await self._engines.start(name, make_room=action in ("switch", "wake"))
 
     def begin(self, caller: Caller, action: EngineAction, name: str) -> None:
         """Runs it in the background; the engine's state, or `refusals`, shows the outcome."""

@@ -109,7 +109,7 @@ async def one_engine(app: App, name: str) -> Json:
     "/engines/{action}/{name:path}",
     response_model=schemas.Engine,
     responses=_BEGUN,
-    summary="Start if there is room; switch to it by stopping what is in its way; stop; or restart",
+    summary="Start if there is room; switch to it, parking or stopping others for it; stop; restart; park; or wake",
 )
 async def control_engine(
     app: App,

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import httpx
 
+from overspill.address import client_context
 from overspill.manager import logs
 from overspill.manager.backend import Identity
 from overspill.manager.errors import ManagerError
@@ -20,6 +21,7 @@ from overspill.manager.records import file_name, find_manager
 from overspill.manager.states import State
 from overspill.manager.web.setup import own_folder
 from overspill.processes import wait_until_none
+from overspill.serve.control import HEADER, PATH, secret_of
 from overspill.serve.status import Status, read_statuses
 from overspill.settings import nearest
 
@@ -46,6 +48,12 @@ class Manager:
 
     def stop(self, name: str) -> None:
         _accepted(self._sent("POST", f"/api/engines/stop/{quote(name)}", _MANAGER_STOP_S))
+
+    def park(self, name: str) -> None:
+        _accepted(self._sent("POST", f"/api/engines/park/{quote(name)}", _MANAGER_STOP_S))
+
+    def wake(self, name: str) -> None:
+        _accepted(self._sent("POST", f"/api/engines/wake/{quote(name)}", _MANAGER_STOP_S))
 
     def log(self, name: str, num_lines: int, search: str, *, follow: bool) -> Iterator[str]:
         query = {"lines": str(num_lines), "search": search, "follow": str(follow).lower()}
@@ -108,6 +116,27 @@ class ThisMachine:
         server.signal(signal.SIGTERM)
         if not wait_until_none(lambda: [server.pid] if server.is_alive else [], _STOP_S):
             raise ManagerError(f"{name} (process {status.pid}) was to end and has not for {_STOP_S:g} s")
+
+    def park(self, name: str) -> None:
+        self._control(name, "park")
+
+    def wake(self, name: str) -> None:
+        self._control(name, "wake")
+
+    def _control(self, name: str, action: str) -> None:
+        status = _find(name, [one for one in _statuses() if one.is_ready])
+        secret = secret_of(status)
+        if secret is None:
+            raise ManagerError(f"{name} was started without --park; stop it, and start it with that")
+        try:
+            verify = client_context(status.url) or True
+            with httpx.Client(base_url=status.url, timeout=_MANAGER_STOP_S, trust_env=False, verify=verify) as client:
+                answer = client.post(f"{PATH}{action}", headers={HEADER: secret})
+            told = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise ManagerError(f"{name} does not answer at {status.url}: {error}") from error
+        if answer.is_error:
+            raise ManagerError(f"{name}: {told.get('error', told)}")
 
     def log(self, name: str, num_lines: int, search: str, *, follow: bool) -> Iterator[str]:
         path = _log_file(name)

@@ -14,6 +14,7 @@ from overspill.kv.sizes import exact_size
 from overspill.manager import sse
 from overspill.manager.errors import ManagerError
 from overspill.manager.states import Snapshot, State
+from overspill.manager.telemetry.machine import ProcessSample
 from overspill.manager.web.actions import EngineAction
 from overspill.manager.web.application import App, Application, Who
 from overspill.manager.web.rendering import element_id, form_of, fragment, page, part, redirect
@@ -141,6 +142,7 @@ def _card(app: Application, name: str, running: Sequence[str]) -> "Card":
         engine=app.engines.snapshot(name),
         refusal=app.actions.refusals.get(name, ""),
         speed=app.speeds.get(name),
+        measured=latest.sample.processes.get(name) if (latest := app.watching.latest) is not None else None,
         others=[other for other in running if other != name],
     )
 
@@ -162,6 +164,8 @@ class Card:
     engine: Snapshot
     refusal: str = ""
     speed: Mapping[str, float] | None = None
+    measured: ProcessSample | None = None
+    """Its processes, as the kernel and the driver count them."""
     others: Sequence[str] = ()
     """Other models with running engines, which may have to make room for it."""
 
@@ -204,8 +208,20 @@ class Card:
                 )
             case State.STARTING:
                 return (Button(action="stop", label="Stop", help="Ends the start"),)
-            case State.READY:
+            case State.PARKED:
                 return (
+                    Button(
+                        action="wake", label="Wake", help="Goes on; what is in its way is parked or stopped",
+                        is_main=True,
+                    ),
+                    Button(action="stop", label="Stop", help="Ends it, and gives its RAM back"),
+                )  # fmt: skip
+            case State.READY:
+                park = Button(
+                    action="park", label="Park", help="Frees its GPU memory; it waits in RAM for the next request"
+                )
+                return (
+                    *((park,) if self.engine.can_park else ()),
                     Button(action="stop", label="Stop", help="Ends it; requests that wait are refused"),
                     Button(
                         action="restart", label="Restart", help="Stops it, and starts it with its settings of now",
@@ -219,6 +235,12 @@ class Card:
         """Name, value and unit: of the plan it runs with, else of its settings. Unset ones are up to the plan."""
         plan, settings = self.engine.plan, self.model.settings if self.model is not None else None
         facts: list[tuple[str, Any, str]] = []
+        if self.engine.state is State.PARKED:
+            return [
+                ("Context", plan.get("max_model_len"), "tokens"),
+                ("RAM that it holds", self.engine.holds.ram_bytes, "bytes"),
+                ("GPU memory that it holds", self.measured.gpu_bytes if self.measured else None, "bytes"),
+            ]
         if plan:
             kv_bytes = sum(int(plan.get(name) or 0) for name in ("spilled_kv_bytes", "offload_bytes"))
             facts = [
