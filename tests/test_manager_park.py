@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +16,11 @@ from overspill.manager.engine import Engine
 from overspill.manager.errors import NoRoom, NotParked
 from overspill.manager.fleet import Engines
 from overspill.manager.needs import Memory
-from overspill.manager.states import Decision, Seen, State, Step, Wanted, decide
+from overspill.manager.states import State
 from overspill.manager.swaps import may_park
+from tests.chat_model import make_chat_model
+from tests.managed import SETTINGS, managed
+from tests.managed_here import Here
 from tests.manager_process import IMPATIENT, Place, eventually, gateway, managing
 
 # A machine of 2 GiB, as in the other tests: a model that takes all of it frees most by being parked.
@@ -36,23 +41,6 @@ async def parkable(engines: Engines, name: str) -> None:
 async def complete(url: str, model: str, **more: Any) -> httpx.Response:
     async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
         return await client.post(f"{url}/v1/completions", json={"model": model, "prompt": "x", **more})
-
-
-@pytest.mark.parametrize(
-    ("wanted", "seen", "state", "step"),
-    [
-        (Wanted.PARKED, Seen.SERVING, State.STOPPING, Step.PARK),
-        (Wanted.PARKED, Seen.PARKED, State.PARKED, Step.WAIT),
-        (Wanted.PARKED, Seen.LOADING, State.STARTING, Step.WAIT),
-        (Wanted.PARKED, Seen.SILENT, State.STOPPING, Step.END),
-        (Wanted.PARKED, Seen.ENDING, State.STOPPING, Step.WAIT),
-        (Wanted.PARKED, Seen.ABSENT, State.FAILED, Step.GIVE_UP),
-        (Wanted.UP, Seen.PARKED, State.STARTING, Step.WAKE),
-        (Wanted.DOWN, Seen.PARKED, State.STOPPING, Step.END),
-    ],
-)
-def test_what_is_wanted_and_seen_decides(wanted: Wanted, seen: Seen, state: State, step: Step) -> None:
-    assert decide(wanted, seen, launched=True, failed=False) == Decision(state, step)
 
 
 def test_parking_is_enough_only_where_ram_allows() -> None:
@@ -237,6 +225,49 @@ def test_a_parked_engine_that_dies_has_failed(place: Place) -> None:
             assert engines.snapshot("a").state is State.READY and len(place.starts("a")) == 2
 
     asyncio.run(run())
+
+
+def test_pages_and_commands_park_and_wake(here: Here, place: Place) -> None:
+    place.behave("a", **PARKS)
+    with here.client() as client:
+        page = client.get("/models").text
+        assert 'hx-post="/models/park/a"' not in page and 'hx-post="/models/wake/a"' not in page
+        assert client.post("/api/engines/start/a").json()["state"] == "ready"
+        while not client.get("/api/engines/a").json()["can_park"]:
+            time.sleep(0.05)
+        assert 'hx-post="/models/park/a"' in client.get("/models").text
+        parked = client.post("/api/engines/park/a").json()
+        assert parked["state"] == "parked" and parked["stop_reason"].startswith("it was parked by ")
+        page = client.get("/models").text
+        assert 'hx-post="/models/wake/a"' in page and "RAM that it holds" in page and "GPU memory that it holds" in page
+        assert client.post("/api/engines/wake/a").json()["state"] == "ready"
+        refused = client.post("/api/engines/park/b")
+        assert refused.status_code == 409 and "b is stopped" in refused.text
+        actions = [row["action"] for row in client.get("/api/audit").json()]
+        assert actions.count("park") == 2 and "wake" in actions
+
+
+def test_a_real_engine_is_parked_by_command_and_woken_by_a_request(tmp_path: Path) -> None:
+    with managed(tmp_path) as manager, manager.client() as client:
+        source = make_chat_model(manager.models / "tiny")
+        settings = {**SETTINGS, "source": str(source), "park": True}
+        assert client.post("/api/models", json={"name": "tiny", **settings}).status_code == 201
+        asked = {"model": "tiny", "prompt": "t5 t6 " * 300, "max_tokens": 12, "temperature": 0}
+        first = client.post("/v1/completions", json=asked)
+        assert first.status_code == 200, first.text
+        while not client.get("/api/engines/tiny").json()["can_park"]:
+            time.sleep(0.1)
+        done = manager.overspill("park", "tiny")
+        assert (done.returncode, done.stdout) == (0, "parked tiny\n"), done.stderr
+        assert "parked" in manager.overspill("ps").stdout
+        again = client.post("/v1/completions", json=asked)
+        assert again.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
+        assert client.get("/api/engines/tiny").json()["state"] == "ready"
+        manager.overspill("park", "tiny")
+        assert manager.overspill("wake", "tiny").stdout == "tiny is awake\n"
+        manager.kill_and_start_again()
+        assert client.post("/v1/completions", json=asked).status_code == 200
+        assert manager.overspill("stop", "tiny").returncode == 0
 
 
 @pytest.mark.soak

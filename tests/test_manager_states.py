@@ -12,14 +12,21 @@ from overspill.manager.needs import NOTHING, Memory, Need, need_of, total
 from overspill.manager.states import Decision, Seen, State, Step, Timing, Wanted, decide
 from overspill.manager.swaps import Running, Verdict, choose
 
-UP, DOWN = Wanted.UP, Wanted.DOWN
+UP, PARKED, DOWN = Wanted.UP, Wanted.PARKED, Wanted.DOWN
 # Wanted, seen: state and step; two of them where a process was launched for this wish, or the last one failed.
 EXPECTED = {
     (UP, Seen.LOADING): Decision(State.STARTING, Step.WAIT),
     (UP, Seen.SERVING): Decision(State.READY, Step.WAIT),
+    (UP, Seen.PARKED): Decision(State.STARTING, Step.WAKE),
     (UP, Seen.SILENT): Decision(State.STOPPING, Step.END),
     (UP, Seen.ENDING): Decision(State.STOPPING, Step.WAIT),
+    (PARKED, Seen.LOADING): Decision(State.STARTING, Step.WAIT),
+    (PARKED, Seen.SERVING): Decision(State.STOPPING, Step.PARK),
+    (PARKED, Seen.PARKED): Decision(State.PARKED, Step.WAIT),
+    (PARKED, Seen.SILENT): Decision(State.STOPPING, Step.END),
+    (PARKED, Seen.ENDING): Decision(State.STOPPING, Step.WAIT),
     (DOWN, Seen.LOADING): Decision(State.STOPPING, Step.END),
+    (DOWN, Seen.PARKED): Decision(State.STOPPING, Step.END),
     (DOWN, Seen.SERVING): Decision(State.STOPPING, Step.END),
     (DOWN, Seen.SILENT): Decision(State.STOPPING, Step.END),
     (DOWN, Seen.ENDING): Decision(State.STOPPING, Step.WAIT),
@@ -32,6 +39,8 @@ def test_every_combination_decides_as_the_table_says(wanted: Wanted, seen: Seen,
     expected = EXPECTED.get((wanted, seen))
     if expected is None and wanted is UP:
         expected = Decision(State.FAILED, Step.GIVE_UP) if launched else Decision(State.STARTING, Step.LAUNCH)
+    if expected is None and wanted is PARKED and launched:
+        expected = Decision(State.FAILED, Step.GIVE_UP)
     if expected is None:
         expected = Decision(State.FAILED if failed else State.STOPPED, Step.WAIT)
     assert decide(wanted, seen, launched=launched, failed=failed) == expected

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overspill.kv.errors import OverspillError
 from overspill.manager.allowlist import NotAllowed
-from overspill.manager.errors import NotServed
+from overspill.manager.errors import NotParked, NotServed
 from overspill.manager.gateway import Gateway
 from overspill.manager.jobs import UnknownJob
 from overspill.manager.metrics import metrics_page
@@ -33,7 +33,7 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 # again would not help.
 _STATUS: dict[int, tuple[type[OverspillError], ...]] = {
     404: (UnknownModel, UnknownRecord, UnknownJob),
-    409: (DuplicateModel, ChangedMeanwhile, StillRunning, NotServed),
+    409: (DuplicateModel, ChangedMeanwhile, StillRunning, NotParked, NotServed),
     503: (RegistryUnavailable, CannotNow),
     403: (NotAllowed,),
     400: (OverspillError,),
