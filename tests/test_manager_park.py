@@ -229,16 +229,16 @@ def test_a_parked_engine_that_dies_has_failed(place: Place) -> None:
 
 def test_pages_and_commands_park_and_wake(here: Here, place: Place) -> None:
     place.behave("a", **PARKS)
-    with here.client() as client:
-        page = client.get("/models").text
+    with here.client() as client, here.client() as browser:
+        page = browser.get("/models").text
         assert 'hx-post="/models/park/a"' not in page and 'hx-post="/models/wake/a"' not in page
         assert client.post("/api/engines/start/a").json()["state"] == "ready"
         while not client.get("/api/engines/a").json()["can_park"]:
             time.sleep(0.05)
-        assert 'hx-post="/models/park/a"' in client.get("/models").text
+        assert 'hx-post="/models/park/a"' in browser.get("/models").text
         parked = client.post("/api/engines/park/a").json()
         assert parked["state"] == "parked" and parked["stop_reason"].startswith("it was parked by ")
-        page = client.get("/models").text
+        page = browser.get("/models").text
         assert 'hx-post="/models/wake/a"' in page and "RAM that it holds" in page and "GPU memory that it holds" in page
         assert client.post("/api/engines/wake/a").json()["state"] == "ready"
         refused = client.post("/api/engines/park/b")

@@ -350,7 +350,8 @@ TABLE = (
     ),
     Setting(
         "ttl", Kind(parse_duration, int | str, example="10m"), None,
-        "Stop the model when it has not been used for so long: `10m`; with park, park it then and stop it later.", Scope.MODELS, takes_restart=False,
+        "Stop the model when it has not been used for so long: `10m`; with park, park it then and stop it later.",
+        Scope.MODELS, takes_restart=False,
     ),
     Setting(
         "keep", YES_OR_NO, None, "Once it runs, keep it: not stopped for another model, nor by its TTL.",
