@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from overspill.kv.contract import OFFLOAD, PARK, SPILL, Part, _installed, check_contract, differences, parts
+from overspill.kv.contract import ELASTIC, OFFLOAD, PARK, SPILL, Part, _installed, check_contract, differences, parts
 from overspill.kv.errors import OverspillError
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = ("vllm.config", "vllm.logger", "vllm.platforms")
-ALL = [*parts(OFFLOAD), *parts(SPILL), *parts(PARK)]
+ALL = [*parts(OFFLOAD), *parts(SPILL), *parts(PARK), *parts(ELASTIC)]
 # Attention backends that are made from vLLM's, each for a platform of its own.
 BACKENDS = ("far_cuda.py", "far_host.py")
 
 
 def test_the_installed_vllm_has_all_of_it() -> None:
-    assert all(differences(_installed(), text) == () for text in (OFFLOAD, SPILL, PARK))
-    check_contract(spill=True, park=True)
+    assert all(differences(_installed(), text) == () for text in (OFFLOAD, SPILL, PARK, ELASTIC))
+    check_contract(spill=True, park=True, elastic=True)
     assert len(ALL) == len(set(ALL)) > 150
 
 
@@ -45,9 +45,9 @@ def test_a_renamed_part_is_refused_by_its_name(copied: Path, tmp_path: Path, par
     (root / part.file).unlink()
     (root / part.file).write_text(renamed)
     with pytest.raises(OverspillError, match=rf"this vLLM lacks .*\b{part.name}\b.*vllm==0\.32\.0") as refused:
-        check_contract(spill=True, park=True, root=root)
+        check_contract(spill=True, park=True, elastic=True, root=root)
     assert part not in list(parts(OFFLOAD)) or "remove spill_bytes" not in str(refused.value)
-    reasons = [reason for text in (OFFLOAD, SPILL, PARK) for reason in differences(root, text)]
+    reasons = [reason for text in (OFFLOAD, SPILL, PARK, ELASTIC) for reason in differences(root, text)]
     assert any(reason.startswith(f"{part} ") for reason in reasons)
 
 

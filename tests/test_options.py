@@ -24,6 +24,7 @@ def test_every_option_can_be_set() -> None:
         "host_bytes": 1 << 30, "store": "lazy", "eviction": "arc", "verify": "all", "load": "always",
         "reserve_bytes": "1GiB", "spill_bytes": "2GiB", "resident_bytes": "3GiB", "spill_share": 0.25,
         "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 8, "spill_graphs": False, "park": True,
+        "ledger": "/run/overspill/gpu.ledger", "ledger_bytes": 2**30, "ledger_weight": 2,
     }  # fmt: skip
     options = Options.parse(written)
     assert {*written, "pin"} == {f.name for f in fields(Options)}

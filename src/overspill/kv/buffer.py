@@ -4,10 +4,10 @@ import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,7 +26,7 @@ from overspill.kv.host_memory import (
     unmap_memory,
 )
 from overspill.kv.sizes import MiB, format_size
-from overspill.kv.spill.geometry import CUDA_GRANULARITY, Geometry
+from overspill.kv.spill.geometry import CUDA_GRANULARITY, Geometry, block_step
 from overspill.kv.vllm_api import (
     KVCacheConfig,
 )
@@ -128,6 +128,8 @@ class Piece:
 
     num_bytes: int
     offsets: tuple[int, ...]
+    unit: int | None = None
+    """Stretch of blocks whose memory can be given back alone; None where it stays."""
 
 
 def pieces_of(num_bytes: int, *places: int) -> list[Piece]:
@@ -144,12 +146,52 @@ def plain_pieces(num_bytes: int) -> list[Piece]:
     return pieces_of(-(-num_bytes // granularity()) * granularity(), 0)
 
 
-def spill_pieces(geometry: Geometry) -> list[Piece]:
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Stretches of blocks, of the same size but for the last one, that get and lose their memory as a whole."""
+
+    num_blocks: int
+    blocks_per_unit: int
+    block_bytes: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.num_blocks // self.blocks_per_unit)
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.blocks_per_unit * self.block_bytes
+
+    def blocks(self, unit: int) -> range:
+        first = unit * self.blocks_per_unit
+        return range(first, min(first + self.blocks_per_unit, self.num_blocks))
+
+    @classmethod
+    def of(cls, num_blocks: int, page_bytes: int, num_regions: int) -> Self:
+        """Pieces as large as they may be, but sixteen units at least where mappings are fine enough."""
+        step = block_step(page_bytes, granularity())
+        wanted = min(PIECE_BYTES, num_blocks * page_bytes // 16) // page_bytes
+        return cls(num_blocks, max(step, wanted // step * step), num_regions * page_bytes)
+
+
+def unit_pieces(units: Units, page_bytes: int, *regions: int) -> list[Piece]:
+    """The units' memory in regions that begin at these offsets."""
+    step, stretches = granularity(), [units.blocks(unit) for unit in range(units.count)]
+    return [
+        Piece(-(-len(blocks) * page_bytes // step) * step, (region + blocks.start * page_bytes,), unit)
+        for region in regions
+        for unit, blocks in enumerate(stretches)
+    ]
+
+
+def spill_pieces(geometry: Geometry, units: Units | None = None) -> list[Piece]:
     """A buffer in which two window halves lie under all spilled ranges."""
     regions = range(geometry.num_regions)
-    resident = [
-        piece for region in regions for piece in pieces_of(geometry.resident_bytes, region * geometry.region_bytes)
-    ]
+    starts = [region * geometry.region_bytes for region in regions]
+    if units is not None:
+        resident = unit_pieces(units, geometry.page_bytes, *starts)
+    else:
+        resident = [piece for start in starts for piece in pieces_of(geometry.resident_bytes, start)]
     halves = [
         piece
         for half in range(geometry.num_halves)
@@ -163,10 +205,11 @@ def spill_pieces(geometry: Geometry) -> list[Piece]:
 class KvBuffer(ABC):
     """Addresses of vLLM's KV buffer, which stay, and the memory under them, which may be given back meanwhile."""
 
-    def __init__(self, num_bytes: int, pieces: Sequence[Piece]) -> None:
+    def __init__(self, num_bytes: int, pieces: Sequence[Piece], units: Collection[int] | None = None) -> None:
         self.num_bytes = num_bytes
         self._pieces = pieces
-        self._mapped: list[Piece] = []
+        self._mapped: dict[Piece, None] = {}
+        self._units = units  # that have memory, or will when it is mapped; None: all
 
     @property
     def reserved_bytes(self) -> int:
@@ -178,21 +221,43 @@ class KvBuffer(ABC):
         return sum(piece.num_bytes for piece in self._mapped)
 
     def map(self) -> None:
-        """Memory, with zeroes in it, under all of the buffer; under none of it if there is not enough."""
+        """Memory, with zeroes in it, under all of the buffer that has any; under none of it if there is not enough."""
         try:
-            for piece in self._pieces[len(self._mapped) :]:
-                self._map(piece)
-                self._mapped.append(piece)
-            self._zero()
+            self._map_all()
         except BaseException:
             self.unmap()
             raise
 
     def unmap(self) -> None:
         """Give the memory back. No kernel or copy may use the buffer any more."""
-        while self._mapped:
-            self._unmap(self._mapped[-1])
-            self._mapped.pop()
+        self._unmap_all(list(self._mapped))
+
+    def keep_units(self, units: Collection[int]) -> None:
+        """Give back the memory of all other units, and map what is missing of these; none of it if that fails."""
+        before, self._units = self._units, frozenset(units)
+        missing = [piece for piece in self._pieces if self._is_kept(piece) and piece not in self._mapped]
+        self._unmap_all([piece for piece in self._mapped if not self._is_kept(piece)])
+        try:
+            self._map_all()
+        except BaseException:
+            self._unmap_all([piece for piece in missing if piece in self._mapped])
+            self._units = frozenset(units) & (frozenset(units) if before is None else frozenset(before))
+            raise
+
+    def _is_kept(self, piece: Piece) -> bool:
+        return self._units is None or piece.unit is None or piece.unit in self._units
+
+    def _map_all(self) -> None:
+        added = [piece for piece in self._pieces if self._is_kept(piece) and piece not in self._mapped]
+        for piece in added:
+            self._map(piece)
+            self._mapped[piece] = None
+        self._zero(added)
+
+    def _unmap_all(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._unmap(piece)
+            del self._mapped[piece]
 
     @abstractmethod
     def _map(self, piece: Piece) -> None:
@@ -202,7 +267,7 @@ class KvBuffer(ABC):
     def _unmap(self, piece: Piece) -> None: ...
 
     @abstractmethod
-    def _zero(self) -> None: ...
+    def _zero(self, pieces: Sequence[Piece]) -> None: ...
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
@@ -216,8 +281,10 @@ class HostBuffer(KvBuffer):
     """The CPU platform's buffer. Where it is not mapped it cannot be touched: a stray access ends the process instead
     of reading what happens to lie there."""
 
-    def __init__(self, num_bytes: int, pieces: Sequence[Piece], option: str) -> None:
-        super().__init__(num_bytes, pieces)
+    def __init__(
+        self, num_bytes: int, pieces: Sequence[Piece], option: str, units: Collection[int] | None = None
+    ) -> None:
+        super().__init__(num_bytes, pieces, units)
         self._option = option
         self._address = map_memory(self.reserved_bytes, _RESERVED, option, protection=PROT_NONE)
         try:
@@ -248,7 +315,7 @@ class HostBuffer(KvBuffer):
             address = self._address + offset
             map_memory(piece.num_bytes, _RESERVED | MAP_FIXED, self._option, address=address, protection=PROT_NONE)
 
-    def _zero(self) -> None:
+    def _zero(self, pieces: Sequence[Piece]) -> None:
         """New pages are."""
 
     def tensor(self) -> torch.Tensor:
@@ -265,8 +332,10 @@ class HostBuffer(KvBuffer):
 class CudaBuffer(KvBuffer):
     """The GPU's buffer."""
 
-    def __init__(self, num_bytes: int, pieces: Sequence[Piece], device: torch.device) -> None:
-        super().__init__(num_bytes, pieces)
+    def __init__(
+        self, num_bytes: int, pieces: Sequence[Piece], device: torch.device, units: Collection[int] | None = None
+    ) -> None:
+        super().__init__(num_bytes, pieces, units)
         found = mapping_granularity(device.index)
         if granularity() % found:
             raise OverspillError(
@@ -299,9 +368,14 @@ class CudaBuffer(KvBuffer):
         for offset in piece.offsets:
             self._range.unmap(offset)
 
-    def _zero(self) -> None:
-        """Memory of an earlier process may hold NaN."""
-        self.tensor().zero_()
+    def _zero(self, pieces: Sequence[Piece]) -> None:
+        """Memory of an earlier process may hold NaN. On a stream of its own: steps in flight go on meanwhile."""
+        stream = torch.cuda.Stream(self._device)
+        whole = self._range.tensor()
+        with torch.cuda.stream(stream):
+            for piece in pieces:
+                whole[piece.offsets[0] : piece.offsets[0] + piece.num_bytes].zero_()
+        stream.synchronize()
 
     def tensor(self) -> torch.Tensor:
         return self._range.tensor()[: self.num_bytes]
@@ -312,8 +386,8 @@ class CudaBuffer(KvBuffer):
         self._range.close()
 
 
-def map_buffer(num_bytes: int, pieces: Sequence[Piece], option: str) -> KvBuffer:
-    """A mapped buffer of this platform. `option` is what asked for it."""
+def map_buffer(num_bytes: int, pieces: Sequence[Piece], option: str, units: Collection[int] | None = None) -> KvBuffer:
+    """A mapped buffer of this platform, with memory under these units only. `option` is what asked for it."""
     if current_platform.is_cpu():
-        return HostBuffer(num_bytes, pieces, option)
-    return CudaBuffer(num_bytes, pieces, torch.device("cuda", torch.cuda.current_device()))
+        return HostBuffer(num_bytes, pieces, option, units)
+    return CudaBuffer(num_bytes, pieces, torch.device("cuda", torch.cuda.current_device()), units)

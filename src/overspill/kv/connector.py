@@ -13,12 +13,15 @@ from overspill.kv.buffer import (
     LAYER_OUTERMOST,
     KvAllocation,
     KvBuffer,
+    block_regions,
     bytes_per_block,
     kv_buffer,
     map_buffer,
     plain_pieces,
+    unit_pieces,
 )
 from overspill.kv.cuda import CudaMark
+from overspill.kv.elastic import Elastic, add_elastic, elastic_shape
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import num_host_slots, slot_stride
 from overspill.kv.jobs import StepJobs, StepReport
@@ -85,6 +88,16 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self.is_parking = False
         self._buffer: KvBuffer | None = None
         self._num_buffer_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
+        self._kv_cache_config = kv_cache_config
+        self._shape = elastic_shape(options, vllm_config, kv_cache_config)
+        self.elastic: Elastic | None = None
+        if self._shape is not None:
+            require_worker(vllm_config, "elastic KV")
+            if role == KVConnectorRole.SCHEDULER:
+                add_elastic()
+                self.elastic = Elastic(
+                    self._shape, options, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                )
         if options.park:
             require_worker(vllm_config, "park")
             if role == KVConnectorRole.SCHEDULER:
@@ -103,6 +116,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
                 self.spill_scheduler = SpillScheduler(options, vllm_config, kv_cache_config, self._speeds)
             else:
                 self.spill_worker = SpillWorker(options, vllm_config, kv_cache_config)
+                if self._shape is not None:
+                    self.spill_worker.units = self._shape.units, range(self._shape.first)
 
     @property
     def scheduler(self) -> OffloadScheduler:
@@ -140,10 +155,17 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         if self.spill_worker is not None:
             return self.spill_worker.allocation()
-        return KvAllocation(self._num_buffer_bytes, self._map_buffer) if self._options.park else None
+        is_mapped = self._options.park or self._shape is not None
+        return KvAllocation(self._num_buffer_bytes, self._map_buffer) if is_mapped else None
 
     def _map_buffer(self) -> torch.Tensor:
-        self._buffer = map_buffer(self._num_buffer_bytes, plain_pieces(self._num_buffer_bytes), "park")
+        num_bytes = self._num_buffer_bytes
+        if self._shape is None:
+            self._buffer = map_buffer(num_bytes, plain_pieces(num_bytes), "park")
+        else:
+            regions = block_regions(self._kv_cache_config)
+            pieces = unit_pieces(self._shape.units, regions[0].block_bytes, *(region.offset for region in regions))
+            self._buffer = map_buffer(num_bytes, pieces, "ledger", range(self._shape.first))
         return self._buffer.tensor()
 
     @property
@@ -226,6 +248,10 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             self.spill_scheduler.placement.bind(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager.block_pool)
+        if self.elastic is not None:
+            self.elastic.bind(
+                kv_cache_manager.block_pool, self._scheduler.stores if self._scheduler is not None else None
+            )
         if self._options.park:
             # How callers say that they have put new weights in.
             reset_with_prefix_cache(kv_cache_manager.block_pool, self._note_reset)
@@ -247,6 +273,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         jobs = StepJobs(num_tokens=scheduler_output.total_num_scheduled_tokens)
+        if self.elastic is not None:
+            self.elastic.planned()
         self._stale_hashes.end_pass(
             scheduler_output.num_scheduled_tokens.keys(), scheduler_output.preempted_req_ids or ()
         )
@@ -330,7 +358,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     # Both.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        parts = (self._scheduler, self.spill_scheduler, self._worker, self.spill_worker)
+        parts = (self._scheduler, self.spill_scheduler, self._worker, self.spill_worker, self.elastic)
         taken = [stats for part in parts if part is not None and (stats := part.take_stats()) is not None]
         for more in taken[1:]:
             taken[0].aggregate(more)
@@ -339,6 +367,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         with ExitStack() as stack:
             # The offload worker copies from and to memory of the spill worker, so it stops first.
+            if self.elastic is not None:
+                stack.callback(self.elastic.close)
             if self._buffer is not None:
                 stack.callback(self._buffer.close)
             if self.spill_worker is not None:

@@ -368,6 +368,23 @@ v1/worker/gpu_worker.py
     Worker.model_runner
 """
 
+ELASTIC = """
+v1/core/kv_cache_manager.py
+    KVCacheManager.get_block_ids(request_id)
+v1/core/sched/scheduler.py
+    Scheduler.kv_cache_manager
+    Scheduler.prev_step_scheduled_req_ids
+    Scheduler.update_from_output(...)
+    Scheduler._preempt_request(request, timestamp, drop_stale_output)
+v1/engine/__init__.py
+    EngineCoreRequestType.WAKEUP
+v1/engine/core.py
+    EngineCoreProc.input_queue
+    EngineCoreProc.is_running()
+    EngineCoreProc.run_busy_loop()
+    EngineCoreProc._handle_client_request(request_type, request)
+"""
+
 Scope = dict[str, ast.FunctionDef | None]  # functions by name; None for attributes and classes
 
 Method = Callable[..., Any]
@@ -401,15 +418,16 @@ def parts(text: str) -> Iterator[Part]:
         yield Part(file, owner or "", name, listed)
 
 
-def check_contract(*, spill: bool, park: bool = False, root: Path | None = None) -> None:
+def check_contract(*, spill: bool, park: bool = False, elastic: bool = False, root: Path | None = None) -> None:
     """Refuse a vLLM that lacks something. `root` is its package's folder; the installed one, if none is given. Park
-    maps the KV buffer and replaces the worker as spill does."""
+    and elastic KV map the KV buffer and replace the worker as spill does, and preempt requests as park does."""
     root = root or _installed()
-    options = {"spill_bytes": spill, "park": park}
+    options = {"spill_bytes": spill, "park": park, "ledger": elastic}
     missing = (
         differences(root, OFFLOAD)
-        + (differences(root, SPILL) if spill or park else ())
-        + (differences(root, PARK) if park else ())
+        + (differences(root, SPILL) if spill or park or elastic else ())
+        + (differences(root, PARK) if park or elastic else ())
+        + (differences(root, ELASTIC) if elastic else ())
     )
     if not missing:
         return

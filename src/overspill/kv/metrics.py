@@ -28,12 +28,18 @@ COUNTERS = {
     "spill_in_bytes": "Bytes of spilled KV streamed to the GPU",
     "spill_far_bytes": "Bytes of spilled KV that the CPU attended to in RAM",
     "spill_out_bytes": "Bytes of spilled KV written back to RAM",
+    "grown_bytes": "GPU memory added under the KV cache, as granted",
+    "shrunk_bytes": "GPU memory of the KV cache given back for others",
+    "grow_failures": "Times that granted GPU memory could not be had",
+    "shrink_lost_blocks": "Cached blocks given up without a copy in RAM, for others' memory",
+    "shrink_preemptions": "Requests preempted for others' memory",
 }
 GAUGES = {
     "pool_bytes": "RAM of the pool",
     "pool_used_bytes": "RAM of the pool that holds KV",
     "pool_pinned_bytes": "RAM of the pool that is registered for DMA so far",
     "pinning_refused": "1 if registering the pool for DMA was refused; the rest is copied as pageable memory",
+    "kv_held_bytes": "GPU memory under the KV cache, where it grows and shrinks",
     "resident_blocks_used": "KV blocks in use on the GPU, with spill on",
     "spilled_blocks_used": "KV blocks in use in RAM",
     "spill_link_bytes_per_second": "Speed at which spilled KV was last streamed to the GPU",

@@ -35,6 +35,12 @@ def _count(value: object) -> int:
     return value
 
 
+def _path(value: object) -> str:
+    if not isinstance(value, str) or (value and not value.startswith("/")):
+        raise OverspillError(f"must be the path of a file, from the root; got {value!r}")
+    return value
+
+
 def _one_of(*choices: str) -> Callable[[object], str]:
     def check(value: object) -> str:
         if value not in choices:
@@ -145,6 +151,25 @@ class Options:
         False,
         "Whether the engine can be parked: its weights go to RAM and its GPU memory to others, while its process, its "
         "graphs and its KV in RAM stay, until it is woken. Needs RAM for a copy of the weights.",
+    )
+    ledger: str = _option(
+        _path,
+        "",
+        "A file in which the engines of a GPU keep account of the memory under their KV, and find what is granted to "
+        "them; they grow and shrink by that while they run. Empty keeps the KV cache as it is.",
+        needs="host_bytes",
+    )
+    ledger_bytes: int = _option(
+        _size,
+        0,
+        "GPU memory under the KV cache until the ledger grants another amount; 0 for all of the KV cache.",
+        needs="ledger",
+    )
+    ledger_weight: int = _option(
+        _count,
+        1,
+        "Memory that no engine of the ledger needs is divided by their weights.",
+        needs="ledger",
     )
     reserve_bytes: int = _option(
         _size,

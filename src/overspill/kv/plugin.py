@@ -46,7 +46,7 @@ def _checked(post_init: Method) -> Method:
         check_connector_stays(self)
         post_init(self, *args, **kwargs)
         options = check_engine(self)
-        if options is not None and (options.spill_bytes or options.park):
+        if options is not None and (options.spill_bytes or options.park or options.ledger):
             use_own_classes(self, spill=bool(options.spill_bytes))
 
     return checked_post_init
@@ -77,18 +77,19 @@ def _is_to_park(arguments: EngineArgs) -> bool:
     return ours is not None and ours[0].get("park") is True
 
 
-def check_vllm(*, spill: bool, park: bool = False, found: str | None = None) -> None:
+def check_vllm(*, spill: bool, park: bool = False, elastic: bool = False, found: str | None = None) -> None:
     """Offload runs on any release that has the internals it uses. Spill and park replace more than names and
     parameters can show, so they run on tested releases only."""
     found = found or _vllm_version()
     is_tested = ".".join(found.split(".")[:2]) in TESTED_VLLM
-    for option, name, is_given in (("spill_bytes", "spill", spill), ("park", "park", park)):
+    given = (("spill_bytes", "spill", spill), ("park", "park", park), ("ledger", "elastic KV", elastic))
+    for option, name, is_given in given:
         if is_given and not is_tested:
             raise OverspillError(
                 f"{name} works with vLLM {' and '.join(TESTED_VLLM)}; this is {found}. Install vllm==0.32.0, or remove "
                 f"{option}."
             )
-    check_contract(spill=spill, park=park)
+    check_contract(spill=spill, park=park, elastic=elastic)
     if not is_tested:
         logger.warning_once(
             "Overspill: offload was not tested with vLLM %s, which has all that it uses; tested: %s",
@@ -130,7 +131,7 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
         return None
     extra, is_child = ours
     options = Options.parse(extra)
-    check_vllm(spill=bool(options.spill_bytes), park=options.park)
+    check_vllm(spill=bool(options.spill_bytes), park=options.park, elastic=bool(options.ledger))
     _check_platform()
     if options.host_bytes and not vllm_config.cache_config.enable_prefix_caching:
         raise OverspillError(
@@ -149,6 +150,8 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
     if options.spill_bytes:
         _check_spill(vllm_config, is_child=is_child)
     _check_sleep_mode(vllm_config, options)
+    if options.ledger and vllm_config.parallel_config.world_size > 1:
+        raise OverspillError("elastic KV works for engines on one GPU: remove ledger, or use --tensor-parallel-size 1")
     return options
 
 

@@ -120,7 +120,7 @@ class Stores:
     def offer(self, blocks: Iterable[KVCacheBlock], request_id: str) -> None:
         """Offer cached blocks for storing, in either mode."""
         for block in blocks:
-            if block.block_hash is not None and self._is_wanted_and_known(block):
+            if block.block_hash is not None and self.lacks_copy(block):
                 self._offered.append(Candidate(block, block.block_hash, request_id))
 
     def offer_all(self) -> None:
@@ -129,7 +129,7 @@ class Stores:
         assert self._gpu is not None
         free = self._gpu.free_block_queue.get_all_free_blocks()
         held = [block for block in self._gpu.blocks if block.ref_cnt > 0]
-        wanted = {block.block_hash: block for block in (*free, *held) if self._is_wanted_and_known(block)}
+        wanted = {block.block_hash: block for block in (*free, *held) if self.lacks_copy(block)}
         offered: dict[BlockHashWithGroupId, KVCacheBlock] = {}
         for key in wanted:
             prefix: list[KVCacheBlock] = []
@@ -161,7 +161,7 @@ class Stores:
                 self._choose()
         for front in self._fronts:
             # vLLM may hold the same content in two blocks.
-            nearly_evicted = {b.block_hash: b for b in front.advance(self._is_wanted_and_known, self._budget())}
+            nearly_evicted = {b.block_hash: b for b in front.advance(self.lacks_copy, self._budget())}
             self._start(list(nearly_evicted.values()), to_front=True)
         jobs, self._ready = self._ready, []
         return jobs
@@ -206,7 +206,8 @@ class Stores:
     def _is_wanted(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> bool:
         return block.block_hash == key and key not in self._keys and self._host.find(key) is None
 
-    def _is_wanted_and_known(self, block: KVCacheBlock) -> bool:
+    def lacks_copy(self, block: KVCacheBlock) -> bool:
+        """Whether a block is cached, and neither in RAM nor on its way there."""
         key = block.block_hash
         if key is None or self._host.find(key) is not None:
             return False  # first, because most blocks of the queue are stored already

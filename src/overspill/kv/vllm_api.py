@@ -4,6 +4,7 @@
 """
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -52,6 +53,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -705,3 +707,89 @@ def restore_allocation(allocation: Allocation) -> None:
 
     create_and_map(allocation.data.handle)
     allocation.data.is_asleep = False
+
+
+# Elastic KV.
+
+
+def is_frozen(core: Any) -> bool:
+    """Whether the engine is parked."""
+    return "has_requests" in vars(core.scheduler)
+
+
+def on_wakeup(call: Callable[[Any], None]) -> None:
+    """Call this in the loop of an engine core whenever it is woken up, between two steps or while it waits."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def watched(handle: Method) -> Method:
+        def handle_client_request(self: Any, request_type: EngineCoreRequestType, request: Any) -> None:
+            handle(self, request_type, request)
+            if request_type == EngineCoreRequestType.WAKEUP:
+                call(self)
+
+        return handle_client_request
+
+    wrap_once(EngineCoreProc, "_handle_client_request", watched)
+
+
+def before_loop(call: Callable[[Any], None]) -> None:
+    """Call this when an engine core is about to begin its loop."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def watched(run: Method) -> Method:
+        def run_busy_loop(self: Any) -> Any:
+            call(self)
+            return run(self)
+
+        return run_busy_loop
+
+    wrap_once(EngineCoreProc, "run_busy_loop", watched)
+
+
+def wake_up(core: Any) -> bool:
+    """From any thread; False for an engine that has no loop of its own, or none any more."""
+    queue = getattr(core, "input_queue", None)
+    if queue is None or not core.is_running():
+        return False
+    if queue.empty():  # else the loop is about to look anyway
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+    return True
+
+
+def watch_outputs(core: Any, on_output: Callable[[], None]) -> int:
+    """Call this after each step whose output was read: the workers are done with it. Returns how many are in flight."""
+    scheduler = core.scheduler
+    update = scheduler.update_from_output
+
+    def update_from_output(*args: Any, **kwargs: Any) -> Any:
+        outputs = update(*args, **kwargs)
+        on_output()
+        return outputs
+
+    scheduler.update_from_output = update_from_output
+    return len(core.batch_queue or ())
+
+
+def blocks_waiting(core: Any, block_tokens: int, most: int) -> int:
+    """Blocks that waiting requests would take, up to `most`."""
+    num_blocks = 0
+    for request in core.scheduler.waiting:
+        num_blocks += -(-request.num_tokens // block_tokens)
+        if num_blocks >= most:
+            return most
+    return num_blocks
+
+
+def preempt_holders(core: Any, block_ids: set[int]) -> list[str]:
+    """Preempt running requests that hold one of the blocks, and those that wait with loaded KV."""
+    scheduler, preempted = core.scheduler, []
+    for request in reversed(list(scheduler.running)):
+        held = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        if any(not block_ids.isdisjoint(group) for group in held):
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            # It may be scheduled again in the next pass, as if it had not run in the one before.
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+            preempted.append(request.request_id)
+    release_waiting(core)
+    return preempted

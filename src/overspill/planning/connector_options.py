@@ -45,7 +45,8 @@ def write_options(options: Mapping[str, Any]) -> str:
 def used_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
     """Those that do something where only these of host_bytes and spill_bytes are given."""
     needs = {name: _FIELDS[name].metadata["needs"] for name in options}
-    return {name: value for name, value in options.items() if needs[name] in sizes or (sizes and not needs[name])}
+    there = {*sizes, *options}
+    return {name: value for name, value in options.items() if needs[name] in there or (sizes and not needs[name])}
 
 
 def unused_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:

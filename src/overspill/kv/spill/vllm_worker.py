@@ -5,7 +5,7 @@ Set as vLLM's `--worker-cls`; with Overspill installed, vLLM's own worker is rep
 is given.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -95,6 +95,10 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
         weights: Weights = self.overspill_weights
         own_connector("buffer").buffer.map()
         return {"weights_bytes": weights.restore()}
+
+    def overspill_keep_units(self, units: Collection[int]) -> None:
+        """Memory under these stretches of blocks only; no kernel or copy in flight may use the others."""
+        own_connector("buffer").buffer.keep_units(units)
 
     def sleep(self, level: int = 1) -> None:
         """vLLM has emptied its caches and the pool in RAM by now, and its wake would find no memory under the KV."""

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from overspill.kv.attention.library import AttentionUnavailable
 from overspill.kv.attention.pool import Pool
-from overspill.kv.buffer import KvAllocation, KvBuffer, map_buffer, spill_pieces
+from overspill.kv.buffer import KvAllocation, KvBuffer, Units, map_buffer, spill_pieces
 from overspill.kv.copies import Copier
 from overspill.kv.cuda import PinnedRanges, gpu_numa_node
 from overspill.kv.errors import OverspillError
@@ -50,6 +50,8 @@ class SpillWorker:
         self.layers: list[Layer] = []
         self.must_pin = False
         self.buffer: KvBuffer | None = None
+        # With elastic KV: stretches of resident blocks, and those that have memory at first.
+        self.units: tuple[Units, range] | None = None
         self._window: Window | None = None
         self.graphs: SpilledGraphs | None = None
         self.far: FarAttention | None = None
@@ -65,7 +67,8 @@ class SpillWorker:
         return KvAllocation(self.geometry.buffer_bytes, self._map_buffer)
 
     def _map_buffer(self) -> torch.Tensor:
-        self.buffer = map_buffer(self.geometry.buffer_bytes, spill_pieces(self.geometry), "spill_bytes")
+        units, first = self.units if self.units is not None else (None, None)
+        self.buffer = map_buffer(self.geometry.buffer_bytes, spill_pieces(self.geometry, units), "spill_bytes", first)
         return self.buffer.tensor()
 
     def register(self, buffer: torch.Tensor) -> None:

@@ -1,0 +1,282 @@
+"""An engine whose KV cache grows and shrinks while it runs answers as one with all of the memory."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from overspill.kv import elastic as elastic_module
+from overspill.kv.elastic import Elastic
+from overspill.kv.ledger import Ledger
+from overspill.kv.vllm_api import own_connector
+from tests.engine import BLOCK, Answer, Engine, assert_same, engine, overspill, random_prompt, spilling, stock
+from tests.test_serve import (
+    ASKED,
+    PROMPT,
+    model,  # noqa: F401 (a fixture)
+    serving,
+)
+from tests.test_soak import HOST_BLOCKS, PRIORITY, SLOT_BYTES, answer_all, asks, mismatch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the CPU platform's memory")
+
+PROMPTS = [random_prompt(seed, 5 * BLOCK + 7) for seed in range(4)]
+MODEL_LEN = 8 * BLOCK
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    opened = Ledger(tmp_path / "gpu.ledger")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def expected(llama: Path) -> list[Answer]:
+    return stock(llama, PROMPTS)
+
+
+class Grown:
+    """An engine on a ledger, and the manager's side of it."""
+
+    def __init__(self, running: Engine, ledger: Ledger) -> None:
+        self.engine, self._ledger = running, ledger
+        (self.row,) = ledger.accounts()
+        self.elastic: Elastic = next(
+            one.elastic for one in [running.core.scheduler.connector] if getattr(one, "elastic", None)
+        )
+
+    @property
+    def account(self) -> Any:
+        return self._ledger.accounts()[self.row]
+
+    @property
+    def mapped_bytes(self) -> int:
+        return int(own_connector("buffer").buffer.mapped_bytes)
+
+    def grant(self, num_units: int, steps: int = 400) -> None:
+        self._ledger.write(self.row, granted=num_units * self.elastic.units.unit_bytes)
+        self.settle(steps)
+        assert self.account.held == num_units * self.elastic.units.unit_bytes
+        assert self.mapped_bytes == self.account.held
+
+    def settle(self, steps: int = 400) -> None:
+        for _ in range(steps):
+            self.engine.core.overspill_adjust()
+            if self.elastic.is_settled():
+                return
+            if self.engine.core.scheduler.has_requests():
+                Engine.step(self.engine)
+        raise AssertionError((self.elastic.mapped, self.elastic._leaving))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(elastic_module, "_SECONDS_BETWEEN_OFFERS", 0.0)
+
+
+def elastic(llama: Path, ledger: Ledger, *, blocks: int = 64, **extra: Any) -> Any:
+    return engine(
+        llama, overspill(ledger=str(ledger.path), **extra), blocks=blocks, max_model_len=MODEL_LEN, max_num_seqs=4
+    )
+
+
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_cached_kv_survives_a_shrink_in_ram(llama: Path, ledger: Ledger, expected: list[Answer], store: str) -> None:
+    with elastic(llama, ledger, store=store) as running:
+        grown = Grown(running, ledger)
+        assert grown.account.held == grown.account.most == grown.mapped_bytes
+        assert_same([running.ask_one(prompt) for prompt in PROMPTS], expected)
+        grown.grant(grown.elastic._floor)
+        again = [running.ask_one(prompt) for prompt in PROMPTS]
+        assert_same(again, expected)
+        assert all(answer.num_cached >= 5 * BLOCK for answer in again)
+        assert running.metric("shrink_lost_blocks") == 0 and running.metric("shrunk_bytes") > 0
+
+
+def test_what_was_given_back_returns(llama: Path, ledger: Ledger, expected: list[Answer]) -> None:
+    with elastic(llama, ledger, ledger_bytes=1) as running:
+        grown = Grown(running, ledger)
+        assert grown.account.held == grown.account.floor < grown.account.most
+        for num_units in (12, 9, 16, grown.elastic._floor, 16):
+            grown.grant(num_units)
+            assert_same([running.ask_one(prompt) for prompt in PROMPTS], expected)
+        free = running.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free == 64 - 1
+        assert running.llm.reset_prefix_cache()
+
+
+def test_a_grant_below_the_floor_gives_the_floor(llama: Path, ledger: Ledger) -> None:
+    with elastic(llama, ledger) as running:
+        grown = Grown(running, ledger)
+        ledger.write(grown.row, granted=1)
+        for _ in range(100):
+            running.core.overspill_adjust()
+        assert grown.account.held == grown.account.floor
+        assert grown.account.floor >= MODEL_LEN // BLOCK * grown.elastic.units.block_bytes
+
+
+def test_running_requests_give_way_and_go_on(
+    llama: Path, ledger: Ledger, expected: list[Answer], impatient: None
+) -> None:
+    with elastic(llama, ledger) as running:
+        grown = Grown(running, ledger)
+        names = [running.add(prompt) for prompt in PROMPTS]
+        answers: dict[str, Answer] = {}
+        for _ in range(3):
+            answers.update(running.step())
+        assert not answers
+        ledger.write(grown.row, granted=grown.account.floor)
+        while running.llm.llm_engine.has_unfinished_requests():
+            running.core.overspill_adjust()
+            answers.update(running.step())
+        assert_same([answers[name] for name in names], expected)
+        assert running.metric("shrink_preemptions") > 0
+
+
+def test_memory_without_a_grant_cannot_be_touched(llama: Path, ledger: Ledger) -> None:
+    """So that any use of it in these tests ends the process."""
+    with elastic(llama, ledger, ledger_bytes=1) as running:
+        grown = Grown(running, ledger)
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        buffer = own_connector("buffer").buffer
+        last = buffer._address + buffer.reserved_bytes - 1
+        (line,) = (
+            line for line in maps
+            if int(line.split("-")[0], 16) <= last < int(line.split()[0].split("-")[1], 16)
+        )  # fmt: skip
+        assert line.split()[1].startswith("---")
+        grown.grant(16)
+        memory = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 1).from_address(last))
+        assert memory[0] == 0
+
+
+def test_waiting_requests_are_wanted(llama: Path, ledger: Ledger) -> None:
+    with elastic(llama, ledger, ledger_bytes=1) as running:
+        grown = Grown(running, ledger)
+        running.core.overspill_adjust()
+        idle = grown.account
+        assert idle.used == 0 and idle.wanted == grown.elastic.units.unit_bytes
+        for prompt in PROMPTS:
+            running.add(prompt)
+        running.step()
+        running.core.overspill_adjust()
+        busy = grown.account
+        assert busy.used > 0 and busy.wanted > busy.held
+        while running.llm.llm_engine.has_unfinished_requests():
+            running.step()
+        running.core.overspill_adjust()
+        assert grown.account.used == 0
+
+
+def test_a_damaged_block_changes_the_answer(llama: Path, ledger: Ledger, expected: list[Answer]) -> None:
+    """What comes back after a shrink is what is in RAM."""
+    with elastic(llama, ledger, verify="off") as running:
+        grown = Grown(running, ledger)
+        running.ask(PROMPTS)
+        grown.grant(grown.elastic._floor)
+        running.worker.memory.slots[:] = 7
+        with pytest.raises(AssertionError):
+            assert_same([running.ask_one(prompt) for prompt in PROMPTS], expected)
+
+
+def test_spilled_requests_go_on_when_the_gpu_shrinks(llama: Path, ledger: Ledger) -> None:
+    long = random_prompt(9, 30 * BLOCK)
+    (expected,) = stock(llama, [long])
+    transfer = spilling(resident=32, host_bytes="64MiB", load="always", spill_share=1.0, ledger=str(ledger.path))
+    with engine(llama, transfer) as running:
+        grown = Grown(running, ledger)
+        first = running.add(long)
+        answers: dict[str, Answer] = {}
+        for _ in range(4):
+            answers.update(running.step())
+        ledger.write(grown.row, granted=8 * grown.elastic.units.unit_bytes)
+        while running.llm.llm_engine.has_unfinished_requests():
+            running.core.overspill_adjust()
+            answers.update(running.step())
+        assert_same([answers[first]], [expected])
+        grown.settle()
+        assert grown.account.held == 8 * grown.elastic.units.unit_bytes
+        assert_same([running.ask_one(long)], [expected])
+
+
+class Granted(Engine):
+    """Before each step the memory may be granted anew."""
+
+    def step(self) -> dict[str, Answer]:
+        if self.draw.random() < 0.1:
+            num_units = self.draw.randrange(self.grown.elastic._floor, self.grown.elastic.units.count + 1)
+            self.ledger.write(self.grown.row, granted=num_units * self.grown.elastic.units.unit_bytes)
+            self.grants += 1
+        self.core.overspill_adjust()
+        return super().step()
+
+
+def run(llama: Path, ledger: Ledger, *, count: int, seed: int, **settings: Any) -> int:
+    wanted = asks(count, seed)
+    with engine(llama, blocks=300) as plain:
+        expected = answer_all(plain, wanted, seed)
+    options = {"host_bytes": HOST_BLOCKS * SLOT_BYTES, "verify": "all", "ledger": str(ledger.path)}
+    transfer = overspill(**options, **settings.pop("options", {}))
+    with engine(llama, transfer, blocks=64, max_model_len=700, **settings) as running:
+        running.__class__ = Granted
+        running.draw, running.grants, running.ledger = random.Random(seed), 0, ledger
+        running.grown = Grown(running, ledger)
+        answers = answer_all(running, wanted, seed)
+        wrong = {n: why for n in answers.keys() & expected.keys() if (why := mismatch(answers[n], expected[n]))}
+        assert not wrong, wrong
+        assert len(answers) == sum(ask.abort_after is None for ask in wanted) or len(answers) > 0.8 * count
+        assert running.metric("shrunk_bytes") > 0 < running.metric("grown_bytes")
+        assert running.metric("corrupt_blocks") == running.metric("load_failures") == 0
+        running.grown.grant(running.grown.elastic.units.count)
+        running.assert_nothing_is_held()
+        grants: int = running.grants
+        return grants
+
+
+def test_random_grants_change_no_answer(llama: Path, ledger: Ledger, impatient: None) -> None:
+    assert run(llama, ledger, count=100, seed=3) > 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("store", ["eager", "lazy"])
+def test_five_hundred_grants_change_no_answer(
+    llama: Path, ledger: Ledger, impatient: None, store: str, asynchronous: bool
+) -> None:
+    scheduling = {**PRIORITY, "async_scheduling": asynchronous}
+    assert run(llama, ledger, count=800, seed=5, options={"store": store}, **scheduling) > 125
+
+
+def test_a_served_engine_follows_its_grants_idle_or_busy(model: Path, ledger: Ledger, tmp_path: Path) -> None:  # noqa: F811
+    def held(num_bytes: int) -> None:
+        deadline = time.monotonic() + 60
+        while next(iter(ledger.accounts().values())).held != num_bytes:
+            assert time.monotonic() < deadline, ledger.accounts()
+            time.sleep(0.05)
+
+    with serving(model, "--kv-options", f"load=always,ledger={ledger.path}", folder=tmp_path) as server:
+        server.wait_for("/v1 serves")
+        ((row, account),) = ledger.accounts().items()
+        client = server.client()
+        first = client.completions.create(model="tiny", prompt=PROMPT, **ASKED)
+        ledger.write(row, granted=account.floor)
+        held(account.floor)
+        again = client.completions.create(model="tiny", prompt=PROMPT, **ASKED)
+        assert again.choices[0].token_ids == first.choices[0].token_ids
+        ledger.write(row, granted=account.most)
+        held(account.most)
+        os.kill(account.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while ledger.accounts():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
