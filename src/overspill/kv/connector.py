@@ -21,6 +21,7 @@ from overspill.kv.buffer import (
     unit_pieces,
 )
 from overspill.kv.cuda import CudaMark
+from overspill.kv.disk.flush import flush_at_shutdown, write_in_workers
 from overspill.kv.elastic import Elastic, add_elastic, elastic_shape
 from overspill.kv.errors import OverspillError
 from overspill.kv.host_memory import num_host_slots, slot_stride
@@ -50,6 +51,7 @@ from overspill.kv.vllm_api import (
     KVConnectorStats,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    LoRARequest,
     Request,
     SchedulerOutput,
     SupportsHMA,
@@ -107,6 +109,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             _check_pool_size(options, vllm_config, kv_cache_config)
             if role == KVConnectorRole.SCHEDULER:
                 watch_engine_core()
+                if options.disk_bytes:
+                    flush_at_shutdown(vllm_config)
                 self._scheduler = OffloadScheduler(options, vllm_config, kv_cache_config, self._speeds)
             else:
                 self._worker = OffloadWorker(options, vllm_config, kv_cache_config)
@@ -258,9 +262,13 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         adapter = request.lora_request
-        if self._scheduler is not None and adapter is not None and self.adapters.is_replaced(adapter):
+        if self._scheduler is None or adapter is None:
+            return
+        if self.adapters.is_replaced(adapter):
             # Running requests keep the adapter's old weights; what they compute must not be hit by others.
-            self.weights_changed(f"adapter {adapter.lora_name}", self._scheduler.live)
+            self.adapter_changed(adapter, f"adapter {adapter.lora_name}", self._scheduler.live)
+        elif self._scheduler.disk is not None:
+            self._scheduler.disk.register_adapter(adapter)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
@@ -317,11 +325,27 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
     def reset_cache(self) -> bool | None:
-        return self._scheduler.reset() if self._scheduler is not None else None
+        if self._scheduler is None:
+            return None
+        if self._scheduler.disk is not None:
+            self._scheduler.disk.clear()
+        return self._scheduler.reset()
 
     def weights_changed(self, what: str, request_ids: Iterable[str]) -> None:
         """Drop cached KV: `what` may have replaced weights while the requests had KV of the old ones."""
         self.weights_version += 1
+        if self._scheduler is not None and self._scheduler.disk is not None:
+            self._scheduler.disk.detach(f"{what} may change weights")
+        self._drop_cached(what, request_ids)
+
+    def adapter_changed(self, adapter: LoRARequest, what: str, request_ids: Iterable[str]) -> None:
+        """The same for one adapter; KV of the model itself is written to disk as before."""
+        if self._scheduler is not None and self._scheduler.disk is not None:
+            self._scheduler.disk.adapters.bar(adapter)
+        self.weights_version += 1
+        self._drop_cached(what, request_ids)
+
+    def _drop_cached(self, what: str, request_ids: Iterable[str]) -> None:
         if self._scheduler is None:
             return  # vLLM's own caches are its caller's to reset
         num_blocks = self._scheduler.host.num_cached
@@ -355,6 +379,12 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.is_parking = is_parking
 
+    def flush_disk(self, core: Any, limit_s: float) -> int:
+        """Write everything in RAM to disk; between steps only. Returns the blocks written."""
+        if self._scheduler is None or self._scheduler.disk is None:
+            return 0
+        return self._scheduler.disk.flush(lambda job: write_in_workers(core, job, limit_s), limit_s)
+
     # Both.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -375,6 +405,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
                 stack.callback(self.spill_worker.shutdown)
             if self._worker is not None:
                 stack.callback(self._worker.shutdown)
+            if self._scheduler is not None and self._scheduler.disk is not None:
+                stack.callback(self._scheduler.disk.close)
 
 
 def _check_pool_size(options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

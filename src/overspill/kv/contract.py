@@ -115,6 +115,7 @@ v1/core/kv_cache_utils.py
     KVCacheBlock.ref_cnt
     generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
     get_group_id(key)
+    get_none_hash_seed()
     make_block_hash_with_group_id(block_hash, group_id)
     maybe_convert_block_hash(hash_bytes)
     resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -132,7 +133,11 @@ v1/core/single_type_kv_cache_manager.py
 v1/engine/core.py
     EngineCore.add_lora(lora_request)
     EngineCore.collective_rpc(method)
+    EngineCore.model_executor
+    EngineCore.shutdown()
     EngineCore.scheduler
+v1/executor/abstract.py
+    Executor.collective_rpc(method, timeout, args)
 v1/kv_cache_interface.py
     KVCacheConfig.kv_cache_groups
     KVCacheConfig.kv_cache_tensors

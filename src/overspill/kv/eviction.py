@@ -110,6 +110,9 @@ class LruOrder:
         """Refresh content that was hit, here or on the GPU. The last block becomes the most recent."""
         self._stamp_in_order(blocks)
 
+    def last_use(self, block: KVCacheBlock) -> int:
+        return self._stamp[block.block_id]
+
     def has_whole_prefix(self, block: KVCacheBlock) -> bool:
         """Whether all of the block's prefix is cached, so that refreshing the block refreshes all of it: only leaves
         are evicted, and pass their last use on to their parents. Costs O(1) but for the first call."""

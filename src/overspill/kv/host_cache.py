@@ -3,9 +3,9 @@
 Reusing them brings prefix hashes, hybrid groups, sliding windows and state groups as vLLM itself has them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vllm.config import VllmConfig
 
@@ -31,6 +31,18 @@ _Found = tuple[tuple[list[KVCacheBlock], ...], int]  # blocks per group, and tok
 _ORDERS: dict[Eviction, type[LruOrder]] = {"lru": LruOrder, "arc": ArcOrder}
 
 
+class OnDisk(KVCacheBlock):
+    """Stands in for a block that is not in RAM but on disk, in a lookup."""
+
+    def __init__(self, key: BlockHashWithGroupId, content: bytes) -> None:
+        super().__init__(block_id=-1)
+        self.key = key
+        self.content = content  # its key on disk
+
+
+FindOnDisk = Callable[[BlockHashWithGroupId], OnDisk | None]
+
+
 class HostPool(BlockPool):
     """A BlockPool whose lookups return null blocks for the part of a prefix that the GPU already holds."""
 
@@ -47,11 +59,20 @@ class HostPool(BlockPool):
         # Hashes of the prefix that the request being looked up hits on the GPU. Lookups must see the whole prefix,
         # not only the part beyond: chunked attention counts positions from its start.
         self.on_gpu: frozenset[BlockHash] = frozenset()
+        self.find_on_disk: FindOnDisk | None = None  # in lookups that go on to disk
 
     def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
         if block_hash in self.on_gpu:
             return [self.null_block] * len(kv_cache_group_ids)
-        return super().get_cached_block(block_hash, kv_cache_group_ids)
+        if self.find_on_disk is None:
+            return super().get_cached_block(block_hash, kv_cache_group_ids)
+        found = [self._find(make_block_hash_with_group_id(block_hash, group)) for group in kv_cache_group_ids]
+        blocks = [block for block in found if block is not None]
+        return blocks if len(blocks) == len(found) else None
+
+    def _find(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        assert self.find_on_disk is not None
+        return self.cached_block_hash_to_block.get_one_block(key) or self.find_on_disk(key)
 
 
 class Stored(NamedTuple):
@@ -61,6 +82,14 @@ class Stored(NamedTuple):
     key: BlockHashWithGroupId
     num_tokens: int | None
     parent: BlockHashWithGroupId | None
+    # Digest of the adapter that it was computed with, empty for none; None if it must not be written to disk.
+    adapter: bytes | None = None
+
+
+class OnEvict(Protocol):
+    """Takes a block whose content leaves RAM, and returns a block to reuse, if there is one."""
+
+    def __call__(self, block: KVCacheBlock, item: Stored, *, used_again: bool) -> KVCacheBlock | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +123,9 @@ class HostCache:
             and not self.coordinator.eagle_group_ids
         )
         self.num_slots = num_slots
+        self._items: list[Stored | None] = [None] * (num_slots + 1)  # by block id
+        self._used_again = bytearray(num_slots + 1)
+        self.on_evict: OnEvict | None = None
 
     @property
     def num_free(self) -> int:
@@ -106,15 +138,24 @@ class HostCache:
     def find(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         return self.pool.cached_block_hash_to_block.get_one_block(key)
 
-    def lookup(self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int) -> Hit | None:
-        """The longest prefix of at most `max_tokens` that the GPU and RAM hold together, if RAM adds to it.
+    def lookup(
+        self,
+        block_hashes: Sequence[BlockHash],
+        num_local_tokens: int,
+        max_tokens: int,
+        find_on_disk: FindOnDisk | None = None,
+    ) -> Hit | None:
+        """The longest prefix of at most `max_tokens` that the GPU and RAM hold together, if RAM adds to it; with
+        `find_on_disk`, blocks that only the disk has count, too.
 
         `max_tokens` bounds the search itself: with a sliding window a hit of n tokens does not imply one of n - 1.
         """
+        self.pool.find_on_disk = find_on_disk
         if self._is_plain:
             blocks, num_tokens = self._lookup_plain(block_hashes, num_local_tokens, max_tokens)
         else:
             blocks, num_tokens = self._lookup_any(block_hashes, num_local_tokens, max_tokens)
+        self.pool.find_on_disk = None
         if num_tokens <= num_local_tokens:
             return None
         return Hit(blocks, num_local_tokens, num_tokens - num_local_tokens)
@@ -132,8 +173,12 @@ class HostCache:
         a third of the time."""
         first, last = num_local_tokens // self.block_size, max_tokens // self.block_size
         blocks = [self.pool.null_block] * first
+        on_disk = self.pool.find_on_disk
         for block_hash in block_hashes[first:last]:
-            block = self.find(make_block_hash_with_group_id(block_hash, 0))
+            key = make_block_hash_with_group_id(block_hash, 0)
+            block = self.find(key)
+            if block is None and on_disk is not None:
+                block = on_disk(key)
             if block is None:
                 break
             blocks.append(block)
@@ -143,15 +188,41 @@ class HostCache:
         """Up to `count` blocks to store into; cached ones are evicted if no empty ones are left."""
         blocks: list[KVCacheBlock] = []
         while len(blocks) < count and (block := self.pool.order.take()) is not None:
+            item, used_again = self._forget(block)
             evict_content(self.pool, block)
             block.ref_cnt = 1
-            blocks.append(block)
+            reusable: KVCacheBlock | None = block
+            if item is not None and self.on_evict is not None:
+                reusable = self.on_evict(block, item, used_again=used_again)
+            if reusable is not None:
+                blocks.append(reusable)
         return blocks
+
+    def _forget(self, block: KVCacheBlock) -> tuple[Stored | None, bool]:
+        """What a block that is evicted held, and whether it was used after it was stored. Its parent was used, too:
+        refreshing the tail of a prefix refreshes all of it."""
+        item, used_again = self._items[block.block_id], bool(self._used_again[block.block_id])
+        self._items[block.block_id] = None
+        self._used_again[block.block_id] = 0
+        if used_again and item is not None and item.parent is not None:
+            self._mark_used([parent] if (parent := self.find(item.parent)) is not None else ())
+        return item, used_again
+
+    def _mark_used(self, blocks: Iterable[KVCacheBlock]) -> None:
+        for block in blocks:
+            self._used_again[block.block_id] = 1
+
+    def by_last_use(self) -> list[tuple[KVCacheBlock, Stored]]:
+        """All content, most recently used first, and of a prefix the head first."""
+        held = [(self.pool.blocks[i], item) for i, item in enumerate(self._items) if item is not None]
+        return sorted(held, key=lambda pair: -self.pool.order.last_use(pair[0]))
 
     def insert(self, stored: Sequence[Stored]) -> None:
         """Make stored content findable, and drop the stores' references."""
         order = self.pool.order
-        for block, key, num_tokens, parent in stored:
+        for item in stored:
+            block, key, num_tokens, parent, _ = item
+            self._items[block.block_id] = item
             insert_hash(self.pool, key, block, num_tokens)
             order.insert(block, self.find(parent) if parent is not None else None, parent)
         # Together, so that only the tails are leaves.
@@ -163,6 +234,7 @@ class HostCache:
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Pin blocks that a request hit."""
         self.pin(blocks)
+        self._mark_used(blocks)
         self.pool.order.read(blocks)
 
     def release(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -171,6 +243,7 @@ class HostCache:
 
     def use(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Refresh blocks that were hit on the GPU, given in prefix order; the tail becomes the older one."""
+        self._mark_used(blocks)
         self.pool.order.use(blocks[::-1])
 
     def has_whole_prefix(self, block: KVCacheBlock) -> bool:
@@ -182,6 +255,8 @@ class HostCache:
         dropped = 0
         for block in blocks:
             if block.block_hash is not None:
+                self._items[block.block_id] = None
+                self._used_again[block.block_id] = 0
                 self.pool.order.forget(block)
                 self.pool.evict_blocks({block.block_id})
                 dropped += 1

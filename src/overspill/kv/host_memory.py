@@ -133,7 +133,8 @@ class HostMemory:
         self.num_bytes = num_slots * self.slot_stride
         self._mapping = Mapping(self.num_bytes, option)
         self.address = self._mapping.address
-        self.slots = self._mapping.bytes().reshape(num_slots, self.slot_stride)[:, :slot_bytes]
+        self._pages = self._mapping.bytes().reshape(num_slots, self.slot_stride)
+        self.slots = self._pages[:, :slot_bytes]
         self.pinned_bytes = 0
         self.pinning_refused = ""
         self._numa_node = numa_node
@@ -141,6 +142,10 @@ class HostMemory:
         self._thread: threading.Thread | None = None
         self._pinning: Pinning | None = None
         self._registered: list[int] = []
+
+    def pages(self, slot: int) -> memoryview:
+        """All of a slot, in whole pages, as direct I/O needs it."""
+        return self._pages[slot].data
 
     def prepare(self, pinning: Pinning | None) -> None:
         """Fill and, with `pinning`, register the pool in the background."""
@@ -176,7 +181,7 @@ class HostMemory:
                 self._pinning.unregister(self.address + start)
         self._registered.clear()
         self.pinned_bytes = 0
-        self.slots = np.empty((0, self.slot_bytes), np.uint8)
+        self.slots = self._pages = np.empty((0, self.slot_bytes), np.uint8)
         self._mapping.close()
 
     def _prepare(self) -> None:
@@ -304,6 +309,11 @@ class Checksums:
             verdict.num_checked += len(part)
         return verdict
 
+    def note(self, slot: int, digest: int) -> None:
+        """The slot was filled with content whose digest is known."""
+        self._recording.pop(slot, None)
+        self._digests[slot] = digest
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
@@ -312,14 +322,14 @@ class Checksums:
         covered = [slot for slot in slots if self.covers(slot)]
         return [covered[i :: self._threads] for i in range(min(self._threads, len(covered)))]
 
-    def _digest(self, slot: int) -> int:
+    def digest(self, slot: int) -> int:
         return xxhash.xxh3_64_intdigest(self._memory.slots[slot])
 
     def _record(self, slots: list[int]) -> None:
         for slot in slots:
-            self._digests[slot] = self._digest(slot)
+            self._digests[slot] = self.digest(slot)
 
     def _check(self, slots: list[int], recording: set[Future[None]]) -> list[int]:
         for future in recording:
             future.result()
-        return [slot for slot in slots if int(self._digests[slot]) != self._digest(slot)]
+        return [slot for slot in slots if int(self._digests[slot]) != self.digest(slot)]

@@ -27,12 +27,35 @@ class StoreJob:
     slots: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class DiskReadJob:
+    """Read places of a folder on disk into host slots, and compare the digests, by rank and block."""
+
+    job_id: int
+    folder: str
+    places: list[int]
+    slots: list[int]
+    digests: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWriteJob:
+    """Write host slots to places of a folder on disk."""
+
+    job_id: int
+    folder: str
+    slots: list[int]
+    places: list[int]
+
+
 @dataclass(slots=True)
 class StepJobs(KVConnectorMetadata):
     """One step's work for every worker."""
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
+    disk_reads: list[DiskReadJob] = field(default_factory=list)
+    disk_writes: list[DiskWriteJob] = field(default_factory=list)
     num_tokens: int = 0
     # The step reads or writes KV in RAM, layer by layer.
     spill: SpillStep | None = None
@@ -75,6 +98,12 @@ class StepReport(KVConnectorWorkerMetadata):
     failed: set[int] = field(default_factory=set)
     # Host slots whose content did not match its checksum.
     corrupt_slots: set[int] = field(default_factory=set)
+    # job id -> rank -> positions of blocks that could not be read, or did not match their digest
+    disk_read: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    # job id -> rank -> digest of each block, None where it was not written
+    disk_written: dict[int, dict[int, list[int | None]]] = field(default_factory=dict)
+    disk_full_at: int | None = None  # the first place that the disk has no room for
+    disk_speed: Sample = field(default_factory=Sample)
     load_speed: Sample = field(default_factory=Sample)
     prefill_speed: Sample = field(default_factory=Sample)
     stream_speed: Sample = field(default_factory=Sample)
@@ -90,6 +119,12 @@ class StepReport(KVConnectorWorkerMetadata):
                 counts[job_id] = counts.get(job_id, 0) + count
         self.failed |= other.failed
         self.corrupt_slots |= other.corrupt_slots
+        for job_id, positions in other.disk_read.items():
+            self.disk_read.setdefault(job_id, {}).update(positions)
+        for job_id, digests in other.disk_written.items():
+            self.disk_written.setdefault(job_id, {}).update(digests)
+        full_at = [at for at in (self.disk_full_at, other.disk_full_at) if at is not None]
+        self.disk_full_at = min(full_at, default=None)
         # Ranks work side by side: amounts of a rank over its own seconds.
         for mine, theirs in zip(self._samples(), other._samples(), strict=True):
             mine.add(theirs.amount, theirs.seconds)
@@ -103,11 +138,14 @@ class StepReport(KVConnectorWorkerMetadata):
             or self.failed
             or self.corrupt_slots
             or self.lateness.layers
+            or self.disk_read
+            or self.disk_written
             or any(sample.amount for sample in self._samples())
         )
 
     def _samples(self) -> tuple[Sample, ...]:
         return (
+            self.disk_speed,
             self.load_speed,
             self.prefill_speed,
             self.stream_speed,

@@ -6,6 +6,7 @@ from itertools import zip_longest
 
 from vllm.logger import init_logger
 
+from overspill.kv.disk.tier import DiskTier
 from overspill.kv.host_cache import Hit, HostCache
 from overspill.kv.jobs import LoadJob
 from overspill.kv.metrics import OverspillStats
@@ -49,9 +50,11 @@ class Loads:
         stats: OverspillStats,
         job_ids: Iterator[int],
         live: Collection[str],
+        disk: DiskTier | None = None,
     ) -> None:
         self._settings = settings
         self._host, self._speeds, self._stats = host, speeds, stats
+        self._disk = disk
         self._num_skipped = 0  # since the last load
         self._job_ids = job_ids
         self._live = live  # requests admitted and not finished
@@ -89,6 +92,8 @@ class Loads:
             # first: many requests may wait for one long prefix, and vLLM calls for all of them in every pass.
             return None, False
         hit = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
+        if self._disk is not None and self._disk.wants(request, num_local_tokens, max_tokens, hit):
+            return None, False
         blocks = self._blocks_of(hit) if hit is not None else []
         if hit is None or not blocks:
             return 0, False

@@ -22,6 +22,14 @@ COUNTERS = {
     "evicted_blocks": "Blocks evicted from RAM for newer ones",
     "verified_blocks": "Blocks whose checksum was checked before a load",
     "corrupt_blocks": "Blocks whose checksum did not match; each was dropped and recomputed",
+    "disk_hit_tokens": "Prompt tokens found on disk beyond the GPU's prefix cache and RAM, and read into RAM",
+    "disk_skipped_tokens": "Tokens on disk that were recomputed because that was faster",
+    "disk_read_bytes": "Bytes read from disk",
+    "disk_read_seconds": "Seconds that reads from disk took, from first to last",
+    "disk_write_bytes": "Bytes written to disk",
+    "disk_bad_blocks": "Blocks on disk that could not be read or did not match their digest; each was recomputed",
+    "disk_write_failures": "Blocks that could not be written to disk",
+    "disk_dropped_blocks": "Blocks that left RAM unwritten because the disk was too slow",
     "spilled_steps": "Steps that streamed spilled KV",
     "graphed_steps": "Steps that streamed spilled KV inside a FULL CUDA graph",
     "plain_steps": "Steps that streamed none, with spill on",
@@ -40,6 +48,7 @@ GAUGES = {
     "pool_pinned_bytes": "RAM of the pool that is registered for DMA so far",
     "pinning_refused": "1 if registering the pool for DMA was refused; the rest is copied as pageable memory",
     "kv_held_bytes": "GPU memory under the KV cache, where it grows and shrinks",
+    "disk_used_bytes": "Disk that holds KV of this model",
     "resident_blocks_used": "KV blocks in use on the GPU, with spill on",
     "spilled_blocks_used": "KV blocks in use in RAM",
     "spill_link_bytes_per_second": "Speed at which spilled KV was last streamed to the GPU",
@@ -89,7 +98,15 @@ class OverspillStats(KVConnectorStats):
         if data.get("spilled_steps"):
             line["spilled steps"] = data["spilled_steps"]
             line["spill MB per step"] = round(data.get("spill_in_bytes", 0) / 1e6 / data["spilled_steps"], 1)
-        for name in ("hit_tokens", "load_failures", "corrupt_blocks", "stores_dropped_blocks", "store_failures"):
+        for name in (
+            "hit_tokens",
+            "load_failures",
+            "corrupt_blocks",
+            "disk_hit_tokens",
+            "disk_bad_blocks",
+            "stores_dropped_blocks",
+            "store_failures",
+        ):
             if data.get(name):
                 line[name.replace("_", " ")] = data[name]
         if "pool_used_bytes@0" in data:

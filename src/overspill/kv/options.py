@@ -1,6 +1,7 @@
 """Options in `kv_connector_extra_config`: one table for parsing, checking and the documentation."""
 
 import difflib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
@@ -39,6 +40,14 @@ def _path(value: object) -> str:
     if not isinstance(value, str) or (value and not value.startswith("/")):
         raise OverspillError(f"must be the path of a file, from the root; got {value!r}")
     return value
+
+
+def _folder(value: object) -> str:
+    """An absolute path, with the home of `~`."""
+    path = os.path.expanduser(value) if isinstance(value, str) else ""
+    if not os.path.isabs(path) or not path.isprintable() or os.path.normpath(path) != path.rstrip("/"):
+        raise OverspillError(f"must be the absolute path of a folder, without .. in it, got {value!r:.80}")
+    return path
 
 
 def _one_of(*choices: str) -> Callable[[object], str]:
@@ -171,6 +180,20 @@ class Options:
         "Memory that no engine of the ledger needs is divided by their weights.",
         needs="ledger",
     )
+    disk_bytes: int = _option(
+        _size,
+        0,
+        "Disk for KV that leaves RAM, in total for the server: blocks that were used more than once, and at a stop all "
+        "of them. They are found again after a restart. 0 keeps KV in RAM only.",
+        needs="host_bytes",
+    )
+    disk_path: str = _option(
+        _folder,
+        "",
+        "Folder for `disk_bytes`, for one server at a time. Without it, one in the user's cache folder, by the model's "
+        "name.",
+        needs="disk_bytes",
+    )
     reserve_bytes: int = _option(
         _size,
         4 * GiB,
@@ -215,7 +238,7 @@ class Options:
         return self.host_bytes // world_size
 
 
-_RAM_ONLY = "KV goes to RAM and nowhere else; remove it"
+_RAM_ONLY = "KV goes to RAM, and with disk_bytes to local disk, and nowhere else; remove it"
 _OWN_PARTS = "it names a part of vLLM's own offloader; remove it"
 # Names of options in connectors that people come from: vLLM's OffloadingConnector and SimpleCPUOffloadConnector (0.32
 # and earlier), and LMCache, with or without its `lmcache.` in front. The nearest spelling would mislead: that of
@@ -241,8 +264,7 @@ ELSEWHERE: dict[str, str] = {
     "backpressure": "where the link is busy stores wait, and in the end are dropped, by themselves; remove it",
     "secondary_tiers": _RAM_ONLY,
     "kv_offload_backend": _RAM_ONLY,
-    "disk_path": _RAM_ONLY,
-    "disk_capacity_bytes": _RAM_ONLY,
+    "disk_capacity_bytes": "it is called disk_bytes",
     "disk_buffer_slots": _RAM_ONLY,
     "use_page_cache": _RAM_ONLY,
     "local_cpu": "host_bytes switches offload on, and 0 switches it off",
@@ -253,8 +275,8 @@ ELSEWHERE: dict[str, str] = {
     "save_decode_cache": "prompt and output are stored alike; remove it",
     "save_unfull_chunk": "only full blocks are stored; remove it",
     "discard_partial_chunks": "only full blocks are stored; remove it",
-    "local_disk": _RAM_ONLY,
-    "max_local_disk_size": _RAM_ONLY,
+    "local_disk": "use disk_bytes for the size, and disk_path for the folder",
+    "max_local_disk_size": 'use disk_bytes: 100 is "100GiB"',
     "remote_url": _RAM_ONLY,
 }
 

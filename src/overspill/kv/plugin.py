@@ -32,6 +32,20 @@ _SPILL_ASYNC_SCHEDULER = "overspill.kv.spill.vllm_scheduler.OverspillAsyncSchedu
 _VLLM_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
 
 
+# Block hashes that another process finds again. Others are seeded at random.
+_STABLE_HASHES = ("sha256", "sha256_cbor")
+
+
+class StopTimeout(int):
+    """A `shutdown_timeout` of 50 s, for KV that is written to disk at a stop, and not for requests to end.
+
+    vLLM kills an engine core that has not ended after that time; its default is at once.
+    """
+
+    def __new__(cls, seconds: int = 50) -> "StopTimeout":
+        return super().__new__(cls, seconds)
+
+
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
     if CONNECTOR not in KVConnectorFactory._registry:
@@ -61,9 +75,12 @@ def _with_ram(create: Method) -> Method:
         if _is_to_park(self) and current_platform.is_cuda():
             self.enable_sleep_mode = True
         config: VllmConfig = create(self, *args, **kwargs)
+        options = check_engine(config)
+        if options is not None and options.disk_bytes and config.shutdown_timeout == 0:
+            config.shutdown_timeout = StopTimeout()
         # One of several API servers, which are started beside the engine; -1 is the process that starts them all.
         is_beside_engine = self._api_process_count > 1 and self._api_process_rank >= 0
-        if not is_beside_engine and (options := check_engine(config)) is not None:
+        if not is_beside_engine and options is not None:
             needs = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
             require_ram(needs, options.reserve_bytes)
         return config
@@ -147,6 +164,12 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
             '"kv_load_failure_policy": "recompute": add it'
         )
     _check_model(vllm_config)
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if options.disk_bytes and algorithm not in _STABLE_HASHES:
+        raise OverspillError(
+            f"KV on disk is found by block hashes, and those of {algorithm} change with every start: use "
+            "--prefix-caching-hash-algo sha256, or remove disk_bytes"
+        )
     if options.spill_bytes:
         _check_spill(vllm_config, is_child=is_child)
     _check_sleep_mode(vllm_config, options)

@@ -41,12 +41,22 @@ class Origin:
     key: BlockHashWithGroupId
     parent: BlockHashWithGroupId | None
     event: BlockStored | None
+    # Digest of the adapter it was computed with; None where KV must not outlive the process.
+    adapter: bytes | None = None
 
 
 class Origins:
     """The origin of every full block, by GPU block id."""
 
-    def __init__(self, groups: Collection[int], hash_block_size: int, *, with_events: bool) -> None:
+    def __init__(
+        self,
+        groups: Collection[int],
+        hash_block_size: int,
+        *,
+        with_events: bool,
+        adapter_of: Callable[[Request], bytes | None] | None = None,
+    ) -> None:
+        self._adapter_of = adapter_of
         self._groups = groups
         self._hash_block_size = hash_block_size
         self._with_events = with_events
@@ -60,6 +70,7 @@ class Origins:
         ) -> None:
             if group not in self._groups:
                 return
+            adapter = self._adapter_of(request) if self._adapter_of is not None else None
             for i in range(first, end):
                 block = blocks[i]
                 key = block.block_hash
@@ -68,7 +79,7 @@ class Origins:
                     continue
                 parent = self._parent(request, blocks, i, block_size, group)
                 event = self._event(request, i, block_size, group) if self._with_events else None
-                self._by_block[block.block_id] = Origin(key, parent, event)
+                self._by_block[block.block_id] = Origin(key, parent, event, adapter)
                 on_full(block, key, request.request_id)
 
         watch_full_blocks(pool, note)
@@ -190,7 +201,7 @@ def watch_engine_core() -> None:
         for connector in connectors_of(core, "weights_changed"):
             if connector.adapters.is_known(adapter):
                 what = f"loading adapter {adapter.lora_name} again"
-                connector.weights_changed(what, requests_with_kv(core.scheduler))
+                connector.adapter_changed(adapter, what, requests_with_kv(core.scheduler))
             connector.adapters.is_replaced(adapter)
 
     after_engine_calls(on_rpc, on_adapter)

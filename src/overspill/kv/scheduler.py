@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from vllm.config import VllmConfig
 
 from overspill.kv.buffer import bytes_per_block
+from overspill.kv.disk.tier import DiskTier
 from overspill.kv.host_cache import HostCache
 from overspill.kv.host_memory import num_host_slots, slot_stride
 from overspill.kv.jobs import StepJobs, StepReport
@@ -53,13 +54,24 @@ class OffloadScheduler:
         self._gpu: BlockPool | None = None
         self.live: set[str] = set()  # requests admitted and not finished
         self._local_tokens: dict[str, int] = {}  # from a lookup to the admission in the same pass
-        self._origins = Origins(self._groups, self.host.hash_block_size, with_events=self.host.events_enabled)
         job_ids = itertools.count(1)
+        self.disk: DiskTier | None = None
+        if options.disk_bytes:
+            stride = slot_stride(block_bytes)
+            self.disk = DiskTier(
+                options, vllm_config, kv_cache_config, self.host, self.speeds, self.stats, job_ids, stride
+            )
+        self._origins = Origins(
+            self._groups,
+            self.host.hash_block_size,
+            with_events=self.host.events_enabled,
+            adapter_of=self.disk.adapters.of if self.disk is not None else None,
+        )
         self.loads = Loads(
             LoadSettings(
                 always=options.load == "always", world_size=world_size, block_bytes=block_bytes, groups=self._groups
             ),
-            self.host, self.speeds, self.stats, job_ids, self.live,
+            self.host, self.speeds, self.stats, job_ids, self.live, self.disk,
         )  # fmt: skip
         self.stores = Stores(
             StoreSettings(
@@ -95,7 +107,14 @@ class OffloadScheduler:
     def _watch_reset(self, pool: BlockPool) -> None:
         """vLLM resets its prefix cache after new weights, and by default leaves connectors alone. It refuses while any
         GPU block is held, so no load or store is in flight when RAM is cleared with it."""
-        reset_with_prefix_cache(pool, lambda: self.is_parking or self.reset())
+        reset_with_prefix_cache(pool, self._reset_with_gpu)
+
+    def _reset_with_gpu(self) -> bool:
+        if self.is_parking:
+            return True
+        if self.disk is not None:
+            self.disk.detach("vLLM's prefix cache was reset, as after new weights; keep_on_reset keeps it")
+        return self.reset()
 
     # Admission.
 
@@ -148,6 +167,8 @@ class OffloadScheduler:
         """Add the step's loads and stores to its jobs."""
         jobs.loads = self.loads.plan()
         jobs.stores = self.stores.plan(jobs.num_tokens, scheduler_output.preempted_req_ids or ())
+        if self.disk is not None:
+            self.disk.plan(jobs)
 
     def complete(self, failed_requests: Collection[str], report: StepReport | None) -> None:
         """Process the workers' report of a step."""
@@ -160,6 +181,8 @@ class OffloadScheduler:
             self.loads.report(job_id, count, failed=job_id in report.failed)
         for job_id, count in report.stored.items():
             self.stores.report(job_id, count, failed=job_id in report.failed)
+        if self.disk is not None:
+            self.disk.complete(report)
 
     # Ends of requests.
 
@@ -170,6 +193,8 @@ class OffloadScheduler:
         self.live.discard(request_id)
         self._local_tokens.pop(request_id, None)
         self.loads.finished(request_id)
+        if self.disk is not None:
+            self.disk.finished(request_id)
         pool = self._gpu.blocks
         self.stores.finished(request_id, (pool[block_id] for group in self._groups for block_id in block_ids[group]))
 
@@ -177,12 +202,15 @@ class OffloadScheduler:
         """Drop everything in RAM; False if a load in flight could not be stopped."""
         nothing_loading = self.loads.reset()
         self.stores.reset()
+        if self.disk is not None:
+            self.disk.reset()
         self.host.clear()
         return nothing_loading
 
     def is_busy(self) -> bool:
         """Whether the engine should go on stepping without requests."""
-        return bool(self.loads.in_flight) or self.stores.is_busy()
+        is_busy = bool(self.loads.in_flight) or self.stores.is_busy()
+        return is_busy or (self.disk is not None and self.disk.is_busy())
 
     # Statistics and events.
 
@@ -191,6 +219,8 @@ class OffloadScheduler:
         if used != self._used_bytes:
             self._used_bytes = used
             self.stats.gauge("pool_used_bytes", used)
+        if self.disk is not None:
+            self.disk.take_stats()
         return self.stats.take()
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -283,7 +283,7 @@ class Stores:
 
     def _insert(self, store: StoreInFlight) -> None:
         held = zip(store.host_blocks, store.origins, store.token_counts, strict=True)
-        self._host.insert([Stored(block, origin.key, n, origin.parent) for block, origin, n in held])
+        self._host.insert([Stored(block, origin.key, n, origin.parent, origin.adapter) for block, origin, n in held])
         if self._host.events_enabled:
             # In one queue with the removals: a reader must see them in the order in which they happened.
             self._host.pool.kv_event_queue += [o.event for o in store.origins if o.event is not None]

@@ -43,6 +43,7 @@ from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     get_group_id,
     get_kv_cache_groups,
+    get_none_hash_seed,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
     resolve_kv_cache_block_sizes,
@@ -113,6 +114,7 @@ __all__ = [
     "get_group_id",
     "get_kv_cache_groups",
     "get_kv_transfer_group",
+    "get_none_hash_seed",
     "has_kv_transfer_group",
     "make_block_hash_with_group_id",
     "maybe_convert_block_hash",
@@ -351,6 +353,27 @@ def after_engine_calls(on_rpc: Callable[[Any, Any], None], on_adapter: Callable[
 
     wrap_once(EngineCore, "collective_rpc", watched_rpc)
     wrap_once(EngineCore, "add_lora", watched_add_lora)
+
+
+def before_engine_shutdown(call: Callable[[Any], None]) -> None:
+    """Call with an engine core that is about to shut down and still has its workers."""
+    from vllm.v1.engine.core import EngineCore
+
+    def watched_shutdown(shutdown: Method) -> Method:
+        def watched(self: Any) -> Any:
+            try:
+                call(self)
+            finally:
+                shutdown(self)
+
+        return watched
+
+    wrap_once(EngineCore, "shutdown", watched_shutdown)
+
+
+def call_workers(core: Any, function: Callable[..., Any], argument: Any, timeout: float) -> list[Any]:
+    """Call `function` in every worker, with the worker and the argument; not an RPC that may change weights."""
+    return list(core.model_executor.collective_rpc(function, timeout=timeout, args=(argument,)))
 
 
 def connectors_of(core: Any, attribute: str) -> list[Any]:

@@ -15,8 +15,10 @@ from vllm.logger import init_logger
 from overspill.kv.buffer import block_regions
 from overspill.kv.copies import Copier, CudaCopier, PlainCopier, Transfer
 from overspill.kv.cuda import PinnedRanges, gpu_numa_node
+from overspill.kv.disk.segments import DiskWorker
+from overspill.kv.disk.tier import num_disk_places
 from overspill.kv.host_memory import Checksums, HostMemory, Verdict, num_host_slots, slot_stride
-from overspill.kv.jobs import LoadJob, StepJobs, StepReport, StoreJob
+from overspill.kv.jobs import DiskWriteJob, LoadJob, StepJobs, StepReport, StoreJob
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.sizes import format_size
@@ -31,6 +33,8 @@ _ANNOUNCE_AHEAD_S = 0.01
 # How long an idle step may wait for a load to be announced; it has nothing else to do.
 _IDLE_WAIT_S = 0.05
 _POLL_S = 0.0005
+# The same for writes to disk, which no request waits for: only to leave the core to others.
+_DISK_WAIT_S = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -54,9 +58,10 @@ class OffloadWorker:
         self._steps_in_flight = vllm_config.max_concurrent_batches
         self.idle_wait_s = _IDLE_WAIT_S
         self.load_bytes_per_s = 0.0  # of the last load
-        self._rank = parallel.rank
+        self._rank, self._world_size = parallel.rank, parallel.world_size
         self.memory: HostMemory | None = None
         self.checksums: Checksums | None = None
+        self.disk: DiskWorker | None = None
         self.buffer: torch.Tensor | None = None  # vLLM's KV cache as bytes
         self._copier: Copier | None = None
         self._loads: list[_Load] = []
@@ -85,6 +90,9 @@ class OffloadWorker:
         if spill is not None:
             self._copier = spill.copier(self._copier, self.memory)
         self.checksums = Checksums(self.memory, self._options.verify)
+        if self._options.disk_bytes:
+            num_places = num_disk_places(self._options, self._world_size, slot_stride(slot_bytes))
+            self.disk = DiskWorker(self.memory, self.checksums, self._rank, num_places)
         logger.info(
             "Overspill: %s of RAM for KV, %d blocks of %s in %d piece(s) each",
             format_size(num_slots * slot_bytes), num_slots, format_size(slot_bytes), len(regions),
@@ -110,6 +118,18 @@ class OffloadWorker:
                 continue
             verdict = self.checksums.check(job.slots)
             self._loads.append(_Load(job, self._copier.load(_ids(job.slots), _ids(job.block_ids)), verdict))
+        if self.disk is not None:
+            for read in jobs.disk_reads:
+                self.disk.read(read)
+            for write in jobs.disk_writes:
+                self.disk.write(write)
+
+    def write_now(self, job: DiskWriteJob) -> StepReport:
+        """Write slots to disk outside of a step, and wait for it."""
+        assert self.disk is not None
+        report = StepReport()
+        self.disk.write_now(job, report)
+        return report
 
     def end_step(self, jobs: StepJobs) -> None:
         """After the forward: store blocks that it, or an earlier one, has filled."""
@@ -132,7 +152,19 @@ class OffloadWorker:
         self._loads = [load for load in self._loads if not self._advance(load, results, ready=load in ready)]
         self._steps_since_announcement = 0 if results.finished_recving else self._steps_since_announcement + 1
         self._poll_stores()
+        if self.disk is not None:
+            if jobs is not None and not jobs.num_tokens:
+                self._wait_for_disk(self.disk)
+            self.disk.poll(self._report, self.stats)
         return results
+
+    def _wait_for_disk(self, disk: DiskWorker) -> None:
+        """An idle step waits for a read, for which a request waits, and a little for writes."""
+        deadline = time.monotonic() + (self.idle_wait_s if disk.is_reading else _DISK_WAIT_S)
+        while not disk.has_done and (disk.is_reading or disk.is_writing) and time.monotonic() < deadline:
+            if any(not load.announced for load in self._ready()):
+                return
+            time.sleep(_POLL_S)
 
     def _ready(self) -> list[_Load]:
         """Loads that are checked, and completed or about to: in the order of their copies, oldest first."""
@@ -233,6 +265,9 @@ class OffloadWorker:
                 stack.callback(self.checksums.close)
             if self._copier is not None:
                 stack.callback(self._copier.close)
+            if self.disk is not None:
+                stack.callback(self.disk.close)
+            self.disk = None
             self.memory = self.checksums = self._copier = self.buffer = None
 
 

@@ -1,0 +1,52 @@
+"""Writing everything in RAM to disk when the engine stops: by the engine core, through its workers."""
+
+import sys
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from overspill.kv.jobs import DiskWriteJob, StepReport
+from overspill.kv.plugin import StopTimeout
+from overspill.kv.vllm_api import before_engine_shutdown, call_workers, connectors_of, get_kv_transfer_group
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
+
+# Seconds that a stop may take for it, less than `StopTimeout`.
+FLUSH_S = 45.0
+
+
+def flush_at_shutdown(vllm_config: VllmConfig) -> None:
+    """In the engine core."""
+    if isinstance(vllm_config.shutdown_timeout, StopTimeout):
+        vllm_config.shutdown_timeout = 0  # requests in flight are aborted at once, as without a timeout
+    before_engine_shutdown(_flush)
+
+
+def _flush(core: Any) -> None:
+    # After an error of the engine, workers may hang, and memory may hold anything.
+    if sys.exc_info()[0] not in (None, SystemExit):
+        return
+    for connector in connectors_of(core, "flush_disk"):
+        try:
+            num_blocks = connector.flush_disk(core, FLUSH_S)
+        except Exception as error:  # a stop goes on whatever happens
+            logger.warning("Overspill: KV in RAM was not written to disk: %r", error)
+        else:
+            if num_blocks:
+                logger.info("Overspill: %d block(s) of KV were written to disk", num_blocks)
+
+
+def write_in_workers(core: Any, job: DiskWriteJob, limit_s: float) -> StepReport:
+    report = StepReport()
+    for part in call_workers(core, _write, job, limit_s):
+        report.aggregate(part)
+    return report
+
+
+def _write(worker: Any, job: DiskWriteJob) -> StepReport:
+    """In a worker."""
+    group = get_kv_transfer_group()
+    (ours,) = (one for one in getattr(group, "_connectors", (group,)) if hasattr(one, "flush_disk"))
+    report: StepReport = ours.worker.write_now(job)
+    return report

@@ -1,0 +1,124 @@
+"""The folder of a server's KV on disk: where it is, its lock, one subfolder for each key, and how much they take."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overspill.kv.errors import OverspillError
+
+_LOCK, _FACTS = "lock", "key.json"
+_KEY = re.compile(r"[0-9a-f]{32}")
+_ODD = re.compile(r"[^A-Za-z0-9.]+")
+JOURNAL = "journal"
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The XDG cache folder's part for KV."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    if not Path(base).is_absolute():
+        try:
+            base = str(Path(environ.get("HOME") or Path.home()) / ".cache")
+        except RuntimeError as error:
+            raise OverspillError("there is no home to keep KV on disk in; give disk_path") from error
+    return Path(base) / "overspill" / "kv"
+
+
+def default_folder(model: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """A folder for each name of a model."""
+    name = _ODD.sub("-", "/".join(Path(model).parts[-2:])).strip("-.")[:80]
+    return cache_folder(environ) / (name or "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """KV of one key in a folder."""
+
+    path: Path
+    num_bytes: int
+    used_at: float  # seconds since the epoch
+    facts: dict[str, Any]
+
+
+class Folder:
+    """A folder that this process alone uses."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if root.stat().st_uid != os.geteuid():
+                raise OverspillError(f"{root} belongs to another user; give another disk_path")
+            root.chmod(0o700)  # prompts can be read from KV
+            self._lock = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise OverspillError(f"KV cannot be kept on disk at {root}: {error}; give another disk_path") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise OverspillError(f"{root} cannot be locked: {error}; give a disk_path on this machine") from error
+            raise OverspillError(
+                f"{root} is in use by another server; stop it, or give this one a disk_path of its own"
+            ) from error
+
+    def open(self, identity: bytes, facts: dict[str, Any]) -> Path:
+        """The subfolder of a key."""
+        path = self.root / identity.hex()[:32]
+        path.mkdir(mode=0o700, exist_ok=True)
+        (path / _FACTS).write_text(json.dumps(facts, indent=1, sort_keys=True, default=str))
+        return path
+
+    def trim(self, own: Path, room: int) -> int:
+        """Delete KV of other keys, least recently used first, until what is left takes at most `room`; returns that."""
+        others = [kept for kept in kept_in(self.root) if kept.path != own]
+        total = sum(kept.num_bytes for kept in others)
+        for kept in sorted(others, key=lambda kept: kept.used_at):
+            if total <= room:
+                break
+            shutil.rmtree(kept.path)
+            total -= kept.num_bytes
+        return total
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)  # which unlocks it
+            self._lock = -1
+
+
+def kept_in(root: Path) -> list[Kept]:
+    """KV of every key in a folder."""
+    found = []
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if not _KEY.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+            continue
+        files = [file.lstat() for file in path.rglob("*")]
+        journal = path / JOURNAL
+        try:
+            facts = json.loads((path / _FACTS).read_text())
+        except (OSError, ValueError):
+            facts = {}
+        used_at = (journal if journal.exists() else path).stat().st_mtime
+        found.append(Kept(path, sum(stat.st_blocks * 512 for stat in files), used_at, facts))
+    return found
+
+
+def clear_folder(root: Path) -> int:
+    """Delete all KV of a folder that no server uses; returns the bytes."""
+    if not root.is_dir():
+        return 0
+    folder = Folder(root)
+    try:
+        before = sum(kept.num_bytes for kept in kept_in(root))
+        for kept in kept_in(root):
+            shutil.rmtree(kept.path)
+        return before
+    finally:
+        folder.close()

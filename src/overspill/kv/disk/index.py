@@ -1,0 +1,205 @@
+"""The index of a disk folder: which content is at which place, and which place is reused next. No I/O."""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from overspill.kv.disk.journal import KEY_BYTES, NO_KEY, Records, record_type
+
+
+class Entry(NamedTuple):
+    key: bytes
+    parent: bytes | None
+    num_tokens: int | None
+    place: int
+    digests: tuple[int, ...]  # by rank
+
+
+class DiskIndex:
+    """Least recently used first, but content that other content continues stays: a prefix loses its tail before its
+    head. Only leaves, content that nothing continues, are candidates; evicting one makes its parent a leaf."""
+
+    def __init__(self, num_places: int, world_size: int) -> None:
+        self.num_places = num_places
+        self._records = np.zeros(num_places, record_type(world_size))
+        self._stamps = np.zeros(num_places, np.int64)  # of the last use
+        self._clock = 0
+        self._places: dict[bytes, int] = {}  # by key
+        self._continuations: dict[bytes, int] = {}  # entries that continue a key
+        self._leaves: list[tuple[int, int, bytes]] = []  # heap of stamp, place, key; may hold stale ones
+        self._next = 0  # places from here on were never used
+        self._empty: list[int] = []
+        self._held: set[int] = set()  # being read or written
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def num_used(self) -> int:
+        """Places that have been used; those behind them take no room yet."""
+        return self._next
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    @classmethod
+    def load(cls, records: Records, num_places: int, world_size: int) -> "DiskIndex":
+        """From a journal. Later records win, of a place and of a key. A million take a second or two."""
+        index = cls(num_places, world_size)
+        records = records[records["place"] < num_places]
+        # The last record of each place, in the order in which they were written.
+        _, last = np.unique(records["place"][::-1], return_index=True)
+        records = records[np.sort(len(records) - 1 - last)]
+        places = records["place"]
+        index._clock = len(records)
+        index._next = int(places.max()) + 1 if len(places) else 0
+        index._records[places] = records
+        index._stamps[places] = np.arange(1, len(records) + 1)
+        keys = _split(records["key"].tobytes())
+        index._places = dict(zip(keys, places.tolist(), strict=True))
+        index._places.pop(NO_KEY, None)
+        kept = records if len(index._places) == len(keys) else index.records()
+        index._continuations = dict(Counter(_split(kept["parent"].tobytes())))
+        continued, stamps = index._continuations, index._stamps
+        leaves = ((key, place) for key, place in index._places.items() if key not in continued)
+        index._leaves = [(int(stamps[place]), place, key) for key, place in leaves]
+        heapq.heapify(index._leaves)
+        used = np.zeros(index._next, bool)
+        used[kept["place"]] = True
+        index._empty = np.flatnonzero(~used)[::-1].tolist()
+        return index
+
+    def get(self, key: bytes) -> Entry | None:
+        place = self._places.get(key)
+        if place is None:
+            return None
+        record = self._records[place]
+        parent = record["parent"].tobytes()
+        return Entry(
+            key,
+            None if parent == NO_KEY else parent,
+            int(record["num_tokens"]) or None,
+            place,
+            tuple(int(digest) for digest in record["digests"]),
+        )
+
+    def take(self, count: int) -> list[int]:
+        """Up to `count` places to write to, held until `put` or `give_back`; content at them is forgotten."""
+        taken: list[int] = []
+        while len(taken) < count:
+            if self._empty:
+                taken.append(self._empty.pop())
+            elif self._next < self.num_places:
+                taken.append(self._next)
+                self._next += 1
+            elif (place := self._evict()) is not None:
+                taken.append(place)
+            else:
+                break
+        self._held.update(taken)
+        return taken
+
+    def _evict(self) -> int | None:
+        in_use, found = [], None
+        while self._leaves and found is None:
+            leaf = heapq.heappop(self._leaves)
+            if not self._is_leaf(leaf):
+                continue
+            if leaf[1] in self._held:
+                in_use.append(leaf)
+                continue
+            found = leaf[1]
+            self._forget(leaf[2])
+        for leaf in in_use:
+            heapq.heappush(self._leaves, leaf)
+        return found
+
+    def _is_leaf(self, leaf: tuple[int, int, bytes]) -> bool:
+        stamp, place, key = leaf
+        return self._places.get(key) == place and self._stamps[place] == stamp and key not in self._continuations
+
+    def put(self, entries: Sequence[Entry]) -> Records:
+        """Content that was written to places taken before, in prefix order; returns what to append to the journal."""
+        for key, parent, num_tokens, place, digests in entries:
+            assert place in self._held and key not in self._places
+            self._held.discard(place)
+            self._records[place] = (key, parent or NO_KEY, num_tokens or 0, place, digests)
+            self._places[key] = place
+            self._continuations[parent or NO_KEY] = self._continuations.get(parent or NO_KEY, 0) + 1
+        self.use([entry.key for entry in entries])
+        return self._records[[entry.place for entry in entries]]
+
+    def give_back(self, places: Iterable[int]) -> None:
+        """Places that were taken and not written."""
+        for place in places:
+            self._held.discard(place)
+            if place < self.num_places:
+                self._empty.append(place)
+
+    def hold(self, places: Iterable[int]) -> None:
+        """Keep content from being overwritten while it is read."""
+        self._held.update(places)
+
+    def release(self, places: Iterable[int]) -> None:
+        self._held.difference_update(places)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Refresh content, given in prefix order; the tail becomes the older one."""
+        for key in reversed(keys):
+            if (place := self._places.get(key)) is not None:
+                self._clock += 1
+                self._stamps[place] = self._clock
+                self._offer(key, place)
+
+    def _offer(self, key: bytes, place: int) -> None:
+        """Make a leaf a candidate."""
+        if key in self._continuations:
+            return
+        heapq.heappush(self._leaves, (int(self._stamps[place]), place, key))
+        # Every use leaves a stale entry behind; bound their number.
+        if len(self._leaves) > 4 * len(self._places) + 64:
+            self._leaves = [leaf for leaf in self._leaves if self._is_leaf(leaf)]
+            heapq.heapify(self._leaves)
+
+    def remove(self, key: bytes) -> Records | None:
+        """Forget content that is not readable; returns what to append to the journal."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        self._forget(key)
+        self._empty.append(place)
+        record = np.zeros(1, self._records.dtype)
+        record["place"] = place
+        return record
+
+    def limit(self, num_places: int) -> None:
+        """Use only the first places: the disk has no room for the others."""
+        self.num_places = min(self.num_places, num_places)
+        self._next = min(self._next, self.num_places)
+        self._empty = [place for place in self._empty if place < self.num_places]
+        for key in [key for key, place in self._places.items() if place >= self.num_places]:
+            self._forget(key)
+
+    def records(self) -> Records:
+        """Of all content, least recently used first."""
+        places = np.fromiter(self._places.values(), np.int64, len(self._places))
+        return self._records[places[np.argsort(self._stamps[places])]]
+
+    def _forget(self, key: bytes) -> None:
+        place = self._places.pop(key)
+        parent: bytes = self._records[place]["parent"].tobytes()
+        self._continuations[parent] -= 1
+        if self._continuations[parent]:
+            return
+        del self._continuations[parent]
+        if (above := self._places.get(parent)) is not None:
+            # The parent was as useful as what continued it.
+            self._stamps[above] = max(self._stamps[above], self._stamps[place])
+            self._offer(parent, above)
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

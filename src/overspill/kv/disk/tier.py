@@ -1,0 +1,506 @@
+"""The disk tier beside the scheduler's host cache: what is read into RAM for a waiting request, and what is written.
+
+A hit on disk is read into free slots of the pool first, while its request waits; from there it is an ordinary hit in
+RAM. So a read that fails is a miss: the request never depended on it. Written are blocks that leave RAM and were used
+more than once, and by `flush` everything in RAM.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from overspill.kv.disk.folder import JOURNAL, Folder, default_folder
+from overspill.kv.disk.index import DiskIndex, Entry
+from overspill.kv.disk.journal import Journal, Records
+from overspill.kv.disk.key import Digests, content_key, identity_of, model_facts
+from overspill.kv.disk.segments import places_per_segment
+from overspill.kv.errors import OverspillError
+from overspill.kv.host_cache import Hit, HostCache, OnDisk, Stored
+from overspill.kv.jobs import DiskReadJob, DiskWriteJob, StepJobs, StepReport
+from overspill.kv.metrics import OverspillStats
+from overspill.kv.options import Options
+from overspill.kv.sizes import format_size
+from overspill.kv.speeds import Speeds, load_beats_recompute
+from overspill.kv.vllm_api import BlockHashWithGroupId, KVCacheBlock, KVCacheConfig, LoRARequest, Request
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
+
+# Blocks of one write, and of writes in flight.
+_WRITE_BLOCKS = 64
+_WRITES_IN_FLIGHT = 2
+# A flush journals after so many blocks: what a kill in the middle of it loses.
+_FLUSH_BLOCKS = 256
+_PROGRESS_S = 5.0
+# A disk that hangs must not hang the request.
+_PATIENCE_S = 20.0
+# Reads for one request. Others may push what was read out of RAM again before it is admitted.
+_MOST_READS = 2
+# One in so many reads that seem slower than recomputing is made all the same.
+_PROBE_AFTER = 32
+# A journal is rewritten at the start when less than half of it is still valid.
+_SMALL_JOURNAL = 4096
+
+
+def num_disk_places(options: Options, world_size: int, stride: int) -> int:
+    """Places on each rank's part of the disk; the scheduler and all workers compute the same number."""
+    return options.disk_bytes // world_size // stride
+
+
+@dataclass(slots=True)
+class _Read:
+    blocks: list[KVCacheBlock]
+    items: list[Stored]
+    places: list[int]
+    num_tokens: int
+    began: float
+    bad: set[int] = field(default_factory=set)
+    reports: int = 0
+    abandoned: bool = False
+
+
+@dataclass(slots=True)
+class _Write:
+    blocks: list[KVCacheBlock]
+    items: list[Stored]
+    places: list[int]
+    digests: dict[int, list[int | None]] = field(default_factory=dict)  # by rank
+    abandoned: bool = False
+
+
+class Adapters:
+    """Digests of adapters by name and path. One that was replaced is barred: vLLM may still compute with the old."""
+
+    def __init__(self) -> None:
+        self._by_path: dict[tuple[str, str], bytes | None] = {}
+        self._digests: Digests | None = None
+
+    def register(self, adapter: LoRARequest, kept: Path) -> None:
+        name = (adapter.lora_name, adapter.lora_path)
+        if name in self._by_path:
+            return
+        self._digests = self._digests or Digests(kept)
+        try:
+            files = [file for file in Path(adapter.lora_path).iterdir() if file.is_file()]
+            self._by_path[name] = bytes.fromhex(self._digests.of(files)) if files else None
+        except OSError as error:
+            logger.warning("Overspill: KV of adapter %s is not kept on disk: %s", adapter.lora_name, error)
+            self._by_path[name] = None
+
+    def bar(self, adapter: LoRARequest) -> None:
+        self._by_path[adapter.lora_name, adapter.lora_path] = None
+
+    def of(self, request: Request) -> bytes | None:
+        """Empty for the model itself; None if KV of this adapter is not kept on disk."""
+        adapter = request.lora_request
+        return b"" if adapter is None else self._by_path.get((adapter.lora_name, adapter.lora_path))
+
+
+class DiskTier:
+    """Reads and writes in flight. The index is opened in the background; until then, nothing is found on disk."""
+
+    def __init__(
+        self,
+        options: Options,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        host: HostCache,
+        speeds: Speeds,
+        stats: OverspillStats,
+        job_ids: Iterator[int],
+        stride: int,
+    ) -> None:
+        self._host, self._speeds, self._stats, self._job_ids = host, speeds, stats, job_ids
+        self._always = options.load == "always"
+        self._world_size = vllm_config.parallel_config.world_size
+        self._stride, self._bound = stride, options.disk_bytes
+        self._num_places = num_disk_places(options, self._world_size, stride)
+        root = Path(options.disk_path) if options.disk_path else default_folder(vllm_config.model_config.model)
+        self._folder = Folder(root)
+        self._path = root
+        self._journal: Journal | None = None
+        self.index: DiskIndex | None = None
+        self._others_bytes = 0  # KV of other keys in the folder
+        self._detached = ""
+        self.adapters = Adapters()
+        # Blocks that left RAM and wait to be written; they keep their slots meanwhile. The newest is written first: of
+        # a prefix the tail leaves RAM first, and is worth nothing without its head.
+        self._queue: deque[tuple[KVCacheBlock, Stored]] = deque()
+        self._most_queued = max(1, host.num_slots // 8)
+        self._writes: dict[int, _Write] = {}
+        self._reads: dict[int, _Read] = {}
+        self._planned: list[DiskReadJob] = []
+        self._reading: set[bytes] = set()
+        self._waiting: dict[str, int] = {}  # request -> its read
+        self._num_reads: dict[str, int] = {}
+        self._num_skipped = 0  # since the last read
+        self._shown = -1
+        self._opening = threading.Thread(
+            target=self._open, args=(vllm_config, kv_cache_config), name="overspill-disk-index", daemon=True
+        )
+        self._opening.start()
+        host.on_evict = self.evicted
+
+    # Opening.
+
+    def _open(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        began = time.monotonic()
+        try:
+            facts = model_facts(vllm_config, kv_cache_config, Digests(self._path / "digests.json"))
+            identity = identity_of(facts)
+            path = self._folder.open(identity, facts)
+            self._others_bytes = self._folder.trim(path, self._bound)
+            journal = Journal(path / JOURNAL, identity, self._world_size)
+            records = journal.open()
+            index = DiskIndex.load(records, self._num_places, self._world_size)
+            if len(records) > 2 * len(index) + _SMALL_JOURNAL:
+                journal.replace(index.records())
+            self._remove_segments_beyond(path)
+        except (OSError, OverspillError, ValueError) as error:
+            self.detach(f"KV on disk cannot be used: {error}")
+            return
+        self._path, self._journal = path, journal
+        self.index = index  # last: from now on the scheduler's thread uses it
+        logger.info(
+            "Overspill: %d block(s) of KV on disk, %s of %s, found after %.1f s in %s",
+            len(index), format_size(len(index) * self._stride * self._world_size), format_size(self._bound),
+            time.monotonic() - began, path,
+        )  # fmt: skip
+
+    def _remove_segments_beyond(self, path: Path) -> None:
+        """The bound may be lower than it was."""
+        num_segments = -(-self._num_places // places_per_segment(self._stride))
+        for segment in path.glob("rank-*/segment-*"):
+            if int(segment.name.rpartition("-")[2]) >= num_segments:
+                segment.unlink()
+
+    def wait_until_open(self, timeout: float | None = None) -> bool:
+        self._opening.join(timeout)
+        return not self._opening.is_alive()
+
+    @property
+    def _ready(self) -> DiskIndex | None:
+        return None if self._detached else self.index
+
+    def register_adapter(self, adapter: LoRARequest) -> None:
+        self.adapters.register(adapter, self._folder.root / "adapters.json")
+
+    # Reading.
+
+    def wants(self, request: Request, num_local_tokens: int, max_tokens: int, hit: Hit | None) -> bool:
+        """Whether the request should wait for blocks that are read from disk."""
+        request_id = request.request_id
+        read = self._reads.get(self._waiting.get(request_id, -1))
+        if read is not None:
+            return time.monotonic() - read.began < _PATIENCE_S
+        self._waiting.pop(request_id, None)
+        index, adapter = self._ready, self.adapters.of(request)
+        if index is None or not len(index) or adapter is None or self._num_reads.get(request_id, 0) >= _MOST_READS:
+            return False
+        num_in_ram = hit.num_tokens if hit is not None else 0
+        if num_local_tokens + num_in_ram + self._host.block_size > max_tokens:
+            return False
+        found = self._lookup(index, request, adapter, num_local_tokens, max_tokens)
+        if found is None or found.num_tokens <= num_in_ram:
+            return False
+        on_disk = [block for group in found.blocks for block in group if isinstance(block, OnDisk)]
+        if any(block.content in self._reading for block in on_disk):
+            # For another request. One that is not waited for any more is not read a second time.
+            return all(time.monotonic() - read.began < _PATIENCE_S for read in self._reads.values())
+        num_tokens = found.num_tokens - num_in_ram
+        if not self._is_worth_it(num_tokens, len(on_disk)):
+            self._num_reads[request_id] = _MOST_READS
+            self._stats.count("disk_skipped_tokens", num_tokens)
+            return False
+        return self._read(index, request_id, found, on_disk, num_tokens, adapter)
+
+    def _lookup(
+        self, index: DiskIndex, request: Request, adapter: bytes, num_local_tokens: int, max_tokens: int
+    ) -> Hit | None:
+        def find(key: BlockHashWithGroupId) -> OnDisk | None:
+            content = content_key(key, adapter)
+            return OnDisk(key, content) if content in index else None
+
+        # Half of the pool at most: what is read must not push out its own head.
+        most = max(1, self._host.num_slots // 2)
+        while max_tokens > num_local_tokens:
+            found = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens, find)
+            if found is None:
+                return None
+            if sum(isinstance(block, OnDisk) for group in found.blocks for block in group) <= most:
+                return found
+            max_tokens = num_local_tokens + found.num_tokens // 2
+        return None
+
+    def _is_worth_it(self, num_tokens: int, num_blocks: int) -> bool:
+        num_bytes = num_blocks * self._stride
+        queued = sum(len(read.blocks) for read in self._reads.values()) * self._stride
+        if self._always or load_beats_recompute(
+            self._speeds, num_tokens=num_tokens, num_bytes=num_bytes, queued_bytes=0, disk_bytes=num_bytes + queued
+        ):
+            self._num_skipped = 0
+            return True
+        # Without reads nothing measures the disk, and one bad measurement would end them for good.
+        self._num_skipped += 1
+        return self._num_skipped % _PROBE_AFTER == 0
+
+    def _read(
+        self, index: DiskIndex, request_id: str, found: Hit, on_disk: Sequence[OnDisk], num_tokens: int, adapter: bytes
+    ) -> bool:
+        in_ram = [b for group in found.blocks for b in group if not isinstance(b, OnDisk) and not b.is_null]
+        self._host.read(in_ram)  # the part of the prefix that it continues must stay
+        blocks = self._host.allocate(len(on_disk))
+        self._host.release(in_ram)
+        if len(blocks) < len(on_disk):
+            self._host.release(blocks)
+            return False
+        entries = [entry for block in on_disk if (entry := index.get(block.content)) is not None]
+        if len(entries) < len(on_disk):
+            self._host.release(blocks)
+            return False
+        index.use([entry.key for entry in entries])
+        index.hold(entry.place for entry in entries)
+        # One that is neither here nor in RAM stays as it is on disk: what continues it counts as torn off.
+        parents = {content_key(b.key, adapter): b.key for b in on_disk}
+        parents |= {content_key(b.block_hash, adapter): b.block_hash for b in in_ram if b.block_hash is not None}
+        items = [
+            Stored(
+                slot,
+                block.key,
+                entry.num_tokens,
+                parents.get(entry.parent, BlockHashWithGroupId(entry.parent)) if entry.parent else None,
+                adapter,
+            )
+            for slot, block, entry in zip(blocks, on_disk, entries, strict=True)
+        ]
+        job_id = next(self._job_ids)
+        places = [entry.place for entry in entries]
+        self._reads[job_id] = _Read(blocks, items, places, num_tokens, time.monotonic())
+        self._reading.update(entry.key for entry in entries)
+        self._waiting[request_id] = job_id
+        self._num_reads[request_id] = self._num_reads.get(request_id, 0) + 1
+        digests = [[entry.digests[rank] for entry in entries] for rank in range(self._world_size)]
+        slots = [block.block_id - 1 for block in blocks]
+        self._planned.append(DiskReadJob(job_id, str(self._path), places, slots, digests))
+        return True
+
+    def _read_done(self, read: _Read) -> None:
+        index = self.index
+        assert index is not None
+        index.release(read.places)
+        contents = [content_key(item.key, item.adapter or b"") for item in read.items]
+        self._reading.difference_update(contents)
+        good = []
+        for position, item in enumerate(read.items):
+            if position in read.bad:
+                self._forget(contents[position])
+            if position in read.bad or read.abandoned or self._host.find(item.key) is not None:
+                self._host.release([item.block])
+            else:
+                good.append(item)
+        self._host.insert(good)
+        if read.bad:
+            self._stats.count("disk_bad_blocks", len(read.bad))
+            logger.warning(
+                "Overspill: %d of %d block(s) on disk did not hold what was written; they are recomputed",
+                len(read.bad), len(read.items),
+            )  # fmt: skip
+        if good:
+            self._stats.count("disk_hit_tokens", read.num_tokens * len(good) // len(read.items))
+
+    def _forget(self, content: bytes) -> None:
+        index = self._ready
+        if index is not None and (record := index.remove(content)) is not None:
+            self._append(record)
+
+    # Writing.
+
+    def evicted(self, block: KVCacheBlock, item: Stored, *, used_again: bool) -> KVCacheBlock | None:
+        """A block's content left RAM. Returns a block that may be reused now: this one, or one that waited to be
+        written for longest; None if this one keeps its slot until it is written."""
+        index = self._ready
+        if index is None or not used_again or item.adapter is None or content_key(item.key, item.adapter) in index:
+            return block
+        self._queue.append((block, item))
+        if len(self._queue) <= self._most_queued:
+            return None
+        self._stats.count("disk_dropped_blocks")
+        return self._queue.popleft()[0]
+
+    def plan(self, jobs: StepJobs) -> None:
+        """Add reads and writes to a step's jobs."""
+        jobs.disk_reads, self._planned = self._planned, []
+        while self._queue and len(self._writes) < _WRITES_IN_FLIGHT:
+            newest = [self._queue.pop() for _ in range(min(_WRITE_BLOCKS, len(self._queue)))]
+            job = self._start_write([block for block, _ in newest], [item for _, item in newest])
+            if job is not None:
+                jobs.disk_writes.append(job)
+
+    def _start_write(self, blocks: list[KVCacheBlock], items: list[Stored]) -> DiskWriteJob | None:
+        index = self._ready
+        places = index.take(len(blocks)) if index is not None else []
+        if len(places) < len(blocks):
+            self._stats.count("disk_dropped_blocks", len(blocks) - len(places))
+            self._host.release(blocks[len(places) :])
+            blocks, items = blocks[: len(places)], items[: len(places)]
+        if not blocks:
+            return None
+        self._make_room()
+        job_id = next(self._job_ids)
+        self._writes[job_id] = _Write(blocks, items, places)
+        return DiskWriteJob(job_id, str(self._path), [block.block_id - 1 for block in blocks], places)
+
+    def _make_room(self) -> None:
+        """KV of other keys goes before the bound is exceeded; not by the scheduler's thread, for it may take long."""
+        assert self.index is not None
+        room = self._bound - self.index.num_used * self._stride * self._world_size
+        if self._others_bytes > max(0, room):
+            self._others_bytes = 0
+            trim = self._folder.trim
+            threading.Thread(target=trim, args=(self._path, max(0, room)), name="overspill-disk-trim").start()
+
+    def _write_done(self, write: _Write) -> None:
+        index = self.index
+        assert index is not None
+        entries, unwritten = [], []
+        for position, (item, place) in enumerate(zip(write.items, write.places, strict=True)):
+            digests = [digest for rank in range(self._world_size) if (digest := write.digests[rank][position])]
+            content = content_key(item.key, item.adapter or b"")
+            is_written = len(digests) == self._world_size
+            if not is_written:
+                self._stats.count("disk_write_failures")
+            if not is_written or write.abandoned or content in index or place >= index.num_places:
+                unwritten.append(place)
+                continue
+            parent = content_key(item.parent, item.adapter or b"") if item.parent is not None else None
+            entries.append(Entry(content, parent, item.num_tokens, place, tuple(digests)))
+        index.give_back(unwritten)
+        # One content may be in two blocks.
+        unique = list({entry.key: entry for entry in entries}.values())
+        index.give_back({entry.place for entry in entries} - {entry.place for entry in unique})
+        if unique:
+            self._append(index.put(unique))
+        self._host.release(write.blocks)
+
+    def _append(self, records: Records) -> None:
+        assert self._journal is not None
+        try:
+            self._journal.append(records)
+        except OSError as error:
+            logger.warning_once("Overspill: the journal at %s cannot be written: %s", self._path, error)
+            self._stats.count("disk_write_failures", len(records))
+
+    def complete(self, report: StepReport) -> None:
+        """Process the workers' report of a step."""
+        self._limit(report.disk_full_at)
+        for job_id, bad in report.disk_read.items():
+            read = self._reads[job_id]
+            read.reports += len(bad)
+            read.bad.update(position for positions in bad.values() for position in positions)
+            if read.reports == self._world_size:
+                del self._reads[job_id]
+                self._read_done(read)
+        for job_id, digests in report.disk_written.items():
+            write = self._writes[job_id]
+            write.digests.update(digests)
+            if len(write.digests) == self._world_size:
+                del self._writes[job_id]
+                self._write_done(write)
+
+    def _limit(self, full_at: int | None) -> None:
+        if full_at is not None and self.index is not None and full_at < self.index.num_places:
+            self.index.limit(full_at)
+            logger.warning(
+                "Overspill: the disk is full: %s of the %s given by disk_bytes fit. Older KV makes room for newer.",
+                format_size(full_at * self._stride * self._world_size), format_size(self._bound),
+            )  # fmt: skip
+
+    def flush(self, write: Callable[[DiskWriteJob], StepReport], limit_s: float) -> int:
+        """Write everything in RAM that is not on disk, most recently used first; returns the blocks written.
+
+        `write` has all workers write a job, and returns their report. No step may run meanwhile.
+        """
+        deadline = time.monotonic() + limit_s
+        self.wait_until_open(limit_s)
+        index = self._ready
+        if index is None:
+            return 0
+        queued = list(self._queue)
+        self._queue.clear()
+        cached = self._host.by_last_use()[: index.num_places]
+        for block, _ in cached:
+            self._host.pin([block])
+        items = [pair for pair in [*reversed(queued), *cached] if self._is_unwritten(index, pair[1])]
+        index.use([content_key(item.key, item.adapter or b"") for _, item in cached])
+        self._host.release([block for block, item in queued if not self._is_unwritten(index, item)])
+        self._host.release([block for block, item in reversed(cached) if not self._is_unwritten(index, item)])
+        before, shown = len(index), time.monotonic()
+        if items:
+            num_bytes = len(items) * self._stride * self._world_size
+            logger.info("Overspill: writing %d block(s) of KV, %s, to disk", len(items), format_size(num_bytes))
+        for first in range(0, len(items), _FLUSH_BLOCKS):
+            part = items[first : first + _FLUSH_BLOCKS]
+            if time.monotonic() > deadline:
+                left = items[first:]
+                self._host.release([block for block, _ in left])
+                self._stats.count("disk_dropped_blocks", len(left))
+                logger.warning(
+                    "Overspill: %d block(s) of KV were not written to disk within %.0f s", len(left), limit_s
+                )
+                break
+            job = self._start_write([block for block, _ in part], [item for _, item in part])
+            if job is not None:
+                self.complete(write(job))
+            if time.monotonic() - shown > _PROGRESS_S:
+                shown = time.monotonic()
+                logger.info("Overspill: %d of %d block(s) of KV are written to disk", first + len(part), len(items))
+        return len(index) - before
+
+    def _is_unwritten(self, index: DiskIndex, item: Stored) -> bool:
+        return item.adapter is not None and content_key(item.key, item.adapter) not in index
+
+    # Ends.
+
+    def finished(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+        self._num_reads.pop(request_id, None)
+
+    def is_busy(self) -> bool:
+        return bool(self._reads or self._writes or self._queue or self._planned)
+
+    def reset(self) -> None:
+        """RAM was cleared: what is being read for it, and what left it before, is not to be used."""
+        for job in (*self._reads.values(), *self._writes.values()):
+            job.abandoned = True
+        queued, self._queue = self._queue, deque()
+        self._host.release([block for block, _ in queued])
+
+    def detach(self, reason: str) -> None:
+        """Neither read nor write any more: KV computed from now on may not be that of the key. What is on disk stays,
+        for the next start."""
+        if not self._detached:
+            self._detached = reason
+            logger.warning("Overspill: the disk is not used any more until the next start: %s", reason)
+
+    def clear(self) -> None:
+        """Forget everything on disk, and detach."""
+        if self._journal is not None and self.index is not None:
+            self._journal.replace(self.index.records()[:0])
+        self.detach("the KV cache was reset")
+
+    def take_stats(self) -> None:
+        used = len(self.index) * self._stride * self._world_size if self.index is not None else 0
+        if used != self._shown:
+            self._shown = used
+            self._stats.gauge("disk_used_bytes", used)
+
+    def close(self) -> None:
+        self._opening.join()
+        if self._journal is not None:
+            self._journal.close()
+        self._folder.close()
