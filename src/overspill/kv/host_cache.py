@@ -213,9 +213,21 @@ class HostCache:
             self._used_again[block.block_id] = 1
 
     def by_last_use(self) -> list[tuple[KVCacheBlock, Stored]]:
-        """All content, most recently used first, and of a prefix the head first."""
-        held = [(self.pool.blocks[i], item) for i, item in enumerate(self._items) if item is not None]
-        return sorted(held, key=lambda pair: -self.pool.order.last_use(pair[0]))
+        """All content, the prefixes used most recently first, each from its head."""
+        last_use = self.pool.order.last_use
+        held = [block for block in self.pool.blocks if self._items[block.block_id] is not None]
+        found: dict[int, tuple[KVCacheBlock, Stored]] = {}
+        for block in sorted(held, key=last_use, reverse=True):
+            prefix: list[tuple[KVCacheBlock, Stored]] = []
+            above: KVCacheBlock | None = block
+            while above is not None and above.block_id not in found:
+                item = self._items[above.block_id]
+                if item is None:
+                    break
+                prefix.append((above, item))
+                above = self.find(item.parent) if item.parent is not None else None
+            found |= {pair[0].block_id: pair for pair in reversed(prefix)}
+        return list(found.values())
 
     def insert(self, stored: Sequence[Stored]) -> None:
         """Make stored content findable, and drop the stores' references."""

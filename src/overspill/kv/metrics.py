@@ -54,6 +54,11 @@ GAUGES = {
     "spill_link_bytes_per_second": "Speed at which spilled KV was last streamed to the GPU",
 }
 
+_SHOWN = (
+    "hit_tokens", "disk_hit_tokens", "load_failures", "corrupt_blocks", "disk_bad_blocks", "stores_dropped_blocks",
+    "store_failures",
+)  # fmt: skip
+
 
 @dataclass
 class OverspillStats(KVConnectorStats):
@@ -98,15 +103,7 @@ class OverspillStats(KVConnectorStats):
         if data.get("spilled_steps"):
             line["spilled steps"] = data["spilled_steps"]
             line["spill MB per step"] = round(data.get("spill_in_bytes", 0) / 1e6 / data["spilled_steps"], 1)
-        for name in (
-            "hit_tokens",
-            "load_failures",
-            "corrupt_blocks",
-            "disk_hit_tokens",
-            "disk_bad_blocks",
-            "stores_dropped_blocks",
-            "store_failures",
-        ):
+        for name in _SHOWN:
             if data.get(name):
                 line[name.replace("_", " ")] = data[name]
         if "pool_used_bytes@0" in data:

@@ -76,9 +76,12 @@ class Folder:
         (path / _FACTS).write_text(json.dumps(facts, indent=1, sort_keys=True, default=str))
         return path
 
-    def trim(self, own: Path, room: int) -> int:
-        """Delete KV of other keys, least recently used first, until what is left takes at most `room`; returns that."""
-        others = [kept for kept in kept_in(self.root) if kept.path != own]
+    def trim(self, own: Path, own_bytes: int, bound: int) -> int:
+        """Delete KV of other keys, least recently used first, until all fits the bound, the own being or becoming as
+        large as `own_bytes`; returns what is left of the others."""
+        kept_now = kept_in(self.root)
+        room = bound - max(own_bytes, *(kept.num_bytes for kept in kept_now if kept.path == own), 0)
+        others = [kept for kept in kept_now if kept.path != own]
         total = sum(kept.num_bytes for kept in others)
         for kept in sorted(others, key=lambda kept: kept.used_at):
             if total <= room:

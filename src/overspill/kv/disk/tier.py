@@ -154,7 +154,7 @@ class DiskTier:
             facts = model_facts(vllm_config, kv_cache_config, Digests(self._path / "digests.json"))
             identity = identity_of(facts)
             path = self._folder.open(identity, facts)
-            self._others_bytes = self._folder.trim(path, self._bound)
+            self._others_bytes = self._folder.trim(path, 0, self._bound)
             journal = Journal(path / JOURNAL, identity, self._world_size)
             records = journal.open()
             index = DiskIndex.load(records, self._num_places, self._world_size)
@@ -268,16 +268,10 @@ class DiskTier:
         # One that is neither here nor in RAM stays as it is on disk: what continues it counts as torn off.
         parents = {content_key(b.key, adapter): b.key for b in on_disk}
         parents |= {content_key(b.block_hash, adapter): b.block_hash for b in in_ram if b.block_hash is not None}
-        items = [
-            Stored(
-                slot,
-                block.key,
-                entry.num_tokens,
-                parents.get(entry.parent, BlockHashWithGroupId(entry.parent)) if entry.parent else None,
-                adapter,
-            )
-            for slot, block, entry in zip(blocks, on_disk, entries, strict=True)
-        ]
+        items = []
+        for slot, block, entry in zip(blocks, on_disk, entries, strict=True):
+            parent = parents.get(entry.parent, BlockHashWithGroupId(entry.parent)) if entry.parent else None
+            items.append(Stored(slot, block.key, entry.num_tokens, parent, adapter))
         job_id = next(self._job_ids)
         places = [entry.place for entry in entries]
         self._reads[job_id] = _Read(blocks, items, places, num_tokens, time.monotonic())
@@ -358,11 +352,15 @@ class DiskTier:
     def _make_room(self) -> None:
         """KV of other keys goes before the bound is exceeded; not by the scheduler's thread, for it may take long."""
         assert self.index is not None
-        room = self._bound - self.index.num_used * self._stride * self._world_size
-        if self._others_bytes > max(0, room):
+        if not self._others_bytes:
+            return
+        whole = places_per_segment(self._stride)
+        num_places = min(-(-self.index.num_used // whole) * whole, self._num_places)
+        own_bytes = num_places * self._stride * self._world_size
+        if own_bytes + self._others_bytes > self._bound:
+            trimmed = self._folder.trim, self._path, own_bytes, self._bound
             self._others_bytes = 0
-            trim = self._folder.trim
-            threading.Thread(target=trim, args=(self._path, max(0, room)), name="overspill-disk-trim").start()
+            threading.Thread(target=trimmed[0], args=trimmed[1:], name="overspill-disk-trim").start()
 
     def _write_done(self, write: _Write) -> None:
         index = self.index
@@ -475,8 +473,10 @@ class DiskTier:
 
     def reset(self) -> None:
         """RAM was cleared: what is being read for it, and what left it before, is not to be used."""
-        for job in (*self._reads.values(), *self._writes.values()):
-            job.abandoned = True
+        for read in self._reads.values():
+            read.abandoned = True
+        for write in self._writes.values():
+            write.abandoned = True
         queued, self._queue = self._queue, deque()
         self._host.release([block for block, _ in queued])
 
