@@ -25,6 +25,7 @@ def test_every_option_can_be_set() -> None:
         "reserve_bytes": "1GiB", "spill_bytes": "2GiB", "resident_bytes": "3GiB", "spill_share": 0.25,
         "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 8, "spill_graphs": False, "park": True,
         "ledger": "/run/overspill/gpu.ledger", "ledger_bytes": 2**30, "ledger_weight": 2,
+        "disk_bytes": "1GiB", "disk_path": "/var/cache/kv",
     }  # fmt: skip
     options = Options.parse(written)
     assert {*written, "pin"} == {f.name for f in fields(Options)}
@@ -55,7 +56,9 @@ def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
         ({"lazy_offload": True}, 'use "store": "lazy" for true'),
         ({"eviction_policy": "arc"}, "called eviction"),
         ({"block_size": 16}, "--block-size"),
-        ({"disk_path": "/kv"}, "RAM and nowhere else"),
+        ({"disk_capacity_bytes": 5}, "called disk_bytes"),
+        ({"max_local_disk_size": 100}, '"100GiB"'),
+        ({"remote_url": "redis://kv"}, "to local disk, and nowhere else"),
         ({"max_local_cpu_size": 5}, '"host_bytes": "10GiB"'),
         ({"lmcache.max_local_cpu_size": 5}, '"host_bytes": "10GiB"'),
         ({"lmcache.mp.port": 5555}, "LMCache's; remove it"),
@@ -90,7 +93,7 @@ def test_vllms_own_connectors_have_no_option_that_gets_no_answer() -> None:
     asked = r"extra_config(?:\.get\(|\[)\s*\"(\w+)\""
     named = {name for file in files for name in re.findall(asked, file.read_text())}
     assert {"cpu_bytes_to_use", "lazy_offload", "eviction_policy"} <= named
-    assert named <= ELSEWHERE.keys()
+    assert named <= ELSEWHERE.keys() | {f.name for f in fields(Options)}
 
 
 def test_a_missing_size_is_asked_for() -> None:
@@ -157,3 +160,16 @@ def test_every_option_is_described() -> None:
     assert [row[0] for row in rows] == [f.name for f in fields(Options)]
     assert dict((row[0], row[1]) for row in rows)["pin"] == "true"
     assert all(len(row[2]) > 40 for row in rows)
+
+
+@pytest.mark.parametrize("path", ["kv", "./kv", "../kv", "/kv/../etc", "/a,b", "", "/a\nb", 7, None])
+def test_a_disk_path_that_is_no_absolute_folder_is_refused(path: object) -> None:
+    with pytest.raises(OverspillError, match=r"'disk_path'.*absolute path of a folder, without \.\. or commas"):
+        Options.parse({"host_bytes": "1GiB", "disk_bytes": "1GiB", "disk_path": path})
+
+
+def test_a_disk_needs_ram_and_a_path_needs_a_disk() -> None:
+    with pytest.raises(OverspillError, match=r"'disk_bytes'.*does nothing without host_bytes"):
+        Options.parse({"spill_bytes": "1GiB", "disk_bytes": "1GiB"})
+    with pytest.raises(OverspillError, match=r"'disk_path'.*does nothing without disk_bytes"):
+        Options.parse({"host_bytes": "1GiB", "disk_path": "/kv"})

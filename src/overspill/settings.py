@@ -17,6 +17,7 @@ from typing import Any
 
 from overspill.flags import hide_in_text, read_flags, refuse_secrets
 from overspill.kv.errors import OverspillError
+from overspill.kv.options import parse_folder
 from overspill.kv.sizes import GiB, MiB, exact_size, format_size, parse_size
 from overspill.model.pages import KV_CACHE_DTYPE_BYTES
 from overspill.planning.connector_options import read_options, write_options
@@ -113,6 +114,10 @@ def _text(text: object) -> str:
 
 def _kv_options(text: object) -> str:
     return write_options(read_options(_text(text)))
+
+
+def _folder(text: object) -> str:
+    return str(parse_folder(text))
 
 
 def _flag(text: object) -> bool:
@@ -311,6 +316,14 @@ TABLE = (
     Setting(
         "kv_options", Kind(_kv_options, example="store=lazy,verify=all", max_length=200), None,
         "How KV is kept in RAM, beside the sizes that the plan finds: `store=lazy,eviction=arc,verify=all`.",
+    ),
+    Setting(
+        "disk", SIZE, None,
+        "Disk for KV that leaves RAM and for all of it at a stop, found again after a restart; without it, none.",
+    ),
+    Setting(
+        "disk_path", Kind(_folder, example="/var/cache/overspill", max_length=1024), None,
+        "Folder for `--disk`, for one server at a time; without it, one in the user's cache folder for each model.",
     ),
     Setting(
         "spill_compute", Kind(_one_of("auto", "gpu"), example="gpu"), None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import overspill
+from overspill.cli.caches import cache
 from overspill.cli.engines import logs, park, ps, stop, wake
 from overspill.cli.launching import PASS_ON, config, plan, serve
 from overspill.cli.managing import manager
@@ -39,6 +40,7 @@ app.command(epilog="Example: overspill stop Qwen/Qwen3-8B")(stop)
 app.command(epilog="Example: overspill park Qwen/Qwen3-8B")(park)
 app.command(epilog="Example: overspill wake Qwen/Qwen3-8B")(wake)
 app.command(epilog="Example: overspill logs Qwen/Qwen3-8B --follow")(logs)
+app.add_typer(cache, name="cache")
 app.add_typer(manager, name="manager")
 app.add_typer(models, name="models")
 app.add_typer(results, name="results")

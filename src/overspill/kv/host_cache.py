@@ -60,6 +60,9 @@ class HostPool(BlockPool):
         # not only the part beyond: chunked attention counts positions from its start.
         self.on_gpu: frozenset[BlockHash] = frozenset()
         self.find_on_disk: FindOnDisk | None = None  # in lookups that go on to disk
+        # By block id: what it holds, and whether that was used after it was stored.
+        self.items: list[Stored | None] = [None] * num_blocks
+        self.used_again = bytearray(num_blocks)
 
     def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
         if block_hash in self.on_gpu:
@@ -105,6 +108,8 @@ class Hit:
 class HostCache:
     """Host blocks by content. Block id n is host slot n - 1: id 0 is vLLM's null block and has no memory."""
 
+    on_evict: OnEvict | None = None
+
     def __init__(
         self, *, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_slots: int, eviction: Eviction
     ) -> None:
@@ -123,9 +128,6 @@ class HostCache:
             and not self.coordinator.eagle_group_ids
         )
         self.num_slots = num_slots
-        self._items: list[Stored | None] = [None] * (num_slots + 1)  # by block id
-        self._used_again = bytearray(num_slots + 1)
-        self.on_evict: OnEvict | None = None
 
     @property
     def num_free(self) -> int:
@@ -201,27 +203,27 @@ class HostCache:
     def _forget(self, block: KVCacheBlock) -> tuple[Stored | None, bool]:
         """What a block that is evicted held, and whether it was used after it was stored. Its parent was used, too:
         refreshing the tail of a prefix refreshes all of it."""
-        item, used_again = self._items[block.block_id], bool(self._used_again[block.block_id])
-        self._items[block.block_id] = None
-        self._used_again[block.block_id] = 0
+        item, used_again = self.pool.items[block.block_id], bool(self.pool.used_again[block.block_id])
+        self.pool.items[block.block_id] = None
+        self.pool.used_again[block.block_id] = 0
         if used_again and item is not None and item.parent is not None:
             self._mark_used([parent] if (parent := self.find(item.parent)) is not None else ())
         return item, used_again
 
     def _mark_used(self, blocks: Iterable[KVCacheBlock]) -> None:
         for block in blocks:
-            self._used_again[block.block_id] = 1
+            self.pool.used_again[block.block_id] = 1
 
     def by_last_use(self) -> list[tuple[KVCacheBlock, Stored]]:
         """All content, the prefixes used most recently first, each from its head."""
         last_use = self.pool.order.last_use
-        held = [block for block in self.pool.blocks if self._items[block.block_id] is not None]
+        held = [block for block in self.pool.blocks if self.pool.items[block.block_id] is not None]
         found: dict[int, tuple[KVCacheBlock, Stored]] = {}
         for block in sorted(held, key=last_use, reverse=True):
             prefix: list[tuple[KVCacheBlock, Stored]] = []
             above: KVCacheBlock | None = block
             while above is not None and above.block_id not in found:
-                item = self._items[above.block_id]
+                item = self.pool.items[above.block_id]
                 if item is None:
                     break
                 prefix.append((above, item))
@@ -234,7 +236,7 @@ class HostCache:
         order = self.pool.order
         for item in stored:
             block, key, num_tokens, parent, _ = item
-            self._items[block.block_id] = item
+            self.pool.items[block.block_id] = item
             insert_hash(self.pool, key, block, num_tokens)
             order.insert(block, self.find(parent) if parent is not None else None, parent)
         # Together, so that only the tails are leaves.
@@ -267,8 +269,8 @@ class HostCache:
         dropped = 0
         for block in blocks:
             if block.block_hash is not None:
-                self._items[block.block_id] = None
-                self._used_again[block.block_id] = 0
+                self.pool.items[block.block_id] = None
+                self.pool.used_again[block.block_id] = 0
                 self.pool.order.forget(block)
                 self.pool.evict_blocks({block.block_id})
                 dropped += 1

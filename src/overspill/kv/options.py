@@ -42,12 +42,12 @@ def _path(value: object) -> str:
     return value
 
 
-def _folder(value: object) -> str:
-    """An absolute path, with the home of `~`."""
+def parse_folder(value: object) -> str:
+    """An absolute path, with the home of `~`; without commas, which divide options in a flag."""
     path = os.path.expanduser(value) if isinstance(value, str) else ""
-    if not os.path.isabs(path) or not path.isprintable() or os.path.normpath(path) != path.rstrip("/"):
-        raise OverspillError(f"must be the absolute path of a folder, without .. in it, got {value!r:.80}")
-    return path
+    if not path.startswith("/") or "," in path or not path.isprintable() or ".." in path.split("/"):
+        raise OverspillError(f"must be the absolute path of a folder, without .. or commas in it, got {value!r:.80}")
+    return os.path.normpath(path)
 
 
 def _one_of(*choices: str) -> Callable[[object], str]:
@@ -188,7 +188,7 @@ class Options:
         needs="host_bytes",
     )
     disk_path: str = _option(
-        _folder,
+        parse_folder,
         "",
         "Folder for `disk_bytes`, for one server at a time. Without it, one in the user's cache folder, by the model's "
         "name.",

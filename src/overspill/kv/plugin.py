@@ -37,12 +37,12 @@ _STABLE_HASHES = ("sha256", "sha256_cbor")
 
 
 class StopTimeout(int):
-    """A `shutdown_timeout` of 50 s, for KV that is written to disk at a stop, and not for requests to end.
+    """A `shutdown_timeout` of 40 s, for KV that is written to disk at a stop, and not for requests to end.
 
     vLLM kills an engine core that has not ended after that time; its default is at once.
     """
 
-    def __new__(cls, seconds: int = 50) -> "StopTimeout":
+    def __new__(cls, seconds: int = 40) -> "StopTimeout":
         return super().__new__(cls, seconds)
 
 

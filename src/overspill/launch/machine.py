@@ -76,7 +76,12 @@ def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
 def _kv_options(settings: Mapping[str, Any]) -> str:
     """The connector's options: of `kv_options`, and those with a setting of their own, which wins."""
     own = {field.name: settings[field.name] for field in fields(Options) if settings.get(field.name) is not None}
-    return write_options({**read_options(settings.get("kv_options") or ""), **own})
+    if settings.get("disk") is not None:
+        own["disk_bytes"] = settings["disk"]
+    options = {**read_options(settings.get("kv_options") or ""), **own}
+    if not options.get("disk_bytes"):
+        options.pop("disk_path", None)  # config.toml may name a folder for all models, those without a disk too
+    return write_options(options)
 
 
 def require_possible(wishes: Wishes, gpu: Gpu) -> None:

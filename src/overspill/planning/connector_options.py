@@ -44,9 +44,12 @@ def write_options(options: Mapping[str, Any]) -> str:
 
 def used_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
     """Those that do something where only these of host_bytes and spill_bytes are given."""
-    needs = {name: _FIELDS[name].metadata["needs"] for name in options}
-    there = {*sizes, *options}
-    return {name: value for name, value in options.items() if needs[name] in there or (sizes and not needs[name])}
+
+    def is_used(name: str) -> bool:
+        needs = _FIELDS[name].metadata["needs"]
+        return bool(sizes) if not needs else needs in sizes or (bool(options.get(needs)) and is_used(needs))
+
+    return {name: value for name, value in options.items() if is_used(name)}
 
 
 def unused_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:

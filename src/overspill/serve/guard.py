@@ -25,6 +25,8 @@ from overspill.processes import below, exit_code_of, kill, read_process, signal_
 # vLLM ends within a second or two; a worker inside a kernel may not. A worker that is still starting has nothing to
 # save, and its server waits for it in vain.
 PATIENCE_S, PATIENCE_WHILE_STARTING_S = 20.0, 3.0
+# With a disk, an engine that stops writes what is in RAM; a little more than `overspill.kv.plugin.StopTimeout`.
+PATIENCE_WITH_DISK_S = 45.0
 READY = b"r"
 # A server whose core is dead answers its clients, and may end by itself; then it is terminated, and then killed.
 _FAREWELL_S, _PATIENCE_WITHOUT_CORE_S = 1.0, 2.0
@@ -59,9 +61,14 @@ def main(command: Sequence[str]) -> int:
         if 0 in ready:
             if not (message := os.read(0, 512)):
                 break
-            patience = PATIENCE_S if READY in message else patience
+            patience = patience_with(command) if READY in message else patience
         cores.look(is_starting=patience == PATIENCE_WHILE_STARTING_S or 0 in ready)
     return stop(server, patience)
+
+
+def patience_with(command: Sequence[str]) -> float:
+    """Seconds that a server may take to end."""
+    return PATIENCE_WITH_DISK_S if any('"disk_bytes"' in word for word in command) else PATIENCE_S
 
 
 class _Cores:

@@ -15,7 +15,7 @@ from overspill.errors import CannotServe
 from overspill.launch import vllm as plugins
 from overspill.processes import in_session, kill, wait_until_none
 from overspill.serve.engine_report import VARIABLE, Phase, Report, earliest, read
-from overspill.serve.guard import PATIENCE_S, READY
+from overspill.serve.guard import READY, patience_with
 from overspill.serve.log import Log, epitaph
 
 _POLL_S = 0.2
@@ -39,6 +39,7 @@ class Server:
         self.address, self.log_file, self.is_planned = address, log_file, is_planned
         self.phase = Phase.STARTING
         self.was_asked_to_stop = False
+        self._patience_s = patience_with(command)
         self._began = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="overspill-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
@@ -133,7 +134,7 @@ class Server:
     def stop(self) -> None:
         """Until no process is left, the guard being alive or not."""
         self.ask_to_stop()
-        self.wait(PATIENCE_S + _SLACK_S)
+        self.wait(self._patience_s + _SLACK_S)
         while left := in_session(self.session):
             kill(left)
             wait_until_none(lambda: in_session(self.session), 1.0)

@@ -13,7 +13,7 @@ from overspill.kv.vllm_api import before_engine_shutdown, call_workers, connecto
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 # Seconds that a stop may take for it, less than `StopTimeout`.
-FLUSH_S = 45.0
+FLUSH_S = 35.0
 
 
 def flush_at_shutdown(vllm_config: VllmConfig) -> None:

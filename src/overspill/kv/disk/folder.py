@@ -55,6 +55,8 @@ class Folder:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if root.stat().st_uid != os.geteuid():
                 raise OverspillError(f"{root} belongs to another user; give another disk_path")
+            if not (root / _LOCK).exists() and any(root.iterdir()):
+                raise OverspillError(f"{root} holds other files; give a disk_path that is empty or does not exist yet")
             root.chmod(0o700)  # prompts can be read from KV
             self._lock = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
