@@ -31,7 +31,7 @@ def _flush(core: Any) -> None:
         try:
             num_blocks = connector.flush_disk(core, FLUSH_S)
         except Exception as error:  # a stop goes on whatever happens
-            logger.warning("Overspill: KV in RAM was not written to disk: %r", error)
+            logger.warning("Overspill: KV in RAM was not written to disk: %s", repr(error))
         else:
             if num_blocks:
                 logger.info("Overspill: %d block(s) of KV were written to disk", num_blocks)
