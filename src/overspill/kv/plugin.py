@@ -164,8 +164,7 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
             '"kv_load_failure_policy": "recompute": add it'
         )
     _check_model(vllm_config)
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if options.disk_bytes and algorithm not in _STABLE_HASHES:
+    if options.disk_bytes and (algorithm := vllm_config.cache_config.prefix_caching_hash_algo) not in _STABLE_HASHES:
         raise OverspillError(
             f"KV on disk is found by block hashes, and those of {algorithm} change with every start: use "
             "--prefix-caching-hash-algo sha256, or remove disk_bytes"

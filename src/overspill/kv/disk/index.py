@@ -1,7 +1,6 @@
 """The index of a disk folder: which content is at which place, and which place is reused next. No I/O."""
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,7 +27,8 @@ class DiskIndex:
         self._stamps = np.zeros(num_places, np.int64)  # of the last use
         self._clock = 0
         self._places: dict[bytes, int] = {}  # by key
-        self._continuations: dict[bytes, int] = {}  # entries that continue a key
+        self._continuations = np.zeros(num_places, np.int32)  # entries that continue the content of a place
+        self._orphans: dict[bytes, int] = {}  # the same for content that is not here
         self._leaves: list[tuple[int, int, bytes]] = []  # heap of stamp, place, key; may hold stale ones
         self._next = 0  # places from here on were never used
         self._empty: list[int] = []
@@ -58,19 +58,45 @@ class DiskIndex:
         index._next = int(places.max()) + 1 if len(places) else 0
         index._records[places] = records
         index._stamps[places] = np.arange(1, len(records) + 1)
-        keys = _split(records["key"].tobytes())
+        raw = records["key"].tobytes()
+        keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         index._places = dict(zip(keys, places.tolist(), strict=True))
         index._places.pop(NO_KEY, None)
         kept = records if len(index._places) == len(keys) else index.records()
-        index._continuations = dict(Counter(_split(kept["parent"].tobytes())))
-        continued, stamps = index._continuations, index._stamps
-        leaves = ((key, place) for key, place in index._places.items() if key not in continued)
-        index._leaves = [(int(stamps[place]), place, key) for key, place in leaves]
+        index._count_continuations(kept)
+        leaves = kept["place"][index._continuations[kept["place"]] == 0].tolist()
+        index._leaves = [(int(index._stamps[place]), place, index._records[place]["key"].tobytes()) for place in leaves]
         heapq.heapify(index._leaves)
         used = np.zeros(index._next, bool)
         used[kept["place"]] = True
         index._empty = np.flatnonzero(~used)[::-1].tolist()
         return index
+
+    def _count_continuations(self, records: Records) -> None:
+        """By the first bytes of their hashes, sorted: looking up a million keys one by one would take a second."""
+        heads = np.ascontiguousarray(records["key"]).view("u1").reshape(-1, KEY_BYTES)
+        parents = np.ascontiguousarray(records["parent"]).view("u1").reshape(-1, KEY_BYTES)
+        short, wanted = (np.ascontiguousarray(keys[:, :8]).view("<u8").ravel() for keys in (heads, parents))
+        order, asked = np.argsort(short), np.argsort(wanted)
+        # Both sorted: a search in random order would miss every cache.
+        at = np.minimum(np.searchsorted(short[order], wanted[asked]), max(0, len(order) - 1))
+        found = np.empty(len(records), np.int64)
+        found[asked] = order[at]
+        is_here = (heads[found] == parents).all(axis=1)
+        np.add.at(self._continuations, records["place"][found[is_here]], 1)
+        for record in records[~is_here & parents.any(axis=1)]:
+            # Another key may begin with the same bytes.
+            self._continue(record["parent"].tobytes(), 1)
+
+    def _continue(self, parent: bytes, more: int) -> None:
+        """Count entries that continue `parent`."""
+        place = self._places.get(parent)
+        if place is not None:
+            self._continuations[place] += more
+        elif parent != NO_KEY:
+            self._orphans[parent] = self._orphans.get(parent, 0) + more
+            if not self._orphans[parent]:
+                del self._orphans[parent]
 
     def get(self, key: bytes) -> Entry | None:
         place = self._places.get(key)
@@ -119,7 +145,7 @@ class DiskIndex:
 
     def _is_leaf(self, leaf: tuple[int, int, bytes]) -> bool:
         stamp, place, key = leaf
-        return self._places.get(key) == place and self._stamps[place] == stamp and key not in self._continuations
+        return self._places.get(key) == place and self._stamps[place] == stamp and not self._continuations[place]
 
     def put(self, entries: Sequence[Entry]) -> Records:
         """Content that was written to places taken before, in prefix order; returns what to append to the journal."""
@@ -128,7 +154,8 @@ class DiskIndex:
             self._held.discard(place)
             self._records[place] = (key, parent or NO_KEY, num_tokens or 0, place, digests)
             self._places[key] = place
-            self._continuations[parent or NO_KEY] = self._continuations.get(parent or NO_KEY, 0) + 1
+            self._continuations[place] = self._orphans.pop(key, 0)
+            self._continue(parent or NO_KEY, 1)
         self.use([entry.key for entry in entries])
         return self._records[[entry.place for entry in entries]]
 
@@ -156,7 +183,7 @@ class DiskIndex:
 
     def _offer(self, key: bytes, place: int) -> None:
         """Make a leaf a candidate."""
-        if key in self._continuations:
+        if self._continuations[place]:
             return
         heapq.heappush(self._leaves, (int(self._stamps[place]), place, key))
         # Every use leaves a stale entry behind; bound their number.
@@ -191,15 +218,11 @@ class DiskIndex:
     def _forget(self, key: bytes) -> None:
         place = self._places.pop(key)
         parent: bytes = self._records[place]["parent"].tobytes()
-        self._continuations[parent] -= 1
-        if self._continuations[parent]:
-            return
-        del self._continuations[parent]
-        if (above := self._places.get(parent)) is not None:
+        if self._continuations[place]:
+            self._orphans[key] = int(self._continuations[place])
+            self._continuations[place] = 0
+        self._continue(parent, -1)
+        if (above := self._places.get(parent)) is not None and not self._continuations[above]:
             # The parent was as useful as what continued it.
             self._stamps[above] = max(self._stamps[above], self._stamps[place])
             self._offer(parent, above)
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
