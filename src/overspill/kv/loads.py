@@ -91,9 +91,10 @@ class Loads:
             # Another request is loading the same blocks; when it is done they are a hit on the GPU. Checked
             # first: many requests may wait for one long prefix, and vLLM calls for all of them in every pass.
             return None, False
-        hit = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
-        if self._disk is not None and self._disk.wants(request, num_local_tokens, max_tokens, hit):
+        # Before the lookup, since it may evict.
+        if self._disk is not None and self._disk.wants(request, num_local_tokens, max_tokens):
             return None, False
+        hit = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
         blocks = self._blocks_of(hit) if hit is not None else []
         if hit is None or not blocks:
             return 0, False

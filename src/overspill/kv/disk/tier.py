@@ -192,8 +192,8 @@ class DiskTier:
 
     # Reading.
 
-    def wants(self, request: Request, num_local_tokens: int, max_tokens: int, hit: Hit | None) -> bool:
-        """Whether the request should wait for blocks that are read from disk."""
+    def wants(self, request: Request, num_local_tokens: int, max_tokens: int) -> bool:
+        """Whether the request should wait for blocks that are read from disk. May evict from RAM to make room."""
         request_id = request.request_id
         read = self._reads.get(self._waiting.get(request_id, -1))
         if read is not None:
@@ -202,17 +202,18 @@ class DiskTier:
         index, adapter = self._ready, self.adapters.of(request)
         if index is None or not len(index) or adapter is None or self._num_reads.get(request_id, 0) >= _MOST_READS:
             return False
-        num_in_ram = hit.num_tokens if hit is not None else 0
-        if num_local_tokens + num_in_ram + self._host.block_size > max_tokens:
-            return False
         found = self._lookup(index, request, adapter, num_local_tokens, max_tokens)
-        if found is None or found.num_tokens <= num_in_ram:
+        blocks = found.blocks if found is not None else ()
+        on_disk = [block for group in blocks for block in group if isinstance(block, OnDisk)]
+        if found is None or not on_disk:
             return False
-        on_disk = [block for group in found.blocks for block in group if isinstance(block, OnDisk)]
+        in_ram = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
+        num_tokens = found.num_tokens - (in_ram.num_tokens if in_ram is not None else 0)
+        if num_tokens <= 0:
+            return False
         if any(block.content in self._reading for block in on_disk):
             # For another request. One that is not waited for any more is not read a second time.
             return all(time.monotonic() - read.began < _PATIENCE_S for read in self._reads.values())
-        num_tokens = found.num_tokens - num_in_ram
         if not self._is_worth_it(num_tokens, len(on_disk)):
             self._num_reads[request_id] = _MOST_READS
             self._stats.count("disk_skipped_tokens", num_tokens)
@@ -501,6 +502,7 @@ class DiskTier:
 
     def close(self) -> None:
         self._opening.join()
+        self._detached = self._detached or "closed"
         if self._journal is not None:
             self._journal.close()
         self._folder.close()
