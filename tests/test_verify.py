@@ -26,7 +26,7 @@ from overspill.verify.scenarios import read_request
 from tests.command import run_overspill
 
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--ram", "6GiB", "--enforce-eager")
-OFFLOAD = ("returning", "preempted", "aborted", "damaged", "failed-load", "killed")
+OFFLOAD = ("returning", "preempted", "aborted", "damaged", "failed-load", "killed", "stopped", "torn")
 SPILL = ("spilled", "spilled-and-offloaded", "shared-attention")
 
 
@@ -67,6 +67,8 @@ def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None
     assert scenarios["damaged"]["faults_injected"] == scenarios["damaged"]["faults_caught"] == 2
     assert scenarios["damaged"]["sensitive"] is True, "the model does not notice damage, so it proves nothing"
     assert scenarios["failed-load"]["faults_injected"] == scenarios["failed-load"]["faults_caught"] == 2
+    assert scenarios["torn"]["faults_injected"] == scenarios["torn"]["faults_caught"] == 1
+    assert all(scenarios[name]["figures"]["disk_hit_tokens"] > 0 for name in ("stopped", "torn"))
     assert scenarios["preempted"]["figures"]["preemptions"] > 0
     assert (
         scenarios["aborted"]["figures"]["aborted_loads"] > 0 and scenarios["aborted"]["figures"]["aborted_stores"] > 0
@@ -160,7 +162,19 @@ NEVER_FAR = """
     from overspill.kv.spill.scheduler import SpillScheduler
     SpillScheduler._split = lambda self, *args: 0
 """
+UNCHECKED_DISK = """
+    from overspill.kv.disk.segments import DiskWorker
+    read = DiskWorker._read
+    def unchecked(self, segments, call, positions, digests):
+        part = read(self, segments, call, positions, digests)
+        part.bad = []
+        for _, slot in call:
+            self._checksums.note(slot, self._checksums.digest(slot))
+        return part
+    DiskWorker._read = unchecked
+"""
 BUGS = {
+    "a disk whose checksums are skipped": (UNCHECKED_DISK, "torn", "answers differ"),
     "a dropped block": (DROPPED_BLOCK, "returning", "answers differ"),
     "a flipped byte": (FLIPPED_BYTE, "returning", "answers differ"),
     "a skipped wait": (SKIPPED_WAIT, "returning", "answers differ"),

@@ -13,6 +13,8 @@ _TROUBLE = {
     "corrupt_blocks": "block(s) in RAM no longer held what was stored",
     "load_failures": "load(s) failed",
     "store_failures": "store(s) failed",
+    "disk_bad_blocks": "block(s) on disk did not hold what was written",
+    "disk_write_failures": "block(s) could not be written to disk",
 }
 
 

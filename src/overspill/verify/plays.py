@@ -3,11 +3,16 @@
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from overspill.kv.copies import Ids, PlainCopier, Transfer
+from overspill.kv.disk import tier
+from overspill.kv.disk.segments import places_per_segment, segment_path
+from overspill.kv.errors import OverspillError
+from overspill.kv.jobs import DiskReadJob
 from overspill.kv.spill import scheduler as spill_scheduler
 from overspill.kv.vllm_api import override_backend
 from overspill.verify.inprocess import LOAD_FORMAT, Engine, arguments_of
@@ -17,6 +22,7 @@ from overspill.verify.workload import Answer, Ask, Played, Reference, Script, Wo
 _LOGPROBS = 5
 # As a number it is not 0 in any dtype, so what is read where nothing was written changes the answer.
 _SCRAMBLED = 0x41
+_FLUSH_S = 600.0
 # By then every request that runs has wanted a block.
 _PRESSED_STEPS = 1000
 
@@ -294,6 +300,52 @@ def until_killed(engine: TestedEngine, script: Script) -> None:
         engine.run()
 
 
+def filled(engine: TestedEngine, script: Script) -> None:
+    """Everything in RAM goes to disk, as at a stop, with a frame of the journal for every few blocks."""
+    tier._FLUSH_BLOCKS = 4
+    returning(engine, script)
+    engine.drain()
+    connector = engine.scheduler.connector
+    if not connector.flush_disk(engine.core, _FLUSH_S):
+        raise OverspillError("no block was written to disk")
+
+
+def stopped(engine: TestedEngine, script: Script) -> None:
+    _open_disk(engine)
+    returning(engine, script)
+
+
+def torn(engine: TestedEngine, script: Script) -> None:
+    """A block is damaged on disk just before it is read."""
+    _open_disk(engine)
+    worker: Any = engine.offload_worker.disk
+    inner = worker.read
+
+    def read(job: DiskReadJob) -> None:
+        del worker.read
+        place, folder = job.places[0], Path(job.folder)
+        memory = engine.offload_worker.memory
+        assert memory is not None
+        segment, at = divmod(place, places_per_segment(memory.slot_stride))
+        with segment_path(folder, 0, segment).open("r+b") as file:
+            file.seek(at * memory.slot_stride)
+            damage = bytes(byte ^ 0x11 for byte in file.read(memory.slot_bytes))
+            file.seek(at * memory.slot_stride)
+            file.write(damage)
+        engine.count("injected")
+        inner(job)
+
+    worker.read = read
+    returning(engine, script)
+    engine.faults["caught"] = engine.counters().get("disk_bad_blocks", 0)
+
+
+def _open_disk(engine: TestedEngine) -> None:
+    disk = engine.offload_scheduler.disk
+    assert disk is not None
+    disk.wait_until_open()
+
+
 def spilled(engine: TestedEngine, script: Script) -> None:
     first, second = script.longs
     engine.ask(first[0])
@@ -356,6 +408,9 @@ PLAYS: Mapping[str, Callable[[TestedEngine, Script], None]] = {
     "failed-load": failed,
     "until-killed": until_killed,
     "restarted": returning,
+    "filled": filled,
+    "stopped": stopped,
+    "torn": torn,
     "spilled": spilled,
     "spilled-and-offloaded": spilled_and_offloaded,
     "shared-attention": shared_attention,

@@ -1,12 +1,16 @@
 """From a model and its settings to a proof: a reference, then scenario after scenario, each compared with it."""
 
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from overspill.figures import Origin
+from overspill.kv.disk.folder import JOURNAL, kept_in
 from overspill.kv.errors import OverspillError
 from overspill.launch.launch import Launch
 from overspill.launch.vllm import Vllm, installed_vllm, wrong_build
@@ -53,8 +57,10 @@ _UNSHARED = (
     "the CPU does not share attention in this engine: its layers or its attention backend are others than those that "
     "can be shared, or the kernel for this CPU is missing"
 )
+# Of the journal's last frame.
+_TORN_BYTES = 10
 # Engines of a scenario, where it needs more than one.
-_ENGINES = {"damaged": 2, "killed": 2, "shared-attention": 2}
+_ENGINES = {"damaged": 2, "killed": 2, "stopped": 2, "torn": 2, "shared-attention": 2}
 
 
 def prove(launch: Launch, request: Request, say: Callable[[str], None]) -> Proof:
@@ -235,12 +241,30 @@ class _Round:
             if left:
                 return Outcome(scenario=scenario, left_behind=left, figures={"injected": 1})
             more, play = {"injected": 1, "caught": 1}, "restarted"
-        played: Played = self.children.run("play", spec, play, reference.script)
+        played: Played = (
+            self._restart(scenario, options, reference)
+            if scenario.has_disk
+            else self.children.run("play", spec, play, reference.script)
+        )
         strict = replace(allowed, same_pieces=allowed.same_pieces and scenario.same_pieces)
         outcome = self._outcome(scenario, played, reference, strict, more)
         if scenario.name != "damaged":
             return outcome
         return self._with_sensitivity(outcome, self._spec(scenario, {**options, "verify": "off"}), reference, allowed)
+
+    def _restart(self, scenario: Scenario, options: Mapping[str, Any], reference: Reference) -> Played:
+        """An engine fills a disk and stops; what the next one finds there is compared."""
+        with tempfile.TemporaryDirectory(prefix="overspill-verify-") as folder:
+            root = Path(folder) / "kv"
+            disk = {"disk_bytes": self.stage.host_bytes, "disk_path": str(root)}
+            spec = self._spec(scenario, {**options, **disk})
+            self.children.run("play", spec, "filled", reference.script)
+            if scenario.name == "torn":
+                for kept in kept_in(root):
+                    journal = kept.path / JOURNAL
+                    os.truncate(journal, max(0, journal.stat().st_size - _TORN_BYTES))
+            played: Played = self.children.run("play", spec, scenario.name, reference.script)
+            return played
 
     def _share(self, scenario: Scenario, spec: EngineSpec, reference: Reference, allowed: Tolerance) -> Outcome:
         """The CPU rounds differently, as another attention kernel does, which shows by how much."""

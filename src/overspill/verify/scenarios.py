@@ -37,12 +37,15 @@ class Scenario:
     """What the table says of faults, made of the counters."""
     may_be_lazy: bool = False
     """Whether blocks leave the GPU one after the other, so that stores have time to begin when they are near."""
+    has_disk: bool = False
+    """Whether a first engine fills a disk, and a second one is compared."""
     soak_only: bool = False
     shares_attention: bool = False
     """Whether the CPU attends to a part, so that answers are held to the distance of another attention kernel."""
 
 
 _LOADED = {"hit_tokens": "no token came from RAM", "load_bytes": "no byte was loaded from RAM"}
+_READ = _LOADED | {"disk_hit_tokens": "no token came from disk", "disk_read_bytes": "no byte was read from disk"}
 _STREAMED = {"spill_in_bytes": "no byte was streamed from RAM", "spilled_tokens": "no request spilled"}
 _BROKEN = {"injected": "no fault could be injected"}
 _CAUGHT = "{caught} of {injected} caught"
@@ -71,6 +74,14 @@ SCENARIOS = (
     Scenario(
         name="killed", title="the engine is killed", required=_LOADED | _BROKEN, same_pieces=True,
         fault_text="{injected} killed",
+    ),
+    Scenario(
+        name="stopped", title="the engine is stopped, and finds its KV on disk", required=_READ, same_pieces=True,
+        has_disk=True,
+    ),
+    Scenario(
+        name="torn", title="the disk is damaged and its journal torn", required=_READ | _BROKEN,
+        faults=("disk_bad_blocks",), fault_text=_CAUGHT, has_disk=True,
     ),
     Scenario(
         name="spilled", title="contexts are spilled", tier=Tier.SPILL, required=_STREAMED, same_pieces=True,

@@ -22,6 +22,8 @@ from overspill.kv.sizes import MiB
 from overspill.kv.vllm_api import KVCacheConfig, get_none_hash_seed
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+# Loaders that draw the same random numbers each time: vLLM's, and that of `overspill verify`.
+_DRAWN = ("dummy", "overspill_random")
 # Positions that are rotated by rules which depend on the longest context.
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
 
@@ -86,11 +88,12 @@ def model_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, digests
     config = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
-    is_dummy = vllm_config.load_config.load_format == "dummy"  # the same random numbers each time
+    load_format = vllm_config.load_config.load_format
+    is_dummy = load_format in _DRAWN
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     depends_on_length = any(word in json.dumps(config, default=str) for word in _LENGTH_DEPENDENT)
     return {
-        "weights": "dummy" if is_dummy else digests.of(weight_files(model.model, model.revision)),
+        "weights": load_format if is_dummy else digests.of(weight_files(model.model, model.revision)),
         "draft": digests.of(weight_files(draft.model, draft.revision)) if draft is not None else None,
         "config": config,
         "max_model_len": model.max_model_len if depends_on_length else None,
