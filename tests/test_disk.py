@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 
 from overspill.kv.disk import segments, tier
@@ -456,6 +458,44 @@ def test_a_prompt_longer_than_the_pool_comes_from_disk_in_part(llama: Path, fold
         assert 8 * BLOCK <= answer.num_cached < 20 * BLOCK
         assert_same([answer], expected)
         small.assert_nothing_is_held()
+
+
+def test_kv_events_name_the_disk(llama: Path, folder: Path) -> None:
+    events = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
+    bound = 24 * SLOT
+
+    def asked(running: Engine, prompt: list[int]) -> list[Any]:
+        seen: list[Any] = []
+        connector = running.vllm_scheduler.connector
+        take = type(connector).take_events
+        connector.take_events = lambda: [seen.append(event) or event for event in take(connector)]
+        running.ask_one(prompt)
+        running.drain()
+        connector.flush_disk(running.core, 30)
+        running.ask_one(random_prompt(9, 10))  # events go out with a step
+        running.drain()
+        return seen
+
+    def named(seen: list[Any], kind: type, medium: str) -> list[Any]:
+        return [event for event in seen if isinstance(event, kind) and event.medium == medium]
+
+    with with_disk(llama, folder, settings=events, disk_bytes=bound) as first:
+        seen = asked(first, PROMPT)
+        stored = named(seen, BlockStored, "STORAGE")
+        assert [event.token_ids for event in stored[:2]] == [PROMPT[:BLOCK], PROMPT[BLOCK : 2 * BLOCK]]
+        assert stored[1].parent_block_hash == stored[0].block_hashes[0]
+        in_ram = [event.block_hashes for event in named(seen, BlockStored, "CPU")]
+        assert all(event.block_hashes in in_ram for event in stored)
+        removed = named(asked(first, random_prompt(2, 400)), BlockRemoved, "STORAGE")
+        assert removed and all(event.block_hashes in in_ram for event in removed)
+        first.ask_one(PROMPT)
+        first.drain()
+    with with_disk(llama, folder, settings=events, disk_bytes=bound) as again:
+        seen = asked(again, PROMPT)
+        assert again.metric("disk_hit_tokens") > 0
+        # RAM has them now, and says so with the tokens.
+        tokens = [event.token_ids for event in named(seen, BlockStored, "CPU")]
+        assert PROMPT[:BLOCK] in tokens
 
 
 # Decisions.

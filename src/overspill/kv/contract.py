@@ -33,6 +33,7 @@ distributed/kv_events.py
     BlockStored.block_hashes
     BlockRemoved
     MEDIUM_CPU
+    MEDIUM_STORAGE
 distributed/kv_transfer/kv_connector/factory.py
     KVConnectorFactory.register_connector(name, module_path, class_name)
     KVConnectorFactory._registry
@@ -114,6 +115,7 @@ v1/core/kv_cache_utils.py
     KVCacheBlock.is_null
     KVCacheBlock.ref_cnt
     generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
+    get_block_hash(key)
     get_group_id(key)
     get_none_hash_seed()
     make_block_hash_with_group_id(block_hash, group_id)

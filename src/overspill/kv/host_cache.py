@@ -16,6 +16,7 @@ from overspill.kv.vllm_api import (
     BlockHash,
     BlockHashWithGroupId,
     BlockPool,
+    BlockStored,
     FullAttentionManager,
     KVCacheBlock,
     KVCacheConfig,
@@ -87,6 +88,7 @@ class Stored(NamedTuple):
     parent: BlockHashWithGroupId | None
     # Digest of the adapter that it was computed with, empty for none; None if it must not be written to disk.
     adapter: bytes | None = None
+    event: BlockStored | None = None  # to publish when it is in RAM
 
 
 class OnEvict(Protocol):
@@ -109,6 +111,7 @@ class HostCache:
     """Host blocks by content. Block id n is host slot n - 1: id 0 is vLLM's null block and has no memory."""
 
     on_evict: OnEvict | None = None
+    events_enabled = False
 
     def __init__(
         self, *, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, num_slots: int, eviction: Eviction
@@ -235,10 +238,13 @@ class HostCache:
         """Make stored content findable, and drop the stores' references."""
         order = self.pool.order
         for item in stored:
-            block, key, num_tokens, parent, _ = item
+            block, key, num_tokens, parent = item.block, item.key, item.num_tokens, item.parent
             self.pool.items[block.block_id] = item
             insert_hash(self.pool, key, block, num_tokens)
             order.insert(block, self.find(parent) if parent is not None else None, parent)
+        if self.events_enabled:
+            # In one queue with the removals: a reader must see them in the order in which they happened.
+            self.pool.kv_event_queue += [item.event for item in stored if item.event is not None]
         # Together, so that only the tails are leaves.
         self.release([item.block for item in stored])
 

@@ -78,7 +78,7 @@ class Origins:
                 if block.is_null or key is None or block.block_hash_num_tokens != (i + 1) * block_size:
                     continue
                 parent = self._parent(request, blocks, i, block_size, group)
-                event = self._event(request, i, block_size, group) if self._with_events else None
+                event = self.event(request, i, block_size, group)
                 self._by_block[block.block_id] = Origin(key, parent, event, adapter)
                 on_full(block, key, request.request_id)
 
@@ -101,8 +101,10 @@ class Origins:
         origin = self._by_block.get(block.block_id)
         return origin if origin is not None and origin.key == block.block_hash else None
 
-    def _event(self, request: Request, index: int, block_size: int, group: int) -> BlockStored:
-        """Event to publish once the block is in RAM; its request may have ended by then."""
+    def event(self, request: Request, index: int, block_size: int, group: int) -> BlockStored | None:
+        """Event to publish once the block is in RAM, if there are events; its request may have ended by then."""
+        if not self._with_events:
+            return None
         start, end = index * block_size, (index + 1) * block_size
         hashes, per_block = request.block_hashes, block_size // self._hash_block_size
         extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)

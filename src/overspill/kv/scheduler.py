@@ -67,6 +67,8 @@ class OffloadScheduler:
             with_events=self.host.events_enabled,
             adapter_of=self.disk.adapters.of if self.disk is not None else None,
         )
+        if self.disk is not None:
+            self.disk.event_of = self._origins.event
         self.loads = Loads(
             LoadSettings(
                 always=options.load == "always", world_size=world_size, block_bytes=block_bytes, groups=self._groups

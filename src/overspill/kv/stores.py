@@ -283,10 +283,7 @@ class Stores:
 
     def _insert(self, store: StoreInFlight) -> None:
         held = zip(store.host_blocks, store.origins, store.token_counts, strict=True)
-        self._host.insert([Stored(block, origin.key, n, origin.parent, origin.adapter) for block, origin, n in held])
-        if self._host.events_enabled:
-            # In one queue with the removals: a reader must see them in the order in which they happened.
-            self._host.pool.kv_event_queue += [o.event for o in store.origins if o.event is not None]
+        self._host.insert([Stored(block, o.key, n, o.parent, o.adapter, o.event) for block, o, n in held])
 
     def _release_gpu(self, blocks: Sequence[KVCacheBlock], *, to_front: bool) -> None:
         assert self._gpu is not None

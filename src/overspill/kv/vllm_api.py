@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -41,6 +41,7 @@ from vllm.v1.core.kv_cache_utils import (
     _max_memory_usage_bytes_from_groups,
     _pool_bytes_per_block,
     generate_block_hash_extra_keys,
+    get_block_hash,
     get_group_id,
     get_kv_cache_groups,
     get_none_hash_seed,
@@ -75,6 +76,7 @@ from overspill.kv.errors import OverspillError
 # Used elsewhere as they are.
 __all__ = [
     "MEDIUM_CPU",
+    "MEDIUM_STORAGE",
     "AsyncScheduler",
     "BlockHash",
     "BlockHashWithGroupId",
@@ -111,6 +113,7 @@ __all__ = [
     "SlidingWindowSpec",
     "SupportsHMA",
     "generate_block_hash_extra_keys",
+    "get_block_hash",
     "get_group_id",
     "get_kv_cache_groups",
     "get_kv_transfer_group",

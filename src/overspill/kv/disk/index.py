@@ -33,6 +33,7 @@ class DiskIndex:
         self._next = 0  # places from here on were never used
         self._empty: list[int] = []
         self._held: set[int] = set()  # being read or written
+        self.gone: list[bytes] = []  # keys that were evicted or removed since the caller looked
 
     def __len__(self) -> int:
         return len(self._places)
@@ -217,6 +218,7 @@ class DiskIndex:
 
     def _forget(self, key: bytes) -> None:
         place = self._places.pop(key)
+        self.gone.append(key)
         parent: bytes = self._records[place]["parent"].tobytes()
         if self._continuations[place]:
             self._orphans[key] = int(self._continuations[place])

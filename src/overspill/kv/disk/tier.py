@@ -5,6 +5,7 @@ RAM. So a read that fails is a miss: the request never depended on it. Written a
 more than once, and by `flush` everything in RAM.
 """
 
+import copy
 import threading
 import time
 from collections import deque
@@ -27,7 +28,20 @@ from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Speeds, load_beats_recompute
-from overspill.kv.vllm_api import BlockHashWithGroupId, KVCacheBlock, KVCacheConfig, LoRARequest, Request
+from overspill.kv.vllm_api import (
+    MEDIUM_STORAGE,
+    BlockHashWithGroupId,
+    BlockRemoved,
+    BlockStored,
+    KVCacheBlock,
+    KVCacheConfig,
+    KVCacheEvent,
+    LoRARequest,
+    Request,
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+)
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -139,6 +153,8 @@ class DiskTier:
         self._waiting: dict[str, int] = {}  # request -> its read
         self._num_reads: dict[str, int] = {}
         self._num_skipped = 0  # since the last read
+        self.event_of: Callable[[Request, int, int, int], BlockStored | None] = lambda *_: None
+        self._announced: set[bytes] = set()  # content of which a stored event was published
         self._shown = -1
         self._opening = threading.Thread(
             target=self._open, args=(vllm_config, kv_cache_config), name="overspill-disk-index", daemon=True
@@ -218,7 +234,7 @@ class DiskTier:
             self._num_reads[request_id] = _MOST_READS
             self._stats.count("disk_skipped_tokens", num_tokens)
             return False
-        return self._read(index, request_id, found, on_disk, num_tokens, adapter)
+        return self._read(index, request, found, on_disk, num_tokens, adapter)
 
     def _lookup(
         self, index: DiskIndex, request: Request, adapter: bytes, num_local_tokens: int, max_tokens: int
@@ -251,8 +267,9 @@ class DiskTier:
         return self._num_skipped % _PROBE_AFTER == 0
 
     def _read(
-        self, index: DiskIndex, request_id: str, found: Hit, on_disk: Sequence[OnDisk], num_tokens: int, adapter: bytes
+        self, index: DiskIndex, request: Request, found: Hit, on_disk: Sequence[OnDisk], num_tokens: int, adapter: bytes
     ) -> bool:
+        request_id = request.request_id
         in_ram = [b for group in found.blocks for b in group if not isinstance(b, OnDisk) and not b.is_null]
         self._host.read(in_ram)  # the part of the prefix that it continues must stay
         blocks = self._host.allocate(len(on_disk))
@@ -269,10 +286,10 @@ class DiskTier:
         # One that is neither here nor in RAM stays as it is on disk: what continues it counts as torn off.
         parents = {content_key(b.key, adapter): b.key for b in on_disk}
         parents |= {content_key(b.block_hash, adapter): b.block_hash for b in in_ram if b.block_hash is not None}
-        items = []
+        items, events = [], self._events(request, found) if self._host.events_enabled else {}
         for slot, block, entry in zip(blocks, on_disk, entries, strict=True):
             parent = parents.get(entry.parent, BlockHashWithGroupId(entry.parent)) if entry.parent else None
-            items.append(Stored(slot, block.key, entry.num_tokens, parent, adapter))
+            items.append(Stored(slot, block.key, entry.num_tokens, parent, adapter, events.get(block.key)))
         job_id = next(self._job_ids)
         places = [entry.place for entry in entries]
         self._reads[job_id] = _Read(blocks, items, places, num_tokens, time.monotonic())
@@ -283,6 +300,16 @@ class DiskTier:
         slots = [block.block_id - 1 for block in blocks]
         self._planned.append(DiskReadJob(job_id, str(self._path), places, slots, digests))
         return True
+
+    def _events(self, request: Request, found: Hit) -> dict[bytes, BlockStored]:
+        """By key, for blocks that are read into RAM: the journal does not hold tokens."""
+        sizes = self._host.group_block_sizes
+        return {
+            block.key: event
+            for group, blocks in enumerate(found.blocks)
+            for i, block in enumerate(blocks)
+            if isinstance(block, OnDisk) and (event := self.event_of(request, i, sizes[group], group)) is not None
+        }
 
     def _read_done(self, read: _Read) -> None:
         index = self.index
@@ -312,6 +339,7 @@ class DiskTier:
         index = self._ready
         if index is not None and (record := index.remove(content)) is not None:
             self._append(record)
+            self._publish((), ())
 
     # Writing.
 
@@ -384,7 +412,34 @@ class DiskTier:
         index.give_back({entry.place for entry in entries} - {entry.place for entry in unique})
         if unique:
             self._append(index.put(unique))
+            self._publish(unique, write.items)
         self._host.release(write.blocks)
+
+    def _publish(self, written: Sequence[Entry], items: Sequence[Stored]) -> None:
+        """What is on disk now, and what gave way to it, for readers of vLLM's KV events."""
+        assert self.index is not None
+        gone, self.index.gone = self.index.gone, []
+        if not self._host.events_enabled:
+            return
+        events: list[KVCacheEvent] = []
+        for key in self._announced.intersection(gone):
+            self._announced.discard(key)
+            name = BlockHashWithGroupId(key)
+            events.append(
+                BlockRemoved(
+                    block_hashes=[maybe_convert_block_hash(get_block_hash(name))],
+                    medium=MEDIUM_STORAGE, group_idx=get_group_id(name), locality="LOCAL",
+                )
+            )  # fmt: skip
+        places = {entry.key for entry in written}
+        for item in items:
+            # An adapter's content has another key than its hash, and could not be announced as removed.
+            if item.event is not None and item.adapter == b"" and item.key in places:
+                event = copy.copy(item.event)
+                event.medium = MEDIUM_STORAGE
+                events.append(event)
+                self._announced.add(item.key)
+        self._host.pool.kv_event_queue += events
 
     def _append(self, records: Records) -> None:
         assert self._journal is not None
