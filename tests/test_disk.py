@@ -87,6 +87,17 @@ def test_a_restarted_engine_finds_a_prompt_on_disk(llama: Path, folder: Path, st
     assert_same([answer], stock(llama, [PROMPT]))
 
 
+def test_an_engine_stopped_while_parked_leaves_its_kv_on_disk(llama: Path, folder: Path) -> None:
+    with with_disk(llama, folder, park=True) as parked:
+        expected = parked.ask_one(PROMPT)
+        parked.drain()
+        assert parked.core.overspill_park()["state"] == "parked"
+    with with_disk(llama, folder) as again:
+        answer = again.ask_one(PROMPT)
+    assert answer.num_cached == 20 * BLOCK
+    assert_same([answer], [expected])
+
+
 @pytest.mark.parametrize("model", ["gemma3", "chunked-local", "mamba-hybrid"])
 def test_hybrid_models_are_restored(models: Callable[[str], Path], folder: Path, model: str) -> None:
     settings: dict[str, Any] = {"blocks": 200}

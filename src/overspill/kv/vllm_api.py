@@ -374,9 +374,12 @@ def before_engine_shutdown(call: Callable[[Any], None]) -> None:
     wrap_once(EngineCore, "shutdown", watched_shutdown)
 
 
-def call_workers(core: Any, function: Callable[..., Any], argument: Any, timeout: float) -> list[Any]:
-    """Call `function` in every worker, with the worker and the argument; not an RPC that may change weights."""
-    return list(core.model_executor.collective_rpc(function, timeout=timeout, args=(argument,)))
+def call_workers(
+    core: Any, method: str | Callable[..., Any], *arguments: Any, timeout: float | None = None
+) -> list[Any]:
+    """Results of all ranks: of a method, or of a function that is given the worker. Not through the engine core's own
+    call, which may be watched for new weights."""
+    return list(core.model_executor.collective_rpc(method, timeout=timeout, args=arguments))
 
 
 def connectors_of(core: Any, attribute: str) -> list[Any]:
@@ -665,12 +668,6 @@ def release_waiting(core: Any) -> None:
         scheduler.waiting.prepend_request(request)
 
 
-def call_workers(core: Any, method: str, *arguments: Any) -> list[Any]:
-    """Results of all ranks. Not through the engine core's own method, which may be watched for new weights."""
-    results: list[Any] = core.model_executor.collective_rpc(method, args=arguments)
-    return results
-
-
 _WHILE_FROZEN = ("check_health", "shutdown")
 
 
@@ -680,7 +677,7 @@ def freeze_engine(core: Any) -> None:
     collective_rpc = executor.collective_rpc
 
     def refuse(method: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if method in _WHILE_FROZEN:
+        if method in _WHILE_FROZEN or getattr(method, "needs_no_gpu", False):
             return collective_rpc(method, *args, **kwargs)
         raise OverspillError("this engine is parked: wake it first")
 

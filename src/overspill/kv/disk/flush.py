@@ -39,7 +39,7 @@ def _flush(core: Any) -> None:
 
 def write_in_workers(core: Any, job: DiskWriteJob, limit_s: float) -> StepReport:
     report = StepReport()
-    for part in call_workers(core, _write, job, limit_s):
+    for part in call_workers(core, _write, job, timeout=limit_s):
         report.aggregate(part)
     return report
 
@@ -50,3 +50,6 @@ def _write(worker: Any, job: DiskWriteJob) -> StepReport:
     (ours,) = (one for one in getattr(group, "_connectors", (group,)) if hasattr(one, "flush_disk"))
     report: StepReport = ours.worker.write_now(job)
     return report
+
+
+_write.needs_no_gpu = True  # type: ignore[attr-defined]
