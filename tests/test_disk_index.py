@@ -2,6 +2,7 @@
 
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -249,8 +250,17 @@ def test_known_digests_are_not_computed_again(tmp_path: Path, monkeypatch: pytes
     file.write_bytes(b"one")
     before = Digests(tmp_path / "digests.json").of([file])
     file.chmod(0)
-    monkeypatch.setattr("overspill.kv.disk.key._digest", lambda file: pytest.fail("read again"))
+    monkeypatch.setattr(Digests, "_digest", lambda self, file: pytest.fail("read again"))
     assert Digests(tmp_path / "digests.json").of([file]) == before
+
+
+def test_reading_weights_ends_with_the_engine(tmp_path: Path) -> None:
+    file, stop = tmp_path / "a.safetensors", threading.Event()
+    file.write_bytes(b"one")
+    stop.set()
+    with pytest.raises(OverspillError, match="stopped before all weights were read"):
+        Digests(tmp_path / "digests.json", stop).of([file])
+    assert not (tmp_path / "digests.json").exists()
 
 
 def test_every_fact_and_adapter_makes_another_key() -> None:

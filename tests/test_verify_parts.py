@@ -510,7 +510,9 @@ class Lives:
         return self._end(spec, play, "")
 
     def _end(self, spec: Any, play: str, usual: Any) -> Any:
-        self.options.setdefault(play, []).append(spec.options)
+        # A disk's folder is a temporary one, and never the same.
+        options = spec.options and {name: value for name, value in spec.options.items() if name != "disk_path"}
+        self.options.setdefault(play, []).append(options)
         end = self._ends.get(play, usual)
         if isinstance(end, Exception):
             raise end

@@ -29,7 +29,7 @@ def _flush(core: Any) -> None:
         return
     for connector in connectors_of(core, "flush_disk"):
         try:
-            num_blocks = connector.flush_disk(core, FLUSH_S)
+            num_blocks = connector.flush_disk(core, core.vllm_config.shutdown_timeout or FLUSH_S)
         except Exception as error:  # a stop goes on whatever happens
             logger.warning("Overspill: KV in RAM was not written to disk: %s", repr(error))
         else:

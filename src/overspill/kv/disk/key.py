@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ _LENGTH_DEPENDENT = ("longrope", "dynamic")
 class Digests:
     """Digests of files, kept in a file of their own by inode, size and time of change."""
 
-    def __init__(self, kept: Path) -> None:
-        self._kept = kept
+    def __init__(self, kept: Path, stop: threading.Event | None = None) -> None:
+        """`stop` ends the reading of weights, which may take minutes."""
+        self._kept, self._stop = kept, stop or threading.Event()
         try:
             self._known: dict[str, list[Any]] = json.loads(kept.read_text())
         except (OSError, ValueError):
@@ -46,7 +48,7 @@ class Digests:
             identity = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns]
             known = self._known.get(str(file))
             if known is None or known[:-1] != identity:
-                self._known[str(file)] = known = [*identity, _digest(file)]
+                self._known[str(file)] = known = [*identity, self._digest(file)]
                 changed = True
             whole.update(f"{file.name}\0{known[-1]}\0".encode())
         if changed:
@@ -55,13 +57,14 @@ class Digests:
             os.replace(new, self._kept)
         return whole.hexdigest()
 
-
-def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with file.open("rb", buffering=0) as content:
-        while part := content.read(8 * MiB):
-            digest.update(part)
-    return digest.hexdigest()
+    def _digest(self, file: Path) -> str:
+        digest = xxhash.xxh3_128()
+        with file.open("rb", buffering=0) as content:
+            while part := content.read(8 * MiB):
+                if self._stop.is_set():
+                    raise OverspillError("the engine was stopped before all weights were read for their digest")
+                digest.update(part)
+        return digest.hexdigest()
 
 
 def weight_files(model: str, revision: str | None) -> list[Path]:

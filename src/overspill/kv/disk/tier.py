@@ -156,6 +156,7 @@ class DiskTier:
         self.event_of: Callable[[Request, int, int, int], BlockStored | None] = lambda *_: None
         self._announced: set[bytes] = set()  # content of which a stored event was published
         self._shown = -1
+        self._stop = threading.Event()
         self._opening = threading.Thread(
             target=self._open, args=(vllm_config, kv_cache_config), name="overspill-disk-index", daemon=True
         )
@@ -167,7 +168,7 @@ class DiskTier:
     def _open(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         began = time.monotonic()
         try:
-            facts = model_facts(vllm_config, kv_cache_config, Digests(self._path / "digests.json"))
+            facts = model_facts(vllm_config, kv_cache_config, Digests(self._path / "digests.json", self._stop))
             identity = identity_of(facts)
             path = self._folder.open(identity, facts)
             self._others_bytes = self._folder.trim(path, 0, self._bound)
@@ -556,6 +557,7 @@ class DiskTier:
             self._stats.gauge("disk_used_bytes", used)
 
     def close(self) -> None:
+        self._stop.set()
         self._opening.join()
         self._detached = self._detached or "closed"
         if self._journal is not None:
