@@ -629,7 +629,7 @@ def test_an_invalid_request_is_refused_with_its_flag(given: dict[str, Any]) -> N
 def test_every_scenario_has_a_play_and_describes_its_faults() -> None:
     from overspill.verify.plays import PLAYS
 
-    played = set(NAMES) - {"killed"} | {"until-killed", "restarted", "damaged-unseen", "filled"}
+    played = set(NAMES) - {"killed"} | {"until-killed", "restarted", "damaged-unseen", "stopped-filled", "torn-filled"}
     assert played == set(PLAYS)
     assert faults(outcome("damaged", figures={"injected": 2, "caught": 1})) == "1 of 2 caught"
     assert faults(outcome("aborted", figures={"injected": 8, "caught": 5})) == "8 aborted, 5 in a copy"

@@ -258,7 +258,7 @@ class _Round:
             root = Path(folder) / "kv"
             disk = {"disk_bytes": self.stage.host_bytes, "disk_path": str(root)}
             spec = self._spec(scenario, {**options, **disk})
-            self.children.run("play", spec, "filled", reference.script)
+            self.children.run("play", spec, f"{scenario.name}-filled", reference.script)
             if scenario.name == "torn":
                 for kept in kept_in(root):
                     journal = kept.path / JOURNAL
