@@ -451,6 +451,23 @@ def test_the_disk_stays_within_its_bound(llama: Path, folder: Path) -> None:
     assert_same(answers, stock(llama, prompts))
 
 
+def test_a_long_life_does_not_grow_the_journal(llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "_SMALL_JOURNAL", 10)
+    few = {"disk_bytes": 12 * SLOT, "host_bytes": 24 * SLOT}
+    with with_disk(llama, folder, **few) as running:
+        for seed in range(8):
+            running.ask_one(random_prompt(seed, 300))
+            running.drain()
+            running.vllm_scheduler.connector.flush_disk(running.core, 30)
+        disk = running.scheduler.disk
+        assert disk is not None and disk.index is not None and disk._journal is not None
+        assert disk._journal.num_records <= 2 * len(disk.index) + 10 < 8 * 9
+    with with_disk(llama, folder, **few) as again:
+        answer = again.ask_one(random_prompt(7, 300))
+        assert answer.num_cached == 9 * BLOCK
+    assert_same([answer], stock(llama, [random_prompt(7, 300)]))
+
+
 def test_kv_of_other_weights_makes_room(llama: Path, folder: Path, tmp_path: Path) -> None:
     bound = 24 * SLOT
     other = make_llama(tmp_path / "other", seed=7)

@@ -51,6 +51,7 @@ class Journal:
         self._seed = int.from_bytes(identity[:8], "little")
         self._file = -1
         self._end = 0
+        self.num_records = 0
 
     def open(self) -> Records:
         """All records, oldest first; a torn tail is cut off."""
@@ -66,6 +67,7 @@ class Journal:
             self._end = _HEADER.size
             return np.zeros(0, self._type)
         records, self._end = self._frames(raw)
+        self.num_records = len(records)
         if self._end < len(raw):
             logger.warning(
                 "Overspill: the last %d bytes of the journal %s are torn; the KV in them is recomputed",
@@ -103,6 +105,7 @@ class Journal:
             os.ftruncate(self._file, self._end)
             raise
         self._end += len(frame)
+        self.num_records += len(records)
 
     def replace(self, records: Records) -> None:
         """Write a journal of these records alone in the place of this one."""
@@ -117,7 +120,7 @@ class Journal:
             os.close(file)
             raise
         os.close(self._file)
-        self._file, self._end = file, len(content)
+        self._file, self._end, self.num_records = file, len(content), len(records)
 
     def close(self) -> None:
         if self._file >= 0:

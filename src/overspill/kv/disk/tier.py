@@ -57,13 +57,18 @@ _PATIENCE_S = 20.0
 _MOST_READS = 2
 # One in so many reads that seem slower than recomputing is made all the same.
 _PROBE_AFTER = 32
-# A journal is rewritten at the start when less than half of it is still valid.
+# A journal is rewritten when less than half of it is still valid, and it is longer than this.
 _SMALL_JOURNAL = 4096
 
 
 def num_disk_places(options: Options, world_size: int, stride: int) -> int:
     """Places on each rank's part of the disk; the scheduler and all workers compute the same number."""
     return options.disk_bytes // world_size // stride
+
+
+def _shorten(journal: Journal, index: DiskIndex) -> None:
+    if journal.num_records > 2 * len(index) + _SMALL_JOURNAL:
+        journal.replace(index.records())
 
 
 @dataclass(slots=True)
@@ -175,8 +180,7 @@ class DiskTier:
             journal = Journal(path / JOURNAL, identity, self._world_size)
             records = journal.open()
             index = DiskIndex.load(records, self._num_places, self._world_size)
-            if len(records) > 2 * len(index) + _SMALL_JOURNAL:
-                journal.replace(index.records())
+            _shorten(journal, index)
             self._remove_segments_beyond(path)
         except (OSError, OverspillError, ValueError) as error:
             self.detach(f"KV on disk cannot be used: {error}")
@@ -443,9 +447,10 @@ class DiskTier:
         self._host.pool.kv_event_queue += events
 
     def _append(self, records: Records) -> None:
-        assert self._journal is not None
+        assert self._journal is not None and self.index is not None
         try:
             self._journal.append(records)
+            _shorten(self._journal, self.index)
         except OSError as error:
             logger.warning_once("Overspill: the journal at %s cannot be written: %s", self._path, error)
             self._stats.count("disk_write_failures", len(records))
