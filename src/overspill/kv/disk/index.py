@@ -100,18 +100,19 @@ class DiskIndex:
                 del self._orphans[parent]
 
     def get(self, key: bytes) -> Entry | None:
-        place = self._places.get(key)
-        if place is None:
-            return None
-        record = self._records[place]
-        parent = record["parent"].tobytes()
-        return Entry(
-            key,
-            None if parent == NO_KEY else parent,
-            int(record["num_tokens"]) or None,
-            place,
-            tuple(int(digest) for digest in record["digests"]),
-        )
+        return next(iter(self.find([key])), None)
+
+    def find(self, keys: Sequence[bytes]) -> list[Entry]:
+        """Those that are here; at once, for a long prefix has thousands."""
+        here = [(key, place) for key in keys if (place := self._places.get(key)) is not None]
+        records = self._records[[place for _, place in here]]
+        raw = records["parent"].tobytes()
+        parents = (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
+        more = zip(parents, records["num_tokens"].tolist(), records["digests"].tolist(), strict=True)
+        return [
+            Entry(key, None if parent == NO_KEY else parent, num_tokens or None, place, tuple(digests))
+            for (key, place), (parent, num_tokens, digests) in zip(here, more, strict=True)
+        ]
 
     def take(self, count: int) -> list[int]:
         """Up to `count` places to write to, held until `put` or `give_back`; content at them is forgotten."""

@@ -282,7 +282,7 @@ class DiskTier:
         if len(blocks) < len(on_disk):
             self._host.release(blocks)
             return False
-        entries = [entry for block in on_disk if (entry := index.get(block.content)) is not None]
+        entries = index.find([block.content for block in on_disk])
         if len(entries) < len(on_disk):
             self._host.release(blocks)
             return False
