@@ -32,7 +32,7 @@ from tests.engine import (
     random_prompt,
     stock,
 )
-from tests.test_new_weights import behind_the_connector
+from tests.test_new_weights import ask_adapter, behind_the_connector, write_adapter
 from tests.tiny_models import make_llama
 
 PROMPT = random_prompt(1, 20 * BLOCK + 5)
@@ -602,6 +602,46 @@ def test_a_reset_of_the_connector_empties_the_disk(llama: Path, folder: Path) ->
         assert running.llm.llm_engine.reset_prefix_cache(reset_connector=True)
     with with_disk(llama, folder) as again:
         assert again.ask_one(PROMPT).num_cached == 0
+
+
+def test_an_adapter_replaced_between_starts_has_its_own_kv(llama: Path, folder: Path, tmp_path: Path) -> None:
+    """vLLM's hashes hold the adapter's name and path only, and both stay the same."""
+    path = tmp_path / "adapter"
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    adapter = LoRARequest("a", 1, str(path))
+
+    def asked(seed: int) -> Answer:
+        write_adapter(path, seed=seed)
+        with with_disk(llama, folder, settings=lora) as running:
+            return ask_adapter(running, adapter)
+
+    first = asked(1)
+    assert asked(1).num_cached == 10 * BLOCK, "the same adapter finds its KV"
+    second = asked(2)
+    assert second.num_cached == 0 and second.differs_from(first)
+    write_adapter(path, seed=2)
+    with engine(llama, **lora) as plain:
+        assert_same([second], [ask_adapter(plain, adapter)])
+    back = asked(1)
+    assert back.num_cached == 10 * BLOCK
+    assert_same([back], [first])
+
+
+def test_an_adapter_replaced_while_it_runs_is_not_written(llama: Path, folder: Path, tmp_path: Path) -> None:
+    """vLLM goes on with the adapter that it has loaded, whatever its files hold by now."""
+    path = tmp_path / "adapter"
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    adapter = LoRARequest("a", 1, str(path))
+    write_adapter(path, seed=1)
+    with with_disk(llama, folder, settings=lora) as running:
+        ask_adapter(running, adapter)
+        write_adapter(path, seed=2)
+        ask_adapter(running, adapter)
+    with with_disk(llama, folder, settings=lora) as again:
+        answer = ask_adapter(again, adapter)
+        assert answer.num_cached == 0
+    with engine(llama, **lora) as plain:
+        assert_same([answer], [ask_adapter(plain, adapter)])
 
 
 def test_an_adapter_replaced_under_its_name_is_another_key(tmp_path: Path) -> None:
