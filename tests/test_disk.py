@@ -654,7 +654,7 @@ def test_an_adapter_replaced_under_its_name_is_another_key(tmp_path: Path) -> No
         lora_request = request
 
     def digest() -> bytes | None:
-        adapters = tier.Adapters()
+        adapters = tier.AdapterDigests()
         adapters.register(request, tmp_path / "adapters.json")
         return adapters.of(Asked())  # type: ignore[arg-type]
 
@@ -662,7 +662,7 @@ def test_an_adapter_replaced_under_its_name_is_another_key(tmp_path: Path) -> No
     assert before and digest() == before
     (adapter / "adapter_model.safetensors").write_bytes(b"two!")
     assert digest() not in (before, None)
-    adapters = tier.Adapters()
+    adapters = tier.AdapterDigests()
     adapters.register(request, tmp_path / "adapters.json")
     adapters.bar(request)
     adapters.register(request, tmp_path / "adapters.json")

@@ -92,7 +92,7 @@ class _Write:
     abandoned: bool = False
 
 
-class Adapters:
+class AdapterDigests:
     """Digests of adapters by name and path. One that was replaced is barred: vLLM may still compute with the old."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class DiskTier:
         self.index: DiskIndex | None = None
         self._others_bytes = 0  # KV of other keys in the folder
         self._detached = ""
-        self.adapters = Adapters()
+        self.adapters = AdapterDigests()
         # Blocks that left RAM and wait to be written; they keep their slots meanwhile. The newest is written first: of
         # a prefix the tail leaves RAM first, and is worth nothing without its head.
         self._queue: deque[tuple[KVCacheBlock, Stored]] = deque()
