@@ -311,7 +311,7 @@ def test_scripts_and_their_flags_exist(command: str) -> None:
 
 def test_every_benchmark_has_a_command() -> None:
     named = {Path(command.split()[1]).name for command in SCRIPTS}
-    measured = {"offload.py", "spill.py", "startup.py", "gpu.py", "scheduler_cost.py", "attention_kernel.py"}
+    measured = {"offload.py", "spill.py", "startup.py", "park.py", "gpu.py", "scheduler_cost.py", "attention_kernel.py"}
     assert measured | {"experiments.py", "results_table.py"} <= named
 
 

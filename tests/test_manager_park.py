@@ -267,7 +267,12 @@ def test_a_real_engine_is_parked_by_command_and_woken_by_a_request(tmp_path: Pat
         assert manager.overspill("wake", "tiny").stdout == "tiny is awake\n"
         manager.kill_and_start_again()
         assert client.post("/v1/completions", json=asked).status_code == 200
-        assert manager.overspill("stop", "tiny").returncode == 0
+        while not client.get("/api/engines/tiny").json()["can_park"]:
+            time.sleep(0.1)
+        assert manager.overspill("park", "tiny").returncode == 0
+        stopped = manager.overspill("stop", "tiny")
+        assert stopped.returncode == 0, "while it is parked"
+        assert manager.others() == [] and "was killed" not in manager.out.read_text()
 
 
 @pytest.mark.soak

@@ -96,8 +96,7 @@ class Parking:
         self.state = ParkState.PARKED
         now = time.monotonic()
         self._figures = {
-            "seconds": now - began, "store_seconds": stored - began,
-            **{name: sum(rank[name] for rank in ranks) for name in ranks[0]},
+            "seconds": now - began, "store_seconds": stored - began, **_together(ranks)
         }  # fmt: skip
         logger.info(
             "Overspill: parked in %.2f s, %.2f s of it for KV; %s of weights are in RAM, %s of GPU memory is free for "
@@ -129,7 +128,7 @@ class Parking:
         self.state = ParkState.RUNNING
         resume(core)
         seconds = time.monotonic() - began
-        self._figures = {"seconds": seconds, **{name: sum(rank[name] for rank in ranks) for name in ranks[0]}}
+        self._figures = {"seconds": seconds, **_together(ranks)}
         logger.info("Overspill: awake after %.2f s", seconds)
         return self.describe()
 
@@ -152,6 +151,13 @@ class Parking:
         self.state = ParkState.FAILED
         logger.error("Overspill: the engine ends: %s", reason)
         end_engine(self._core, OverspillError(f"the engine ends: {reason}"))
+
+
+def _together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Bytes of all ranks, and the seconds of the slowest: they work side by side."""
+    return {
+        name: (max if name.endswith("seconds") else sum)(rank[name] for rank in ranks) for name in (ranks or [{}])[0]
+    }
 
 
 def _parking_of(core: Any) -> Parking:

@@ -6,6 +6,7 @@ platform parameters and buffers are moved into a mapping of ours; what kernels h
 
 import ctypes
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
@@ -50,6 +51,7 @@ class Weights(ABC):
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.is_released = False
+        self.copy_seconds = 0.0  # of the last copy back
 
     # What platforms have.
 
@@ -169,11 +171,13 @@ class Weights(ABC):
         if not self.is_released:
             return 0
         self._restore()
+        began = time.perf_counter()
         try:
             self._copy(self._places, to_ram=False)
         except BaseException:
             self._release()  # what is there now must not be taken for weights
             raise
+        self.copy_seconds = time.perf_counter() - began
         self.is_released = False
         return self.num_bytes
 

@@ -80,7 +80,7 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
 
     # Parking. The engine core calls these, and each of them again where a rank failed.
 
-    def overspill_park(self, weights_version: int) -> dict[str, int]:
+    def overspill_park(self, weights_version: int) -> dict[str, float]:
         """Take KV and weights out of GPU memory; what the GPU held of KV is lost. No step may be in flight."""
         weights: Weights = self.overspill_weights
         self.synchronize_device()
@@ -91,10 +91,11 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
         weights.release()
         return {"weights_bytes": weights.num_bytes, "copied_bytes": copied, "freed_bytes": freed}
 
-    def overspill_wake(self) -> dict[str, int]:
+    def overspill_wake(self) -> dict[str, float]:
         weights: Weights = self.overspill_weights
         own_connector("buffer").buffer.map()
-        return {"weights_bytes": weights.restore()}
+        restored = weights.restore()
+        return {"weights_bytes": restored, "copy_seconds": weights.copy_seconds}
 
     def overspill_keep_units(self, units: Collection[int]) -> None:
         """Memory under these stretches of blocks only; no kernel or copy in flight may use the others."""

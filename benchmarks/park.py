@@ -1,0 +1,265 @@
+"""Park and wake on one GPU: two servers that share a card by taking turns.
+
+    python benchmarks/park.py                         Llama-3.1-8B's shape, twice; about 5 minutes on an H200
+    python benchmarks/park.py --cycles 10 --conversation 50000 --out mine.json
+    python benchmarks/park.py --model tiny --dtype float32 --kv-bytes 32MiB --host-bytes 64MiB --conversation 900 \\
+        --max-model-len 2048                          on a CPU, 2 minutes
+
+Measured, side by side in one run:
+
+    cold       from the start of a server's process to its first token, the second start of two
+    park       the first, and later ones; with what they copied and freed
+    wake       with the speed of the copy, beside the link's own (pinned H2D of 4 GiB, on CUDA)
+    switch     the other model is parked and this one woken; from the request to its first token
+    return     TTFT of a long conversation: cold, warm on the GPU, and after switching away and back; with its
+               tokens that were computed again
+
+Weights are drawn at random: speed depends on shapes. Answers before and after are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+import record
+import shapes
+from overspill.address import free_port
+from overspill.kv.sizes import parse_size
+from overspill.launch.vllm import CONTROL
+from overspill.serve.control import HEADER, VARIABLE
+from record import Json, say
+from servers import Server, started
+
+# As the plugin sets it; importing that would take vLLM's seconds.
+WORKER = "overspill.kv.spill.vllm_worker.OverspillWorker"
+ANSWER_TOKENS = 16
+PATIENCE_SECONDS = 300.0
+
+
+class Parked:
+    """A server that can be parked."""
+
+    def __init__(self, server: Server, secret: str, model: str) -> None:
+        self.server, self._secret, self._model = server, secret, model
+
+    def control(self, action: str) -> Json:
+        url = f"http://127.0.0.1:{self.server.port}/overspill/{action}"
+        began = time.monotonic()
+        answer = httpx.post(url, headers={HEADER: self._secret}, timeout=PATIENCE_SECONDS)
+        answer.raise_for_status()
+        return {**answer.json(), "request_seconds": time.monotonic() - began}
+
+    def ask(self, prompt: list[int]) -> Json:
+        """TTFT, tokens, and how many of the prompt were computed."""
+        body = {
+            "model": self._model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+            "stream": True, "return_token_ids": True, "detokenize": False,
+        }  # fmt: skip
+        computed, began, first, tokens = (
+            self.counter("vllm:request_prefill_kv_computed_tokens"),
+            time.monotonic(),
+            None,
+            [],
+        )
+        url = f"http://127.0.0.1:{self.server.port}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE_SECONDS) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    ids = json.loads(line[6:])["choices"][0].get("token_ids") or []
+                    first = first or (time.monotonic() - began if ids else None)
+                    tokens += ids
+        after = self.counter("vllm:request_prefill_kv_computed_tokens")
+        return {"ttft_seconds": first, "tokens": tokens, "computed_tokens": after - computed, "prompt": len(prompt)}
+
+    def counter(self, name: str) -> float:
+        families = text_string_to_metric_families(self.server.request("/metrics").text)
+        return sum(
+            one.value
+            for family in families
+            if family.name == name
+            for one in family.samples
+            if one.name in (f"{name}_sum", f"{name}_total", name)
+        )
+
+
+def command(arguments: argparse.Namespace, port: int) -> list[str]:
+    extra = {"host_bytes": arguments.host_bytes, "park": True, "load": "always"}
+    transfer = {
+        "kv_connector": "OverspillConnector", "kv_connector_module_path": "overspill.kv.connector",
+        "kv_role": "kv_both", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+    words = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(arguments.model),
+        "--load-format", arguments.load_format, "--skip-tokenizer-init", "--dtype", arguments.dtype,
+        "--max-model-len", str(arguments.max_model_len), "--kv-cache-memory-bytes", str(arguments.kv_bytes),
+        "--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--max-num-seqs", "16",
+        "--kv-transfer-config", json.dumps(transfer), "--worker-cls", WORKER, "--middleware", CONTROL,
+        "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+    return [*words, *(["--enable-sleep-mode"] if _has_gpu() else ["--enforce-eager"])]
+
+
+@contextlib.contextmanager
+def serving(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Parked, float]]:
+    """A server, and the seconds until its first token."""
+    port, secret = free_port(), secrets.token_urlsafe(16)
+    log = Path(tempfile.mkdtemp(prefix="park-")) / f"{name}.log"
+    environment = {VARIABLE: secret, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with started(command(arguments, port), log, port, env=environment) as server:
+        try:
+            server.wait("/health", arguments.timeout)
+            one = Parked(server, secret, str(arguments.model))
+            one.ask([100, 101, 102, 103])
+            yield one, time.monotonic() - server.began
+        except (RuntimeError, httpx.HTTPError):
+            print("\n".join(server.tail(60)), flush=True)
+            raise
+
+
+def _has_gpu() -> bool:
+    return bool(record.hardware().get("gpu"))
+
+
+def link_bytes_per_second() -> float | None:
+    """H2D from pinned memory, measured in a process of its own."""
+    if not _has_gpu():
+        return None
+    import subprocess
+
+    code = (
+        "import torch, time; n = 4 << 30; a = torch.empty(n, dtype=torch.uint8, pin_memory=True); "
+        "b = torch.empty(n, dtype=torch.uint8, device='cuda'); b.copy_(a); torch.cuda.synchronize(); "
+        "t = time.perf_counter(); [b.copy_(a, non_blocking=True) for _ in range(4)]; torch.cuda.synchronize(); "
+        "print(4 * n / (time.perf_counter() - t))"
+    )
+    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
+def gpu_used_bytes() -> int | None:
+    used = record._nvidia_smi("memory.used")
+    return int(used.split()[0]) << 20 if used else None
+
+
+def switched(away: Parked, to: Parked, prompt: list[int]) -> Json:
+    """One model goes, the other comes and answers: seconds from the request on."""
+    began = time.monotonic()
+    parked = away.control("park")
+    woken = to.control("wake")
+    before = time.monotonic() - began
+    answer = to.ask(prompt)
+    return {
+        "park": parked, "wake": woken, "gpu_used_bytes_between": gpu_used_bytes(), **answer,
+        "request_to_first_token_seconds": before + answer["ttft_seconds"],
+        "wake_to_first_token_seconds": woken["request_seconds"] + answer["ttft_seconds"],
+        "wake_copy_bytes_per_second": woken["weights_bytes"] / max(woken["copy_seconds"], 1e-9),
+    }  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace, result: Json, out: Path) -> None:
+    vocabulary = int(shapes.config_of(arguments.model)["vocab_size"])
+    prompts = shapes.Prompts(vocabulary, 0)
+    conversation = prompts("conversation", 0, arguments.conversation)
+    short = prompts("short", 0, 64)
+
+    def keep(**facts: Any) -> None:
+        result.update(facts)
+        record.write(out, result)
+
+    keep(link_bytes_per_second=link_bytes_per_second())
+    with serving(arguments, "warm-up") as (_, seconds):
+        say(f"warm-up start: {seconds:.1f} s to the first token")
+    with contextlib.ExitStack() as stack:
+        a, cold_a = stack.enter_context(serving(arguments, "a"))
+        say(f"cold start: {cold_a:.1f} s to the first token")
+        cold, warm = a.ask(conversation), a.ask(conversation)
+        say(
+            f"conversation of {len(conversation)}: {cold['ttft_seconds']:.2f} s cold, {warm['ttft_seconds']:.3f} s warm"
+        )
+        used = gpu_used_bytes()
+        first = a.control("park")
+        keep(cold_seconds=[cold_a], conversation={"cold": cold, "warm": warm}, first_park=first,
+             gpu_used_bytes={"running": used, "parked": gpu_used_bytes()})  # fmt: skip
+        b, cold_b = stack.enter_context(serving(arguments, "b"))
+        keep(cold_seconds=[cold_a, cold_b])
+        switches: list[Json] = []
+        for number in range(arguments.cycles):
+            for away, to, name, prompt in ((b, a, "a", conversation), (a, b, "b", short)):
+                one = {"to": name, **switched(away, to, prompt)}
+                switches.append(one)
+                say(
+                    f"switch {number} to {name}: {one['request_to_first_token_seconds']:.3f} s from the request, park "
+                    f"{one['park']['seconds']:.3f} s, wake {one['wake']['seconds']:.3f} s at "
+                    f"{one['wake_copy_bytes_per_second'] / 1e9:.1f} GB/s, {one['computed_tokens']:.0f} of "
+                    f"{one['prompt']} tokens computed"
+                )
+                if name == "a" and one["tokens"] != warm["tokens"]:
+                    raise SystemExit("error: the answer after a switch is another one")
+                keep(switches=switches)
+    summarise(result)
+    record.write(out, result)
+
+
+def summarise(result: Json) -> None:
+    back = [one for one in result["switches"] if one["to"] == "a"]
+    others = [one for one in result["switches"] if one["to"] == "b"]
+    warm, link = result["conversation"]["warm"]["ttft_seconds"], result["link_bytes_per_second"]
+    speeds = [one["wake_copy_bytes_per_second"] for one in result["switches"]]
+    result["summary"] = {
+        "cold_seconds": record.spread(result["cold_seconds"]),
+        "first_park_seconds": result["first_park"]["seconds"],
+        "park_seconds": record.spread([one["park"]["seconds"] for one in result["switches"][1:]]),
+        "wake_seconds": record.spread([one["wake"]["seconds"] for one in result["switches"]]),
+        "wake_copy_bytes_per_second": record.spread(speeds),
+        "wake_copy_share_of_link": record.spread([speed / link for speed in speeds]) if link else None,
+        "switch_to_first_token_seconds": record.spread([one["request_to_first_token_seconds"] for one in others]),
+        "wake_to_first_token_seconds": record.spread([one["wake_to_first_token_seconds"] for one in others]),
+        "conversation_ttft_over_warm": record.spread([one["ttft_seconds"] / warm for one in back]),
+        "conversation_computed_tokens": record.spread([one["computed_tokens"] for one in back]),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    def size(text: str) -> int:
+        return int(parse_size(text))
+
+    parser = record.argument_parser(__doc__)
+    parser.add_argument("--model", default=None, help="folder, or 'tiny'; default: Llama-3.1-8B's shape")
+    parser.add_argument("--cycles", type=int, default=5, help="switches to each of the two")
+    parser.add_argument("--conversation", type=int, default=50_000, help="tokens")
+    parser.add_argument("--max-model-len", type=int, default=65_536)
+    parser.add_argument("--kv-bytes", type=size, default=size("16GiB"), help="GPU memory for KV, of each")
+    parser.add_argument("--host-bytes", type=size, default=size("16GiB"), help="RAM for KV, of each")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
+    parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for one start")
+    parser.add_argument("--out", type=Path, default=None)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    arguments.model = shapes.folder_of(arguments.model)
+    out = arguments.out or record.default_path("park")
+    result = record.header("park", record.settings(arguments))
+    measure(arguments, result, out)
+    print(record.dumps(result["summary"]))
+    say(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
