@@ -1,12 +1,14 @@
 """A server's control routes: vLLM's real server on the CPU is parked and woken by its secret, and by nothing else."""
 
 import asyncio
+import contextlib
 import json
 import os
 import stat
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +135,49 @@ def test_a_server_without_park_has_no_control(model: Path, tmp_path: Path) -> No
         status = running.status()
         assert status is not None and not status.can_park and secret_of(status, running.home) is None
         assert call(running, "park", "").status_code == 404
+
+
+@pytest.mark.soak
+def test_two_servers_take_turns_fifty_times(model: Path, tmp_path: Path) -> None:
+    """Under load, each answering as one that never parked; memory, threads and processes return to what they were."""
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            servers.append(stack.enter_context(serving(model, "--park", folder=tmp_path / name)))
+            servers[-1].wait_for("/v1 serves")
+        prompts = [random_prompt(seed, length) for seed, length in enumerate((3200, 600, 40, 1500))]
+        expected = [[ask(one, prompt)[0] for prompt in prompts] for one in servers]
+        assert call(servers[0], "park", secret_for(servers[0])).status_code == 200
+        held: list[list[tuple[int, int]]] = []
+        for turn in range(100):
+            away, to = servers[(turn + 1) % 2], servers[turn % 2]
+            with ThreadPoolExecutor(2) as clients:
+                # These are computed, wait, or come too late, as it happens.
+                late = [clients.submit(ask, away, prompt) for prompt in prompts[1:3]]
+                assert call(away, "park", secret_for(away)).json()["state"] == "parked"
+                assert call(to, "wake", secret_for(to)).json()["state"] == "running"
+                got = [ask(to, prompt)[0] for prompt in prompts]
+                assert got == expected[turn % 2], turn
+                assert call(to, "park", secret_for(to)).status_code == 200
+                assert call(away, "wake", secret_for(away)).status_code == 200
+                assert [one.result()[0] for one in late] == expected[(turn + 1) % 2][1:3]
+                assert call(away, "park", secret_for(away)).status_code == 200
+                assert call(to, "wake", secret_for(to)).status_code == 200
+            if turn in (19, 99):
+                held.append([memory_of(one) for one in servers])
+        for (before, threads), (after, threads_after) in zip(*held, strict=True):
+            assert after < 1.05 * before + (32 << 20) and threads_after <= threads + 2
+
+
+def memory_of(server: Serve) -> tuple[int, int]:
+    """RAM and threads of all its processes."""
+    rss = threads = 0
+    for pid in (server.process.pid, *server.started()):
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        rss += int(fields["VmRSS"].split()[0]) << 10
+        threads += int(fields["Threads"])
+    return rss, threads
 
 
 # The middleware alone.

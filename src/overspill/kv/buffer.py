@@ -378,7 +378,7 @@ class CudaBuffer(KvBuffer):
         stream.synchronize()
 
     def tensor(self) -> torch.Tensor:
-        return self._range.tensor()[: self.num_bytes]
+        return self._range.tensor(self.num_bytes)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)

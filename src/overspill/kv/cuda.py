@@ -277,9 +277,10 @@ class AddressRange:
 
         _call(driver.cuMemUnmap, driver.CUdeviceptr(self.address + offset), self._mapped.pop(offset))
 
-    def tensor(self) -> torch.Tensor:
-        """The whole range as bytes, without a copy."""
-        return torch.as_tensor(_CudaArray(self.address, self.num_bytes), device=torch.device("cuda", self.device))
+    def tensor(self, num_bytes: int | None = None) -> torch.Tensor:
+        """The range, or the first bytes of it, without a copy."""
+        array = _CudaArray(self.address, self.num_bytes if num_bytes is None else num_bytes)
+        return torch.as_tensor(array, device=torch.device("cuda", self.device))
 
     def close(self) -> None:
         """Free the addresses; tensors over them become invalid. All compute must have completed."""
