@@ -19,6 +19,7 @@ from overspill.manager.needs import Memory
 from overspill.manager.states import State
 from overspill.manager.swaps import may_park
 from tests.chat_model import make_chat_model
+from tests.chromium import Watched, chromium, needs_chromium
 from tests.managed import SETTINGS, managed
 from tests.managed_here import Here
 from tests.manager_process import IMPATIENT, Place, eventually, gateway, managing
@@ -245,6 +246,24 @@ def test_pages_and_commands_park_and_wake(here: Here, place: Place) -> None:
         assert refused.status_code == 409 and "b is stopped" in refused.text
         actions = [row["action"] for row in client.get("/api/audit").json()]
         assert actions.count("park") == 2 and "wake" in actions
+
+
+@needs_chromium
+def test_a_click_parks_and_another_wakes(here: Here, place: Place) -> None:
+    place.behave("a", **PARKS)
+    with chromium() as browser:
+        watched = Watched(browser, here.url)
+        page = watched.page(viewport={"width": 1280, "height": 900})
+        page.goto("/models")
+        card = page.locator("article.card", has=page.get_by_role("heading", name="a", exact=True))
+        card.get_by_role("button", name="Start").click()
+        card.get_by_role("button", name="Park").click()
+        card.locator(".state.parked").wait_for()
+        assert "it was parked by" in (card.text_content() or "")
+        card.get_by_role("button", name="Wake").click()
+        card.locator(".state.ready").wait_for()
+        watched.close()
+    assert len(place.starts("a")) == 1
 
 
 def test_a_real_engine_is_parked_by_command_and_woken_by_a_request(tmp_path: Path) -> None:

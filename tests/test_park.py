@@ -32,6 +32,8 @@ from tests.engine import (
     stock,
 )
 from tests.test_hybrids import NUM_TOKENS, ask_all, settings
+from tests.test_loading import SETTINGS as OFFLOAD
+from tests.test_loading import multi
 from tests.test_new_weights import ask_adapter, change, write_adapter
 from tests.test_soak import HOST_BLOCKS, SLOT_BYTES, answer_all, asks
 
@@ -380,6 +382,17 @@ def test_hybrids_go_on_after_a_park(models: Any, name: str) -> None:
         assert_same(again, expected)
         assert all(answer.num_cached >= 480 for answer in again)
         parked.assert_nothing_is_held()
+
+
+def test_beside_another_connector_it_parks(llama: Path, expected: list[Answer]) -> None:
+    transfer = multi(kv_load_failure_policy="recompute")
+    transfer.kv_connector_extra_config["connectors"][1]["kv_connector_extra_config"] = {**OFFLOAD, "park": True}
+    with engine(llama, transfer) as parked:
+        assert_same([parked.ask_one(PROMPTS[0])], expected[:1])
+        cycle(parked)
+        again = parked.ask_one(PROMPTS[0])
+        assert_same([again], expected[:1])
+        assert again.num_cached == 5 * BLOCK
 
 
 def test_two_ranks_park_and_wake(llama: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
