@@ -45,6 +45,8 @@ class Behaviour:
     """How long it takes to tell it."""
     parks: int | None = None
     """It can be parked, which frees so many bytes; a request meanwhile waits."""
+    answers_late_s: float = 0.0
+    """It is parked at once, and says so later."""
     refuses: str = ""
     """What it answers, with this word in its path, is a refusal: park, or wake."""
     prefers_taken_port: int | None = None
@@ -100,6 +102,8 @@ class Server:
             await send(writer, 200, b"")
         elif path.startswith("/overspill/"):
             status, told = self.control(method, path, headers)
+            if path.endswith("park"):
+                await asyncio.sleep(self.behaviour.answers_late_s)
             await send(writer, status, json.dumps(told).encode())
         elif path == "/v1/models":
             await send(writer, 200, json.dumps({"object": "list", "data": [{"id": self.name}]}).encode())

@@ -172,6 +172,21 @@ def test_requests_in_flight_wait_in_the_parked_engine(place: Place) -> None:
     asyncio.run(run())
 
 
+def test_an_answer_that_is_lost_is_asked_for_again(place: Place) -> None:
+    """The engine is parked, and its answer did not come: it must not count as ready."""
+    place.add("a", behaviour={**PARKS, "answers_late_s": 2.0})
+
+    async def run() -> None:
+        async with managing(place, timing=dataclasses.replace(IMPATIENT, park_s=0.5)) as engines:
+            await parkable(engines, "a")
+            assert (await engines.park("a")).state is State.PARKED
+            assert engine(engines, "a").refusal == "a could not be parked: it does not answer"
+            await engines.ensure_ready("a")
+            assert len(place.starts("a")) == 1
+
+    asyncio.run(run())
+
+
 def test_ttl_parks_first_and_stops_later(place: Place) -> None:
     place.add("a", behaviour=PARKS, ttl=1)
     seen: list[State] = []
@@ -192,7 +207,8 @@ def test_ttl_parks_first_and_stops_later(place: Place) -> None:
 
 
 def test_a_manager_that_comes_later_finds_it_parked(place: Place) -> None:
-    place.add("a", ram=2 * GiB, behaviour=PARKS)
+    """And does not take it for one that was never used."""
+    place.add("a", ram=2 * GiB, behaviour=PARKS, ttl=100)
 
     async def park() -> None:
         with place.registry() as registry:
@@ -206,6 +222,7 @@ def test_a_manager_that_comes_later_finds_it_parked(place: Place) -> None:
         async with managing(place) as engines:
             await eventually(lambda: engines.snapshot("a").state is State.PARKED)
             assert engines.snapshot("a").holds.ram_bytes == GiB // 4
+            await asyncio.sleep(0.5)
             await engines.ensure_ready("a")
             assert len(place.starts("a")) == 1
 

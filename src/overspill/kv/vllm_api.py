@@ -713,7 +713,8 @@ class Allocation(NamedTuple):
 def sleep_mode_allocations() -> list[Allocation]:
     from vllm.device_allocator import get_mem_allocator_instance
 
-    found = get_mem_allocator_instance().pointer_to_data.items()
+    # A list: another thread may allocate meanwhile.
+    found = list(get_mem_allocator_instance().pointer_to_data.items())
     return [Allocation(address, data.handle[1], data.tag == "weights", data) for address, data in found]
 
 

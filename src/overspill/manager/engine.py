@@ -352,11 +352,12 @@ class Engine:
         return Seen.PARKED if self._is_parked else Seen.SERVING
 
     async def _find_out_whether_parked(self) -> None:
-        """Once: a manager before this one may have parked it."""
+        """Once, and again where it did not answer: a manager before this one may have parked it."""
         if self._knows_parked or not self.can_park:
             return
         told = await self._control("GET", "state")
         self._knows_parked = told is not None
+        self._is_parked = self._is_parked and told is None
         if told is not None and told.get("state") == "parked":
             self._note_parked(told)
             self.wanted = Wanted.PARKED if self.wanted is Wanted.UP else self.wanted
@@ -366,6 +367,7 @@ class Engine:
         if told is not None and told.get("state") == "parked":
             self._note_parked(told)
             return
+        self._knows_parked = told is not None
         self._refuse(f"{self.name} could not be parked: {_reason(told)}")
         if self.wanted is not Wanted.PARKED:
             return  # meanwhile
@@ -379,6 +381,7 @@ class Engine:
         if told is not None and told.get("state") == "running":
             self._is_parked = False
             return
+        self._knows_parked = told is not None
         self._refuse(f"{self.name} could not be woken: {_reason(told)}")
         if self.wanted is Wanted.UP:
             self.wanted, self.holds = Wanted.PARKED, self._takes - self._freed
@@ -559,6 +562,9 @@ class Engine:
             self.ready_since = None
         if state in (State.STOPPED, State.FAILED, State.PARKED):
             self.is_draining = False
+        if state is State.PARKED:
+            # For its TTL: one that was found parked was last used at some time before.
+            self.last_used = self.last_used if self.last_used > float("-inf") else time.monotonic()
         self._publish()
 
     def _observe_wish(self) -> None:
