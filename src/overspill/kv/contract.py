@@ -359,7 +359,6 @@ v1/core/sched/scheduler.py
     Scheduler._set_kv_fetch_stage(request, stage)
 v1/engine/core.py
     EngineCore.batch_queue
-    EngineCore.model_executor
     EngineCore.post_step(model_executed)
     EngineCore.reset_prefix_cache(reset_running_requests, reset_connector)
     EngineCore.resume_scheduler()
