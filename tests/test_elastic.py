@@ -80,6 +80,7 @@ class Grown:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic_module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(elastic_module, "_COPYING_S", 0.0)
     monkeypatch.setattr(elastic_module, "_SECONDS_BETWEEN_OFFERS", 0.0)
 
 
@@ -177,6 +178,20 @@ def test_waiting_requests_are_wanted(llama: Path, ledger: Ledger) -> None:
         assert grown.account.used == 0
 
 
+def test_a_parked_engine_holds_nothing_until_it_wakes(llama: Path, ledger: Ledger, expected: list[Answer]) -> None:
+    with elastic(llama, ledger, park=True) as running:
+        grown = Grown(running, ledger)
+        grown.grant(12)
+        assert_same([running.ask_one(prompt) for prompt in PROMPTS], expected)
+        assert running.core.overspill_park()["state"] == "parked"
+        running.core.overspill_adjust()
+        assert grown.account.held == grown.mapped_bytes == 0
+        assert running.core.overspill_wake()["state"] == "running"
+        running.core.overspill_adjust()
+        assert grown.account.held == grown.mapped_bytes == 12 * grown.elastic.units.unit_bytes
+        assert_same([running.ask_one(prompt) for prompt in PROMPTS], expected)
+
+
 def test_a_damaged_block_changes_the_answer(llama: Path, ledger: Ledger, expected: list[Answer]) -> None:
     """What comes back after a shrink is what is in RAM."""
     with elastic(llama, ledger, verify="off") as running:
@@ -204,6 +219,7 @@ def test_spilled_requests_go_on_when_the_gpu_shrinks(llama: Path, ledger: Ledger
             answers.update(running.step())
         assert_same([answers[first]], [expected])
         grown.settle()
+        assert grown.account.used == 0, "blocks in RAM are not counted"
         assert grown.account.held == 8 * grown.elastic.units.unit_bytes
         assert_same([running.ask_one(long)], [expected])
 

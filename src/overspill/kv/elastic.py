@@ -44,8 +44,10 @@ from overspill.kv.vllm_api import (
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# Requests keep their blocks for so long when their engine has to shrink, and cached ones wait for their copies.
+# Requests keep their blocks for so long when their engine has to shrink.
 _PATIENCE_S = 2.0
+# And cached blocks wait so much longer for their copies: a slow link is no reason to lose them.
+_COPYING_S = 10.0
 # Offered stores may be dropped, for want of slots in RAM.
 _SECONDS_BETWEEN_OFFERS = 0.5
 # After the GPU had no memory for what was granted.
@@ -113,6 +115,7 @@ class Elastic:
         self._stores: Stores | None = None
         self._planned = self._done = 0
         self.is_attached = False  # to the engine core's steps
+        self.is_parked = False  # as the ledger has it
         self._tried_at = -_SECONDS_BETWEEN_TRIES
         self._reported_at, self._seen = 0.0, (0, 0)
 
@@ -150,7 +153,8 @@ class Elastic:
 
     def adjust(self, core: Any) -> None:
         """Get nearer to what is granted, without waiting for anything."""
-        if is_frozen(core):
+        self.is_parked = is_frozen(core)
+        if self.is_parked:
             self._ledger.write(self._row, held=0, used=0, wanted=0)
             return
         self._give_back(core)
@@ -216,13 +220,13 @@ class Elastic:
         assert self._pool is not None
         now, held, lost = time.monotonic(), set[int](), 0
         for unit, leaving in self._leaving.items():
-            is_late = now > leaving.deadline
+            is_late, is_given_up = now > leaving.deadline, now > leaving.deadline + _COPYING_S
             may_offer = now - leaving.offered_at > _SECONDS_BETWEEN_OFFERS
             offered = []
             for block in (self._pool.blocks[number] for number in self.units.blocks(unit) if number not in self._out):
                 if block.ref_cnt:
                     held.update((block.block_id,) if is_late else ())
-                elif self._stores is not None and self._stores.lacks_copy(block) and not is_late:
+                elif self._stores is not None and self._stores.lacks_copy(block) and not is_given_up:
                     offered.append(block)
                 else:
                     lost += self._stores is not None and self._stores.lacks_copy(block)
@@ -236,12 +240,7 @@ class Elastic:
             self.stats.count("shrink_lost_blocks", lost)
             logger.warning("Overspill: %d cached block(s) were given up without a copy: RAM took none of them", lost)
         if held:
-            preempted = preempt_holders(core, held)
-            self.stats.count("shrink_preemptions", len(preempted))
-            if preempted:
-                # Their blocks are cached now, and may be copied.
-                for leaving in self._leaving.values():
-                    leaving.deadline = max(leaving.deadline, now + _PATIENCE_S)
+            self.stats.count("shrink_preemptions", len(preempt_holders(core, held)))
 
     def _give_back(self, core: Any) -> None:
         """Unmap units that no step in flight knows any more."""
@@ -277,10 +276,15 @@ class Elastic:
 
     def _report(self, core: Any) -> None:
         assert self._pool is not None
-        used = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
+        queue = self._pool.free_block_queue
+        free = getattr(queue, "num_free_resident", queue.num_free_blocks)  # with spill, of the GPU's tier
+        used = self.units.num_blocks - len(self._out) - 1 - free
         waiting = blocks_waiting(core, self._block_tokens, most=self.units.num_blocks)
         wanted = min(self.units.count, -(-(used + waiting) // self.units.blocks_per_unit) + 1)
-        self._ledger.write(self._row, used=used * self.units.block_bytes, wanted=self._bytes(wanted))
+        self._ledger.write(
+            self._row, held=self._bytes(len(self.mapped)), used=used * self.units.block_bytes,
+            wanted=self._bytes(wanted),
+        )  # fmt: skip
         self._reported_at, self._seen = time.monotonic(), (self._planned, used)
         self.stats.gauge("kv_held_bytes", self._bytes(len(self.mapped)))
 
@@ -326,7 +330,11 @@ def _watch(core: Any) -> None:
     _attach(core, elastic)
 
     def look() -> None:
-        while not elastic.is_due() or wake_up(core):
+        while True:
+            is_parked = is_frozen(core)
+            is_due = is_parked != elastic.is_parked or (not is_parked and elastic.is_due())
+            if is_due and not wake_up(core):
+                return
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     threading.Thread(target=look, name="overspill-ledger", daemon=True).start()
