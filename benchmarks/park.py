@@ -1,13 +1,13 @@
 """Park and wake on one GPU: two servers that share a card by taking turns.
 
-    python benchmarks/park.py                         Llama-3.1-8B's shape, twice; about 5 minutes on an H200
+    python benchmarks/park.py                         Llama-3.1-8B's shape, twice; about 3 minutes on an H200
     python benchmarks/park.py --cycles 10 --conversation 50000 --out mine.json
     python benchmarks/park.py --model tiny --dtype float32 --kv-bytes 32MiB --host-bytes 64MiB --conversation 900 \\
         --max-model-len 2048                          on a CPU, 2 minutes
 
 Measured, side by side in one run:
 
-    cold       from the start of a server's process to its first token, the second start of two
+    cold       from the start of a server's process to its first token: the first start compiles, the second does not
     park       the first, and later ones; with what they copied and freed
     wake       with the speed of the copy, beside the link's own (pinned H2D of 4 GiB, on CUDA)
     switch     the other model is parked and this one woken; from the request to its first token
@@ -180,8 +180,6 @@ def measure(arguments: argparse.Namespace, result: Json, out: Path) -> None:
         record.write(out, result)
 
     keep(link_bytes_per_second=link_bytes_per_second())
-    with serving(arguments, "warm-up") as (_, seconds):
-        say(f"warm-up start: {seconds:.1f} s to the first token")
     with contextlib.ExitStack() as stack:
         a, cold_a = stack.enter_context(serving(arguments, "a"))
         say(f"cold start: {cold_a:.1f} s to the first token")
@@ -219,7 +217,7 @@ def summarise(result: Json) -> None:
     warm, link = result["conversation"]["warm"]["ttft_seconds"], result["link_bytes_per_second"]
     speeds = [one["wake_copy_bytes_per_second"] for one in result["switches"]]
     result["summary"] = {
-        "cold_seconds": record.spread(result["cold_seconds"]),
+        "cold_seconds": dict(zip(("first", "again"), result["cold_seconds"], strict=True)),
         "first_park_seconds": result["first_park"]["seconds"],
         "park_seconds": record.spread([one["park"]["seconds"] for one in result["switches"][1:]]),
         "wake_seconds": record.spread([one["wake"]["seconds"] for one in result["switches"]]),

@@ -102,21 +102,22 @@ def test_pieces_under_an_address_come_and_go_on_the_gpu() -> None:
     from overspill.kv.buffer import CudaBuffer, plain_pieces
 
     num_bytes = 200 * MIB + 5
-    before = used_bytes()
     buffer = CudaBuffer(num_bytes, plain_pieces(num_bytes), torch.device("cuda", 0))
     contents = buffer.tensor()
     address = contents.data_ptr()
     contents.fill_(7)
-    assert used_bytes() - before >= 200 * MIB and contents.numel() == num_bytes
+    assert int(contents.max()) == 7 and contents.numel() == num_bytes
+    held = used_bytes()  # after the first kernels, which take memory of their own when they are loaded
     for _ in range(3):
         torch.cuda.synchronize()
         buffer.unmap()
-        assert used_bytes() - before < 16 * MIB and buffer.mapped_bytes == 0
+        assert held - used_bytes() >= 200 * MIB and buffer.mapped_bytes == 0
         buffer.map()
         assert contents.data_ptr() == address and int(contents.max()) == 0
+        assert abs(used_bytes() - held) < 16 * MIB
         contents.fill_(7)
     buffer.close()
-    assert used_bytes() - before < 16 * MIB
+    assert held - used_bytes() >= 200 * MIB
 
 
 if __name__ == "__main__":
