@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from record import GIB, Json
+from record import GIB, Json, spread
 from spill_summary import summarise
 
 GB = 1e9
@@ -486,6 +486,49 @@ def verification(result: Json) -> str:
     )
 
 
+def park(result: Json) -> str:
+    found, talk, used = result["summary"], result["conversation"], result["gpu_used_bytes"]
+    back = [one["ttft_seconds"] for one in result["switches"] if one["to"] == "a"]
+    link = f"{ranged(found['wake_copy_bytes_per_second'], 1e-9)} GB/s"
+    rows = [
+        ["start of a server to its first token", f"{found['cold_seconds']['again']:.0f} s", "compiled code was cached"],
+        ["park, first", f"{number(found['first_park_seconds'], 3, 1000)} ms", ""],
+        ["park, later", f"{ranged(found['park_seconds'], 1000)} ms",
+         f"{number(used['parked'] / GB)} GB stay on the GPU"],
+        ["wake", f"{ranged(found['wake_seconds'], 1000)} ms",
+         f"weights at {link}; the link: {number(result['link_bytes_per_second'] / GB)}"],
+        ["switch: request to first token", f"{ranged(found['switch_to_first_token_seconds'], 1000)} ms",
+         "the other model parks, this one wakes"],
+        [f"conversation of {talk['cold']['prompt']:,} tokens, first token: computed",
+         f"{number(talk['cold']['ttft_seconds'], 3, 1000)} ms", ""],
+        ["from the GPU's cache", f"{number(talk['warm']['ttft_seconds'], 3, 1000)} ms", ""],
+        ["after switching away and back", f"{ranged(spread(back), 1000)} ms",
+         f"{number(found['conversation_computed_tokens']['median'])} tokens computed, as with the GPU's cache"],
+    ]  # fmt: skip
+    return markdown(["", "time", ""], rows)
+
+
+def attention(result: Json) -> str:
+    """The kernels by themselves, with as many threads as were measured at most."""
+    most = max(one["threads"] for one in result["rates"])
+    rates = [one for one in result["rates"] if one["threads"] == most and one["kv_type"] == "bfloat16"]
+    queries = sorted({one["queries"] for one in rates})
+    rows = [
+        [shape, kernel, *(
+            next((f"{number(one['attend_bytes_per_s'] / GB)} ({one['of_reads']:.0%})" for one in rates
+                  if (one["shape"], one["kernel"], one["queries"]) == (shape, kernel, count)), "–")
+            for count in queries
+        )]
+        for shape, kernel in dict.fromkeys((one["shape"], one["kernel"]) for one in rates)
+    ]  # fmt: skip
+    peers = {(one["peer"], one["queries"]): one["bytes_per_s"] for one in result["peers"] if one["threads"] == most}
+    rows += [
+        [rates[0]["shape"], peer, *(number(peers[peer, count] / GB) for count in queries)]
+        for peer in dict.fromkeys(peer for peer, _ in peers)
+    ]
+    return markdown(["shape", "kernel", *(f"{count} queries" if count > 1 else "1 query" for count in queries)], rows)
+
+
 # The README's first screen.
 
 
@@ -511,7 +554,8 @@ def _returning(result: Json) -> list[str]:
 
 def _longer(result: Json) -> list[str]:
     entry = result["summary"][0]
-    longest = next(one["context"] for one in entry["contexts"] if one["label"] == "without spill")
+    # Measured, or what the same memory would hold.
+    longest = next(one["context"] for one in entry["contexts"] if one["label"].startswith("without spill"))
     row = next(one for one in entry["lengths"] if one["length"] == 131_072)
     token = f"{ranged(row['spill']['tpot'], 1000)} ms for each token of the answer"
     return [
@@ -564,11 +608,22 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "ab": ("ab", experiment),
     "ab-where": ("ab", experiment_where),
     "verify": ("verify", verification),
+    "park": ("park", park),
+    "attention": ("attention-kernel", attention),
     "spill-where": ("spill", spill_where),
     **{f"spill-{name}": ("spill", partial(spill_part, name)) for name in SPILL},
     **{f"{name}-notes": (name, notes) for name in ("offload", "startup", "prediction")},
     **{
         f"{name}-hardware": (name, hardware)
-        for name in ("offload", "startup", "scheduler-cost", "manager-cost", "prediction", "families")
+        for name in (
+            "offload",
+            "startup",
+            "scheduler-cost",
+            "manager-cost",
+            "prediction",
+            "families",
+            "park",
+            "attention-kernel",
+        )
     },
 }

@@ -277,17 +277,18 @@ def test_fp8_kv_spills_too(llama: Path) -> None:
         assert spills.metric("spill_in_bytes") > 0
 
 
-GRAPHS = {**SETTINGS, "enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
+# vLLM compiles a model anew where there is a connector. Without the deterministic mode the compiler chooses kernels by
+# timing them, so that two such engines round differently.
+GRAPHS = {
+    **SETTINGS, "enforce_eager": False,
+    "compilation_config": {
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "inductor_compile_config": {"deterministic": True},
+    },
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def compiled(llama: Path) -> None:
-    """The model's code is in vLLM's cache; the engine that compiles it rounds differently from those that load it."""
-    with engine(llama, blocks=1400, **GRAPHS):
-        pass
-
-
-def test_streaming_decodes_run_in_full_graphs_of_their_own(llama: Path, compiled: None) -> None:
+def test_streaming_decodes_run_in_full_graphs_of_their_own(llama: Path) -> None:
     long, short = [random_prompt(1, PROMPT), random_prompt(3, 9000)], random_prompt(2, 300)
     with engine(llama, blocks=1400, **GRAPHS) as plain:
         expected = [plain.ask_one(p) for p in long]
