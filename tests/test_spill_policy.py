@@ -185,6 +185,17 @@ def test_the_balance_is_found_and_found_again(plain_step_s: float, slowed_down: 
         assert simulate(balance, num_bytes, own_s, steps, cpu) < 1.1 * best_s, (num_bytes, own_s)
 
 
+def test_a_share_guessed_before_any_plain_step_is_guessed_again() -> None:
+    speeds = Speeds(far_bytes_per_s=CPU)
+    balance = Balance(speeds)
+    blind = balance.share(420_000_000, LINK)
+    speeds.plain_step_s = 0.0063
+    again = balance.share(420_000_000, LINK)
+    assert again < blind / 2
+    balance.record(Lateness(32, 32))
+    assert balance.share(420_000_000, LINK) < again, "and moves on from there"
+
+
 def test_a_cpu_that_was_always_late_is_tried_again() -> None:
     balance = Balance(Speeds(far_bytes_per_s=CPU))
     while balance.share(GB, LINK):

@@ -35,7 +35,7 @@ class Balance:
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
-        self._num_bytes = 0  # for which the share was guessed
+        self._num_bytes, self._own_s = 0, 0.0  # for which the share was guessed
         self._share = self._guess = 0.0
         self._move = _FIRST_MOVE
         self._was_late, self._alike = False, 0  # the last steps, and how many
@@ -43,12 +43,13 @@ class Balance:
 
     def share(self, num_bytes: int, link_bytes_per_s: float) -> float:
         """For a step with so much spilled KV."""
-        if not self._guess or abs(num_bytes - self._num_bytes) > _OTHER_SIZE * self._num_bytes:
-            self._num_bytes = num_bytes
+        own_s = self._speeds.plain_step_s
+        is_other = abs(num_bytes - self._num_bytes) > _OTHER_SIZE * self._num_bytes
+        if not self._guess or is_other or (own_s and not self._own_s):
+            self._num_bytes, self._own_s = num_bytes, own_s
             self._guess = self._share = cpu_share(
-                num_bytes, link_bytes_per_s=link_bytes_per_s, cpu_bytes_per_s=self._speeds.far_bytes_per_s,
-                own_s=self._speeds.plain_step_s,
-            )  # fmt: skip
+                num_bytes, link_bytes_per_s=link_bytes_per_s, cpu_bytes_per_s=self._speeds.far_bytes_per_s, own_s=own_s
+            )
             self._move = _FIRST_MOVE
         self._steps_alone = 0 if self._share else self._steps_alone + 1
         if self._guess and self._steps_alone >= _STEPS_BETWEEN_TRIES:

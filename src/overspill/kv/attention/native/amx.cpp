@@ -265,6 +265,6 @@ void try_amx_instructions(int stage) {
 
 // Up to 4 rows the bandwidth of memory is reached without tiles.
 extern const Kernel kAmx = {
-    "amx", may_use_amx, suits, 5, width_of, tile_state_floats, attend_tiles, tile_order, value_factor_of,
+    "amx", may_use_amx, suits, 10, width_of, tile_state_floats, attend_tiles, tile_order, value_factor_of,
 };
 }  // namespace overspill
