@@ -3,12 +3,12 @@
 The division is a pure function. Revoked memory is granted on only when its engine reports that it holds less.
 """
 
-import logging
+import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
 
-from overspill.kv.ledger import Account
-
-logger = logging.getLogger(__name__)
+from overspill.kv.ledger import Account, Ledger
 
 # What was divided once stays while it serves: copies of cached KV to RAM cost more than an uneven share.
 _WORTH_GRANTING = 1 / 32
@@ -77,9 +77,59 @@ def next_grants(accounts: Mapping[int, Account], capacity: int) -> dict[int, int
 
 
 def committed(accounts: Collection[Account]) -> int:
-    """Memory that engines hold or may take at any moment."""
-    return sum(max(one.granted, one.held) for one in accounts)
+    """Memory that engines hold or may take at any moment. Parked ones take theirs when they are woken, not before."""
+    return sum(max(one.granted, one.held) for one in accounts if one.held)
 
 
 def _granted(one: Account) -> int:
     return one.granted or one.held  # until the first grant, what it began with
+
+
+class Grants:
+    """The manager's side of one GPU's ledger. Grants stand when it is gone, and the next one goes on from them."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._ledger: Ledger | None = None
+        self._of: tuple[object, ...] = ()
+        self._seen: tuple[tuple[int, int, int], ...] = ()
+        self._num_quiet = 0
+        self._capacity = 0
+        """Of the GPU, for the KV of these engines."""
+
+    def look(self) -> dict[int, Account]:
+        """Of engines that live, by row. Rows of others count no more: their memory is free."""
+        if self._ledger is None and self._path is not None and self._path.exists():
+            self._ledger = Ledger(self._path)
+        return self._ledger.accounts() if self._ledger is not None else {}
+
+    def grant(self, accounts: Mapping[int, Account], free: int, *, claimed: int, starting: Collection[str]) -> None:
+        """Divide the GPU anew. `free` is beside what they hold, `claimed` is to be left of it, and while engines are
+        starting nothing more is given out: what they will have taken is not known yet."""
+        assert self._ledger is not None
+        seen = tuple((one.pid, one.granted, one.held) for one in accounts.values())
+        self._num_quiet = self._num_quiet + 1 if seen == self._seen else 0
+        self._seen = seen
+        of = (frozenset(one.pid for one in accounts.values()), frozenset(starting))
+        capacity = free + sum(one.held for one in accounts.values())
+        is_worth_it = capacity < self._capacity or capacity - self._capacity > self._capacity * _WORTH_GRANTING
+        if of != self._of:
+            self._of, self._capacity = of, committed(accounts.values())
+        elif self._num_quiet >= _QUIET_LOOKS and not starting and is_worth_it:
+            self._capacity = capacity
+        for row, num_bytes in next_grants(accounts, self._capacity - claimed).items():
+            self._ledger.write(row, granted=num_bytes)
+
+    def close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+
+
+def sessions_of(accounts: Mapping[int, Account]) -> dict[int, Account]:
+    """By the session of their processes, which `overspill serve` begins."""
+    found = {}
+    for one in accounts.values():
+        with suppress(ProcessLookupError):
+            found[os.getsid(one.pid)] = one
+    return found

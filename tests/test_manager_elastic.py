@@ -1,0 +1,222 @@
+"""The manager moves memory between elastic engines as requests need it, and makes room by shrinking them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from overspill.kv.ledger import Account, Ledger
+from overspill.kv.sizes import GiB, MiB
+from overspill.manager.errors import NoRoom
+from overspill.manager.fleet import Engines
+from overspill.manager.grants import committed
+from overspill.manager.needs import Memory, Need
+from overspill.manager.states import State
+from overspill.registry import Model
+from tests.manager_process import Place, eventually, gateway, managing
+
+CARD = 1000 * MiB
+REQUEST = 300 * MiB
+FLOOR = 100 * MiB
+MEMORY = Memory(gpu_bytes=CARD, ram_bytes=64 * GiB)
+
+
+def elastic(held: int = CARD // 2, **more: int) -> dict[str, Any]:
+    return {"token_s": 0.1, "elastic": {"held": held, "floor": FLOOR, "most": CARD, "request": REQUEST, **more}}
+
+
+def reckon(model: Model, evictable: Memory) -> Need:
+    """A model's GPU memory, as its settings say."""
+    need = Memory(gpu_bytes=model.settings.gpu_memory or FLOOR)
+    return Need(least=need, takes=need)
+
+
+def sharing(place: Place, **options: Any) -> "contextlib.AbstractAsyncContextManager[Engines]":
+    return managing(place, **{"memory": MEMORY, "reckon": reckon, **options})
+
+
+@contextlib.contextmanager
+def watched(place: Place) -> Iterator[list[int]]:
+    """What all engines together held or were granted, again and again."""
+    path, seen, end = place.folder / "state/overspill/ledgers/cpu.ledger", [0], threading.Event()
+
+    def watch() -> None:
+        ledger = Ledger(path)
+        while not end.wait(0.005):
+            seen.append(committed(ledger.accounts().values()))
+        ledger.close()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        end.set()
+        thread.join()
+    assert max(seen) <= CARD, max(seen) / MiB
+
+
+def kv(engines: Engines, name: str) -> Account:
+    found = engines._engine(name).account
+    assert found is not None
+    return found
+
+
+async def burst(url: str, name: str, count: int = 2) -> list[httpx.Response]:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        asked = {"model": name, "prompt": "x", "max_tokens": 30}
+        return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=asked) for _ in range(count)))
+
+
+async def both_ready(engines: Engines) -> None:
+    for name in ("a", "b"):
+        await engines.ensure_ready(name)
+    await eventually(lambda: all(engines._engine(name).account for name in ("a", "b")))
+
+
+def test_memory_follows_requests_from_one_engine_to_the_other(place: Place) -> None:
+    place.add("a", behaviour=elastic())
+    place.add("b", behaviour=elastic())
+
+    async def run() -> None:
+        async with sharing(place) as engines, gateway(engines) as url:
+            await both_ready(engines)
+            for busy, idle in (("a", "b"), ("b", "a")):
+                task = asyncio.create_task(burst(url, busy, 3))
+                await eventually(lambda busy=busy: kv(engines, busy).held >= 900 * MiB)
+                assert kv(engines, idle).held == FLOOR
+                assert {one.status_code for one in await task} == {200}
+            assert engines.snapshot("a").kv["held"] == FLOOR
+
+    with watched(place):
+        asyncio.run(run())
+
+
+def test_a_start_shrinks_elastic_engines_and_stops_none(place: Place) -> None:
+    place.add("a", behaviour=elastic(), keep=True)
+    place.add("b", behaviour=elastic())
+    place.add("c", gpu_memory=700 * MiB)
+
+    async def run() -> None:
+        async with sharing(place) as engines:
+            await both_ready(engines)
+            await engines.ensure_ready("c")
+            assert {engines.snapshot(name).state for name in "abc"} == {State.READY}
+            assert kv(engines, "a").held + kv(engines, "b").held <= 300 * MiB
+            assert len(place.starts("a")) == len(place.starts("b")) == 1
+            await engines.stop("c")
+            await eventually(lambda: kv(engines, "a").held + kv(engines, "b").held > 900 * MiB)
+
+    with watched(place):
+        asyncio.run(run())
+
+
+def test_a_model_that_needs_more_than_engines_give_back_stops_one(place: Place) -> None:
+    place.add("a", behaviour=elastic(), keep=True)
+    place.add("b", behaviour=elastic())
+    place.add("c", gpu_memory=850 * MiB)
+    place.add("d", gpu_memory=950 * MiB)
+
+    async def run() -> None:
+        async with sharing(place) as engines:
+            await both_ready(engines)
+            await engines.ensure_ready("c")
+            assert [engines.snapshot(name).state for name in "abc"] == [State.READY, State.STOPPED, State.READY]
+            assert kv(engines, "a").held <= 150 * MiB
+            with pytest.raises(NoRoom, match="a is kept"):
+                await engines.ensure_ready("d")
+
+    asyncio.run(run())
+
+
+def test_a_killed_engine_leaves_its_memory_to_the_other(place: Place) -> None:
+    place.add("a", behaviour=elastic())
+    place.add("b", behaviour=elastic())
+
+    async def run() -> None:
+        async with sharing(place) as engines:
+            await both_ready(engines)
+            os.kill(place.starts("a")[0], signal.SIGKILL)
+            await eventually(lambda: kv(engines, "b").held == CARD)
+            assert engines.snapshot("a").state is State.FAILED and engines.snapshot("a").kv == {}
+
+    with watched(place):
+        asyncio.run(run())
+
+
+def test_grants_stand_without_a_manager_and_the_next_goes_on(place: Place) -> None:
+    place.add("a", behaviour=elastic(held=700 * MiB))
+    place.add("b", behaviour=elastic(held=300 * MiB))
+    before: list[int] = []
+
+    async def first() -> None:
+        with place.registry() as registry:
+            async with Engines(registry, place.options(memory=MEMORY, reckon=reckon)) as engines:
+                await both_ready(engines)
+                await eventually(lambda: all(kv(engines, name).granted for name in ("a", "b")))
+                before.extend(kv(engines, name).granted for name in ("a", "b"))
+                await engines.close(keep=True)
+
+    async def then() -> None:
+        async with sharing(place) as engines, gateway(engines) as url:
+            await both_ready(engines)
+            assert [kv(engines, name).held for name in ("a", "b")] == before
+            task = asyncio.create_task(burst(url, "b", 3))
+            await eventually(lambda: kv(engines, "b").held >= 900 * MiB)
+            await task
+            assert len(place.starts("a")) == len(place.starts("b")) == 1
+
+    with watched(place):
+        asyncio.run(first())
+        ledger = Ledger(place.folder / "state/overspill/ledgers/cpu.ledger")
+        time.sleep(0.5)
+        assert sorted(one.granted for one in ledger.accounts().values()) == sorted(before)
+        ledger.close()
+        asyncio.run(then())
+
+
+def test_an_engine_that_is_measured_keeps_its_memory(place: Place) -> None:
+    place.add("a", behaviour=elastic())
+    place.add("b", behaviour=elastic())
+
+    async def run() -> None:
+        async with sharing(place) as engines, gateway(engines) as url:
+            await both_ready(engines)
+            async with engines.using("a", hold=True):
+                held = kv(engines, "a").held
+                task = asyncio.create_task(burst(url, "b", 3))
+                await eventually(lambda: kv(engines, "b").used)
+                await asyncio.sleep(1.0)
+                assert kv(engines, "a").held == held
+            await task
+
+    with watched(place):
+        asyncio.run(run())
+
+
+def test_a_parked_engine_lends_its_kv_and_gets_it_back(place: Place) -> None:
+    place.add("a", behaviour={**elastic(), "parks": 0})
+    place.add("b", behaviour=elastic())
+
+    async def run() -> None:
+        async with sharing(place) as engines:
+            await both_ready(engines)
+            await eventually(lambda: engines._engine("a").can_park)
+            held = kv(engines, "a").held
+            await engines.park("a")
+            assert engines.snapshot("a").holds.gpu_bytes == 0
+            await eventually(lambda: kv(engines, "b").held == CARD)
+            await engines.ensure_ready("a")
+            await eventually(lambda: committed(engines._grants.look().values()) == CARD)
+            assert kv(engines, "a").held == held and kv(engines, "b").held == CARD - held
+            assert len(place.starts("a")) == len(place.starts("b")) == 1, "none was stopped"
+
+    with watched(place):
+        asyncio.run(run())
