@@ -49,6 +49,8 @@ class Behaviour:
     """It is parked at once, and says so later."""
     refuses: str = ""
     """What it answers, with this word in its path, is a refusal: park, or wake."""
+    device: str = "cpu"
+    """Of the plan of an elastic engine."""
     elastic: dict[str, int] | None = None
     """Of a row in the CPU's ledger: held, floor, most and weight; and what each request needs."""
     prefers_taken_port: int | None = None
@@ -213,7 +215,7 @@ async def send(writer: asyncio.StreamWriter, status: int, body: bytes, more: str
     await writer.drain()
 
 
-def write_status(name: str, url: str, parks: int | None, elastic: dict[str, int] | None) -> None:
+def write_status(name: str, url: str, behaviour: Behaviour) -> None:
     """And the secret, as `overspill serve` leaves them."""
     folder = Path(os.environ["XDG_STATE_HOME"]) / "overspill/serving"
     folder.mkdir(parents=True, exist_ok=True)
@@ -224,11 +226,12 @@ def write_status(name: str, url: str, parks: int | None, elastic: dict[str, int]
     told = {
         "format": 1, "pid": os.getpid(), "process": f"{boot}:{started}", "host": os.uname().nodename, "model": name,
         "source": name, "served_name": name, "url": url, "phase": "ready", "started_at": now, "ready_at": now,
-        "can_park": parks is not None, "memory": {"weights_bytes": parks}, "session": os.getsid(0),
+        "can_park": behaviour.parks is not None, "memory": {"weights_bytes": behaviour.parks},
+        "session": os.getsid(0),
     }  # fmt: skip
-    if elastic is not None:
-        held = elastic["held"]
-        told["plan"] = {"device": "cpu", "elastic": True, "gpu_bytes": held, "resident_kv_bytes": held}
+    if behaviour.elastic is not None:
+        held = behaviour.elastic["held"]
+        told["plan"] = {"device": behaviour.device, "elastic": True, "gpu_bytes": held, "resident_kv_bytes": held}
     at.with_suffix(".secret").write_text(json.dumps({"process": told["process"], "secret": "secret of a launch"}))
     new = at.with_suffix(".new")
     new.write_text(json.dumps(told))
@@ -253,7 +256,7 @@ async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
         sys.exit(f"error: port {port} is in use: another program listens there. Stop it, or give another --port")
     follows = asyncio.create_task(follow_ledger(server, **behaviour.elastic)) if behaviour.elastic else None
     if behaviour.parks is not None or behaviour.elastic is not None:
-        write_status(name, f"http://{host}:{port}", behaviour.parks, behaviour.elastic)
+        write_status(name, f"http://{host}:{port}", behaviour)
     print(f"serves {name} on port {port}", flush=True)
     stop = asyncio.Event()
     if not behaviour.ignores_sigterm:

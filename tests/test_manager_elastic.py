@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,8 +20,13 @@ from overspill.manager.fleet import Engines
 from overspill.manager.grants import committed
 from overspill.manager.needs import Memory, Need
 from overspill.manager.states import State
+from overspill.manager.telemetry import machine
+from overspill.manager.telemetry.gpus import GpuSampler
 from overspill.registry import Model
+from tests.chromium import Watched, chromium, needs_chromium
+from tests.managed_here import managed_here
 from tests.manager_process import Place, eventually, gateway, managing
+from tests.test_hardware_nvml import Device, FakeNvml, used
 
 CARD = 1000 * MiB
 REQUEST = 300 * MiB
@@ -220,3 +226,42 @@ def test_a_parked_engine_lends_its_kv_and_gets_it_back(place: Place) -> None:
 
     with watched(place):
         asyncio.run(run())
+
+
+class Shared(Place):
+    def options(self, **more: Any) -> Any:
+        return super().options(**{"memory": MEMORY, "reckon": reckon, **more})
+
+
+@needs_chromium
+def test_the_bar_of_a_card_moves_with_its_engines(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, weights = Shared(place.folder), 50 * MiB
+    for name in ("a", "b"):
+        shared.add(name, behaviour={**elastic(), "device": "cuda", "parks": weights})
+    device = Device(MemoryInfo=SimpleNamespace(total=4 * GiB, reserved=0, free=2 * GiB))
+    monkeypatch.setattr(machine, "GpuSampler", lambda: GpuSampler(FakeNvml(device)))
+    with managed_here(shared) as here, here.client() as client, chromium() as browser:
+        for name in ("a", "b"):
+            assert client.post(f"/api/engines/start/{name}").json()["state"] == "ready"
+        pids = [shared.starts(name)[0] for name in ("a", "b")]
+        device.answers["ComputeRunningProcesses"] = [used(pid, CARD) for pid in pids]
+        watched_page = Watched(browser, here.url)
+        page = watched_page.page()
+        page.goto("/")
+        bar = page.locator("figure.map", has_text="GPU 0")
+        bar.get_by_text("weights of a 50 MiB").wait_for()
+        bar.get_by_text("KV cache of b 500 MiB").wait_for()
+        assert bar.get_by_text("KV in use").count() == 0
+        before = float(bar.locator("rect", has_text="KV cache of b").first.get_attribute("width") or 0)
+        asking = threading.Thread(target=lambda: asyncio.run(burst(here.url, "a", 3)))
+        asking.start()
+        bar.get_by_text("KV in use of a 900 MiB").wait_for()
+        bar.get_by_text("KV cache of b 100 MiB").wait_for()
+        after = float(bar.locator("rect", has_text="KV cache of b").first.get_attribute("width") or 0)
+        assert before > 4 * after > 0
+        asking.join()
+        page.get_by_text("KV granted").first.wait_for()
+        told = client.get("/api/engines/a").json()["kv"]
+        assert told["held"] == 900 * MiB and told["floor"] == FLOOR
+        watched_page.close()
+    assert not watched_page.problems and not watched_page.elsewhere
