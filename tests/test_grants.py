@@ -37,7 +37,9 @@ def with_room(accounts: dict[int, Account], more: int) -> int:
 @given(engines(), st.integers(0, 300))
 def test_floors_are_kept_and_needs_met_where_there_is_room(accounts: dict[int, Account], more: int) -> None:
     capacity = with_room(accounts, more)
-    for divided in (shares(accounts, capacity), divide(accounts, capacity)):
+    for divided in (
+        shares(accounts, capacity), divide(accounts, capacity), divide(accounts, capacity, evens=False),
+    ):  # fmt: skip
         assert sum(divided.values()) <= capacity
         assert all(one.floor <= divided[row] <= one.most for row, one in accounts.items())
         needs = {row: min(one.most, max(one.floor, one.wanted)) for row, one in accounts.items()}
@@ -45,12 +47,12 @@ def test_floors_are_kept_and_needs_met_where_there_is_room(accounts: dict[int, A
             assert all(divided[row] >= needs[row] for row in accounts)
 
 
-@given(engines(), st.integers(0, 300))
-def test_constant_demand_comes_to_rest(accounts: dict[int, Account], more: int) -> None:
+@given(engines(), st.integers(0, 300), st.booleans())
+def test_constant_demand_comes_to_rest(accounts: dict[int, Account], more: int, evens: bool) -> None:
     """Also where the division has just changed everything."""
     capacity = with_room(accounts, more)
     for _ in range(12):
-        before, grants = accounts, next_grants(accounts, capacity)
+        before, grants = accounts, next_grants(accounts, capacity, evens=evens)
         accounts = {row: one._replace(granted=grants.get(row, one.granted)) for row, one in accounts.items()}
         accounts = {row: one._replace(held=one.granted) for row, one in accounts.items()}
     assert accounts == before
@@ -83,7 +85,7 @@ def test_no_interleaving_takes_more_than_the_card(accounts: dict[int, Account], 
         seen = dict(accounts)
         for _ in range(draw.randrange(3)):
             move()
-        grants = next_grants(seen, capacity)
+        grants = next_grants(seen, capacity, evens=draw.random() < 0.5)
         for row, grant in draw.sample(sorted(grants.items()), len(grants)):
             if row in accounts:
                 accounts[row] = accounts[row]._replace(granted=grant)
@@ -117,6 +119,13 @@ def test_a_small_change_of_demand_moves_nothing() -> None:
     for wanted in range(0, 500, 50):
         assert next_grants({0: first, 1: second._replace(wanted=wanted)}, 1000) == {}
     assert next_grants({0: first, 1: second}, 900) == {1: 400}
+
+
+def test_memory_that_nobody_needs_is_evened_out_only_at_rest() -> None:
+    accounts = {0: account(held=800, granted=800, floor=100), 1: account(held=200, granted=200, floor=100)}
+    assert next_grants(accounts, 1000, evens=False) == {}
+    assert next_grants(accounts, 1000, evens=True) == {0: 500}
+    assert next_grants({**accounts, 1: accounts[1]._replace(wanted=300)}, 1000, evens=False) == {0: 400}
 
 
 def test_a_card_that_shrinks_revokes_at_once() -> None:

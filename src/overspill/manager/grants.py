@@ -15,6 +15,8 @@ _WORTH_GRANTING = 1 / 32
 _TOLERATED_SHORTAGE = 1 / 16
 # An engine reports memory before it takes it, and after it gave it back: what is free counts when nothing moved.
 _QUIET_LOOKS = 4
+# Demand that pauses for a moment comes back: memory that nobody needs is evened out when nothing has moved for longer.
+_EVEN_LOOKS = 40
 
 
 def shares(accounts: Mapping[int, Account], capacity: int) -> dict[int, int]:
@@ -49,22 +51,23 @@ def _pour(amount: int, caps: Mapping[int, int], weights: Mapping[int, int]) -> d
     return given
 
 
-def divide(accounts: Mapping[int, Account], capacity: int) -> dict[int, int]:
-    """What each is to have: what it was granted, while everybody's need is met and nobody has less than half of its
-    share; otherwise its share."""
+def divide(accounts: Mapping[int, Account], capacity: int, *, evens: bool = True) -> dict[int, int]:
+    """What each is to have: what it was granted, while everybody's need is met, and with `evens`, nobody has less than
+    half of its share; otherwise its share."""
     fair, needs = shares(accounts, capacity), _needs(accounts)
     now = {row: min(one.most, max(one.floor, _granted(one))) for row, one in accounts.items()}
     free, could_use = capacity - sum(now.values()), any(now[row] < one.most for row, one in accounts.items())
     shortage = int(capacity * _TOLERATED_SHORTAGE) if sum(needs.values()) > capacity else 0
     is_fine = free >= 0 and not (could_use and free > capacity * _WORTH_GRANTING)
     is_fine = is_fine and all(now[row] >= min(needs[row], fair[row]) - shortage for row in accounts)
-    return now if is_fine and all(2 * now[row] >= fair[row] for row in accounts) else fair
+    is_fine = is_fine and not (evens and any(2 * now[row] < fair[row] for row in accounts))
+    return now if is_fine else fair
 
 
-def next_grants(accounts: Mapping[int, Account], capacity: int) -> dict[int, int]:
+def next_grants(accounts: Mapping[int, Account], capacity: int, *, evens: bool = True) -> dict[int, int]:
     """Grants to write now, by row. What is revoked here is not granted on in the same turn: its engine may just be
     taking it."""
-    target, needs = divide(accounts, capacity), _needs(accounts)
+    target, needs = divide(accounts, capacity, evens=evens), _needs(accounts)
     room = capacity - committed(accounts.values())
     grants = {row: target[row] for row, one in accounts.items() if target[row] <= _granted(one)}
     for row in sorted(accounts.keys() - grants.keys(), key=lambda row: _granted(accounts[row]) - needs[row]):
@@ -117,7 +120,8 @@ class Grants:
             self._of, self._capacity = of, committed(accounts.values())
         elif self._num_quiet >= _QUIET_LOOKS and not starting and is_worth_it:
             self._capacity = capacity
-        for row, num_bytes in next_grants(accounts, self._capacity - claimed).items():
+        evens = self._num_quiet >= _EVEN_LOOKS
+        for row, num_bytes in next_grants(accounts, self._capacity - claimed, evens=evens).items():
             self._ledger.write(row, granted=num_bytes)
 
     def close(self) -> None:
