@@ -157,7 +157,7 @@ def by_age(ledger: Ledger) -> list[Account]:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_bursts_and_kills_lose_nothing_but_the_killed_engines_requests(tmp_path: Path) -> None:
-    """SOAK_ROUNDS=600 takes about an hour."""
+    """SOAK_ROUNDS=300 takes about an hour on two cores."""
     draw = random.Random(7)
     with sharing(tmp_path) as both:
         for _ in range(ROUNDS):

@@ -2,11 +2,14 @@
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from overspill.kv.ledger import Account
 from overspill.manager.grants import committed, divide, next_grants, shares
+
+# A busy machine is no fault of these.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def account(
@@ -34,6 +37,7 @@ def with_room(accounts: dict[int, Account], more: int) -> int:
     return committed(accounts.values()) + more
 
 
+@unhurried
 @given(engines(), st.integers(0, 300))
 def test_floors_are_kept_and_needs_met_where_there_is_room(accounts: dict[int, Account], more: int) -> None:
     capacity = with_room(accounts, more)
@@ -47,6 +51,7 @@ def test_floors_are_kept_and_needs_met_where_there_is_room(accounts: dict[int, A
             assert all(divided[row] >= needs[row] for row in accounts)
 
 
+@unhurried
 @given(engines(), st.integers(0, 300), st.booleans())
 def test_constant_demand_comes_to_rest(accounts: dict[int, Account], more: int, evens: bool) -> None:
     """Also where the division has just changed everything."""
@@ -60,7 +65,7 @@ def test_constant_demand_comes_to_rest(accounts: dict[int, Account], more: int, 
     assert left <= capacity / 32 + len(accounts) or all(one.held == one.most for one in accounts.values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(unhurried, max_examples=300)
 @given(engines(), st.integers(0, 300), st.randoms(use_true_random=False))
 def test_no_interleaving_takes_more_than_the_card(accounts: dict[int, Account], more: int, draw: random.Random) -> None:
     """Engines move, die and want between what the manager reads and what it writes."""
