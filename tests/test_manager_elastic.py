@@ -228,6 +228,22 @@ def test_a_parked_engine_lends_its_kv_and_gets_it_back(place: Place) -> None:
         asyncio.run(run())
 
 
+def test_a_ledger_that_cannot_be_read_stops_nothing(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    path = place.folder / "state/overspill/ledgers/cpu.ledger"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"something else" * 1000)
+    place.add("a")
+
+    async def run() -> None:
+        async with sharing(place) as engines:
+            await engines.ensure_ready("a")
+            await eventually(lambda: "is not a ledger of this version" in caplog.text)
+            await asyncio.sleep(2.5)
+
+    asyncio.run(run())
+    assert caplog.text.count("dividing the GPU's memory failed") == 1
+
+
 class Shared(Place):
     def options(self, **more: Any) -> Any:
         return super().options(**{"memory": MEMORY, "reckon": reckon, **more})

@@ -348,13 +348,17 @@ class Engines:
 
     async def _share(self) -> None:
         """Moves GPU memory between elastic engines, while there are any."""
+        problem = ""
         while True:
             pause_s = _LOOK_EVERY_S
             try:
                 if await self._divide():
                     pause_s = _DIVIDE_EVERY_S
-            except Exception:
-                logger.exception("Overspill: dividing the GPU's memory failed, and is tried again")
+                problem = ""
+            except Exception as error:
+                if repr(error) != problem:  # once: a file of another version stays one
+                    logger.exception("Overspill: dividing the GPU's memory failed, and is tried again")
+                problem = repr(error)
             await asyncio.sleep(pause_s)
 
     async def _divide(self) -> bool:
