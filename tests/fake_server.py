@@ -49,6 +49,10 @@ class Behaviour:
     """It is parked at once, and says so later."""
     refuses: str = ""
     """What it answers, with this word in its path, is a refusal: park, or wake."""
+    device: str = "cpu"
+    """Of the plan of an elastic engine."""
+    elastic: dict[str, int] | None = None
+    """Of a row in the CPU's ledger: held, floor, most and weight; and what each request needs."""
     prefers_taken_port: int | None = None
     """Listens there instead, at the first start only: as if somebody had taken the port meanwhile."""
 
@@ -60,7 +64,7 @@ ECHO_HEADERS = "connection: x-private\r\nx-private: 1\r\naccess-control-allow-or
 class Server:
     def __init__(self, name: str, behaviour: Behaviour) -> None:
         self.name, self.behaviour = behaviour.served or name, behaviour
-        self.running = self.aborted = self.answered = 0
+        self.running = self.aborted = self.answered = self.held = 0
         self.connections: set[asyncio.StreamWriter] = set()
         self.awake = asyncio.Event()
         self.awake.set()
@@ -75,8 +79,8 @@ class Server:
             self.awake.clear()
         elif (method, path) == ("POST", "/overspill/wake"):
             self.awake.set()
-        told = {"state": "running"} if self.awake.is_set() else {"state": "parked", "freed_bytes": self.behaviour.parks}
-        return 200, told
+        freed = (self.behaviour.parks or 0) + self.held
+        return 200, {"state": "running"} if self.awake.is_set() else {"state": "parked", "freed_bytes": freed}
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -182,6 +186,24 @@ class Server:
             raise ConnectionResetError
 
 
+async def follow_ledger(server: Server, held: int, floor: int, most: int, request: int, weight: int = 1) -> None:
+    """As an elastic engine does; it gives back in steps."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+    from overspill.kv.ledger import Ledger
+
+    ledger = Ledger(Path(os.environ["XDG_STATE_HOME"]) / "overspill/ledgers/cpu.ledger")
+    row = ledger.take(os.getpid(), held=held, floor=floor, most=most, weight=weight)
+    server.held = held
+    while True:
+        if server.awake.is_set():
+            used, granted = server.running * request, max(floor, min(most, ledger.read(row).granted or server.held))
+            server.held = granted if granted > server.held else max(granted, server.held - most // 50)
+            ledger.write(row, held=server.held, used=min(used, server.held), wanted=min(most, max(floor, used)))
+        else:
+            ledger.write(row, held=0, used=0, wanted=0)
+        await asyncio.sleep(0.02)
+
+
 async def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
     await writer.drain()
@@ -193,7 +215,7 @@ async def send(writer: asyncio.StreamWriter, status: int, body: bytes, more: str
     await writer.drain()
 
 
-def write_status(name: str, url: str, parks: int) -> None:
+def write_status(name: str, url: str, behaviour: Behaviour) -> None:
     """And the secret, as `overspill serve` leaves them."""
     folder = Path(os.environ["XDG_STATE_HOME"]) / "overspill/serving"
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,8 +226,12 @@ def write_status(name: str, url: str, parks: int) -> None:
     told = {
         "format": 1, "pid": os.getpid(), "process": f"{boot}:{started}", "host": os.uname().nodename, "model": name,
         "source": name, "served_name": name, "url": url, "phase": "ready", "started_at": now, "ready_at": now,
-        "can_park": True, "memory": {"weights_bytes": parks},
+        "can_park": behaviour.parks is not None, "memory": {"weights_bytes": behaviour.parks},
+        "session": os.getsid(0),
     }  # fmt: skip
+    if behaviour.elastic is not None:
+        held = behaviour.elastic["held"]
+        told["plan"] = {"device": behaviour.device, "elastic": True, "gpu_bytes": held, "resident_kv_bytes": held}
     at.with_suffix(".secret").write_text(json.dumps({"process": told["process"], "secret": "secret of a launch"}))
     new = at.with_suffix(".new")
     new.write_text(json.dumps(told))
@@ -223,12 +249,14 @@ async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
     if behaviour.certificate is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(behaviour.certificate)
+    server = Server(name, behaviour)
     try:
-        await asyncio.start_server(Server(name, behaviour).handle, host, port, limit=1 << 20, ssl=tls)
+        await asyncio.start_server(server.handle, host, port, limit=1 << 20, ssl=tls)
     except OSError:
         sys.exit(f"error: port {port} is in use: another program listens there. Stop it, or give another --port")
-    if behaviour.parks is not None:
-        write_status(name, f"http://{host}:{port}", behaviour.parks)
+    follows = asyncio.create_task(follow_ledger(server, **behaviour.elastic)) if behaviour.elastic else None
+    if behaviour.parks is not None or behaviour.elastic is not None:
+        write_status(name, f"http://{host}:{port}", behaviour)
     print(f"serves {name} on port {port}", flush=True)
     stop = asyncio.Event()
     if not behaviour.ignores_sigterm:
@@ -237,6 +265,8 @@ async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
             signal.SIGTERM, (lambda: os.kill(os.getpid(), 9)) if behaviour.dies_at_sigterm else stop.set
         )
     await stop.wait()
+    if follows is not None:
+        follows.cancel()
 
 
 def main() -> None:

@@ -92,6 +92,22 @@ def test_memory_maps_separate_an_engine_from_other_use() -> None:
     assert parts[Kind.SPILLED_KV, "a"] == GiB and parts[Kind.FREE, None] == 3 * GiB
 
 
+def test_a_map_shows_what_an_elastic_engine_holds_uses_and_was_granted() -> None:
+    gpu = GpuSample(
+        index=0, uuid="", name="card", total_bytes=10 * GiB, used_bytes=6 * GiB, use=0.1, temperature_c=None,
+        power_w=None, to_gpu_bytes_per_s=None, from_gpu_bytes_per_s=None, processes={7: 6 * GiB},
+    )  # fmt: skip
+    process = ProcessSample(num_processes=1, ram_bytes=GiB, locked_bytes=0, cpu_cores=0.0, gpu_bytes=6 * GiB)
+    engine = snapshot(
+        pid=7, plan={"device": "cuda"}, memory={"weights_bytes": 2 * GiB, "resident_kv_bytes": 8 * GiB},
+        kv={"granted": 5 * GiB, "held": 4 * GiB, "used": GiB, "wanted": GiB, "floor": GiB, "most": 8 * GiB},
+    )  # fmt: skip
+    on_gpu, _ = memory_maps(sample(gpus=(gpu,), processes={"a": process}), [engine])
+    assert [(part.kind, part.num_bytes // GiB) for part in on_gpu.parts] == [
+        (Kind.WEIGHTS, 2), (Kind.USED_KV, 1), (Kind.RESIDENT_KV, 3), (Kind.GRANTED_KV, 1), (Kind.FREE, 3),
+    ]  # fmt: skip
+
+
 def test_tiers_of_an_engine_that_has_not_told_for_long_are_stale() -> None:
     fresh, old = (
         engine_tiers(Moment(sample=sample(), engines={"a": EngineNumbers(metrics=Metrics(at=at), rates=None)}), [])[0]

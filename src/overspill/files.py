@@ -18,6 +18,12 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
         return None
 
 
+def ledger_file(gpu_uuid: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where engines of a GPU keep account of its memory; a CPU, whose RAM plays it, has one too."""
+    folder = state_folder(environ)
+    return None if folder is None else folder / "ledgers" / f"{gpu_uuid or 'cpu'}.ledger"
+
+
 def replace_file(path: Path, text: str, *, mode: int = 0o600, sync: bool = False) -> None:
     """Readers see the text before or the text after, never a part.
 

@@ -343,6 +343,14 @@ TABLE = (
         "park", YES_OR_NO, None,
         "Let the engine be parked: its GPU memory goes to other models while its weights, KV and process wait in RAM.",
     ),
+    Setting(
+        "elastic", YES_OR_NO, None,
+        "Let the manager move GPU memory between the KV caches of running engines, by what their requests need.",
+    ),
+    Setting(
+        "elastic_weight", COUNT, None,
+        "With `--elastic`, the engine's share of memory that is contended, or that nobody needs; 1 if not given.",
+    ),
     Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once; 1 if not given."),
     Setting(
         "max_num_seqs", COUNT, MAX_NUM_SEQS,

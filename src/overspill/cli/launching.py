@@ -24,7 +24,7 @@ def plan(
     """What fits, what goes to RAM, and how fast it will be. Exits with 1 if it does not fit."""
     from overspill.planning.report import plan_as_json, plan_as_text
 
-    launch = launch_of(model, given, cards=cards)
+    launch = launch_of(model, given, cards=cards, is_server=True)
     if as_json:
         set_here = {name: one for name, one in launch.values.items() if one.origin is not GivenBy.DEFAULT}
         print(json.dumps({**plan_as_json(launch.plan), "settings": origins(set_here)}, indent=2))
@@ -59,7 +59,7 @@ def serve(
     if as_json and not dry_run:
         raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
     with failing(CannotServe):
-        launch = launch_of(model, given, context.args)
+        launch = launch_of(model, given, context.args, is_server=True)
         force = bool(launch.settings["force"])
         to_stderr(plan_as_text(launch.plan))
         prepared = launch.prepared()

@@ -232,7 +232,7 @@ def _planned(
         to_stderr(f"warning: {warning}")
     environment = kept_environment(sys.executable, os.environ, for_oneself=_is_oneself(user))
     with failing(CannotServe):
-        launch = launch_of(model, given, vllm_args)
+        launch = launch_of(model, given, vllm_args, is_server=True)
         # A mistake that would end the server when it starts ends this now.
         prepared = launch.prepared(environment=environment)
         require_this_machine(prepared)

@@ -105,11 +105,13 @@ class Launch:
         defaults: Mapping[str, Any] | None = None,
         found: Hardware | None = None,
         cards: bool = False,
+        is_server: bool = False,
         note: Callable[[str], None] | None = None,
     ) -> "Launch":
         """`given` are settings by name and `vllm_args` vLLM's own flags, as a user gave them; both win over the
         registry's, the environment and config.toml. `defaults` are the caller's own, `found` is the machine if not as
-        it is now, and `note` gets a line for what came from the registry before the plan is made.
+        it is now, and `note` gets a line for what came from the registry before the plan is made. A server's KV may
+        be elastic.
 
         Raises `NoRegistry` where a name needs a registry that cannot be read, and `OverspillError` for mistakes; a
         context that does not fit is for the caller to see in the plan.
@@ -120,7 +122,8 @@ class Launch:
             for line in ref.notes(values):
                 note(line)
         adopted = adopt(values, vllm_args, registered=ref.vllm_args)
-        return cls(ref=ref, adopted=adopted, plan=plan_for(ref.source, adopted.settings, cards=cards, found=found))
+        plan = plan_for(ref.source, adopted.settings, cards=cards, found=found, is_server=is_server)
+        return cls(ref=ref, adopted=adopted, plan=plan)
 
     @property
     def values(self) -> Mapping[str, Value]:

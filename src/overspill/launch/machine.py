@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from overspill.figures import Known, assumed, derived
+from overspill.files import ledger_file
 from overspill.hardware import Gpu, Hardware, detect, with_stated
 from overspill.hardware.cpu import assumed_attention, cpu_attention
 from overspill.hardware.machine import Machine
 from overspill.hardware.stated import parse_cpu_attention
 from overspill.kv.errors import OverspillError
+from overspill.kv.ledger import Ledger
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size, parse_size
 from overspill.launch.profiles import Remembered
@@ -49,12 +51,21 @@ class Device:
     cpu_attention: Known[int] = NO_CPU_ATTENTION
 
 
-def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False, found: Hardware | None = None) -> Plan:
+def plan_for(
+    model: str,
+    settings: Mapping[str, Any],
+    *,
+    cards: bool = False,
+    found: Hardware | None = None,
+    is_server: bool = False,
+) -> Plan:
     """`settings` are the values of `overspill.settings`, by name, and what vLLM's own flags say beside them
     (`overspill.launch.arguments`); `found` is the machine, if not as it is now."""
     wishes = wishes_of(settings, cards=cards)
     facts = read_model(model, dtype=wishes.dtype)
     device = find_device(settings, found)
+    if wishes.elastic and is_server:
+        wishes = _on_ledger(wishes, device)
     require_possible(wishes, device.gpu)
     profiles = _measured_profiles(facts, device.gpu, wishes)
     return make_plan(
@@ -82,6 +93,22 @@ def _kv_options(settings: Mapping[str, Any]) -> str:
     if not options.get("disk_bytes"):
         options.pop("disk_path", None)  # config.toml may name a folder for all models, those without a disk too
     return write_options(options)
+
+
+def _on_ledger(wishes: Wishes, device: Device) -> Wishes:
+    if (path := ledger_file(device.gpu.uuid)) is None:
+        raise OverspillError("--elastic keeps account in a file, and there is no home for it; set XDG_STATE_HOME")
+    # Of RAM in a GPU's place no driver counts what is free.
+    held = _held_in(path) if device.platform.is_cpu and path.exists() else 0
+    return replace(wishes, ledger=str(path), ledger_held_bytes=held)
+
+
+def _held_in(path: Path) -> int:
+    ledger = Ledger(path)
+    try:
+        return sum(max(one.granted, one.held) for one in ledger.accounts().values() if one.held)
+    finally:
+        ledger.close()
 
 
 def require_possible(wishes: Wishes, gpu: Gpu) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.address import free_port
+from overspill.kv.ledger import Account
 from overspill.manager import logs
 from overspill.manager.backend import Backend, EngineProcess, Order, identify
 from overspill.manager.errors import StartFailed
@@ -88,6 +89,8 @@ class Engine:
     """With which to start it."""
     holds: Memory = NOTHING
     """Now; less while it is parked."""
+    account: Account | None = None
+    """Of its KV, in the GPU's ledger, if it is elastic; while it is parked, from before."""
     refusal: str = ""
     """Why it was not parked, or not woken, the last time that it was to be."""
     refused_at: float = float("-inf")
@@ -127,7 +130,7 @@ class Engine:
 
     def want_awake(self) -> None:
         """Of one that is parked."""
-        self.wanted, self.stop_reason, self.refusal, self.holds = Wanted.UP, "", "", self._takes
+        self.wanted, self.stop_reason, self.refusal, self.holds = Wanted.UP, "", "", self._awake_takes
         self._observe_wish()
 
     def want_parked(self, reason: str, *, or_stop: bool) -> None:
@@ -163,12 +166,42 @@ class Engine:
                 self.last = replace(self.last, log_file=status.log_file)
             if status.plan:
                 self._takes = holds_of(status.plan)
-                self.holds = self._takes - self._freed if self._is_parked else self._takes
+                self._recount()
             if status.session is not None and self._process is not None:
                 self._process.sessions.add(status.session)
             if self.record is not None and self.record.url is None:
                 self._woken.set()
         self._publish()
+
+    def follow(self, account: Account | None) -> None:
+        """With what the GPU's ledger says of its KV now."""
+        is_parked = account is not None and not account.held
+        if account != self.account and not is_parked:
+            self.account = account
+            self._recount()
+
+    def _recount(self) -> None:
+        if self._process is not None:
+            self.holds = self._awake_takes - self._freed if self._is_parked else self._awake_takes
+
+    @property
+    def _awake_takes(self) -> Memory:
+        """What it was planned to take, with the KV that it has by now."""
+        if self.account is None or self.status is None:
+            return self._takes
+        return self._takes + Memory(gpu_bytes=self.account.held - int(self.status.plan.get("resident_kv_bytes") or 0))
+
+    @property
+    def could_release(self) -> Memory:
+        """KV that an elastic engine gives back when others need its memory."""
+        if self.account is None or not self.is_sharing or self.is_draining:
+            return NOTHING
+        return Memory(gpu_bytes=max(0, self.account.held - self.account.floor))
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether its KV follows the manager's grants; it is not disturbed while it is measured."""
+        return self.account is not None and self.state is State.READY and not self.held
 
     @property
     def record(self) -> Record | None:
@@ -214,16 +247,19 @@ class Engine:
     @property
     def parking_frees(self) -> Memory:
         """What was freed by it the last time, or else what its workers say that they have."""
-        if self._freed != NOTHING:
+        if self._freed != NOTHING and (self._is_parked or self.account is None):
             return self._freed
         memory = self.status.memory if self.status is not None else None
         if memory is None:
             return NOTHING
-        parts = memory.weights_bytes, memory.resident_kv_bytes, memory.window_bytes
-        return self._on_device(sum(part or 0 for part in parts))
+        kv_bytes = memory.resident_kv_bytes if self.account is None else self.account.held
+        return self._on_device(sum(part or 0 for part in (memory.weights_bytes, kv_bytes, memory.window_bytes)))
 
     def _on_device(self, num_bytes: int) -> Memory:
-        """On a CPU, RAM plays the GPU's memory."""
+        """On a CPU, RAM plays the GPU's memory; of it, KV that engines share is counted apart."""
+        if self.account is not None and self.status is not None and self.status.plan.get("device") == "cpu":
+            shared = min(num_bytes, self.account.held)
+            return Memory(gpu_bytes=shared, ram_bytes=num_bytes - shared)
         return Memory(gpu_bytes=num_bytes) if self._takes.gpu_bytes else Memory(ram_bytes=num_bytes)
 
     @property
@@ -384,12 +420,12 @@ class Engine:
         self._knows_parked = told is not None
         self._refuse(f"{self.name} could not be woken: {_reason(told)}")
         if self.wanted is Wanted.UP:
-            self.wanted, self.holds = Wanted.PARKED, self._takes - self._freed
+            self.wanted, self.holds = Wanted.PARKED, self._awake_takes - self._freed
 
     def _note_parked(self, told: Mapping[str, Any]) -> None:
         self._is_parked = self._knows_parked = True
         self._freed = self._on_device(int(told.get("freed_bytes", 0)))
-        self.holds, self.ended_at = self._takes - self._freed, time.monotonic()
+        self.holds, self.ended_at = self._awake_takes - self._freed, time.monotonic()
 
     def _refuse(self, why: str) -> None:
         self.refusal, self.refused_at = why, time.monotonic()
@@ -544,7 +580,7 @@ class Engine:
         with contextlib.suppress(OSError):
             self.world.records.remove(self.name)
             take_reason(self._process.root.pid, None)  # what was killed has not taken it
-        self._process = self._child = self.status = self._answered_at = None
+        self._process = self._child = self.status = self._answered_at = self.account = None
         self.served, self.ended_at = (), time.monotonic()
         self._is_ending = self._was_asked_to_end = self._is_parked = False
         if self.wanted is Wanted.DOWN:

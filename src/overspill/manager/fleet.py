@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
+from overspill.files import ledger_file
+from overspill.hardware import detect
 from overspill.manager import logs
 from overspill.manager.backend import Backend, OwnProcesses
 from overspill.manager.engine import Engine, World
 from overspill.manager.errors import AlreadyManaged, NotParked, NotServed, StillLoading, Stopped
+from overspill.manager.grants import Grants, sessions_of
 from overspill.manager.needs import Memory, Need, free_memory, reckon
 from overspill.manager.records import Catalogue, Record, Records, model_of, phases_of, record_of, running_statuses
 from overspill.manager.sse import Changes
-from overspill.manager.states import Snapshot, State, Timing, Traffic
+from overspill.manager.states import KV_FIELDS, Snapshot, State, Timing, Traffic
 from overspill.manager.swaps import Queue, Swaps
 from overspill.registry import Model, ModelSettings, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
 from overspill.settings import nearest
@@ -28,6 +31,8 @@ from overspill.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
+# Of elastic engines: how often the GPU is divided anew while there are any, and looked for the first one.
+_DIVIDE_EVERY_S, _LOOK_EVERY_S = 0.25, 1.0
 _REMEMBERED_NEED_S = 10.0
 # Memory of an engine that ends comes back within seconds.
 _REMEMBERED_REFUSAL_S = 1.0
@@ -85,6 +90,8 @@ class Engines:
             free=free_memory,
             budget=self.options.memory,
         )
+        gpus = (await asyncio.to_thread(detect)).gpus
+        self._grants = Grants(ledger_file(gpus[0].uuid if gpus else ""))
         await self.catalogue.refresh()
         for record in await asyncio.to_thread(self._world.records.read_all):
             if record.identity.is_alive:
@@ -94,7 +101,7 @@ class Engines:
         await self._find_others()
         with contextlib.suppress(RegistryError):
             await asyncio.to_thread(end_lost_runs, self._registry)
-        self._tasks = [asyncio.create_task(each) for each in (self._run(), self._preload())]
+        self._tasks = [asyncio.create_task(each) for each in (self._run(), self._preload(), self._share())]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -116,6 +123,7 @@ class Engines:
             await asyncio.gather(*(one.until(State.STOPPED, State.FAILED) for one in managed))
         for engine in self._engines.values():
             await engine.leave()
+        self._grants.close()
         self.upstream.close()
         await asyncio.sleep(0)  # connections are closed at the loop's next turn
         if self._lock is not None:
@@ -140,6 +148,8 @@ class Engines:
             known["retry_at"] = time.time() + engine.retry_after_s
         if record is not None:
             known |= {"pid": record.pid, "unit": record.unit}
+        if engine.account is not None:
+            known["kv"] = {name: getattr(engine.account, name) for name in KV_FIELDS}
         if record is not None and record.settings and model is not None:
             known["needs_restart"] = tuple(needs_restart(ModelSettings.from_json(record.settings), model.settings))
         return Snapshot(
@@ -335,6 +345,37 @@ class Engines:
         finally:
             if looking is not None:
                 looking.cancel()
+
+    async def _share(self) -> None:
+        """Moves GPU memory between elastic engines, while there are any."""
+        problem = ""
+        while True:
+            pause_s = _LOOK_EVERY_S
+            try:
+                if await self._divide():
+                    pause_s = _DIVIDE_EVERY_S
+                problem = ""
+            except Exception as error:
+                if repr(error) != problem:  # once: a file of another version stays one
+                    logger.exception("Overspill: dividing the GPU's memory failed, and is tried again")
+                problem = repr(error)
+            await asyncio.sleep(pause_s)
+
+    async def _divide(self) -> bool:
+        """Whether there is anything to divide."""
+        accounts = await asyncio.to_thread(self._grants.look)
+        by_session = sessions_of(accounts)
+        engines = {one.status.session: one for one in self._engines.values() if one.status is not None}
+        for session, engine in engines.items():
+            engine.follow(by_session.get(session) if session is not None else None)
+        free = await self._swaps.free_for_kv() if accounts else 0
+        # Others keep what they have: those that start, are parked or measured, and those of nobody here.
+        shares = [one.account for one in engines.values() if one.is_sharing]
+        rows = {row: one for row, one in accounts.items() if one in shares}
+        if rows:
+            starting = [one.name for one in self._engines.values() if one.state is State.STARTING]
+            self._grants.grant(rows, free, claimed=self._swaps.claimed_bytes, starting=starting)
+        return bool(accounts)
 
     async def _look_around(self) -> None:
         """For what others do: models that are added, engines that are started by hand, logs that grow."""

@@ -83,15 +83,24 @@ def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
         return Need(refused=refusal(plan))
     limit = plan.budget.limit_bytes.value
     is_given = any(settings.get(name) is not None for name in ("gpu_memory", "gpu_memory_utilization"))
-    is_limited = is_given or way.num_mechanisms > 0
-    device = limit if is_limited else min(limit, plan.need_gpu_bytes)
+    is_elastic = plan.wishes.elastic and way.offload_bytes > 0
+    is_limited = (is_given and not is_elastic) or way.num_mechanisms > 0
+    # Memory comes and goes in pieces of up to a sixteenth.
+    piece = way.kv.device_bytes // 16 if is_elastic else 0
+    device = limit if is_limited else min(limit, plan.need_gpu_bytes + piece)
     kv_bytes = way.kv.spilled_bytes + (settings.get("offload_ram") or 0)
     least_ram = peak_ram_bytes(way.weights, kv_bytes + way.parked_bytes)
     takes_ram = way.peak_ram_bytes
     if plan.platform.is_cpu:
-        # RAM plays the GPU's memory.
-        return Need(least=Memory(ram_bytes=least_ram + device), takes=Memory(ram_bytes=takes_ram + limit))
+        kv = way.kv.device_bytes if is_elastic else 0
+        return Need(least=_on_cpu(device, least_ram, kv - (limit - device)), takes=_on_cpu(limit, takes_ram, kv))
     return Need(least=Memory(gpu_bytes=device, ram_bytes=least_ram), takes=Memory(gpu_bytes=limit, ram_bytes=takes_ram))
+
+
+def _on_cpu(device_bytes: int, ram_bytes: int, elastic_bytes: int) -> Memory:
+    """RAM plays the GPU's memory. KV that engines share is counted apart, as a GPU's would be."""
+    shared = max(0, elastic_bytes)
+    return Memory(gpu_bytes=shared, ram_bytes=ram_bytes + device_bytes - shared)
 
 
 def holds_of(plan: Mapping[str, Any]) -> Memory:
@@ -103,15 +112,15 @@ def holds_of(plan: Mapping[str, Any]) -> Memory:
     given = plan.get("gpu_bytes")
     device = int(given["value"] if isinstance(given, Mapping) else given or 0)
     if plan.get("device") == "cpu":
-        return Memory(ram_bytes=ram + device)
+        return _on_cpu(device, ram, int(plan.get("resident_kv_bytes") or 0) if plan.get("elastic") else 0)
     return Memory(gpu_bytes=device, ram_bytes=ram)
 
 
 def free_memory() -> Memory:
-    """Now, on this machine: of the GPU an engine would take, and of RAM."""
+    """Now, on this machine: of the GPU an engine would take, or of the RAM in its place, and of RAM."""
     hardware = detect()
-    gpu = hardware.gpus[0].free_bytes.value if hardware.gpus else 0
-    return Memory(gpu_bytes=gpu, ram_bytes=hardware.machine.ram_available_bytes.value)
+    ram = hardware.machine.ram_available_bytes.value
+    return Memory(gpu_bytes=hardware.gpus[0].free_bytes.value if hardware.gpus else ram, ram_bytes=ram)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,9 @@ from typing import Any
 
 from overspill.manager.needs import NOTHING, Memory
 
+KV_FIELDS = ("granted", "held", "used", "wanted", "floor", "most")
+"""What is shown of an elastic engine's row of the ledger."""
+
 
 class State(StrEnum):
     STOPPED = "stopped"
@@ -174,6 +177,8 @@ class Snapshot:
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     memory: dict[str, int | None] = dataclasses.field(default_factory=dict)
     """Bytes of weights, KV and the rest, as its workers report them."""
+    kv: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of an elastic engine's KV on the GPU, as the ledger has them."""
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
 
     def as_json(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, combinations
 
@@ -16,6 +16,7 @@ from overspill.manager.engine import Engine
 from overspill.manager.errors import NoRoom, NotServed, QueueFull, StartFailed
 from overspill.manager.needs import Memory, Need, total
 from overspill.manager.states import State, Timing
+from overspill.planning.memory import SLACK_BYTES
 from overspill.registry import Model
 
 logger = logging.getLogger(__name__)
@@ -199,6 +200,8 @@ class Swaps:
     """What all engines together may hold, instead of what is free."""
     reserved_for: list[str] = field(default_factory=list)
     """Why no engine is started now, if there are reasons."""
+    _claim: tuple[str, int] = ("", 0)
+    """The model for which elastic engines shrink, and the GPU memory that it needs."""
     _draining: dict[str, tuple[str, float, bool]] = field(default_factory=dict)
     """Engines that take no new requests, for which model, until when they are waited for, and whether parking them is
     enough."""
@@ -206,6 +209,20 @@ class Swaps:
 
     def wake(self) -> None:
         self.woken.set()
+
+    @property
+    def claimed_bytes(self) -> int:
+        """GPU memory that elastic engines are to leave free, for a model that waits."""
+        name, num_bytes = self._claim
+        waits = self.queue.count(name) and self.engines[name].state not in (State.STARTING, State.READY)
+        return num_bytes if waits else 0
+
+    async def free_for_kv(self) -> int:
+        """GPU memory that elastic engines may be granted beside what they hold: neither promised nor beyond the budget,
+        and less than is free, since engines take some more at times."""
+        free = (await asyncio.to_thread(self.free)).gpu_bytes - SLACK_BYTES
+        free -= sum(one.holds.gpu_bytes for one in self.engines.values() if one.state is State.STARTING)
+        return free if self.budget is None else min(free, (await self._free()).gpu_bytes)
 
     async def turn(self) -> None:
         self._stop_idle()
@@ -268,9 +285,19 @@ class Swaps:
             return True
         if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED, State.PARKED):
             return True  # meanwhile
-        running = [one for one in self._running() if one.name != name]
-        choice = choose(need.least, free, running, now=time.monotonic(), least_service_s=self.timing.least_service_s)
-        return self._carry_out(choice, engine, model, need, free)
+        # Engines that can shrink do so before any is parked or stopped.
+        could_be_free = free + total([one.could_release for one in self.engines.values()])
+        running = [
+            replace(one, holds=one.holds - self.engines[one.name].could_release)
+            for one in self._running()
+            if one.name != name
+        ]
+        now, least_service_s = time.monotonic(), self.timing.least_service_s
+        choice = choose(need.least, could_be_free, running, now=now, least_service_s=least_service_s)
+        if choice.verdict is Verdict.FITS and not free.holds(need.least):
+            self._claim = (name, need.least.gpu_bytes)
+            return False
+        return self._carry_out(choice, engine, model, need, could_be_free)
 
     def _carry_out(self, choice: Choice, engine: Engine, model: Model, need: Need, free: Memory) -> bool:
         name = engine.name
@@ -296,7 +323,7 @@ class Swaps:
                 victims = [self.engines[victim] for victim in choice.victims]
                 leaving = [one.holds for one in self._running() if one.is_leaving]
                 frees = [one.parking_frees if _parks(one) else one.holds for one in victims]
-                parks = may_park(need.least, free, leaving, frees)
+                parks = may_park(need.least, free - total([one.could_release for one in victims]), leaving, frees)
                 for one in victims:
                     deadline = time.monotonic() + self.timing.drain_s
                     self._draining[one.name] = (name, deadline, parks and _parks(one))
@@ -358,7 +385,13 @@ class Swaps:
         return measured - total([one.holds for one in holding if one.state is State.STARTING])
 
     def _evictable(self) -> Memory:
-        return total([one.holds for one in self._running() if one.is_evictable or one.is_leaving])
+        """Of engines that may go, all; of the others, what they would give back."""
+        return total(
+            [
+                one.holds if one.is_evictable or one.is_leaving else self.engines[one.name].could_release
+                for one in self._running()
+            ]
+        )
 
     def _running(self) -> list[Running]:
         return [

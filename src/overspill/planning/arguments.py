@@ -1,11 +1,15 @@
 """A plan in the words of `vllm serve`."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from overspill.planning.connector_options import read_options, used_options
 from overspill.planning.device_share import DeviceShare
 from overspill.planning.drafts import speculative_config
-from overspill.planning.planner import Plan
+from overspill.planning.memory import gpu_budget
+from overspill.planning.planner import Plan, is_elastic
 from overspill.planning.ways import Way
 from overspill.planning.weights import PREFETCH_STEP, WeightOffload
 
@@ -30,17 +34,48 @@ def vllm_args(plan: Plan, way: Way) -> list[str]:
     if drafts := speculative_config(plan.wishes.drafts):
         arguments += ["--speculative-config", drafts]
     arguments += _weights(way.weights)
-    if transfer := kv_transfer_config(way, plan.wishes.kv_options):
+    if transfer := kv_transfer_config(way, plan.wishes.kv_options, elastic_options(plan, way)):
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
     return arguments
 
 
-def kv_transfer_config(way: Way, kv_options: str = "") -> dict[str, object] | None:
+def kv_transfer_config(
+    way: Way, kv_options: str = "", elastic: Mapping[str, Any] | None = None
+) -> dict[str, object] | None:
     """Overspill's connector, as far as the way uses it; it refuses options that would do nothing."""
     if not (sizes := way.connector_sizes):
         return None
-    extra = {**sizes, **used_options(read_options(kv_options), sizes)}
+    extra = {**sizes, **used_options(read_options(kv_options), sizes), **(elastic or {})}
     return {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def elastic_options(plan: Plan, way: Way) -> dict[str, Any]:
+    """The connector's; it begins with the planned KV, less what the plan is not sure of: memory that is missing would
+    end the start, and memory that is left over is granted later."""
+    if not is_elastic(plan, way):
+        return {}
+    sure = way.kv.resident_bytes - way.overheads.doubt_bytes
+    first = max(1, min(sure, kv_cache_bytes(plan, way) - plan.wishes.ledger_held_bytes))
+    return {"ledger": plan.wishes.ledger, "ledger_bytes": first, "ledger_weight": plan.wishes.elastic_weight}
+
+
+def kv_cache_bytes(plan: Plan, way: Way) -> int:
+    """vLLM's: what is planned, or what the engine could have on this card with no other on it, if it is elastic."""
+    planned = way.kv.device_bytes
+    return max(planned, _alone_bytes(plan) - _beside_kv(plan, way)) if is_elastic(plan, way) else planned
+
+
+def _alone_bytes(plan: Plan) -> int:
+    """What vLLM would count on the card were all of it free."""
+    if plan.gpu_memory_utilization is None:
+        return plan.usable_gpu_bytes.value
+    gpu, wishes = replace(plan.gpu, free_bytes=plan.gpu.total_bytes), plan.wishes
+    alone = gpu_budget(gpu, wishes.gpu_memory_bytes, plan.budget.context_bytes, wishes.gpu_memory_utilization)
+    return alone.usable_bytes.value
+
+
+def _beside_kv(plan: Plan, way: Way) -> int:
+    return plan.facts.weights.total_bytes - way.weights.saved_bytes + way.overheads.total.value
 
 
 def device_share(plan: Plan, way: Way) -> DeviceShare | None:
@@ -49,17 +84,16 @@ def device_share(plan: Plan, way: Way) -> DeviceShare | None:
     if plan.gpu_memory_utilization is None or plan.wishes.tensor_parallel_size > 1 or plan.wishes.drafts != "off":
         return None
     share = DeviceShare(
-        budget_bytes=plan.usable_gpu_bytes.value,
+        budget_bytes=_alone_bytes(plan) if is_elastic(plan, way) else plan.usable_gpu_bytes.value,
         non_torch_bytes=way.overheads.non_torch_bytes.value,
         graph_bytes=way.overheads.graph_bytes.value,
     )
-    weights = plan.facts.weights.total_bytes - way.weights.saved_bytes
-    return share if weights + way.overheads.total.value + way.kv.device_bytes <= share.budget_bytes else None
+    return share if _beside_kv(plan, way) + kv_cache_bytes(plan, way) <= share.budget_bytes else None
 
 
 def _memory(plan: Plan, way: Way) -> list[str]:
     """On a GPU both flags: with the bytes alone, vLLM would still demand its default fraction free before it loads."""
-    kv_bytes = ["--kv-cache-memory-bytes", str(way.kv.device_bytes)]
+    kv_bytes = ["--kv-cache-memory-bytes", str(kv_cache_bytes(plan, way))]
     if plan.gpu_memory_utilization is None:
         return kv_bytes
     fraction = ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:.4f}"]

@@ -121,6 +121,11 @@ class Plan:
         return min(self.longest_context, self.facts.max_position_embeddings)
 
 
+def is_elastic(plan: Plan, way: Way) -> bool:
+    """Cached KV that an engine gives up goes to RAM: without a pool there it cannot."""
+    return plan.wishes.elastic and bool(plan.wishes.ledger and way.offload_bytes)
+
+
 def make_plan(
     facts: ModelFacts,
     gpu: Gpu,
@@ -267,6 +272,9 @@ def _asked_warnings(plan: Plan) -> Iterator[str]:
             f"--kv-options {write_options(unused)} would do nothing here and is left out: the plan "
             f"{' and '.join(words for size, words in _WITHOUT.items() if size not in chosen.connector_sizes)}"
         )
+    if wishes.elastic and chosen is not None and not is_elastic(plan, chosen):
+        why = "the plan keeps no idle KV in RAM" if wishes.ledger else "only a server's KV grows and shrinks"
+        yield f"--elastic would do nothing here and is left out: {why}"
     is_asked = chosen is not None and chosen.weights.ram_bytes and plan.is_weights_asked
     if is_asked and plan.longest_on_gpu >= plan.max_model_len:
         yield (

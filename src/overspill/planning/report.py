@@ -6,7 +6,7 @@ from overspill.figures import Known, as_json
 from overspill.kv.sizes import format_size
 from overspill.planning.arguments import vllm_args
 from overspill.planning.attempts import CardFit, smallest_card
-from overspill.planning.planner import Plan
+from overspill.planning.planner import Plan, is_elastic
 from overspill.planning.refusal import CPU_BUILD, need_and_have, remedies
 from overspill.planning.ways import SHORT_TOKENS, Way
 from overspill.planning.weights import WeightOffload
@@ -64,6 +64,7 @@ def _way_as_json(plan: Plan, way: Way) -> dict[str, Any]:
         "spilled_kv_bytes": way.kv.spilled_bytes,
         "offload_bytes": way.offload_bytes,
         "parked_bytes": way.parked_bytes if way.parks else 0,
+        "elastic": is_elastic(plan, way),
         "warm_tokens": way.warm_tokens,
         "overheads": as_json(way.overheads),
         "decode_tokens_per_s": way.decode_tokens_per_s.value,

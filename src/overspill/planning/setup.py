@@ -49,6 +49,13 @@ class Wishes:
     """Of vLLM's own flags; the plan is for one GPU all the same, and says so."""
     kv_options: str = ""
     """Of the connector, beside its sizes, as `overspill.planning.connector_options` reads them."""
+    elastic: bool = False
+    """Whether the engine's KV is to grow and shrink while it runs."""
+    elastic_weight: int = 1
+    ledger: str = ""
+    """The file by which it does; empty for what is not a server."""
+    ledger_held_bytes: int = 0
+    """Of the device's memory, KV that other engines of the ledger hold or were granted."""
     force: bool = False
     """Whether to give the nearest way where none fits."""
     cards: bool = False

@@ -141,13 +141,14 @@ def make_way(setup: Setup, fit: Fit) -> Way:
 
 
 def _offload_bytes(setup: Setup, way: Way) -> int:
-    """RAM that is left keeps idle KV warm; a pool smaller than the GPU's KV would only mirror it, unless the engine is
-    parked, when the GPU's is given up."""
+    """RAM that is left keeps idle KV warm; a pool smaller than the GPU's KV would only mirror it, unless the GPU's is
+    given up at times: the engine is parked, or elastic."""
     if setup.wishes.offload_ram_bytes is not None:
         return setup.wishes.offload_ram_bytes
     taken = way.weights.pinned_bytes + way.parked_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
     left = (setup.ram_bytes.value - taken) // GiB * GiB
-    worth_it = _LEAST_OFFLOAD_BYTES if way.parked_bytes else max(_LEAST_OFFLOAD_BYTES, way.kv.resident_bytes)
+    gives_up = way.parked_bytes or setup.wishes.elastic
+    worth_it = _LEAST_OFFLOAD_BYTES if gives_up else max(_LEAST_OFFLOAD_BYTES, way.kv.resident_bytes)
     return left if left >= worth_it else 0
 
 

@@ -43,7 +43,7 @@ def differences(plan: Plan, way: Way, report: Report) -> list[Difference]:
     ]
 
 
-def confirmations(way: Way, report: Report, *, on_cpu: bool) -> list[str]:
+def confirmations(way: Way, report: Report, *, on_cpu: bool, elastic: bool = False) -> list[str]:
     """What happened as it should, a line for each thing."""
     device = "in vLLM's memory" if on_cpu else "on the GPU"
     lines = []
@@ -52,7 +52,8 @@ def confirmations(way: Way, report: Report, *, on_cpu: bool) -> list[str]:
     if way.weights.ram_bytes and report.weights_in_ram_bytes is not None:
         lines.append(f"weights in RAM: {format_size(report.weights_in_ram_bytes)}, by {report.offloader}")
     if report.kv_bytes is not None:
-        lines.append(f"KV cache: {format_size(_on_device(report))} {device}")
+        most = "up to " if elastic else ""
+        lines.append(f"KV cache: {most}{format_size(_on_device(report))} {device}")
     if report.spilled_bytes:
         window = format_size(report.window_bytes or 0)
         lines.append(f"spill: {format_size(report.spilled_bytes)} in RAM, through a window of {window}")

@@ -10,6 +10,7 @@ from overspill.kv.sizes import format_size
 from overspill.launch.launch import Prepared
 from overspill.launch.profiles import remember_profile
 from overspill.launch.traps import require_tokenizer
+from overspill.planning.planner import is_elastic
 from overspill.processes import on_stop_signals
 from overspill.serve.control import VARIABLE, forget_secret, make_secret
 from overspill.serve.differences import Difference, confirmations, differences, profile_of
@@ -95,7 +96,8 @@ class _Run:
         # Measured with other flags, it would be another engine's.
         if profile is not None and self.prepared.combined.follows_plan:
             remember_profile(plan, way, profile, self.prepared.vllm)
-        for line in confirmations(way, reports[0], on_cpu=plan.platform.is_cpu):
+        is_shared = is_elastic(plan, way)
+        for line in confirmations(way, reports[0], on_cpu=plan.platform.is_cpu, elastic=is_shared):
             self.reporter.say(f"as planned: {line}" if not found else line, keep=True)
         for one in found:
             self.reporter.say(f"not as planned: {one}", keep=True)

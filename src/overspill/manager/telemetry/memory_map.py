@@ -15,6 +15,8 @@ Sizes = Mapping[str, int | None]
 
 class Kind(StrEnum):
     WEIGHTS = "weights"
+    USED_KV = "KV in use"
+    """Of an elastic engine's; the rest of what it holds is its cache."""
     RESIDENT_KV = "KV cache"
     WINDOW = "window for spilled KV"
     ACTIVATIONS = "activations and graphs"
@@ -22,6 +24,8 @@ class Kind(StrEnum):
     OFFLOAD_POOL = "pool for idle KV"
     ENGINE_OTHER = "other of this engine"
     OTHER = "other programs"
+    GRANTED_KV = "granted KV"
+    """An elastic engine may take it at any moment."""
     FREE = "free"
 
 
@@ -80,13 +84,15 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
             # Engines report all their GPUs together; the parts are shown on the first.
             gpu_claim(
                 one.name,
-                one.memory if gpu.index == 0 and one.state is not State.PARKED else {},
+                _sizes(one) if gpu.index == 0 and one.state is not State.PARKED else {},
                 process.gpu_bytes if process else None,
             )
             for one, process, on_cpu in running
             if not on_cpu
         ]
         parts = memory_map(gpu.total_bytes, gpu.used_bytes, claims)
+        if gpu.index == 0:
+            parts = with_granted(parts, engines)
         maps.append(Map(title=f"GPU {gpu.index}: {gpu.name}", total_bytes=gpu.total_bytes, parts=tuple(parts)))
     total, used = sample.ram.total_bytes, sample.ram.total_bytes - sample.ram.available_bytes
     claims = [
@@ -103,8 +109,31 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
 
 def _with_copy(engine: Snapshot) -> Sizes:
     """With the copy of the weights that an engine keeps which can be parked."""
-    copied = int(engine.plan.get("parked_bytes") or 0)
-    return {**engine.memory, "weights_in_ram_bytes": (engine.memory.get("weights_in_ram_bytes") or 0) + copied}
+    copied, sizes = int(engine.plan.get("parked_bytes") or 0), _sizes(engine)
+    return {**sizes, "weights_in_ram_bytes": (sizes.get("weights_in_ram_bytes") or 0) + copied}
+
+
+def _sizes(engine: Snapshot) -> Sizes:
+    """Workers know the addresses of an elastic engine's KV; the ledger has the memory under them."""
+    if not engine.kv:
+        return engine.memory
+    used = min(engine.kv["used"], engine.kv["held"])
+    return {**engine.memory, "used_kv_bytes": used, "resident_kv_bytes": engine.kv["held"] - used}
+
+
+def with_granted(parts: Sequence[Part], engines: Sequence[Snapshot]) -> list[Part]:
+    """Of what is free, KV that elastic engines were granted and have not taken yet."""
+    missing = [
+        (one.name, one.kv["granted"] - one.kv["held"])
+        for one in engines
+        if one.kv and one.state is State.READY and one.kv["granted"] > one.kv["held"]
+    ]
+    free = sum(part.num_bytes for part in parts if part.kind is Kind.FREE)
+    shown = [part for part in parts if part.kind is not Kind.FREE]
+    for name, num_bytes in missing:
+        shown.append(Part(kind=Kind.GRANTED_KV, num_bytes=min(num_bytes, free), engine=name))
+        free -= shown[-1].num_bytes
+    return [part for part in (*shown, Part(kind=Kind.FREE, num_bytes=free)) if part.num_bytes]
 
 
 def gpu_claim(engine: str, memory: Sizes, taken_bytes: int | None) -> Claim:
@@ -129,6 +158,7 @@ def ram_claim(engine: str, memory: Sizes, taken_bytes: int | None, *, on_cpu: bo
 def _device_parts(memory: Sizes) -> tuple[tuple[Kind, int], ...]:
     return (
         (Kind.WEIGHTS, memory.get("weights_bytes") or 0),
+        (Kind.USED_KV, memory.get("used_kv_bytes") or 0),
         (Kind.RESIDENT_KV, memory.get("resident_kv_bytes") or 0),
         (Kind.WINDOW, memory.get("window_bytes") or 0),
         (Kind.ACTIVATIONS, (memory.get("activation_bytes") or 0) + (memory.get("graph_bytes") or 0)),
@@ -157,6 +187,7 @@ def memory_map(total_bytes: int, used_bytes: int, claims: Sequence[Claim]) -> li
 # Names and units of what the dashboard shows of an engine, by its field of Metrics, Rates or Sizes.
 _TIERS = (
     ("KV on the GPU", "resident_kv_bytes", "bytes"),
+    ("KV granted", "granted_kv_bytes", "bytes"),
     ("spilled KV in RAM", "spilled_bytes", "bytes"),
     ("idle KV in RAM", "pool_used_bytes", "bytes"),
     ("pool for idle KV", "pool_bytes", "bytes"),
@@ -179,7 +210,12 @@ _TIERS = (
 
 def engine_tiers(moment: Moment, engines: Sequence[Snapshot]) -> list[EngineTiers]:
     """Of engines whose numbers are known."""
-    memory = {one.name: one.memory for one in engines}
+    memory = {
+        one.name: {**one.memory, "granted_kv_bytes": one.kv["granted"], "resident_kv_bytes": one.kv["held"]}
+        if one.kv
+        else one.memory
+        for one in engines
+    }
     return [
         EngineTiers(
             engine=name,
