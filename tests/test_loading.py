@@ -102,7 +102,11 @@ BAD = {
         '"kv_role": "kv_both"',
     ),
     "MultiConnector that fails requests": (multi(), {}, '"kv_load_failure_policy": "recompute"'),
-    "pipeline parallel": (by_name(), {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+    "pipeline parallel": (
+        by_name(spill_bytes="1GiB"),
+        {"pipeline_parallel_size": 2},
+        "spill_bytes does not work with pipeline",
+    ),
 }
 
 

@@ -171,6 +171,12 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
         )
     if options.spill_bytes:
         _check_spill(vllm_config, is_child=is_child)
+    for option, is_given in (("spill_bytes", options.spill_bytes), ("park", options.park)):
+        if is_given and vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise OverspillError(
+                f"{option} does not work with pipeline parallelism: remove it, or use --tensor-parallel-size instead "
+                "of --pipeline-parallel-size"
+            )
     _check_sleep_mode(vllm_config, options)
     if options.ledger and vllm_config.parallel_config.world_size > 1:
         raise OverspillError("elastic KV works for engines on one GPU: remove ledger, or use --tensor-parallel-size 1")
@@ -211,8 +217,6 @@ def _check_model(vllm_config: VllmConfig) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model is not None and model.is_encoder_decoder:
         raise OverspillError("vLLM has no KV connectors for encoder-decoder models; remove --kv-transfer-config")
-    if parallel.pipeline_parallel_size > 1:
-        raise OverspillError("Overspill does not work with pipeline parallelism yet; use --pipeline-parallel-size 1")
     if parallel.data_parallel_size > 1:
         raise OverspillError(
             "host_bytes and spill_bytes are the RAM of one engine, and data parallelism starts several; use "
