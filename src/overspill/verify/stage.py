@@ -137,7 +137,7 @@ def _chunk(plan: Plan, planned: int, unit: int) -> int:
 
 def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tuple[int, SpillSizes | None, str]:
     """The units of a context that spills, the sizes for it, or why there are none."""
-    if not can_spill(plan.facts, geometry):
+    if not can_spill(plan.rank, geometry, plan.wishes):
         return 0, None, "spill does not work with this model's layers"
     page = geometry.page_size_bytes
     step = block_step(page, plan.platform.granularity)
