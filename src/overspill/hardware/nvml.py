@@ -266,6 +266,7 @@ def _slice(whole: Gpu, part: Device, whole_memory: _Memory | None) -> Gpu:
         free_bytes=memory.free,
         memory_bytes_per_second=_shared(whole.memory_bytes_per_second, share),
         bf16_flops=_shared(whole.bf16_flops, share),
+        nvlink=None,  # MIG devices do not reach each other
     )
 
 
