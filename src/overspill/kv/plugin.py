@@ -81,8 +81,12 @@ def _with_ram(create: Method) -> Method:
         # One of several API servers, which are started beside the engine; -1 is the process that starts them all.
         is_beside_engine = self._api_process_count > 1 and self._api_process_rank >= 0
         if not is_beside_engine and options is not None:
-            needs = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
-            require_ram(needs, options.reserve_bytes)
+            # Ranks on other machines have their parts there, which they check themselves; where Ray puts ranks is not
+            # known yet.
+            parallel = config.parallel_config
+            if parallel.distributed_executor_backend != "ray":
+                needs = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
+                require_ram({name: size // parallel.nnodes for name, size in needs.items()}, options.reserve_bytes)
         return config
 
     return create_with_ram

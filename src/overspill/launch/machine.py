@@ -62,7 +62,7 @@ def plan_for(model: str, settings: Mapping[str, Any], *, cards: bool = False, fo
     facts = read_model(model, dtype=wishes.dtype)
     device = find_device(settings, found)
     gpu = weakest(device.gpus)
-    require_possible(wishes, gpu)
+    require_possible(wishes, gpu, device.platform)
     rank = rank_facts(facts, wishes.tensor_parallel_size, wishes.pipeline_parallel_size)
     profiles = _measured_profiles(rank, gpu, wishes)
     return make_plan(
@@ -92,13 +92,18 @@ def _kv_options(settings: Mapping[str, Any]) -> str:
     return write_options(options)
 
 
-def require_possible(wishes: Wishes, gpu: Gpu) -> None:
+def require_possible(wishes: Wishes, gpu: Gpu, platform: Platform = CUDA) -> None:
     """What vLLM would refuse later, after minutes of loading."""
     chunk, num_seqs = wishes.max_num_batched_tokens, wishes.num_seqs
     if chunk is not None and chunk < num_seqs:
         raise OverspillError(
             f"--max-num-batched-tokens {chunk} is less than the {num_seqs} requests of a step, each of which has one "
             f"token at least; give {num_seqs} or more, or --max-num-seqs {chunk}"
+        )
+    if platform.is_cpu and wishes.pipeline_parallel_size > 1 and wishes.enforce_eager:
+        raise OverspillError(
+            "vLLM's CPU build runs stages only where it compiles the model; use --no-enforce-eager, or "
+            "--tensor-parallel-size instead of --pipeline-parallel-size"
         )
     capability = gpu.compute_capability
     if wishes.dtype == "bfloat16" and capability is not None and capability < _BF16_CAPABILITY:
