@@ -41,7 +41,7 @@ def test_a_server_of_two_ranks_spills_and_finds_its_kv_again(
 
 def test_two_ranks_are_verified(llama: Path) -> None:
     """Damage to what one rank has, in RAM and on disk, is found, and the block computed again."""
-    scenarios = ("damaged", "torn", "spilled-and-offloaded")
+    scenarios = ("damaged", "killed", "torn", "spilled-and-offloaded")
     answer = verify(
         str(llama), *SETTINGS, "--gpu-memory", "8MiB", "--max-model-len", "2k", "--tensor-parallel-size", "2", "--json",
         *(word for name in scenarios for word in ("--scenario", name)),
@@ -51,7 +51,7 @@ def test_two_ranks_are_verified(llama: Path) -> None:
     assert told["verified"] and [one["name"] for one in told["scenarios"]] == list(scenarios)
     for one in told["scenarios"]:
         assert one["ram_tokens"] > 0 and not one["mismatches"] and not one["failure"] and not one["left_behind"]
-    damaged, torn, _ = told["scenarios"]
+    damaged, _, torn, _ = told["scenarios"]
     assert damaged["faults_injected"] == damaged["faults_caught"] == 2 and damaged["sensitive"] is True
     assert torn["faults_injected"] == torn["faults_caught"] == 1 and torn["figures"]["disk_hit_tokens"] > 0
 
