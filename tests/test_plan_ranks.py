@@ -10,8 +10,11 @@ from overspill.hardware import Hardware, parse_gpu, parse_ram
 from overspill.hardware.gpu import weakest
 from overspill.hardware.machine import Machine
 from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import format_size
 from overspill.launch import machine
-from overspill.launch.machine import find_device, rank_environment
+from overspill.launch.machine import find_device, rank_environment, require_possible
+from overspill.manager.needs import Replanned
+from overspill.manager.web.rendering import fragment
 from overspill.model.facts import LatentAttention
 from overspill.planning.arguments import vllm_args
 from overspill.planning.planner import Plan, make_plan
@@ -19,6 +22,7 @@ from overspill.planning.ranks import rank_facts
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json, plan_as_text
 from overspill.planning.setup import CPU, Wishes
+from overspill.settings import SettingsError, as_flags, parse_settings
 from tests import model_configs as models
 from tests.test_plan import GIB, LLAMA_8B, QWEN_30B, awq, model, plan_of
 
@@ -277,3 +281,31 @@ def test_ranks_of_the_cpu_build_share_cores_and_memory(monkeypatch: pytest.Monke
     assert made.stand_in_bytes == 16 * GIB
     assert rank_environment(made, {}) == {"VLLM_CPU_OMP_THREADS_BIND": "2,3|5,7"}
     assert rank_environment(made, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}) == {}
+
+
+def test_a_model_of_the_registry_keeps_its_ranks() -> None:
+    kept = parse_settings({"tensor_parallel_size": "2", "pipeline_parallel_size": 1, "gpus": " 1, GPU-0a"})
+    assert kept == {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "gpus": "1,GPU-0a"}
+    assert as_flags(kept)[-2:] == ["--gpus", "1,GPU-0a"] and parse_settings({"gpus": 1}) == {"gpus": "1"}
+    for wrong in ("all", "0,0", "", "0;1", True):
+        with pytest.raises(SettingsError, match=r"--gpus: .* does not name GPUs"):
+            parse_settings({"gpus": wrong})
+    with pytest.raises(SettingsError, match=r"is a setting of its own here; use --tensor-parallel-size"):
+        parse_settings({"vllm_args": ["-tp", "2"]})
+
+
+def test_stages_without_compiling_are_refused_on_the_cpu() -> None:
+    """vLLM's second stage died at its first step."""
+    wishes = Wishes(pipeline_parallel_size=2, enforce_eager=True)
+    with pytest.raises(OverspillError, match="use --no-enforce-eager"):
+        require_possible(wishes, parse_gpu("24GiB"), CPU)
+    require_possible(wishes, parse_gpu("24GiB"))
+
+
+def test_the_page_says_what_each_gpu_has() -> None:
+    made = seventy(True, 2, 131072)
+    planned = Replanned(plan=made, limit=131072)
+    text = " ".join(fragment("planned.html", plan=made, planned=planned).split())
+    assert "Weights on each of 2 GPUs</dt><dd>18.5 GiB" in text and "KV on each GPU" in text
+    assert made.chosen is not None
+    assert f"KV spilled to RAM</dt><dd>{format_size(2 * made.chosen.kv.spilled_bytes)}" in text
