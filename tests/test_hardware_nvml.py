@@ -53,6 +53,8 @@ class Device:
             "MaxMigDeviceCount": NVMLError(NOT_SUPPORTED),
             "MigDeviceHandleByIndex": NVMLError(NOT_FOUND),
             "NumaNodeId": NVMLError(NOT_SUPPORTED),
+            "NvLinkState": NVMLError(NOT_SUPPORTED),
+            "PciInfo": SimpleNamespace(busId=b"00000000:65:00.0"),
         } | answers
 
 
@@ -363,3 +365,20 @@ def test_memory_that_is_a_numa_node_of_its_own_is_known() -> None:
     assert gpu.memory_numa_node == 1
     assert gpu.link.value == pytest.approx(0.85 * 450e9)
     assert only(read(Device())).memory_numa_node is None
+
+
+def test_links_between_gpus_that_are_up_are_counted() -> None:
+    assert only(read(Device())).nvlink is None
+    gpu = only(read(Device(NvLinkState={0: 1, 1: 1, 2: 0, 3: 1})))
+    assert gpu.nvlink == gpu.peer_link == derived(75 * 10**9, note="3 NVLinks")
+
+
+def test_the_nearest_numa_node_is_read(tmp_path: Path) -> None:
+    nvml = FakeNvml(Device())
+    device = overspill.hardware.nvml.Device(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
+    folder = tmp_path / "0000:65:00.0"
+    folder.mkdir()
+    for written, node in (("1\n", 1), ("-1\n", None), ("", None)):
+        (folder / "numa_node").write_text(written)
+        assert overspill.hardware.nvml._numa_node(device, tmp_path) == node
+    assert overspill.hardware.nvml._numa_node(device, tmp_path / "none") is None

@@ -187,9 +187,9 @@ def test_user_arguments_override_the_plan_with_a_warning(llama: Path) -> None:
         arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", kv_cache_memory_bytes=2**30)
     assert arguments["kv_cache_memory_bytes"] == 2**30 and 0.5 < arguments["gpu_memory_utilization"] < 1
     assert told[0].filename == __file__
-    with pytest.warns(overspill.PlanContradicted, match="tensor-parallel-size"):
-        arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", tensor_parallel_size=2)
-    assert arguments["tensor_parallel_size"] == 2 and "kv_cache_memory_bytes" not in arguments
+    with pytest.warns(overspill.PlanContradicted, match="data-parallel-size"):
+        arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", data_parallel_size=2)
+    assert arguments["data_parallel_size"] == 2 and "kv_cache_memory_bytes" not in arguments
 
 
 def test_arguments_shared_by_vllm_and_the_plan_are_planned_with(llama: Path) -> None:

@@ -102,7 +102,11 @@ BAD = {
         '"kv_role": "kv_both"',
     ),
     "MultiConnector that fails requests": (multi(), {}, '"kv_load_failure_policy": "recompute"'),
-    "pipeline parallel": (by_name(), {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+    "pipeline parallel": (
+        by_name(spill_bytes="1GiB"),
+        {"pipeline_parallel_size": 2},
+        "spill_bytes does not work with pipeline",
+    ),
 }
 
 
@@ -120,6 +124,15 @@ def test_bad_settings_are_refused_before_the_model_loads(llama: Path, name: str)
     with pytest.raises(ValueError) as refusal:
         configure(llama, transfer, **settings)
     assert sentence in str(refusal.value)
+
+
+def test_ram_of_other_machines_is_not_looked_for_here(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overspill.kv.ram.available_ram", lambda: Ram(5 << 30, "a small machine"))
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": True}
+    transfer = by_name(host_bytes="8GiB", reserve_bytes=0)
+    configure(llama, transfer, **ranks, nnodes=2, node_rank=0, master_addr="127.0.0.1")
+    with pytest.raises(ValueError, match="Largest that fits"):
+        configure(llama, transfer, **ranks)
 
 
 def test_reconfiguring_does_not_count_the_pool_twice(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

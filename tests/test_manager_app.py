@@ -193,8 +193,8 @@ def test_a_plan_on_the_page_says_what_ram_makes_of_the_gpu(tmp_path: Path, monke
     assert 0 < alone < told["longest_context"] and warm > 0
     html = fragment("planned.html", planned=planned, plan=planned.plan)
     assert f"Longest context, 2 at once: {alone:,} tokens on the GPU alone" in html and f"{warm:,} tokens" in html
-    assert "2 answers together" in html and "the plan is for one GPU" in html
-    assert "the plan is for one GPU" not in str(replan(settings, {"vllm_args": ()}, Memory()).as_json()["warnings"])
+    assert "2 answers together" in html and "Weights on each of 2 GPUs" in html
+    assert len(told["ranks"]) == 2 and len(replan(settings, {"vllm_args": ()}, Memory()).as_json()["ranks"]) == 1
 
 
 def test_more_ram_than_the_machine_has_is_refused_unstarted(llama: Path) -> None:

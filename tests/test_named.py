@@ -120,17 +120,17 @@ def test_registered_settings_are_used_in_the_plan(home: dict[str, str], run: Ove
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(llama_3_1_8b()))
     given = {"ram": "32GiB", "weights_ram": "8GiB", "gpu_memory_utilization": 0.85, "at_once": 2,
-             "max_model_len": "64k", "vllm_args": ["-tp", "2"]}  # fmt: skip
+             "max_model_len": "64k", "tensor_parallel_size": 2}  # fmt: skip
     with open_registry(environ=home) as registry:
         add_model(registry, "both", {"source": str(folder), **given})
     told = json.loads(run("plan", "both", "--gpu", "24GiB", "--json").stdout)
     assert 8 << 30 <= told["weights_in_ram_bytes"] < 9 << 30 and told["gpu_memory_utilization"] == 0.85
     ram = told["weights_pinned_bytes"] + told["spilled_kv_bytes"] + told["offload_bytes"]
     assert ram + (3 << 30) <= 32 << 30 and told["at_once"] == 2 and told["concurrency"]["65536"] >= 2
-    assert any("the plan is for one GPU" in warning for warning in told["warnings"])
+    assert len(told["ranks"]) == told["tensor_parallel_size"] == 2
     assert told["settings"]["weights_ram"] == {"value": 8 << 30, "origin": "registry"}
     text = run("plan", "both", "--gpu", "24GiB")
-    assert "warning: the plan is for one GPU" in text.stdout and "--weights-ram 8GiB" in text.stderr
+    assert "GPU of each rank" in text.stdout and "--weights-ram 8GiB" in text.stderr
     fewer = json.loads(run("plan", "both", "--gpu", "24GiB", "--weights-ram", "0", "--json").stdout)
     assert fewer["weights_in_ram_bytes"] == 0 and fewer["settings"]["weights_ram"]["origin"] == "flag"
 

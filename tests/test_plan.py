@@ -514,13 +514,6 @@ def test_tokens_that_are_kept_warm_are_those_that_the_pool_holds() -> None:
     assert nothing.chosen is None and plan_as_json(nothing)["warm_tokens"] == 0
 
 
-def test_a_plan_for_several_gpus_says_that_it_is_for_one() -> None:
-    made = plan(LLAMA_8B, "24GiB", "64GiB", 8192, tensor_parallel_size=2)
-    assert "the plan is for one GPU" in made.warnings[0] and "--tensor-parallel-size 2" in made.warnings[0]
-    assert plan_as_json(made)["warnings"] == list(made.warnings)
-    assert f"warning: {made.warnings[0]}" in plan_as_text(made)
-
-
 # Several at once.
 
 

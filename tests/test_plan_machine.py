@@ -47,7 +47,7 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Has:
 def test_the_gpu_that_is_there_is_taken(has: Has) -> None:
     has(parse_gpu("h200"))
     found = find_device({})
-    assert (found.platform.name, found.gpu.name) == ("cuda", "NVIDIA H200")
+    assert (found.platform.name, found.gpus[0].name) == ("cuda", "NVIDIA H200")
     assert found.ram_bytes.value == 36 * GIB and "less 4 GiB" in found.ram_bytes.note
 
 
@@ -59,9 +59,9 @@ def test_a_gpu_that_is_stated_is_taken_whatever_is_installed(has: Has) -> None:
 def test_without_a_gpu_vllms_cpu_build_is_planned_for(has: Has) -> None:
     has(vllm=Vllm("0.32.0", is_cpu=True))
     found = find_device({"device": "auto"})
-    assert found.platform.name == "cpu" and found.gpu.total_bytes.value == 10 * GIB, "a quarter"
+    assert found.platform.name == "cpu" and found.gpus[0].total_bytes.value == 10 * GIB, "a quarter"
     assert found.ram_bytes.value == 26 * GIB, "what is left of 40, less 4 for the rest of the machine"
-    assert find_device({"gpu_memory": 2 * GIB}).gpu.total_bytes.value == 2 * GIB
+    assert find_device({"gpu_memory": 2 * GIB}).gpus[0].total_bytes.value == 2 * GIB
     assert find_device({"ram": 5 * GIB}).ram_bytes.value == 5 * GIB
 
 

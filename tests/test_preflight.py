@@ -65,7 +65,10 @@ def test_an_engine_without_overspill_is_left_alone() -> None:
         (engine(transfer(), prefix_caching=False), "remove --no-enable-prefix-caching"),
         (engine(transfer(kv_role="kv_producer")), "'kv_producer'"),
         (engine(transfer(), is_encoder_decoder=True), "encoder-decoder"),
-        (engine(transfer(), pipeline_parallel_size=2), "use --pipeline-parallel-size 1"),
+        (
+            engine(transfer(kv_connector_extra_config=SIZE | {"park": True}), pipeline_parallel_size=2),
+            "park does not work with pipeline parallelism",
+        ),
         (engine(transfer(), decode_context_parallel_size=2), "--decode-context-parallel-size 1"),
         (engine(transfer(), is_hybrid=True, speculative=object()), "remove --speculative-config"),
         (engine(transfer(kv_connector_extra_config={})), "needs host_bytes"),

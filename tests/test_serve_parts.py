@@ -103,15 +103,15 @@ def test_user_weight_offload_replaces_all_planned_offload_flags() -> None:
 
 
 def test_flags_that_change_what_the_plan_was_made_for_are_told() -> None:
-    assert not combine(PLANNED, ["-tp", "1"]).changes
-    assert "-tp 2 changes what the plan was made for" in combine(PLANNED, ["-tp", "2"]).changes[0]
+    assert not combine(PLANNED, ["-dp", "1"]).changes
+    assert "-dp 2 changes what the plan was made for" in combine(PLANNED, ["-dp", "2"]).changes[0]
 
 
 @pytest.mark.parametrize(
     ("given", "is_kept"),
     [
-        (["-tp", "1"], True),
-        (["-tp", "2"], False),
+        (["-dp", "1"], True),
+        (["-dp", "2"], False),
         (["--speculative-config", "{}"], False),
         (["--quantization", "fp8"], False),
         (["--num-gpu-blocks-override", "100"], True),
@@ -119,7 +119,7 @@ def test_flags_that_change_what_the_plan_was_made_for_are_told() -> None:
     ],
 )
 def test_another_engine_than_planned_lets_vllm_size_its_kv(given: list[str], is_kept: bool) -> None:
-    """Two GPUs halve the weights, and a draft model adds some: the plan's KV would be too little, or too much."""
+    """Engines may share experts, and a draft model adds weights: the plan's KV would be too little, or too much."""
     combined = combine(PLANNED, given)
     assert combined.has_planned_kv == is_kept == (combined.value("--kv-cache-memory-bytes") is not None)
     assert combined.value("--gpu-memory-utilization") == "0.9000"
@@ -174,7 +174,9 @@ def test_prefetching_layers_that_vllm_does_not_make_is_refused(on_gpu: Plan) -> 
         (["--offload-group-size", "4", "--offload-num-in-group", "3"], "offload_groups", (4, 3), []),
         (["--gpu_memory_utilization=0.85"], "gpu_memory_utilization", 0.85, []),
         (["--gpu-memory-util", "0.5"], "gpu_memory_utilization", 0.5, []),
-        (["-tp", "2"], "tensor_parallel_size", 2, ["-tp", "2"]),
+        (["-tp", "2"], "tensor_parallel_size", 2, []),
+        (["--pipeline-parallel", "2", "--seed", "1"], "pipeline_parallel_size", 2, ["--seed", "1"]),
+        (["-tp", "2", "--cpu-offload-gb", "4"], "weights_ram", 8 * 2**30, []),
         # Of two offloaders at once nothing is taken: traps refuses them.
         (["--cpu-offload-gb", "4", "--offload-group-size", "2"], "weights_ram", None,
          ["--cpu-offload-gb", "4", "--offload-group-size", "2"]),

@@ -375,7 +375,7 @@ def test_recurrent_states_fit_beside_the_verified_spill(models: Any) -> None:
 
 
 def test_a_model_that_cannot_spill_is_verified_without(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overspill.verify.stage.can_spill", lambda facts, geometry: False)
+    monkeypatch.setattr("overspill.verify.stage.can_spill", lambda facts, geometry, wishes: False)
     stage = make_stage(plan(llama))
     assert stage.spill is None and "spill does not work" in stage.no_spill
     assert not make_workload(stage, 0).longs
@@ -481,7 +481,7 @@ class Lives:
         self.options: dict[str, list[Any]] = {}
         """Of the engines that were started, by play."""
 
-    def __call__(self, module: str, environment: Mapping[str, str]) -> "Lives":
+    def __call__(self, module: str, environment: Mapping[str, str], *, have_children: bool) -> "Lives":
         return self
 
     def __enter__(self) -> "Lives":

@@ -10,6 +10,7 @@ import vllm
 
 from overspill.api import PlanContradicted, contradicting_variables, planned_arguments
 from overspill.kv.errors import OverspillError
+from overspill.launch.machine import rank_environment
 from overspill.planning.arguments import device_share
 from overspill.planning.device_share import VARIABLE
 from overspill.planning.planner import Plan
@@ -37,7 +38,8 @@ class LLM(vllm.LLM):
         given = {"max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, **arguments}
         self.plan, planned = planned_arguments(model, given)
         _require_this_machine(self.plan)
-        with _without_contradictions(planned), _with_share(self.plan, planned):
+        variables = rank_environment(self.plan)
+        with _without_contradictions(planned), _with_share(self.plan, planned), _with_variables(variables):
             super().__init__(**planned)
 
 
@@ -72,6 +74,19 @@ def _without_contradictions(arguments: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         os.environ.update(taken)
+
+
+@contextmanager
+def _with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes of ranks inherit them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            os.environ.update({} if value is None else {name: value})
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from overspill.planning.setup import AT_ONCE, MAX_NUM_SEQS
 
 _REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _DURATION = re.compile(r"(\d+)\s*([smhd]?)", re.ASCII)
+_GPU = re.compile(r"\d{1,3}|(?:GPU|MIG)-[0-9A-Za-z/-]{1,60}", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_TEXT = 10_000
 RAM_RESERVE_BYTES = 4 * GiB
@@ -78,6 +79,14 @@ def _count(text: object) -> int:
     if isinstance(text, bool) or not str(text).isdigit() or int(str(text)) == 0:
         raise OverspillError(f"{text!r} is not a number from 1 on; write for example 64")
     return int(str(text))
+
+
+def _gpus(text: object) -> str:
+    """Numbers and UUIDs, as CUDA_VISIBLE_DEVICES takes them."""
+    names = [name.strip() for name in str(text).split(",")]
+    if isinstance(text, bool) or not all(_GPU.fullmatch(name) for name in names) or len(set(names)) < len(names):
+        raise OverspillError(f"{text!r:.80} does not name GPUs, each once; write for example 0,1, as nvidia-smi counts")
+    return ",".join(names)
 
 
 def _share(text: object) -> float:
@@ -284,6 +293,19 @@ TABLE = (
         "Share of the GPU's memory for vLLM, from 0 to 1, without CUDA's context; without it, vLLM's own 0.92. "
         "Not together with gpu_memory.",
         is_vllms=True,
+    ),
+    Setting(
+        "tensor_parallel_size", COUNT, 1,
+        "GPUs among which every layer is divided; 1 if not given. RAM is for all of them together.", is_vllms=True,
+    ),
+    Setting(
+        "pipeline_parallel_size", COUNT, 1,
+        "Stages among which layers are divided, each on as many GPUs; 1 if not given. With more, no KV spills.",
+        is_vllms=True,
+    ),
+    Setting(
+        "gpus", Kind(_gpus, int | str, example="0,1", max_length=400), None,
+        "Which GPUs to use, as nvidia-smi numbers them (`0,1`), or by UUID; without it, the first that are visible.",
     ),
     Setting("ram", SIZE, None, "RAM that may be used; without it, what is available less `--ram-reserve`."),
     Setting(

@@ -25,6 +25,7 @@ class Card:
     pcie: tuple[int, int]  # generation, width
     other_names: tuple[str, ...] = ()
     link_gb_s: float | None = None  # each way, where it is not PCIe
+    nvlink_gb_s: float | None = None  # to other cards, each way, on boards that always have it
 
     @property
     def total_bytes(self) -> int:
@@ -79,14 +80,15 @@ CARDS = (
     Card("a100-80gb", "NVIDIA A100 80GB PCIe", 80, 81920, 1935, 312, (8, 0), (4, 16), ("NVIDIA A100-SXM4-80GB",)),
     # Data sheets NVIDIA H100 and H200.
     Card("h100-pcie", "NVIDIA H100 PCIe", 80, 81559, 2000, 756, (9, 0), (5, 16)),
-    Card("h100-sxm", "NVIDIA H100 80GB HBM3", 80, 81559, 3350, 989, (9, 0), (5, 16), ("H100 SXM5",)),
-    Card("h200", "NVIDIA H200", 141, 143771, 4800, 989, (9, 0), (5, 16), ("H200 SXM",)),
+    Card("h100-sxm", "NVIDIA H100 80GB HBM3", 80, 81559, 3350, 989, (9, 0), (5, 16), ("H100 SXM5",),
+         nvlink_gb_s=450),
+    Card("h200", "NVIDIA H200", 141, 143771, 4800, 989, (9, 0), (5, 16), ("H200 SXM",), nvlink_gb_s=450),
     # Data sheet NVIDIA GH200 Grace Hopper Superchip, 96 GB HBM3: NVLink-C2C of 900 GB/s, both ways together. NVML's
     # 480GB and 120GB are the CPU's memory.
     Card("gh200", "NVIDIA GH200 480GB", 96, 97871, 4000, 989, (9, 0), (5, 16), ("NVIDIA GH200 120GB", "GH200 96GB"),
          link_gb_s=450),
     # Data sheet NVIDIA DGX B200, an eighth of it.
-    Card("b200", "NVIDIA B200", 180, 183359, 8000, 2250, (10, 0), (5, 16)),
+    Card("b200", "NVIDIA B200", 180, 183359, 8000, 2250, (10, 0), (5, 16), nvlink_gb_s=900),
 )  # fmt: skip
 
 _FILLERS = re.compile(r"nvidia|geforce|tesla|quadro|generation|[^a-z0-9]")

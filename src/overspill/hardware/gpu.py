@@ -1,13 +1,15 @@
 """One GPU and its link to RAM, as a planner sees them; which GPUs a program sees; what PCIe promises."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from overspill.figures import Known, assumed, derived
 
 # What remains of a link's rate after packet headers and flow control. One H200 on PCIe 5.0 x16 copies pinned
 # memory at 55.3 of 63.0 GB/s (88 %); older generations stay a little lower, and a plan should not promise too much.
 LINK_EFFICIENCY = 0.85
+_Figure = TypeVar("_Figure", Known[int], Known[int] | None)
 PCIE_WIDTHS = (1, 2, 4, 8, 16)
 
 # Bytes per second of one lane: transfers per second, times what the line code leaves (8b/10b, 128b/130b, and for 6.0
@@ -53,11 +55,46 @@ class Gpu:
     compute_capability: tuple[int, int] | None
     link: Known[int]  # bytes per second of large copies of pinned memory, each way alone
     driver_version: str = ""
+    nvlink: Known[int] | None = None  # bytes per second to the other GPUs, each way; None over PCIe
+    numa_node: int | None = None  # whose CPUs and RAM are nearest
     memory_numa_node: int | None = None  # set where the GPU's own memory is a NUMA node, as on a GH200
 
     @property
     def is_stated(self) -> bool:
         return not self.uuid
+
+    @property
+    def peer_link(self) -> Known[int]:
+        """To the other GPUs. PCIe is the same link that spilled KV and weights come over."""
+        return self.nvlink or self.link
+
+
+def weakest(gpus: Sequence[Gpu]) -> Gpu:
+    """One that every rank can be planned for: of each figure, the least. vLLM takes the same share of each card, so the
+    smallest share that is free counts."""
+    first = gpus[0]
+    if len(set(gpus)) == 1:
+        return first
+    total = _least([gpu.total_bytes for gpu in gpus])
+    share = min(gpus, key=lambda gpu: gpu.free_bytes.value / gpu.total_bytes.value)
+    free = int(total.value * share.free_bytes.value / share.total_bytes.value)
+    nvlinks = [gpu.nvlink for gpu in gpus if gpu.nvlink is not None]
+    return replace(
+        first,
+        name=" and ".join(dict.fromkeys(gpu.name for gpu in gpus)),
+        total_bytes=total,
+        free_bytes=derived(free, share.free_bytes, note=share.free_bytes.note),
+        memory_bytes_per_second=_least([gpu.memory_bytes_per_second for gpu in gpus]),
+        bf16_flops=_least([gpu.bf16_flops for gpu in gpus]),
+        compute_capability=min((gpu.compute_capability for gpu in gpus if gpu.compute_capability), default=None),
+        link=_least([gpu.link for gpu in gpus]),
+        nvlink=_least(nvlinks) if len(nvlinks) == len(gpus) else None,
+    )
+
+
+def _least(figures: Sequence[_Figure]) -> _Figure:
+    """None is not known, and so may be less than any."""
+    return min(figures, key=lambda figure: -1 if figure is None else figure.value)
 
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from overspill.figures import Known, assumed, derived, measured
@@ -15,6 +16,8 @@ from overspill.kv.errors import OverspillError
 _NO_PERMISSION, _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND = 4, 9, 12
 _GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH = 15, 16, 18
 _MIG_ENABLED = 1
+# NVML_NVLINK_MAX_LINKS, and what one carries each way since Volta; Blackwell's carry twice that.
+_MOST_NVLINKS, _NVLINK_BYTES_PER_SECOND = 18, 25 * 10**9
 
 _NOT_INSTALLED = "GPUs cannot be read: the package nvidia-ml-py is missing; pip install nvidia-ml-py"
 _NO_NVML = {
@@ -183,9 +186,29 @@ def _read_gpu(device: Device, index: int, driver: str, memory: _Memory) -> Gpu:
         compute_capability=capability,
         link=link_from_pcie(generation, width) if card is None else link_of_card(card, generation, width),
         driver_version=driver,
+        nvlink=_nvlink(device),
+        numa_node=_numa_node(device),
         # Answered only where the GPU's memory is a NUMA node of its own; not the node next to the GPU.
         memory_numa_node=device.ask("nvmlDeviceGetNumaNodeId"),
     )
+
+
+def _nvlink(device: Device) -> Known[int] | None:
+    """By the links that are up. Some lead to a switch and some to one other GPU, which NVML tells only in pieces."""
+    states = [device.ask("nvmlDeviceGetNvLinkState", link) for link in range(_MOST_NVLINKS)]
+    up = sum(state == 1 for state in states)
+    return derived(up * _NVLINK_BYTES_PER_SECOND, note=f"{up} NVLinks") if up else None
+
+
+def _numa_node(device: Device, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Nearest to the GPU; None if the machine does not say."""
+    found = device.ask("nvmlDeviceGetPciInfo")
+    address = "" if found is None else _text(found.busId).lower()  # 00000000:65:00.0, of which Linux writes half
+    try:
+        node = int((root / address[-len("0000:00:00.0") :] / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def _pcie(device: Device) -> tuple[Known[int] | None, Known[int] | None]:
@@ -243,6 +266,7 @@ def _slice(whole: Gpu, part: Device, whole_memory: _Memory | None) -> Gpu:
         free_bytes=memory.free,
         memory_bytes_per_second=_shared(whole.memory_bytes_per_second, share),
         bf16_flops=_shared(whole.bf16_flops, share),
+        nvlink=None,  # MIG devices do not reach each other
     )
 
 

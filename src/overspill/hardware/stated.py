@@ -130,4 +130,5 @@ def _gpu(card: Card, total_bytes: int | None, *, name: str) -> Gpu:
         bf16_flops=assumed(int(card.bf16_tflops * 1e12), sheet),
         compute_capability=card.compute_capability,
         link=link_of_card(card, generation, width),
+        nvlink=None if card.nvlink_gb_s is None else assumed(int(card.nvlink_gb_s * 1e9), sheet),
     )

@@ -107,6 +107,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
                 add_parking()
         if options.host_bytes:
             _check_pool_size(options, vllm_config, kv_cache_config)
+            _check_stages(vllm_config, kv_cache_config)
             if role == KVConnectorRole.SCHEDULER:
                 watch_engine_core()
                 if options.disk_bytes:
@@ -407,6 +408,22 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
                 stack.callback(self._worker.shutdown)
             if self._scheduler is not None and self._scheduler.disk is not None:
                 stack.callback(self._scheduler.disk.close)
+
+
+def _check_stages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """The scheduler counts slots by the blocks of rank 0. A stage with other layers would have other blocks, and so a
+    slot would be given out that some rank does not have. Each rank sees its own layers, so each of them checks."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return
+    layers, groups = vllm_config.model_config.get_total_num_hidden_layers(), kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or len(groups[0].layer_names) * stages != layers:
+        held = " and ".join(str(len(group.layer_names)) for group in groups)
+        raise OverspillError(
+            f"stages of a pipeline must hold KV of equally many layers of one kind: {layers} layers make {stages} "
+            f"stages, and this one holds KV of {held}. Use a --pipeline-parallel-size that divides them, or "
+            "--tensor-parallel-size"
+        )
 
 
 def _check_pool_size(options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

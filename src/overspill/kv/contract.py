@@ -21,6 +21,8 @@ from overspill.kv.errors import OverspillError
 # order, or an attribute. Parameters that are not listed must have defaults, unless there is a "..." for them: those
 # vLLM passes, and Overspill only passes them on.
 OFFLOAD = """
+config/model.py
+    ModelConfig.get_total_num_hidden_layers()
 config/vllm.py
     VllmConfig.__post_init__()
     VllmConfig.max_concurrent_batches

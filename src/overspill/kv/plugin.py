@@ -81,8 +81,12 @@ def _with_ram(create: Method) -> Method:
         # One of several API servers, which are started beside the engine; -1 is the process that starts them all.
         is_beside_engine = self._api_process_count > 1 and self._api_process_rank >= 0
         if not is_beside_engine and options is not None:
-            needs = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
-            require_ram(needs, options.reserve_bytes)
+            # Ranks on other machines have their parts there, which they check themselves; where Ray puts ranks is not
+            # known yet.
+            parallel = config.parallel_config
+            if parallel.distributed_executor_backend != "ray":
+                needs = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
+                require_ram({name: size // parallel.nnodes for name, size in needs.items()}, options.reserve_bytes)
         return config
 
     return create_with_ram
@@ -171,6 +175,12 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
         )
     if options.spill_bytes:
         _check_spill(vllm_config, is_child=is_child)
+    for option, is_given in (("spill_bytes", options.spill_bytes), ("park", options.park)):
+        if is_given and vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise OverspillError(
+                f"{option} does not work with pipeline parallelism: remove it, or use --tensor-parallel-size instead "
+                "of --pipeline-parallel-size"
+            )
     _check_sleep_mode(vllm_config, options)
     if options.ledger and vllm_config.parallel_config.world_size > 1:
         raise OverspillError("elastic KV works for engines on one GPU: remove ledger, or use --tensor-parallel-size 1")
@@ -211,8 +221,6 @@ def _check_model(vllm_config: VllmConfig) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model is not None and model.is_encoder_decoder:
         raise OverspillError("vLLM has no KV connectors for encoder-decoder models; remove --kv-transfer-config")
-    if parallel.pipeline_parallel_size > 1:
-        raise OverspillError("Overspill does not work with pipeline parallelism yet; use --pipeline-parallel-size 1")
     if parallel.data_parallel_size > 1:
         raise OverspillError(
             "host_bytes and spill_bytes are the RAM of one engine, and data parallelism starts several; use "

@@ -8,7 +8,7 @@ from typing import Any
 from overspill.flags import Flag, find, matches, read_flags
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB
-from overspill.settings import GivenBy, SettingsError, Value, plain
+from overspill.settings import BY_NAME, GivenBy, SettingsError, Value, plain
 
 _OFFLOAD = ("--offload-backend", "--offload-group-size", "--offload-num-in-group", "--offload-prefetch-step")
 _UTILIZATION, _KV_BYTES = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
@@ -20,8 +20,8 @@ _REPLACES = {
 }
 # The plan does not set these, but its numbers depend on them.
 _CHANGES = (
-    "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--quantization", "--dtype",
-    "--block-size", "--speculative-config", "--hf-overrides", "--enable-lora", "--num-gpu-blocks-override",
+    "--data-parallel-size", "--quantization", "--dtype", "--block-size", "--speculative-config", "--hf-overrides",
+    "--enable-lora", "--num-gpu-blocks-override",
     _KV_BYTES, "--cpu-offload-gb", "--kv-offloading-size",
 )  # fmt: skip
 # Of these, the ones that leave what the engine takes beside its KV as it is.
@@ -93,7 +93,7 @@ def _replaces(user: Flag, planned: Flag) -> bool:
 
 
 _UVA, _BACKEND = "--cpu-offload-gb", "--offload-backend"
-_GROUPS, _IN_GROUP, _PARALLEL = "--offload-group-size", "--offload-num-in-group", "--tensor-parallel-size"
+_GROUPS, _IN_GROUP = "--offload-group-size", "--offload-num-in-group"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +103,11 @@ class Adopted:
     """vLLM's own flags that are not settings here."""
     offload_groups: tuple[int, int] | None = None
     """What the prefetching offloader's flags say: layers in a group, and how many of them lie in RAM."""
-    tensor_parallel_size: int = 1
 
     @property
     def settings(self) -> dict[str, Any]:
         """For `plan_for`."""
-        beside = {"offload_groups": self.offload_groups, "tensor_parallel_size": self.tensor_parallel_size}
-        return {**plain(self.values), **beside}
+        return {**plain(self.values), "offload_groups": self.offload_groups}
 
     @property
     def serve_args(self) -> tuple[str, ...]:
@@ -132,8 +130,14 @@ def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
     if (flag := _last(flags, _UTILIZATION)) is not None:
         _set(values, "gpu_memory_utilization", flag.value, flag, origin)
         taken += [one for one in flags if matches(one.name, _UTILIZATION)]
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (flag := _last(flags, BY_NAME[name].flag)) is not None:
+            _set(values, name, flag.value, flag, origin)
+            taken += [one for one in flags if matches(one.name, BY_NAME[name].flag)]
     uva, backend, grouped = (find(flags, name) for name in (_UVA, _BACKEND, _GROUPS))
-    num_bytes, group_size = _bytes(uva), _number(grouped, 0)
+    # vLLM's is for each rank, and RAM is counted for all.
+    ranks = values["tensor_parallel_size"].value * values["pipeline_parallel_size"].value
+    num_bytes, group_size = ranks * _bytes(uva), _number(grouped, 0)
     which = backend.value if backend is not None else "auto"
     # Flags of both offloaders, or of one without its size, are left to overspill.launch.traps, which refuses them.
     if uva is not None and not group_size and which in (("auto", "uva") if num_bytes else ("auto",)):
@@ -150,7 +154,6 @@ def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
         values=values,
         vllm_args=(*before.vllm_args, *left),
         offload_groups=groups,
-        tensor_parallel_size=_number(find(flags, _PARALLEL), before.tensor_parallel_size),
     )
 
 

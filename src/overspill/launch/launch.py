@@ -16,7 +16,7 @@ from overspill.hardware import Hardware
 from overspill.kv.errors import OverspillError
 from overspill.launch import traps
 from overspill.launch.arguments import Adopted, Combined, adopt, combine
-from overspill.launch.machine import plan_for
+from overspill.launch.machine import plan_for, rank_environment
 from overspill.launch.reference import ModelRef, look_up
 from overspill.launch.vllm import CONTROL, Vllm, installed_vllm, server_command, wrong_build
 from overspill.planning.arguments import device_share, vllm_args
@@ -191,7 +191,7 @@ def prepare(
         way=way,
         combined=combined,
         command=(*server_command(model, vllm), *(word for flag in flags for word in flag.words), *control),
-        environment={**checked.environment, **secrets},
+        environment={**checked.environment, **rank_environment(plan, environment), **secrets},
         warnings=(*combined.contradictions, *combined.changes, *checked.warnings),
     )
 

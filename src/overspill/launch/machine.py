@@ -1,5 +1,6 @@
 """The machine that a plan is for: what is found here or stated, and a plan for a model on it."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -9,7 +10,8 @@ from overspill.figures import Known, assumed, derived
 from overspill.files import ledger_file
 from overspill.hardware import Gpu, Hardware, detect, with_stated
 from overspill.hardware.cpu import assumed_attention, cpu_attention
-from overspill.hardware.machine import Machine
+from overspill.hardware.gpu import visible_gpus, weakest
+from overspill.hardware.machine import Machine, read_numa_nodes
 from overspill.hardware.stated import parse_cpu_attention
 from overspill.kv.errors import OverspillError
 from overspill.kv.ledger import Ledger
@@ -22,6 +24,7 @@ from overspill.model.source import read_model
 from overspill.planning.connector_options import read_options, write_options
 from overspill.planning.overheads import Profile, fingerprint
 from overspill.planning.planner import Plan, make_plan
+from overspill.planning.ranks import rank_facts
 from overspill.planning.setup import (
     CPU,
     CUDA,
@@ -34,6 +37,8 @@ from overspill.planning.setup import (
 )
 from overspill.settings import RAM_RESERVE_BYTES
 
+# vLLM's: the cores of each rank, with | between them.
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _BF16_CAPABILITY = (8, 0)
 # Of the RAM that is available, what plays the GPU's memory on a machine without one.
 _STAND_IN_SHARE = 4
@@ -45,7 +50,8 @@ _RAM_BYTES_PER_S, _COPY_BYTES_PER_S, _CPU_FLOPS = 40 * 10**9, 15 * 10**9, 10**12
 class Device:
     """What a plan is for, and the RAM beside it."""
 
-    gpu: Gpu
+    gpus: tuple[Gpu, ...]
+    """One for each rank."""
     platform: Platform
     ram_bytes: Known[int]
     cpu_attention: Known[int] = NO_CPU_ATTENTION
@@ -64,12 +70,14 @@ def plan_for(
     wishes = wishes_of(settings, cards=cards)
     facts = read_model(model, dtype=wishes.dtype)
     device = find_device(settings, found)
+    gpu = weakest(device.gpus)
     if wishes.elastic and is_server:
-        wishes = _on_ledger(wishes, device)
-    require_possible(wishes, device.gpu)
-    profiles = _measured_profiles(facts, device.gpu, wishes)
+        wishes = _on_ledger(wishes, gpu, is_cpu=device.platform.is_cpu)
+    require_possible(wishes, gpu, device.platform)
+    rank = rank_facts(facts, wishes.tensor_parallel_size, wishes.pipeline_parallel_size)
+    profiles = _measured_profiles(rank, gpu, wishes)
     return make_plan(
-        facts, device.gpu, device.ram_bytes, wishes, platform=device.platform, profiles=profiles,
+        facts, device.gpus, device.ram_bytes, wishes, platform=device.platform, profiles=profiles,
         cpu_attention=device.cpu_attention,
     )  # fmt: skip
 
@@ -95,11 +103,11 @@ def _kv_options(settings: Mapping[str, Any]) -> str:
     return write_options(options)
 
 
-def _on_ledger(wishes: Wishes, device: Device) -> Wishes:
-    if (path := ledger_file(device.gpu.uuid)) is None:
+def _on_ledger(wishes: Wishes, gpu: Gpu, *, is_cpu: bool) -> Wishes:
+    if (path := ledger_file(gpu.uuid)) is None:
         raise OverspillError("--elastic keeps account in a file, and there is no home for it; set XDG_STATE_HOME")
     # Of RAM in a GPU's place no driver counts what is free.
-    held = _held_in(path) if device.platform.is_cpu and path.exists() else 0
+    held = _held_in(path) if is_cpu and path.exists() else 0
     return replace(wishes, ledger=str(path), ledger_held_bytes=held)
 
 
@@ -111,7 +119,7 @@ def _held_in(path: Path) -> int:
         ledger.close()
 
 
-def require_possible(wishes: Wishes, gpu: Gpu) -> None:
+def require_possible(wishes: Wishes, gpu: Gpu, platform: Platform = CUDA) -> None:
     """What vLLM would refuse later, after minutes of loading."""
     chunk, num_seqs = wishes.max_num_batched_tokens, wishes.num_seqs
     if chunk is not None and chunk < num_seqs:
@@ -119,6 +127,13 @@ def require_possible(wishes: Wishes, gpu: Gpu) -> None:
             f"--max-num-batched-tokens {chunk} is less than the {num_seqs} requests of a step, each of which has one "
             f"token at least; give {num_seqs} or more, or --max-num-seqs {chunk}"
         )
+    if platform.is_cpu and wishes.pipeline_parallel_size > 1 and wishes.enforce_eager:
+        raise OverspillError(
+            "vLLM's CPU build runs stages only where it compiles the model; use --no-enforce-eager, or "
+            "--tensor-parallel-size instead of --pipeline-parallel-size"
+        )
+    if wishes.elastic and wishes.num_ranks > 1:
+        raise OverspillError("--elastic shares one GPU between engines; remove it, or use --tensor-parallel-size 1")
     capability = gpu.compute_capability
     if wishes.dtype == "bfloat16" and capability is not None and capability < _BF16_CAPABILITY:
         raise OverspillError(
@@ -147,7 +162,47 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
         require_total(found.machine, ram)
     available = hardware.machine.ram_available_bytes
     beside = available if ram is not None else _less_reserve(available, settings)
-    return Device(hardware.first_gpu(), CUDA, beside, _cpu_attention(settings))
+    return Device(_chosen_gpus(hardware, settings), CUDA, beside, _cpu_attention(settings))
+
+
+def num_ranks(settings: Mapping[str, Any]) -> int:
+    return (settings.get("tensor_parallel_size") or 1) * (settings.get("pipeline_parallel_size") or 1)
+
+
+def _chosen_gpus(hardware: Hardware, settings: Mapping[str, Any]) -> tuple[Gpu, ...]:
+    """Those of --gpus, or the first ones; a stated card is there as often as it is needed."""
+    first, ranks, names = hardware.first_gpu(), num_ranks(settings), settings.get("gpus")
+    if settings.get("gpu") is not None:
+        if names is not None:
+            raise OverspillError("--gpu states a card, and --gpus chooses among those that are here; leave one out")
+        return (first,) * ranks
+    here = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in hardware.gpus)
+    chosen = hardware.gpus if names is None else visible_gpus(hardware.gpus, names)
+    if names is not None and len(chosen) != len(names.split(",")):
+        raise OverspillError(f"--gpus {names} names a GPU that is not here or not visible; there are: {here}")
+    if len(chosen) < ranks or (names is not None and len(chosen) > ranks):
+        raise OverspillError(
+            f"{ranks} GPU(s) are needed (--tensor-parallel-size times --pipeline-parallel-size), and {len(chosen)} "
+            f"{'are chosen with --gpus' if names is not None else 'are here'}; there are: {here}. Another machine's "
+            "can be stated, as with --gpu rtx4090"
+        )
+    return chosen[:ranks]
+
+
+def rank_environment(plan: Plan, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables by which vLLM's ranks find their GPUs, or on its CPU platform their cores."""
+    if plan.platform.is_cpu:
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(1, len(cores) // plan.num_ranks)
+        is_left = plan.num_ranks == 1 or _BIND in environment or len(read_numa_nodes()) >= plan.num_ranks
+        # By itself vLLM gives each rank a NUMA node, and ends where there are fewer.
+        parts = [cores[(each * rank) % len(cores) :][:each] for rank in range(plan.num_ranks)]
+        return {} if is_left else {_BIND: "|".join(",".join(map(str, part)) for part in parts)}
+    if plan.wishes.gpus is None:
+        return {}
+    names = [gpu.uuid if gpu.uuid.startswith("MIG-") else str(gpu.index) for gpu in plan.gpus]
+    # Counted as NVML does, by PCI address.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _cpu_attention(settings: Mapping[str, Any]) -> Known[int]:
@@ -160,13 +215,13 @@ def _cpu_attention(settings: Mapping[str, Any]) -> Known[int]:
 
 def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> Device:
     """A part of RAM plays the GPU's memory: weights and resident KV lie in it, and the rest spills."""
-    gpu_memory, ram = settings.get("gpu_memory"), settings.get("ram")
+    gpu_memory, ram, ranks = settings.get("gpu_memory"), settings.get("ram"), num_ranks(settings)
     available = found.machine.ram_available_bytes
     if gpu_memory is None:
         total = derived(
-            available.value // _STAND_IN_SHARE, available, note="a quarter of the RAM; --gpu-memory sets it"
+            available.value // _STAND_IN_SHARE // ranks, available, note="a quarter of the RAM; --gpu-memory sets it"
         )
-    elif gpu_memory > available.value:
+    elif gpu_memory * ranks > available.value:
         raise OverspillError(
             f"--gpu-memory is {format_size(gpu_memory)}, and {format_size(available.value)} of RAM is available to "
             "play the GPU's memory; give less"
@@ -175,9 +230,9 @@ def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> De
         total = assumed(gpu_memory, "RAM in place of a GPU's memory, by --gpu-memory")
     beside = hardware.machine.ram_available_bytes
     if ram is not None:
-        require_total(found.machine, ram, total.value)
+        require_total(found.machine, ram, ranks * total.value)
     else:
-        rest = derived(max(0, available.value - total.value), available, note=available.note)
+        rest = derived(max(0, available.value - ranks * total.value), available, note=available.note)
         beside = _less_reserve(rest, settings)
     gpu = Gpu(
         index=0,
@@ -191,7 +246,7 @@ def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> De
         link=assumed(_COPY_BYTES_PER_S, "copies within RAM"),
     )
     platform = replace(CPU, latent_block_size=LATENT_BLOCK_SIZE_WITH_AMX) if _has_amx() else CPU
-    return Device(gpu, platform, beside)
+    return Device((gpu,) * ranks, platform, beside)
 
 
 def _has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -251,9 +306,9 @@ def require_available(machine: Machine, plan: Plan) -> None:
     way, available = plan.chosen, machine.ram_available_bytes
     if way is None:
         return
-    stand_in = plan.budget.limit_bytes.value if plan.platform.is_cpu else 0
+    stand_in = plan.stand_in_bytes
     takes, pools = way.peak_ram_bytes + stand_in, sum(way.connector_sizes.values())
-    pools += way.parked_bytes if way.parks else 0
+    pools += plan.num_ranks * way.parked_bytes if way.parks else 0
     # The engine insists on its reserve beside its pools, and on none where it has no pools.
     reserve = parse_size(read_options(plan.wishes.kv_options).get("reserve_bytes", Options.reserve_bytes))
     reserved = f", of which {format_size(pools)} must leave {format_size(reserve)} free" if pools else ""

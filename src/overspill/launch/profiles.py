@@ -72,7 +72,7 @@ def remember_profile(plan: Plan, way: Way, profile: Profile, vllm: Vllm) -> None
     """What an engine was measured to take that did as planned."""
     remember(
         fingerprint(
-            plan.facts, plan.gpu, vllm_version=vllm.version, max_num_batched_tokens=way.max_num_batched_tokens,
+            plan.rank, plan.gpu, vllm_version=vllm.version, max_num_batched_tokens=way.max_num_batched_tokens,
             max_num_seqs=plan.max_num_seqs, enforce_eager=plan.wishes.enforce_eager,
             kv_cache_dtype=way.kv_cache_dtype,
         ),

@@ -88,12 +88,13 @@ def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
     # Memory comes and goes in pieces of up to a sixteenth.
     piece = way.kv.device_bytes // 16 if is_elastic else 0
     device = limit if is_limited else min(limit, plan.need_gpu_bytes + piece)
-    kv_bytes = way.kv.spilled_bytes + (settings.get("offload_ram") or 0)
-    least_ram = peak_ram_bytes(way.weights, kv_bytes + way.parked_bytes)
+    kv_bytes = way.kv.spilled_bytes + (settings.get("offload_ram") or 0) // plan.num_ranks
+    least_ram = plan.num_ranks * peak_ram_bytes(way.weights, kv_bytes + way.parked_bytes)
     takes_ram = way.peak_ram_bytes
     if plan.platform.is_cpu:
         kv = way.kv.device_bytes if is_elastic else 0
-        return Need(least=_on_cpu(device, least_ram, kv - (limit - device)), takes=_on_cpu(limit, takes_ram, kv))
+        least = _on_cpu(plan.num_ranks * device, least_ram, kv - (limit - device))
+        return Need(least=least, takes=_on_cpu(plan.num_ranks * limit, takes_ram, kv))
     return Need(least=Memory(gpu_bytes=device, ram_bytes=least_ram), takes=Memory(gpu_bytes=limit, ram_bytes=takes_ram))
 
 
@@ -108,11 +109,12 @@ def holds_of(plan: Mapping[str, Any]) -> Memory:
     if not plan:
         return NOTHING
     parts = ("weights_pinned_bytes", "spilled_kv_bytes", "offload_bytes", "parked_bytes")
-    ram = sum(int(plan.get(name) or 0) for name in parts) + PROCESS_RAM_BYTES
+    ranks = len(plan.get("ranks") or [None])
+    ram = sum(int(plan.get(name) or 0) for name in parts) + ranks * PROCESS_RAM_BYTES
     given = plan.get("gpu_bytes")
     device = int(given["value"] if isinstance(given, Mapping) else given or 0)
     if plan.get("device") == "cpu":
-        return _on_cpu(device, ram, int(plan.get("resident_kv_bytes") or 0) if plan.get("elastic") else 0)
+        return _on_cpu(ranks * device, ram, int(plan.get("resident_kv_bytes") or 0) if plan.get("elastic") else 0)
     return Memory(gpu_bytes=device, ram_bytes=ram)
 
 

@@ -132,7 +132,7 @@ class _Maker:
         if chosen is None:
             return None
         if way.weights != chosen.weights:
-            settings["weights_ram"] = way.weights.ram_bytes
+            settings["weights_ram"] = way.num_ranks * way.weights.ram_bytes
             if (chosen := self._replan(settings).chosen) is None:
                 return None
         words: list[str] = []
@@ -159,8 +159,8 @@ class _Maker:
         idle KV."""
         own = self._own.weights
         for weights in nearby_weights(self._plan, own) if own.ram_bytes else ():
-            if (way := self._alike(weights_ram=weights.ram_bytes)) is not None:
-                yield self.make(f"{format_size(way.weights.ram_bytes)} of weights in RAM", way)
+            if (way := self._alike(weights_ram=self._own.num_ranks * weights.ram_bytes)) is not None:
+                yield self.make(f"{format_size(way.num_ranks * way.weights.ram_bytes)} of weights in RAM", way)
 
     def pools(self) -> Iterator[Candidate | None]:
         """Without RAM for idle KV and with half of the plan's; where the plan has none, with all that is left."""
@@ -169,10 +169,12 @@ class _Maker:
             sizes = [0, own.offload_bytes // 2 // GiB * GiB]
         else:
             taken = own.weights.pinned_bytes + own.kv.spilled_bytes + PROCESS_RAM_BYTES
-            sizes = [size] if (size := (self._plan.ram_bytes.value - taken) // GiB * GiB) > 0 else []
+            ram = self._plan.ram_bytes.value // own.num_ranks
+            sizes = [size] if (size := (ram - taken) // GiB * GiB) > 0 else []
         for size in sizes:
-            label = f"{format_size(size)} for idle KV" if size else "no RAM for idle KV"
-            yield self.make(label, replace(own, offload_bytes=size), offload_ram=size)
+            total = own.num_ranks * size
+            label = f"{format_size(total)} for idle KV" if size else "no RAM for idle KV"
+            yield self.make(label, replace(own, offload_bytes=size), offload_ram=total)
 
     def stores(self) -> Iterator[Candidate | None]:
         if self._own.offload_bytes and "store" not in self._given_options:
@@ -204,7 +206,7 @@ class _Maker:
 
 def nearby_weights(plan: Plan, planned: WeightOffload) -> list[WeightOffload]:
     """The next smaller amount, and some larger ones."""
-    layers, pinning = plan.facts.weights.layer_bytes, pinned_share(plan.facts)
+    layers, pinning = plan.rank.weights.layer_bytes, pinned_share(plan.rank)
     amounts = list(uva_offloads(layers, pinning) if planned.is_uva else groupings(layers, pinning))
     less = [each for each in amounts if each.ram_bytes < planned.ram_bytes][-1:]
     larger = [each for each in amounts if each.ram_bytes > planned.ram_bytes]

@@ -11,6 +11,7 @@ from overspill.errors import CannotServe
 from overspill.flags import Flag, find, read_flags
 from overspill.kv.sizes import GiB
 from overspill.launch.launch import Launch, Prepared, require_this_machine
+from overspill.launch.machine import num_ranks
 from overspill.launch.reference import ModelRef
 from overspill.launch.vllm import installed_vllm, server_command
 from overspill.measure import MeasureError
@@ -118,4 +119,4 @@ def _as_flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings of a model of the registry that vLLM has too."""
     words = as_flags({name: settings[name] for name in SHARED if settings.get(name) not in (None, False)})
     weights = settings.get("weights_ram")
-    return words if weights is None else [*words, "--cpu-offload-gb", f"{weights / GiB:g}"]
+    return words if weights is None else [*words, "--cpu-offload-gb", f"{weights / num_ranks(settings) / GiB:g}"]

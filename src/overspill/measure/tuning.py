@@ -174,7 +174,7 @@ def _longest(plan: Plan, replan: Replan, *, allow_fp8: bool) -> tuple[int, str |
     """Where to begin, and the KV dtype that it needs if that is not the model's."""
     exact = _bounded(plan)
     setup = Setup(
-        facts=plan.facts, gpu=plan.gpu, ram_bytes=plan.ram_bytes, wishes=plan.wishes, platform=plan.platform,
+        facts=plan.rank, gpu=plan.gpu, ram_bytes=plan.ram_bytes, wishes=plan.wishes, platform=plan.platform,
         profiles=nothing_measured,
     )  # fmt: skip
     can_be_smaller = allow_fp8 and any(dtype != "auto" for dtype, _ in setup.kv_cache_dtypes)

@@ -89,6 +89,8 @@ _EMBEDDING = re.compile(_TEXT + r"(?:embed_tokens|tok_embeddings|word_embeddings
 _LM_HEAD = re.compile(_TEXT + r"(?:lm_head|embed_out|output)\.")
 # One tensor per expert, or all of a layer's in one; GraniteMoe calls them by what they do.
 _EXPERT = re.compile(r"\.(?:experts\.|block_sparse_moe\.(?:input|output)_linear\.)")
+# vLLM gives each rank all of these (ReplicatedLinear, RMSNorm).
+_REPLICATED = re.compile(r"norm|\.router\.|\.gate\.|\.shared_expert_gate\.|(?:q|kv)_a_proj")
 # Layers for multi-token prediction stand apart (Qwen3-Next) or behind the last layer (DeepSeek-V3).
 _DRAFT = re.compile(_TEXT + r"mtp\.")
 _BUFFER = re.compile(r"rotary_emb\.inv_freq$")
@@ -102,7 +104,7 @@ _KEPT = re.compile(r"(?:e_score_correction_bias|A_log)$")
 def sort_weights(
     tensors: Iterable[Tensor], *, num_layers: int, is_tied: bool, is_quantized: bool, dtype: str, source: Origin
 ) -> Weights:
-    layers, experts = [0] * num_layers, [0] * num_layers
+    layers, experts, replicated = [0] * num_layers, [0] * num_layers, [0] * num_layers
     embedding = lm_head = rest = unused = checkpoint = 0
     for tensor in tensors:
         checkpoint += tensor.num_bytes
@@ -115,6 +117,7 @@ def sort_weights(
         elif layer is not None:
             layers[layer] += size
             experts[layer] += size if _EXPERT.search(tensor.name) else 0
+            replicated[layer] += size if _REPLICATED.search(tensor.name) else 0
         elif _EMBEDDING.match(tensor.name):
             embedding += size
         elif _LM_HEAD.match(tensor.name):
@@ -130,6 +133,7 @@ def sort_weights(
         rest_bytes=rest,
         unused_bytes=unused,
         checkpoint_bytes=checkpoint,
+        replicated_bytes=tuple(replicated),
     )
 
 

@@ -80,6 +80,8 @@ class Weights:
     """In the checkpoint, but not loaded: a tied lm_head, layers for multi-token prediction. Not part of the total."""
     checkpoint_bytes: int
     """Of all tensors in the files."""
+    replicated_bytes: tuple[int, ...] = ()
+    """Of each decoder layer, what every rank of tensor parallelism keeps whole: norms, routers, latent projections."""
 
     @property
     def total_bytes(self) -> int:

@@ -33,6 +33,7 @@ def vllm_args(plan: Plan, way: Way) -> list[str]:
         arguments += ["--enforce-eager"]
     if drafts := speculative_config(plan.wishes.drafts):
         arguments += ["--speculative-config", drafts]
+    arguments += _ranks(plan)
     arguments += _weights(way.weights)
     if transfer := kv_transfer_config(way, plan.wishes.kv_options, elastic_options(plan, way)):
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
@@ -75,13 +76,14 @@ def _alone_bytes(plan: Plan) -> int:
 
 
 def _beside_kv(plan: Plan, way: Way) -> int:
-    return plan.facts.weights.total_bytes - way.weights.saved_bytes + way.overheads.total.value
+    return plan.rank.weights.total_bytes - way.weights.saved_bytes + way.overheads.total.value
 
 
 def device_share(plan: Plan, way: Way) -> DeviceShare | None:
-    """What the engine may take of its GPU; None where vLLM has to find out what is left for KV: on several GPUs or with
-    drafts, which the plan is not for, and where --force starts what does not fit by the plan's reckoning."""
-    if plan.gpu_memory_utilization is None or plan.wishes.tensor_parallel_size > 1 or plan.wishes.drafts != "off":
+    """What the engine may take of its GPU; None where vLLM has to find out what is left for KV: on several GPUs, where
+    too little is known of what they take for each other, with drafts, which the plan is not for, and where --force
+    starts what does not fit by the plan's reckoning."""
+    if plan.gpu_memory_utilization is None or plan.num_ranks > 1 or plan.wishes.drafts != "off":
         return None
     share = DeviceShare(
         budget_bytes=_alone_bytes(plan) if is_elastic(plan, way) else plan.usable_gpu_bytes.value,
@@ -98,6 +100,15 @@ def _memory(plan: Plan, way: Way) -> list[str]:
         return kv_bytes
     fraction = ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:.4f}"]
     return fraction if device_share(plan, way) is None else [*fraction, *kv_bytes]
+
+
+def _ranks(plan: Plan) -> list[str]:
+    wishes = plan.wishes
+    sizes = {
+        "--tensor-parallel-size": wishes.tensor_parallel_size,
+        "--pipeline-parallel-size": wishes.pipeline_parallel_size,
+    }
+    return [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
 
 
 def _weights(weights: WeightOffload) -> list[str]:

@@ -47,7 +47,7 @@ class Fit:
 def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
     offloads = weight_offloads(setup, budget)
     for one in attempts_without_ram(setup, budget):
-        spills = can_spill(setup.facts, one.geometry)
+        spills = can_spill(setup.facts, one.geometry, setup.wishes)
         for weights in offloads:
             available_bytes = one.available_bytes + weights.saved_bytes
             parked_bytes = setup.facts.weights.total_bytes - weights.saved_bytes if setup.wishes.parks else 0

@@ -19,6 +19,8 @@ _CONTEXT_BYTES = int(0.51 * GiB)
 # cuBLAS, NCCL, kernels, and what the allocator rounds weights up by: 0.28 (OLMo-2-7B) to 0.35 GiB
 # (Qwen3-Coder-30B-A3B).
 _NON_TORCH_BYTES = int(0.32 * GiB)
+# NCCL's channels to the other ranks, and vLLM's own buffers for small all-reduces. Not measured here.
+_PEERS_BYTES = int(0.4 * GiB)
 # What vLLM sets aside for graphs: 0.14 GiB for 7 batch sizes, 0.21 for 19. On an H100 0.51 to 1.85 were seen, for how
 # many sizes is not reported (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
 _GRAPHS_BYTES, _GRAPH_BYTES = int(0.10 * GiB), int(0.006 * GiB)
@@ -69,9 +71,11 @@ NO_OVERHEADS = Overheads(
 
 
 def assumed_overheads(
-    facts: ModelFacts, *, max_num_batched_tokens: int, max_num_seqs: int, enforce_eager: bool = False
-) -> Overheads:
-    """What vLLM takes while it profiles: a batch of so many tokens, then the logits of so many requests."""
+    facts: ModelFacts, *, max_num_batched_tokens: int, max_num_seqs: int, enforce_eager: bool = False,
+    num_ranks: int = 1,
+) -> Overheads:  # fmt: skip
+    """What vLLM takes while it profiles: a batch of so many tokens, then the logits of so many requests. `facts` are
+    a rank's."""
     number = 2 * max_num_batched_tokens  # bytes of one in bf16, for each token
     copies = _HIDDEN_COPIES if enforce_eager else _COMPILED_HIDDEN_COPIES
     batch = number * (facts.hidden_size * copies + _layer_states(facts))
@@ -84,7 +88,7 @@ def assumed_overheads(
     graphs = _GRAPHS_BYTES + num_graphs * _GRAPH_BYTES if num_graphs else 0
     return Overheads(
         context_bytes=assumed(_CONTEXT_BYTES, "not counted by vLLM"),
-        non_torch_bytes=assumed(_NON_TORCH_BYTES, "libraries and kernels"),
+        non_torch_bytes=assumed(_NON_TORCH_BYTES + (_PEERS_BYTES if num_ranks > 1 else 0), "libraries and kernels"),
         activation_bytes=assumed(activations, f"for batches of {max_num_batched_tokens} tokens"),
         graph_bytes=assumed(graphs, f"for {num_graphs} batch sizes"),
         doubt_bytes=_LEAST_DOUBT_BYTES + int(_DOUBT * (activations + graphs)),

@@ -1,10 +1,12 @@
 """All ways to serve a context on a machine, and which one to take."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from overspill.figures import Known
-from overspill.hardware.gpu import Gpu
+from overspill.hardware.gpu import Gpu, weakest
+from overspill.kv.errors import OverspillError
 from overspill.model.facts import ModelFacts
 from overspill.planning.attempts import (
     Attempt,
@@ -27,6 +29,7 @@ from overspill.planning.setup import (
     Setup,
     Wishes,
     nothing_measured,
+    rank_setup,
     shares_with_cpu,
 )
 from overspill.planning.ways import Way, make_way
@@ -38,8 +41,15 @@ _WITHOUT = {"host_bytes": "keeps no idle KV in RAM", "spill_bytes": "spills no K
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
+    """RAM is that of all ranks together, GPU memory that of each."""
+
     facts: ModelFacts
+    rank: ModelFacts
+    """One rank's part of it: all of it on one GPU."""
     gpu: Gpu
+    """What all ranks can be planned for: of several GPUs the least of each figure."""
+    gpus: tuple[Gpu, ...]
+    """One for each rank, in order."""
     platform: Platform
     wishes: Wishes
     max_model_len: int
@@ -64,6 +74,8 @@ class Plan:
     """Device memory with which it would fit without RAM, CUDA's context included."""
     cards: tuple[CardFit, ...]
     """Where nothing fits exactly on a GPU, or on request."""
+    faster: tuple[tuple[str, Way], ...] = ()
+    """Other divisions that beat tensor parallelism over PCIe: what to give instead, and how fast it is."""
 
     @property
     def usable_gpu_bytes(self) -> Known[int]:
@@ -72,6 +84,15 @@ class Plan:
     @property
     def gpu_memory_utilization(self) -> float | None:
         return self.budget.gpu_memory_utilization
+
+    @property
+    def num_ranks(self) -> int:
+        return self.wishes.num_ranks
+
+    @property
+    def stand_in_bytes(self) -> int:
+        """RAM that plays GPU memory, of all ranks."""
+        return self.num_ranks * self.budget.limit_bytes.value if self.platform.is_cpu else 0
 
     @property
     def max_num_seqs(self) -> int:
@@ -128,7 +149,7 @@ def is_elastic(plan: Plan, way: Way) -> bool:
 
 def make_plan(
     facts: ModelFacts,
-    gpu: Gpu,
+    gpu: Gpu | Sequence[Gpu],
     ram_bytes: Known[int],
     wishes: Wishes,
     *,
@@ -136,11 +157,10 @@ def make_plan(
     profiles: Profiles = nothing_measured,
     cpu_attention: Known[int] = NO_CPU_ATTENTION,
 ) -> Plan:
-    """`facts` were read with the dtype wished for."""
-    setup = Setup(
-        facts=facts, gpu=gpu, ram_bytes=ram_bytes, wishes=wishes, platform=platform, profiles=profiles,
-        cpu_attention=cpu_attention,
-    )  # fmt: skip
+    """`facts` were read with the dtype wished for. `gpu` is one for all ranks, or one for each."""
+    gpus = (gpu,) * wishes.num_ranks if isinstance(gpu, Gpu) else tuple(gpu)
+    gpu, ranks = weakest(gpus), wishes.num_ranks
+    setup = rank_setup(facts, gpu, ram_bytes, wishes, platform=platform, profiles=profiles, cpu_attention=cpu_attention)
     budget = setup.budget()
     whole = list(attempts_without_ram(setup, budget))
     tried = list(attempts(setup, budget))
@@ -151,9 +171,12 @@ def make_plan(
         ways = _ways(setup, [*surely, *found])
     has_exact = any(way.is_exact for way in ways)
     is_forced = wishes.force and not has_exact
-    return Plan(
+    least, fitting = least_ram_bytes(setup, tried), None if has_exact else _fitting_weights_ram(setup, budget)
+    made = Plan(
         facts=facts,
+        rank=setup.facts,
         gpu=gpu,
+        gpus=gpus,
         platform=platform,
         wishes=wishes,
         max_model_len=setup.max_model_len,
@@ -164,11 +187,29 @@ def make_plan(
         forced=_best(ways) or _nearest(setup, tried, found) if is_forced else None,
         longest_context=longest_context(setup, tried),
         longest_on_gpu=longest_context(setup, whole, within_ram=False),
-        fitting_weights_ram=None if has_exact else _fitting_weights_ram(setup, budget),
-        least_ram_bytes=least_ram_bytes(setup, tried),
+        fitting_weights_ram=None if fitting is None else ranks * fitting,
+        least_ram_bytes=None if least is None else ranks * least,
         need_gpu_bytes=_need_gpu_bytes(setup, budget, whole),
         cards=card_fits(setup) if wishes.cards or not (has_exact or platform.is_cpu) else (),
     )
+    if wishes.tensor_parallel_size == 1 or gpu.nvlink is not None or platform.is_cpu or made.recommended is None:
+        return made
+    plan_like = partial(
+        make_plan, facts, gpu, ram_bytes, platform=platform, profiles=profiles, cpu_attention=cpu_attention
+    )
+    return replace(made, faster=tuple(_faster(made, made.recommended, plan_like)))
+
+
+def _faster(plan: Plan, way: Way, plan_like: Callable[[Wishes], Plan]) -> Iterator[tuple[str, Way]]:
+    """All-reduces over PCIe can cost more than a second GPU gains."""
+    for stages in (1, plan.num_ranks):
+        wishes = replace(plan.wishes, tensor_parallel_size=1, pipeline_parallel_size=stages, cards=False)
+        try:
+            other = plan_like(wishes).recommended
+        except OverspillError:  # layers that make no equal stages
+            continue
+        if other is not None and other.request_s < way.request_s:
+            yield "one GPU" if stages == 1 else f"--pipeline-parallel-size {stages}", other
 
 
 def _ways(setup: Setup, found: Iterable[Fit]) -> tuple[Way, ...]:
@@ -252,10 +293,12 @@ def _fitting_weights_ram(setup: Setup, budget: Budget) -> int | None:
 def _asked_warnings(plan: Plan) -> Iterator[str]:
     """Warnings of requests that are not met, or should not be."""
     wishes, chosen = plan.wishes, plan.chosen
-    if (gpus := wishes.tensor_parallel_size) > 1:
+    for instead, way in plan.faster:
+        assert plan.recommended is not None
         yield (
-            f"the plan is for one GPU, and --tensor-parallel-size {gpus} divides the model among {gpus}: its sizes and "
-            "speeds do not hold for that"
+            f"tensor parallelism over PCIe loses here: {instead} would answer at "
+            f"{way.at_once_tokens_per_s.value:.1f} t/s after {way.ttft_s.value:.1f} s ({way.name}), against "
+            f"{plan.recommended.at_once_tokens_per_s.value:.1f} t/s after {plan.recommended.ttft_s.value:.1f} s"
         )
     share, planned = wishes.gpu_memory_utilization, plan.gpu_memory_utilization
     if share is not None and planned is None:

@@ -28,8 +28,9 @@ def need_and_have(plan: Plan) -> tuple[str, str]:
         needed = f"{format_size(need)} of RAM in place of a GPU's memory (--gpu-memory)"
         beside, there = "beside that", f"{format_size(have)} of that"
     else:
-        needed = f"{format_size(need)} of GPU memory to be without RAM"
-        beside, there = "beside this GPU", f"{format_size(have)} of GPU memory"
+        each = "" if plan.num_ranks == 1 else f" on each of {plan.num_ranks} GPUs"
+        needed = f"{format_size(need)} of GPU memory{each} to be without RAM"
+        beside, there = "beside this GPU" if not each else "beside these", f"{format_size(have)} of GPU memory{each}"
     if in_ram is not None:
         needed += f", or {format_size(in_ram)} of RAM {beside}"
     if in_ram is not None and plan.wishes.weights_ram_bytes:
@@ -82,13 +83,13 @@ def _amounts_of_ram(plan: Plan) -> Iterator[str]:
 
 def _whole_weights(plan: Plan) -> str | None:
     """Why weights cannot move to RAM, and what they need, where they must all be on the GPU before they do."""
-    least = least_for_weights(plan.facts)
+    least = least_for_weights(plan.rank)
     if plan.platform.is_cpu or least <= plan.usable_gpu_bytes.value:
         return None
     needed = card_bytes(least, plan.budget.context_bytes.value, plan.wishes.gpu_memory_utilization)
     return (
         f"vLLM runs {plan.facts.architecture} through Transformers, which makes all layers on the GPU before any can "
-        f"move to RAM, so the weights ({format_size(plan.facts.weights.total_bytes)}) must fit there once. That needs "
+        f"move to RAM, so the weights ({format_size(plan.rank.weights.total_bytes)}) must fit there once. That needs "
         f"{format_size(needed)} of GPU memory"
     )
 
@@ -107,7 +108,7 @@ def _cards(plan: Plan) -> Iterator[str]:
 
 
 def _own_ram_bytes(plan: Plan) -> int:
-    return PROCESS_RAM_BYTES + (plan.wishes.offload_ram_bytes or 0)
+    return plan.num_ranks * PROCESS_RAM_BYTES + (plan.wishes.offload_ram_bytes or 0)
 
 
 def _written(amount: int) -> str:

@@ -21,6 +21,9 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "model": plan.facts.name,
         "device": plan.platform.name,
         "gpu": plan.gpu.name,
+        "tensor_parallel_size": plan.wishes.tensor_parallel_size,
+        "pipeline_parallel_size": plan.wishes.pipeline_parallel_size,
+        "ranks": [_rank_as_json(plan, rank, chosen) for rank in range(plan.num_ranks)],
         "max_model_len": plan.max_model_len,
         "at_once": plan.wishes.at_once,
         "longest_context": plan.longest_context,
@@ -51,19 +54,33 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _way_as_json(plan: Plan, way: Way) -> dict[str, Any]:
+def _rank_as_json(plan: Plan, rank: int, way: Way | None) -> dict[str, Any]:
+    gpu = plan.gpus[rank]
     return {
-        "weights_in_ram_bytes": way.weights.ram_bytes,
-        "weights_pinned_bytes": way.weights.pinned_bytes,
+        "rank": rank,
+        "gpu": gpu.name,
+        "index": None if gpu.is_stated else gpu.index,
+        "numa_node": gpu.numa_node,
+        "link_bytes_per_s": gpu.link.value,
+        "weights_bytes": plan.rank.weights.total_bytes,
+        "ram_bytes": 0 if way is None else way.peak_ram_bytes // plan.num_ranks,
+    }
+
+
+def _way_as_json(plan: Plan, way: Way) -> dict[str, Any]:
+    ranks = plan.num_ranks  # RAM is for all of them, GPU memory for each
+    return {
+        "weights_in_ram_bytes": ranks * way.weights.ram_bytes,
+        "weights_pinned_bytes": ranks * way.weights.pinned_bytes,
         "kv_cache_dtype": way.kv_cache_dtype,
         "max_num_batched_tokens": way.max_num_batched_tokens,
         "kv_bytes_per_token": way.geometry.kv_bytes_per_token,
         "kv_bytes": way.geometry.request_bytes(plan.max_model_len),
         "resident_kv_bytes": way.kv.resident_bytes,
         "window_bytes": way.kv.window_bytes,
-        "spilled_kv_bytes": way.kv.spilled_bytes,
-        "offload_bytes": way.offload_bytes,
-        "parked_bytes": way.parked_bytes if way.parks else 0,
+        "spilled_kv_bytes": ranks * way.kv.spilled_bytes,
+        "offload_bytes": ranks * way.offload_bytes,
+        "parked_bytes": ranks * way.parked_bytes if way.parks else 0,
         "elastic": is_elastic(plan, way),
         "warm_tokens": way.warm_tokens,
         "overheads": as_json(way.overheads),
@@ -123,10 +140,11 @@ def plan_as_text(plan: Plan) -> str:
 
 def _division(plan: Plan, way: Way) -> list[str]:
     overheads, budget = way.overheads, plan.budget
-    on_gpu = plan.facts.weights.total_bytes - way.weights.saved_bytes
-    is_cpu = plan.platform.is_cpu
+    on_gpu = plan.rank.weights.total_bytes - way.weights.saved_bytes
+    is_cpu, ranks = plan.platform.is_cpu, plan.num_ranks
+    device = "Memory" if is_cpu else "GPU"
     rows = [
-        ("Memory" if is_cpu else "GPU", budget.limit_bytes.value, budget.limit_bytes.note),
+        (device if ranks == 1 else f"{device} of each rank", budget.limit_bytes.value, budget.limit_bytes.note),
         ("  CUDA context", budget.context_bytes.value, _origin(budget.context_bytes)),
         ("  for vLLM", 0 if is_cpu else budget.usable_bytes.value, budget.usable_bytes.note),
         ("  weights", on_gpu, _weights_note(plan, way)),
@@ -138,16 +156,16 @@ def _division(plan: Plan, way: Way) -> list[str]:
         ("RAM", plan.ram_bytes.value, plan.ram_bytes.note),
         (
             "  weights",
-            way.weights.ram_bytes,
-            f"read over the link in every step; take {_pinned(way.weights)}",
+            ranks * way.weights.ram_bytes,
+            f"read over the link in every step; take {_pinned(way.weights, ranks)}",
         ),
         (
             "  KV spilled",
-            way.kv.spilled_bytes,
+            ranks * way.kv.spilled_bytes,
             f"of requests that do not fit {'in memory' if is_cpu else 'on the GPU'}",
         ),
-        ("  KV offloaded", way.offload_bytes, "of conversations that are kept warm"),
-        ("  weights' copy", way.parked_bytes if way.parks else 0, "for the time that the engine is parked"),
+        ("  KV offloaded", ranks * way.offload_bytes, "of conversations that are kept warm"),
+        ("  weights' copy", ranks * way.parked_bytes if way.parks else 0, "for the time that the engine is parked"),
     ]
     return [
         f"{label:{_LABEL}}{format_size(size):>{_VALUE}}   {note}".rstrip()
@@ -156,18 +174,31 @@ def _division(plan: Plan, way: Way) -> list[str]:
     ]
 
 
-def _pinned(weights: WeightOffload) -> str:
-    taken = f"{format_size(weights.pinned_bytes)} pinned"
+def _pinned(weights: WeightOffload, ranks: int) -> str:
+    taken = f"{format_size(ranks * weights.pinned_bytes)} pinned"
     if weights.loading_bytes == weights.pinned_bytes:
         return taken
-    return f"{taken}, {format_size(weights.loading_bytes)} while they are loaded"
+    return f"{taken}, {format_size(ranks * weights.loading_bytes)} while they are loaded"
 
 
 def _link(plan: Plan) -> list[str]:
     """What speeds of everything in RAM come from. A CPU has none: its copies are within RAM."""
     if plan.platform.is_cpu:
         return []
-    return [_rate("link", plan.gpu.link, "--link"), *_cpu_attention(plan)]
+    return [_rate("link", plan.gpu.link, "--link"), *_gpus(plan), *_cpu_attention(plan)]
+
+
+def _gpus(plan: Plan) -> list[str]:
+    """How ranks reach each other and RAM. GPUs behind one switch share a link, which nothing here can see."""
+    if plan.num_ranks == 1:
+        return []
+    between = "PCIe, if no switch is shared" if plan.gpu.nvlink is None else "NVLink"
+    lines = [f"{'between GPUs':{_LABEL}}{plan.gpu.peer_link.value / 1e9:>{_VALUE - 5}.1f} GB/s   {between}"]
+    for rank, gpu in enumerate(plan.gpus):
+        if not gpu.is_stated:
+            node = "NUMA node not known" if gpu.numa_node is None else f"NUMA node {gpu.numa_node}"
+            lines.append(f"{f'rank {rank}':{_LABEL}}{f'GPU {gpu.index}':>{_VALUE}}   {gpu.name}, {node}")
+    return lines
 
 
 def _cpu_attention(plan: Plan) -> list[str]:
@@ -245,7 +276,8 @@ def _cards(cards: tuple[CardFit, ...]) -> list[str]:
 
 
 def _weights_note(plan: Plan, way: Way) -> str:
-    note = f"{plan.facts.weights.source}, {format_size(plan.facts.weights.total_bytes)} in all"
+    each = "" if plan.num_ranks == 1 else f", {format_size(plan.rank.weights.total_bytes)} for each rank"
+    note = f"{plan.facts.weights.source}, {format_size(plan.facts.weights.total_bytes)} in all{each}"
     return f"{note}; a slot for those in RAM included" if way.weights.slot_bytes else note
 
 

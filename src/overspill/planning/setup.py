@@ -2,10 +2,10 @@
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from overspill.figures import Known, assumed
+from overspill.figures import Known, assumed, derived
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
 from overspill.kv.spill.geometry import CUDA_GRANULARITY
@@ -15,6 +15,7 @@ from overspill.planning.connector_options import read_options
 from overspill.planning.drafts import num_drafts
 from overspill.planning.memory import Budget, gpu_budget, whole_budget
 from overspill.planning.overheads import NO_OVERHEADS, Overheads, Profile, assumed_overheads, measured_overheads
+from overspill.planning.ranks import rank_facts
 
 MAX_NUM_SEQS = 64
 AT_ONCE = 1
@@ -46,7 +47,11 @@ class Wishes:
     drafts: str = "off"
     """As `overspill.planning.drafts` reads it."""
     tensor_parallel_size: int = 1
-    """Of vLLM's own flags; the plan is for one GPU all the same, and says so."""
+    """GPUs that each layer is divided among."""
+    pipeline_parallel_size: int = 1
+    """Stages that layers are divided among, each on as many GPUs."""
+    gpus: str | None = None
+    """Which, as CUDA_VISIBLE_DEVICES names them; None are the first ones."""
     kv_options: str = ""
     """Of the connector, beside its sizes, as `overspill.planning.connector_options` reads them."""
     elastic: bool = False
@@ -65,6 +70,10 @@ class Wishes:
     def parks(self) -> bool:
         """Whether the engine is to give up its GPU memory at times, with its weights in RAM meanwhile."""
         return bool(read_options(self.kv_options).get("park", False))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_seqs(self) -> int:
@@ -143,10 +152,13 @@ def nothing_measured(max_num_batched_tokens: int, kv_cache_dtype: str) -> Profil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
+    """Of one rank: its part of the model, its GPU, and its part of the RAM."""
+
     facts: ModelFacts
     gpu: Gpu
     ram_bytes: Known[int]
     wishes: Wishes
+    """RAM in them is this rank's, too."""
     platform: Platform
     profiles: Profiles
     cpu_attention: Known[int] = NO_CPU_ATTENTION
@@ -185,6 +197,7 @@ class Setup:
             max_num_batched_tokens=chunk,
             max_num_seqs=self.wishes.num_seqs,
             enforce_eager=self.wishes.enforce_eager,
+            num_ranks=self.wishes.num_ranks,
         )
 
     def budget(self) -> Budget:
@@ -196,6 +209,39 @@ class Setup:
         if not self.platform.profiles_memory:
             return whole_budget(self.gpu, context)
         return gpu_budget(self.gpu, self.wishes.gpu_memory_bytes, context, self.wishes.gpu_memory_utilization)
+
+
+def rank_setup(
+    facts: ModelFacts,
+    gpu: Gpu,
+    ram_bytes: Known[int],
+    wishes: Wishes,
+    *,
+    platform: Platform,
+    profiles: Profiles,
+    cpu_attention: Known[int],
+) -> Setup:
+    """Of a model and a machine's RAM, what each rank gets: all of them are on this machine, and get the same."""
+    ranks = wishes.num_ranks
+
+    def each(figure: Known[int]) -> Known[int]:
+        return (
+            figure if ranks == 1 else derived(figure.value // ranks, figure, note=f"a part for each of {ranks} ranks")
+        )
+
+    return Setup(
+        facts=rank_facts(facts, wishes.tensor_parallel_size, wishes.pipeline_parallel_size),
+        gpu=gpu,
+        ram_bytes=each(ram_bytes),
+        wishes=replace(
+            wishes,
+            offload_ram_bytes=None if wishes.offload_ram_bytes is None else wishes.offload_ram_bytes // ranks,
+            weights_ram_bytes=None if wishes.weights_ram_bytes is None else wishes.weights_ram_bytes // ranks,
+        ),
+        platform=platform,
+        profiles=profiles,
+        cpu_attention=each(cpu_attention),
+    )
 
 
 # overspill.kv.spill.graphs, which cannot be imported without torch.
@@ -237,8 +283,8 @@ def attends_to_all(cache: Cache) -> TypeGuard[Attention]:
     return isinstance(cache, Attention) and cache.sliding_window is None and cache.attention_chunk_size is None
 
 
-def can_spill(facts: ModelFacts, geometry: KVGeometry) -> bool:
-    """Spill needs attention layers, and one page size (overspill.kv.spill.capacity refuses the rest)."""
+def can_spill(facts: ModelFacts, geometry: KVGeometry, wishes: Wishes) -> bool:
+    """Spill needs attention layers, one page size (overspill.kv.spill.capacity refuses the rest), and one stage."""
     has_attention = any(not isinstance(entry.cache, RecurrentState) for entry in facts.caches)
     pages = {member.page.page_size_bytes for group in geometry.groups for member in group.members}
-    return has_attention and len(pages) == 1
+    return has_attention and len(pages) == 1 and wishes.pipeline_parallel_size == 1

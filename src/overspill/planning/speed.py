@@ -24,6 +24,10 @@ _FAR_LAYER_S = 0.000022
 _EAGER_LAYER_S = 0.00065
 _EAGER_EXPERTS_S = 0.00065
 _EAGER_SPILLED_S = 0.00095
+# Ranks of tensor parallelism add up their results twice in each layer, and once for the embedding. How long one takes
+# that has next to nothing to send: vLLM's own kernel over NVLink, and NCCL over PCIe. Not measured here; assumed from
+# what others report, which goes from 20 to 60 us over PCIe.
+ALL_REDUCE_NVLINK_S, ALL_REDUCE_PCIE_S = 0.00001, 0.00003
 # Weights that the GPU reads in RAM (UVA): 50 of the link's 55.3 GB/s, nothing beside it; a prompt of 512 tokens read
 # them 2.7 times, as tiles of a batch each read for themselves.
 _UVA_EFFICIENCY = 0.9
@@ -37,6 +41,11 @@ class Machine:
     link_bytes_per_s: float
     cpu_bytes_per_s: float = 0.0
     """KV in RAM that the CPU attends to."""
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    all_reduce_s: float = 0.0
+    peer_bytes_per_s: float = 1.0
+    """Between two ranks, each way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,8 @@ class Load:
     attention_flops_per_token_pair: int = 0
     """4 x heads x head size x layers of full attention."""
     num_layers: int = 0
+    hidden_bytes: int = 0
+    """Of one token between two layers."""
     has_experts: bool = False
     is_eager: bool = False
     """Without CUDA graphs."""
@@ -87,19 +98,22 @@ def decode_step_s(machine: Machine, load: Load) -> float:
     multiply_s = _matrix_s(machine, load, load.num_requests)
     is_piecewise = load.spilled_kv_bytes and not load.is_graphed
     gpu_s = max(reads_s, multiply_s) + max(0.0, far_s - near_s) + (_PIECEWISE_S if is_piecewise else 0)
+    gpu_s += _all_reduce_s(machine, load, load.num_requests)
     if load.spilled_kv_bytes and load.is_graphed:
         gpu_s += load.num_layers * (_FLAGS_LAYER_S + (_FAR_LAYER_S if far_bytes else 0))
     launch_s = load.num_layers * _launched_layer_s(load)
     link_s = (load.spilled_kv_bytes - far_bytes + load.prefetched_weight_bytes) / machine.link_bytes_per_s
     uva_s = load.uva_weight_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
     beside_s = max(link_s, _prefetching_s(machine, load, gpu_s))
-    return max(launch_s, _STEP_S + load.num_requests * _REQUEST_S + uva_s + beside_s)
+    # A token goes through all stages, one after the other.
+    stage_s = max(launch_s, _STEP_S + load.num_requests * _REQUEST_S + uva_s + beside_s)
+    return machine.pipeline_parallel_size * stage_s
 
 
 def prefill_s(machine: Machine, load: Load, num_tokens: int, chunk_tokens: int) -> float:
     """Time to first token of one request. In each chunk the GPU computes while the link brings what was spilled."""
     resident = load.kv_bytes - load.spilled_kv_bytes
-    seconds, done = 0.0, 0
+    seconds, chunk_s, done = 0.0, 0.0, 0
     while done < num_tokens:
         chunk = min(chunk_tokens, num_tokens - done)
         pairs = chunk * (done + chunk / 2)
@@ -111,10 +125,12 @@ def prefill_s(machine: Machine, load: Load, num_tokens: int, chunk_tokens: int) 
         uva_s = uva_bytes / (machine.link_bytes_per_s * _UVA_EFFICIENCY)
         # Short chunks wait for the weights, which each of them reads once.
         weights_s = load.weight_bytes / (machine.memory_bytes_per_s * _MEMORY_EFFICIENCY)
-        gpu_s = max(_matrix_s(machine, load, chunk), weights_s) + attention_s
-        seconds += _STEP_S + uva_s + max(link_s, _prefetching_s(machine, load, gpu_s))
+        gpu_s = max(_matrix_s(machine, load, chunk), weights_s) + attention_s + _all_reduce_s(machine, load, chunk)
+        chunk_s = _STEP_S + uva_s + max(link_s, _prefetching_s(machine, load, gpu_s))
+        seconds += chunk_s
         done += chunk
-    return seconds
+    # Stages work on one chunk after the other, side by side; the last chunk goes through all of them.
+    return seconds + (machine.pipeline_parallel_size - 1) * chunk_s
 
 
 def _prefetching_s(machine: Machine, load: Load, gpu_s: float) -> float:
@@ -127,6 +143,15 @@ def _prefetching_s(machine: Machine, load: Load, gpu_s: float) -> float:
     layer_s = gpu_s / load.num_layers
     between_s = (load.num_layers - layers) * layer_s
     return layers * layer_s + (layers - runs) * copy_s + max(runs * copy_s, between_s)
+
+
+def _all_reduce_s(machine: Machine, load: Load, num_tokens: int) -> float:
+    """Of a step, in which nothing else is computed meanwhile: a ring sends a sum's bytes nearly twice."""
+    ranks = machine.tensor_parallel_size
+    if ranks == 1:
+        return 0.0
+    sent_s = 2 * (ranks - 1) / ranks * num_tokens * load.hidden_bytes / machine.peer_bytes_per_s
+    return (2 * load.num_layers + 1) * (machine.all_reduce_s + sent_s)
 
 
 def _launched_layer_s(load: Load) -> float:

@@ -11,7 +11,15 @@ from overspill.planning.attempts import PROCESS_RAM_BYTES, Attempt, Fit, peak_ra
 from overspill.planning.memory import KvSplit
 from overspill.planning.parameters import parameters_per_token
 from overspill.planning.setup import Setup, attends_to_all, runs_spilled_graphs, shares_with_cpu
-from overspill.planning.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
+from overspill.planning.speed import (
+    ALL_REDUCE_NVLINK_S,
+    ALL_REDUCE_PCIE_S,
+    UVA_TOKENS_PER_READ,
+    Load,
+    Machine,
+    decode_step_s,
+    prefill_s,
+)
 from overspill.planning.weights import WeightOffload
 
 # A pool smaller than this is not worth its metadata.
@@ -24,9 +32,12 @@ SHORT_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way(Attempt):
+    """Sizes are of one rank, speeds of all together."""
+
     kv: KvSplit
     offload_bytes: int
     """RAM for KV that waits to be used again."""
+    num_ranks: int = 1
     decode_tokens_per_s: Known[float]
     """Of one request of the full context."""
     ttft_s: Known[float]
@@ -43,19 +54,20 @@ class Way(Attempt):
 
     @property
     def ram_bytes(self) -> int:
-        """Of weights and KV; `weights.pinned_bytes` says what the weights really take."""
-        return self.weights.ram_bytes + self.kv.spilled_bytes + self.offload_bytes
+        """Of all ranks' weights and KV; `weights.pinned_bytes` says what the weights really take."""
+        return self.num_ranks * (self.weights.ram_bytes + self.kv.spilled_bytes + self.offload_bytes)
 
     @property
     def peak_ram_bytes(self) -> int:
         """That the engine takes at some time, all in all."""
-        return peak_ram_bytes(self.weights, self.kv.spilled_bytes + self.offload_bytes + self.parked_bytes)
+        later_bytes = self.kv.spilled_bytes + self.offload_bytes + self.parked_bytes
+        return self.num_ranks * peak_ram_bytes(self.weights, later_bytes)
 
     @property
     def connector_sizes(self) -> dict[str, int]:
-        """What the connector is given of RAM, by its options' names; empty without it."""
+        """What the connector is given of RAM for all ranks, by its options' names; empty without it."""
         sizes = {"host_bytes": self.offload_bytes, "spill_bytes": self.kv.spilled_bytes}
-        return {name: size for name, size in sizes.items() if size}
+        return {name: self.num_ranks * size for name, size in sizes.items() if size}
 
     @property
     def parks(self) -> bool:
@@ -129,6 +141,7 @@ def make_way(setup: Setup, fit: Fit) -> Way:
         **{field.name: getattr(attempt, field.name) for field in fields(attempt)},
         kv=kv,
         offload_bytes=0,
+        num_ranks=setup.wishes.num_ranks,
         decode_tokens_per_s=derived(1 / decode_step_s(machine, long), *sources),
         ttft_s=derived(prefill_s(machine, long, length, chunk), *sources),
         at_once=at_once,
@@ -166,6 +179,7 @@ def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) 
         else 0,
         num_requests=num_requests,
         num_layers=facts.num_layers,
+        hidden_bytes=2 * facts.hidden_size,
         has_experts=bool(facts.num_experts),
         parameters_per_token=parameters_per_token(facts),
         attention_flops_per_token_pair=4 * facts.num_heads * facts.head_dim * _full_attention_layers(facts),
@@ -195,6 +209,8 @@ def _machine(setup: Setup) -> tuple[Machine, list[Known[int]]]:
     gpu = setup.gpu
     memory, flops, link = gpu.memory_bytes_per_second, gpu.bf16_flops, gpu.link
     known = [figure for figure in (memory, flops, link) if figure is not None]
+    if setup.wishes.num_ranks > 1:
+        known.append(gpu.peer_link)
     return (
         Machine(
             # A card that nobody knows is taken for a slow one.
@@ -202,6 +218,10 @@ def _machine(setup: Setup) -> tuple[Machine, list[Known[int]]]:
             flops=flops.value if flops is not None else 50e12,
             link_bytes_per_s=link.value,
             cpu_bytes_per_s=setup.cpu_attention.value,
+            tensor_parallel_size=setup.wishes.tensor_parallel_size,
+            pipeline_parallel_size=setup.wishes.pipeline_parallel_size,
+            all_reduce_s=ALL_REDUCE_PCIE_S if gpu.nvlink is None else ALL_REDUCE_NVLINK_S,
+            peer_bytes_per_s=gpu.peer_link.value,
         ),
         known,
     )

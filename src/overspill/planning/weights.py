@@ -139,7 +139,8 @@ def _asked_amount(setup: Setup, budget: Budget, asked: int) -> list[WeightOffloa
     most = sum(facts.weights.layer_bytes)
     if asked > most:
         raise OverspillError(
-            f"--weights-ram is {format_size(asked)}, and the layers of {facts.name} have {format_size(most)} of "
+            f"--weights-ram is {format_size(asked * setup.wishes.num_ranks)}, and the layers of {facts.name} have "
+            f"{format_size(most * setup.wishes.num_ranks)} of "
             "weights, which is all that can go to RAM; give at most that, or leave it to the plan"
         )
     enough = [one for one in _every(setup, budget) if one.ram_bytes >= asked]

@@ -44,7 +44,7 @@ def planned_service(
         mode=mode,
         name=name or model,
         command=(program, "-m", "overspill", "serve", model, *flags, *(word for flag in given for word in flag.words)),
-        memory_max_bytes=memory_max_bytes(ram_bytes + stand_in_bytes),
+        memory_max_bytes=memory_max_bytes(ram_bytes + plan.stand_in_bytes),
         environment=tuple(environment.items()),
         secrets=tuple(secrets.items()),
         folder=PurePosixPath(folder.absolute()),

@@ -25,6 +25,8 @@ _LAST_LINES = 3
 # For a killed engine's processes to be gone.
 _GRACE_S = 10
 _SHARED_MEMORY = "/dev/shm/"
+# Queues of multiprocessing.shared_memory, and collectives of vLLM's CPU platform; none of them are Overspill's.
+_BETWEEN_RANKS = ("psm_", "vllm_dist_")
 
 
 Hear = Callable[[Any], None]
@@ -86,6 +88,9 @@ class Children:
                 self._result(pipe, lambda said: None, time.monotonic() + _GRACE_S)
                 raise ChildDied("it ended before it was killed")
             left = [f"process {pid}" for pid in in_session(leader)]
+            # What vLLM leaves behind when ranks are killed, whoever runs beside it.
+            for path in (path for path in files if path.name.startswith(_BETWEEN_RANKS)):
+                path.unlink(missing_ok=True)
             left += [str(path) for path in sorted(files) if path.exists()]
             return f"after the kill: {', '.join(left)}" if left else ""
 

@@ -29,6 +29,7 @@ from overspill.kv.connector import OverspillConnector
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
+from overspill.kv.vllm_api import call_workers
 from overspill.kv.worker import OffloadWorker
 from overspill.verify.workload import Answer
 
@@ -106,6 +107,11 @@ class Engine:
     @property
     def offload_worker(self) -> OffloadWorker:
         return self._connector.worker
+
+    def on_workers(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Results of all ranks, in order: a function of a module, which is given the worker first. One rank's worker is
+        in this process."""
+        return call_workers(self.core, call, *arguments)
 
     @property
     def spill_scheduler(self) -> SpillScheduler | None:

@@ -14,7 +14,7 @@ from overspill.kv.disk.segments import places_per_segment, segment_path
 from overspill.kv.errors import OverspillError
 from overspill.kv.jobs import DiskReadJob
 from overspill.kv.spill import scheduler as spill_scheduler
-from overspill.kv.vllm_api import override_backend
+from overspill.kv.vllm_api import override_backend, own_connector
 from overspill.verify.inprocess import LOAD_FORMAT, Engine, arguments_of
 from overspill.verify.stage import EngineSpec
 from overspill.verify.workload import Answer, Ask, Played, Reference, Script, Workload, make_script
@@ -63,9 +63,9 @@ class TestedEngine(Engine):
     def leave_to_cpu(self, share: float) -> None:
         """Decode steps leave this share of their spilled KV to the CPU, where a server goes by speeds and sizes: those
         of a short context would leave it nothing."""
-        worker, scheduler = self.spill_worker, self.spill_scheduler
-        assert worker is not None and scheduler is not None
-        if worker.far is None:
+        scheduler = self.spill_scheduler
+        assert scheduler is not None
+        if not all(self.on_workers(_has_far)):
             self.count("unshared")
             return
         scheduler.far_share = lambda: share  # type: ignore[method-assign]
@@ -122,13 +122,7 @@ class TestedEngine(Engine):
         """Empty the GPU's KV cache, but not RAM, and put other numbers where KV was."""
         self.drain()
         self.evict()
-        buffer = self.offload_worker.buffer
-        assert buffer is not None
-        buffer.view(torch.uint8).fill_(_SCRAMBLED)
-        if buffer.is_cuda:
-            torch.cuda.synchronize()  # loads run on streams of their own, and must not be overwritten
-        if self.spill_worker is not None and self.spill_worker.arena is not None:
-            self.spill_worker.arena.slots[:] = _SCRAMBLED
+        self.on_workers(_scramble)
 
     def left_behind(self) -> str:
         """What is still held although nothing runs; empty if nothing is."""
@@ -143,33 +137,106 @@ class TestedEngine(Engine):
         return " and ".join(found)
 
 
-# Faults.
+# Faults, as they are made in the process of a rank: the last one, since a block is good only where all ranks have it.
 
 
-@contextmanager
-def watched_loads(engine: TestedEngine, failures: int = 0) -> Iterator[list[int]]:
-    """The slots that are loaded meanwhile. The first loads fail, as many as are wanted."""
-    copier: Any = engine.offload_worker._copier
-    inner, slots, failed = copier.load, [], 0
+def _connector() -> Any:
+    return own_connector("worker")
+
+
+def _is_last() -> bool:
+    offload = _connector().worker
+    return bool(offload._rank == offload._world_size - 1)
+
+
+def _has_far(worker: Any) -> bool:
+    return _connector().spill_worker.far is not None
+
+
+def _scramble(worker: Any) -> None:
+    connector = _connector()
+    buffer, spill = connector.worker.buffer, connector.spill_worker
+    buffer.view(torch.uint8).fill_(_SCRAMBLED)
+    if buffer.is_cuda:
+        torch.cuda.synchronize()  # loads run on streams of their own, and must not be overwritten
+    if spill is not None and spill.arena is not None:
+        spill.arena.slots[:] = _SCRAMBLED
+
+
+def _watch_loads(worker: Any, failures: int) -> None:
+    copier = _connector().worker._copier
+    inner, most = copier.load, failures if _is_last() else 0
+    copier.loaded, copier.failed = [], 0
 
     def load(ids: Ids, blocks: Ids) -> Transfer:
-        nonlocal failed
-        slots.extend(ids.tolist())
-        if failed >= failures:
+        copier.loaded.extend(ids.tolist())
+        if copier.failed >= most:
             transfer: Transfer = inner(ids, blocks)
             return transfer
-        failed += 1
+        copier.failed += 1
         transfer = Transfer(0)
         transfer.settle(OSError("made to fail by overspill verify"))
         return transfer
 
     copier.load = load
+
+
+def _unwatch_loads(worker: Any) -> tuple[list[int], int]:
+    copier = _connector().worker._copier
+    del copier.load
+    return copier.loaded, copier.failed
+
+
+def _damage_slot(worker: Any, slot: int) -> None:
+    if _is_last():
+        _connector().worker.memory.slots[slot] ^= 0x11
+
+
+def _hold_copies(worker: Any, is_held: bool) -> None:
+    """Copies of the CPU platform stay under way meanwhile; a GPU's do so by themselves."""
+    (PlainCopier.gate.clear if is_held else PlainCopier.gate.set)()
+
+
+def _tear_next_read(worker: Any) -> None:
+    offload = _connector().worker
+    disk, memory, rank = offload.disk, offload.memory, offload._rank
+    inner, disk.torn = disk.read, 0
+    if not _is_last():
+        return
+
+    def read(job: DiskReadJob) -> None:
+        del disk.read
+        segment, at = divmod(job.places[0], places_per_segment(memory.slot_stride))
+        with segment_path(Path(job.folder), rank, segment).open("r+b") as file:
+            file.seek(at * memory.slot_stride)
+            damage = bytes(byte ^ 0x11 for byte in file.read(memory.slot_bytes))
+            file.seek(at * memory.slot_stride)
+            file.write(damage)
+        disk.torn = 1
+        inner(job)
+
+    disk.read = read
+
+
+def _num_torn(worker: Any) -> int:
+    return int(_connector().worker.disk.torn)
+
+
+# And from the engine.
+
+
+@contextmanager
+def watched_loads(engine: TestedEngine, failures: int = 0) -> Iterator[list[int]]:
+    """The slots that were loaded meanwhile, once it is over. The first loads fail, as many as are wanted."""
+    slots: list[int] = []
+    engine.on_workers(_watch_loads, failures)
     try:
         yield slots
         engine.drain()
     finally:
-        del copier.load
-        engine.count("injected", failed)
+        for loaded, failed in engine.on_workers(_unwatch_loads):
+            slots[:] = loaded
+            engine.count("injected", failed)
 
 
 def damage_loaded(engine: TestedEngine, ask: Ask, seed: int) -> None:
@@ -180,16 +247,14 @@ def damage_loaded(engine: TestedEngine, ask: Ask, seed: int) -> None:
         engine.ask(ask)
     engine.forget()
     if slots:
-        memory = engine.offload_worker.memory
-        assert memory is not None
-        memory.slots[random.Random(seed).choice(slots)] ^= 0x11
+        engine.on_workers(_damage_slot, random.Random(seed).choice(slots))
         engine.count("injected")
     engine.ask(ask)
 
 
 def abort_under_way(engine: TestedEngine, answer: Answer, steps: int) -> None:
     """Abort a request after so many steps, and note what was being copied for it or from it."""
-    PlainCopier.gate.clear()  # copies of the CPU platform stay under way meanwhile; a GPU's do so by themselves
+    engine.on_workers(_hold_copies, True)
     try:
         for _ in range(steps):
             if answer in engine.step():
@@ -203,7 +268,7 @@ def abort_under_way(engine: TestedEngine, answer: Answer, steps: int) -> None:
         engine.abort(answer)
         engine.step()
     finally:
-        PlainCopier.gate.set()
+        engine.on_workers(_hold_copies, False)
 
 
 # Plays.
@@ -318,25 +383,9 @@ def stopped(engine: TestedEngine, script: Script) -> None:
 def torn(engine: TestedEngine, script: Script) -> None:
     """A block is damaged on disk just before it is read."""
     _open_disk(engine)
-    worker: Any = engine.offload_worker.disk
-    inner = worker.read
-
-    def read(job: DiskReadJob) -> None:
-        del worker.read
-        place, folder = job.places[0], Path(job.folder)
-        memory = engine.offload_worker.memory
-        assert memory is not None
-        segment, at = divmod(place, places_per_segment(memory.slot_stride))
-        with segment_path(folder, 0, segment).open("r+b") as file:
-            file.seek(at * memory.slot_stride)
-            damage = bytes(byte ^ 0x11 for byte in file.read(memory.slot_bytes))
-            file.seek(at * memory.slot_stride)
-            file.write(damage)
-        engine.count("injected")
-        inner(job)
-
-    worker.read = read
+    engine.on_workers(_tear_next_read)
     returning(engine, script)
+    engine.count("injected", sum(engine.on_workers(_num_torn)))
     engine.faults["caught"] = engine.counters().get("disk_bad_blocks", 0)
 
 

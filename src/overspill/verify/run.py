@@ -13,6 +13,7 @@ from overspill.figures import Origin
 from overspill.kv.disk.folder import JOURNAL, kept_in
 from overspill.kv.errors import OverspillError
 from overspill.launch.launch import Launch
+from overspill.launch.machine import rank_environment
 from overspill.launch.vllm import Vllm, installed_vllm, wrong_build
 from overspill.model.facts import RecurrentState
 from overspill.planning.planner import Plan
@@ -67,6 +68,9 @@ def prove(launch: Launch, request: Request, say: Callable[[str], None]) -> Proof
     """Raises `CannotVerify` where it cannot be tried; `say` gets a line whenever something begins."""
     plan = launch.plan
     require_this_machine(plan)
+    if request.random_weights and plan.num_ranks > 1:
+        # Loaders that draw them are known to this process, and ranks are others.
+        raise CannotVerify("--load-format dummy verifies a model on one GPU; use --tensor-parallel-size 1")
     stage = make_stage(plan)
     progress = Progress(say, engines=num_engines(request.scenarios, stage), seconds=request.seconds)
     proof = verify(plan, stage, launch.ref.source, request, progress)
@@ -151,10 +155,10 @@ def verify(plan: Plan, stage: Stage, model: str, request: Request, progress: Pro
 
 
 def _rounds(plan: Plan, stage: Stage, model: str, request: Request, progress: Progress, *, invariant: bool) -> Proof:
-    environment = {**_ENVIRONMENT, **(_BATCH_INVARIANT if invariant else {})}
+    environment = {**_ENVIRONMENT, **(_BATCH_INVARIANT if invariant else {}), **rank_environment(plan)}
     outcomes: tuple[Outcome, ...] = ()
     worst, rounds, parts = 0.0, 0, False
-    with Children("overspill.verify.plays", environment) as children:
+    with Children("overspill.verify.plays", environment, have_children=plan.num_ranks > 1) as children:
         while True:
             one = _Round(children, plan, stage, model, replace(request, seed=request.seed + rounds), progress)
             reference = one.reference()

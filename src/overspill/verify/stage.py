@@ -32,7 +32,7 @@ _FAR_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class SpillSizes:
-    """So little on the GPU that long prompts spill."""
+    """So little on the GPU that long prompts spill; of all ranks together, as the connector takes them."""
 
     resident_bytes: int
     """The window included."""
@@ -102,9 +102,9 @@ def make_stage(plan: Plan) -> Stage:
         work_blocks=work_blocks,
         reference_blocks=min(everything, device_blocks),
         block_bytes=geometry.bytes_per_block,
-        bytes_per_token=max(1, geometry.kv_bytes_per_token),
+        bytes_per_token=plan.num_ranks * max(1, geometry.kv_bytes_per_token),
         # Slots begin on pages, and what is stored must not be given up before it is needed again.
-        host_bytes=2 * everything * (geometry.bytes_per_block + 4096),
+        host_bytes=plan.num_ranks * 2 * everything * (geometry.bytes_per_block + 4096),
         spill=spill,
         no_spill=no_spill,
         no_sharing="spill_compute is gpu" if read_options(plan.wishes.kv_options).get("spill_compute") == "gpu" else "",
@@ -137,7 +137,7 @@ def _chunk(plan: Plan, planned: int, unit: int) -> int:
 
 def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tuple[int, SpillSizes | None, str]:
     """The units of a context that spills, the sizes for it, or why there are none."""
-    if not can_spill(plan.facts, geometry):
+    if not can_spill(plan.rank, geometry, plan.wishes):
         return 0, None, "spill does not work with this model's layers"
     page = geometry.page_size_bytes
     step = block_step(page, plan.platform.granularity)
@@ -154,7 +154,8 @@ def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tu
         )  # fmt: skip
     spilled = _round_up(2 * geometry.blocks_per_request(unit * units) + 2, step)
     window = window_bytes(spilled, page, geometry.num_regions)
-    sizes = SpillSizes(resident * geometry.bytes_per_block + window, spilled * geometry.bytes_per_block)
+    resident_bytes, spilled_bytes = (blocks * geometry.bytes_per_block for blocks in (resident, spilled))
+    sizes = SpillSizes(plan.num_ranks * (resident_bytes + window), plan.num_ranks * spilled_bytes)
     return units, sizes, ""
 
 
@@ -195,7 +196,7 @@ def engine_spec(plan: Plan, stage: Stage, model: str, tier: Tier | None, options
     if tier is Tier.OFFLOAD or stage.spill is None:
         flags = _flags(plan, stage, blocks=stage.pool_blocks)
         return EngineSpec(model=model, flags=flags, options=pool, keep_blocks=stage.work_blocks)
-    flags = _flags(plan, stage, memory_bytes=stage.spill.resident_bytes + stage.table_bytes)
+    flags = _flags(plan, stage, memory_bytes=stage.spill.resident_bytes // plan.num_ranks + stage.table_bytes)
     beside = pool if tier is Tier.BOTH else {"reserve_bytes": 0}
     return EngineSpec(model=model, flags=flags, options=beside | {"spill_compute": "gpu"} | asdict(stage.spill))
 
