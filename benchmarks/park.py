@@ -46,6 +46,7 @@ from servers import Server, started
 # As the plugin sets it; importing that would take vLLM's seconds.
 WORKER = "overspill.kv.spill.vllm_worker.OverspillWorker"
 ANSWER_TOKENS = 16
+COMPUTED = "vllm:request_prefill_kv_computed_tokens"
 PATIENCE_SECONDS = 300.0
 
 
@@ -64,16 +65,16 @@ class Parked:
 
     def ask(self, prompt: list[int]) -> Json:
         """TTFT, tokens, and how many of the prompt were computed."""
+        before = self.counter(COMPUTED)
+        answer = self.stream(prompt, ANSWER_TOKENS)
+        return {**answer, "computed_tokens": self.counter(COMPUTED) - before, "prompt": len(prompt)}
+
+    def stream(self, prompt: list[int], output: int) -> Json:
         body = {
-            "model": self._model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+            "model": self._model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True, "detokenize": False,
         }  # fmt: skip
-        computed, began, first, tokens = (
-            self.counter("vllm:request_prefill_kv_computed_tokens"),
-            time.monotonic(),
-            None,
-            [],
-        )
+        began, first, tokens = time.monotonic(), None, []
         url = f"http://127.0.0.1:{self.server.port}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=PATIENCE_SECONDS) as answer:
             answer.raise_for_status()
@@ -82,8 +83,7 @@ class Parked:
                     ids = json.loads(line[6:])["choices"][0].get("token_ids") or []
                     first = first or (time.monotonic() - began if ids else None)
                     tokens += ids
-        after = self.counter("vllm:request_prefill_kv_computed_tokens")
-        return {"ttft_seconds": first, "tokens": tokens, "computed_tokens": after - computed, "prompt": len(prompt)}
+        return {"ttft_seconds": first, "tokens": tokens}
 
     def counter(self, name: str) -> float:
         families = text_string_to_metric_families(self.server.request("/metrics").text)
@@ -110,7 +110,7 @@ def command(arguments: argparse.Namespace, port: int) -> list[str]:
         "--kv-transfer-config", json.dumps(transfer), "--worker-cls", WORKER, "--middleware", CONTROL,
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
-    return [*words, *(["--enable-sleep-mode"] if _has_gpu() else ["--enforce-eager"])]
+    return [*words, *(["--enable-sleep-mode"] if has_gpu() else ["--enforce-eager"])]
 
 
 @contextlib.contextmanager
@@ -130,13 +130,13 @@ def serving(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Parked, 
             raise
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     return bool(record.hardware().get("gpu"))
 
 
 def link_bytes_per_second() -> float | None:
     """H2D from pinned memory, measured in a process of its own."""
-    if not _has_gpu():
+    if not has_gpu():
         return None
     import subprocess
 
@@ -230,10 +230,11 @@ def summarise(result: Json) -> None:
     }
 
 
-def parse_arguments() -> argparse.Namespace:
-    def size(text: str) -> int:
-        return int(parse_size(text))
+def size(text: str) -> int:
+    return int(parse_size(text))
 
+
+def parse_arguments() -> argparse.Namespace:
     parser = record.argument_parser(__doc__)
     parser.add_argument("--model", default=None, help="folder, or 'tiny'; default: Llama-3.1-8B's shape")
     parser.add_argument("--cycles", type=int, default=5, help="switches to each of the two")
