@@ -59,7 +59,8 @@ def serve(
     if as_json and not dry_run:
         raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
     with failing(CannotServe):
-        launch = launch_of(model, given, context.args)
+        own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        launch = launch_of(model, given, context.args, own)
         force = bool(launch.settings["force"])
         to_stderr(plan_as_text(launch.plan))
         prepared = launch.prepared()
