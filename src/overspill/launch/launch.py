@@ -11,7 +11,7 @@ from typing import Any
 
 from overspill.address import Address
 from overspill.errors import CannotServe
-from overspill.flags import HIDDEN, VARIABLES, into_environment, without_secrets
+from overspill.flags import HIDDEN, VARIABLES, into_environment, read_flags, without_secrets
 from overspill.hardware import Hardware
 from overspill.kv.errors import OverspillError
 from overspill.launch import traps
@@ -136,6 +136,11 @@ class Launch:
     def vllm_args(self) -> tuple[str, ...]:
         """vLLM's own flags that did not become settings."""
         return self.adopted.vllm_args
+
+    @property
+    def too_long(self) -> str | None:
+        """Why vLLM would refuse the length, whatever fits."""
+        return traps.too_long(self.plan, self.plan.max_model_len, read_flags(self.vllm_args), os.environ)
 
     def prepared(
         self, *, environment: Mapping[str, str] = os.environ, by_name: bool = True, **place: object

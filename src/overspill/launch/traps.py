@@ -141,17 +141,22 @@ _COUNTED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama
 def require_positions(plan: Plan, combined: Combined, environment: Mapping[str, str]) -> None:
     """Raises if vLLM would refuse the length, unless the user has said that it is to be tried."""
     asked = combined.value("--max-model-len") or ""
+    if asked.isdecimal() and (why := too_long(plan, int(asked), combined.given, environment)) is not None:
+        raise CannotServe(why)
+
+
+def too_long(plan: Plan, length: int, given: Sequence[Flag], environment: Mapping[str, str]) -> str | None:
+    """Why vLLM would refuse the length; `given` are its flags."""
     is_allowed = environment.get(ALLOWED, "").strip().lower() in ("1", "true")  # as vllm/envs.py reads it
-    is_other = any(matches(flag.name, name) for flag in combined.given for name in _OTHER_CONFIG)
-    if plan.wishes.force or is_allowed or is_other or not asked.isdecimal():
-        return
-    limit = longest_context(plan.facts)
-    if limit is not None and int(asked) > limit:
-        raise CannotServe(
-            f"{int(asked):,} tokens are more than the {limit:,} that {plan.facts.name} was made for, and vLLM refuses "
-            f"that. Use --max-model-len {limit}. If its positions may be stretched, give vLLM its rope scaling with "
-            f"--hf-overrides, or set {ALLOWED}=1; --force leaves it to vLLM."
-        )
+    is_other = any(matches(flag.name, name) for flag in given for name in _OTHER_CONFIG)
+    limit = None if plan.wishes.force or is_allowed or is_other else longest_context(plan.facts)
+    if limit is None or length <= limit:
+        return None
+    return (
+        f"{length:,} tokens are more than the {limit:,} that {plan.facts.name} was made for, and vLLM refuses "
+        f"that. Use --max-model-len {limit}. If its positions may be stretched, give vLLM its rope scaling with "
+        f"--hf-overrides, or set {ALLOWED}=1; --force leaves it to vLLM."
+    )
 
 
 def longest_context(facts: ModelFacts) -> int | None:
