@@ -57,6 +57,17 @@ def test_flags_override_the_registry_and_it_the_environment(registered: dict[str
     assert "--ram" not in note and note.endswith("-- --seed 7")
 
 
+def test_a_folder_with_a_registered_name_is_taken_and_reported(
+    registered: dict[str, str], run: Overspill, llama: Path, tmp_path: Path
+) -> None:
+    """It was taken in silence, without the registry's settings."""
+    (tmp_path / "small").symlink_to(llama)
+    told = run("plan", "small", "--gpu", "rtx4090", "--ram", "64GiB", "--json")
+    assert f"warning: small is a folder here, and taken; the registry's small ({llama})" in told.stderr
+    assert json.loads(told.stdout)["max_model_len"] != 2048
+    assert run("plan", "./small", "--gpu", "rtx4090", "--ram", "64GiB").stderr == ""
+
+
 def test_a_registered_repository_is_never_taken_for_a_folder(
     home: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
