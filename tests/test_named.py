@@ -164,14 +164,15 @@ def test_a_service_by_name_holds_what_the_registry_says_now(
     registered: dict[str, str], run: Overspill, llama: Path, tmp_path: Path
 ) -> None:
     units = ("--folder", str(tmp_path / "units"))
-    answer = run("service", "install", "small", "--device", "cpu", "--port", "9100", *units)
+    bare = ("--", "--skip-tokenizer-init")
+    answer = run("service", "install", "small", "--device", "cpu", "--port", "9100", *units, *bare)
     assert answer.returncode == 0, answer.stderr
     unit = (tmp_path / "units/overspill@small.service.d/overspill.conf").read_text()
     assert f"serve {llama} --max-model-len 2048 " in unit and "--enforce-eager" in unit
     assert f"--served-model-name small {llama} --seed 7" in unit
-    again = run("service", "install", str(llama), "--device", "cpu", "--port", "9100", "--ram", "6GiB", *units)
+    again = run("service", "install", str(llama), "--device", "cpu", "--port", "9100", "--ram", "6GiB", *units, *bare)
     assert "warning: port 9100 is also that of overspill@small.service" in again.stderr
-    assert "port" not in run("service", "install", "small", "--device", "cpu", "--port", "9101", *units).stderr
+    assert "port" not in run("service", "install", "small", "--device", "cpu", "--port", "9101", *units, *bare).stderr
     assert run("service", "remove", "small", *units).returncode == 0
 
 

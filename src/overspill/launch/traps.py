@@ -138,11 +138,12 @@ _MISTRAL_CONFIG = "params.json"  # which vLLM prefers where there are both
 _COUNTED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
-def require_positions(plan: Plan, combined: Combined, environment: Mapping[str, str]) -> None:
-    """Raises if vLLM would refuse the length, unless the user has said that it is to be tried."""
+def require_positions(plan: Plan, combined: Combined, environment: Mapping[str, str], instead: str) -> None:
+    """Raises if vLLM would refuse the length, unless the user has said that it is to be tried; `instead` is said of
+    --force, where there is one."""
     asked = combined.value("--max-model-len") or ""
     if asked.isdecimal() and (why := too_long(plan, int(asked), combined.given, environment)) is not None:
-        raise CannotServe(why)
+        raise CannotServe(f"{why}{instead}.")
 
 
 def too_long(plan: Plan, length: int, given: Sequence[Flag], environment: Mapping[str, str]) -> str | None:
@@ -155,7 +156,7 @@ def too_long(plan: Plan, length: int, given: Sequence[Flag], environment: Mappin
     return (
         f"{length:,} tokens are more than the {limit:,} that {plan.facts.name} was made for, and vLLM refuses "
         f"that. Use --max-model-len {limit}. If its positions may be stretched, give vLLM its rope scaling with "
-        f"--hf-overrides, or set {ALLOWED}=1; --force leaves it to vLLM."
+        f"--hf-overrides, or set {ALLOWED}=1"
     )
 
 
