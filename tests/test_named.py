@@ -68,6 +68,24 @@ def test_a_folder_with_a_registered_name_is_taken_and_reported(
     assert run("plan", "./small", "--gpu", "rtx4090", "--ram", "64GiB").stderr == ""
 
 
+def test_a_plan_says_where_its_ram_was_stated(
+    registered: dict[str, str], run: Overspill, llama: Path, tmp_path: Path
+) -> None:
+    """RAM of the registry was `stated with --ram`, and a mistake in config.toml that of a flag."""
+    words = ("plan", "small", "--gpu", "rtx4090")
+    assert "stated in registry: small" in run(*words).stdout
+    assert "stated with --ram" in run(*words, "--ram", "8GiB").stdout
+    file = tmp_path / "config.toml"
+    file.write_text("ram = 3\n")
+    told = run("plan", str(llama), "--gpu", "rtx4090", OVERSPILL_CONFIG=str(file))
+    assert told.returncode == 2 and f"{file}: ram" in told.stderr and "3" in told.stderr
+
+
+def test_a_card_by_its_size_says_whose_speeds_are_assumed(registered: dict[str, str], run: Overspill) -> None:
+    assert "as on an NVIDIA L4, the slowest of that size" in run("plan", "small", "--gpu", "24GiB").stdout
+    assert "the slowest of that size" not in run("plan", "small", "--gpu", "rtx4090").stdout
+
+
 def test_a_registered_repository_is_never_taken_for_a_folder(
     home: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

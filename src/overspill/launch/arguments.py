@@ -109,7 +109,7 @@ class Adopted:
     def settings(self) -> dict[str, Any]:
         """For `plan_for`."""
         beside = {"offload_groups": self.offload_groups, "tensor_parallel_size": self.tensor_parallel_size}
-        return {**plain(self.values), **beside}
+        return {**plain(self.values), **beside, "ram_place": self.values["ram"].place}
 
     @property
     def serve_args(self) -> tuple[str, ...]:
