@@ -14,6 +14,9 @@ model, card, ram = [*sys.argv[1:], *["Qwen/Qwen3-4B-Instruct-2507", "rtx4090", "
 
 for length in ("8k", "32k", "128k", "256k"):
     plan = overspill.plan(model, max_model_len=length, gpu=card, ram=ram)
+    if plan.max_model_len > plan.facts.max_position_embeddings:
+        print(f"{plan.max_model_len:>9,} tokens: more than the model was made for")
+        continue
     way = plan.recommended
     if way is None:
         print(f"{plan.max_model_len:>9,} tokens: does not fit; the longest that does is {plan.longest_context:,}")

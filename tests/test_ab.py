@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import text
 
 from overspill.cli import app, main
+from overspill.flags import _Known, _known_flags
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.ab import run
 from overspill.measure.experiment import Experiment
@@ -108,6 +109,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "overspill.measure.launch.server_command",
         lambda model, vllm: [sys.executable, str(program), "--model", model],
     )
+    for flag in re.findall(r'"(--[a-z-]+)"', STAND_IN):  # as if they were vLLM's
+        monkeypatch.setitem(_known_flags(), flag, _Known("", is_many=True))
 
 
 def asked(model: Path, *texts: str, **changes: Any) -> Experiment:

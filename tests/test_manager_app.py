@@ -138,7 +138,7 @@ def test_settings_survive_a_form(tmp_path: Path) -> None:
     given = {
         "source": str(tmp_path), "max_model_len": 4096, "gpu_memory": 8 * MiB, "ram": 12 * GiB, "weights_ram": 1000,
         "gpu_memory_utilization": 0.85, "at_once": 3,
-        "enforce_eager": False, "vllm_args": ["--seed", "7", "--x", "a b"], "ttl": 600, "notes": "as it is",
+        "enforce_eager": False, "vllm_args": ["--seed", "7", "--chat-template", "a b"], "ttl": 600, "notes": "as it is",
     }  # fmt: skip
     with open_registry(f"sqlite:///{tmp_path}/registry.db") as registry:
         model = add_model(registry, "a", given)

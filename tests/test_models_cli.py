@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from overspill.kv.sizes import GiB
-from overspill.registry import RunEnd, end_run, open_registry, start_run
+from overspill.registry import RunEnd, edit_model, end_run, open_registry, start_run
 from tests.command import run_overspill
 from tests.postgresql import new_database
 
@@ -62,6 +62,21 @@ def test_a_model_from_add_to_rm(overspill: Overspill, database: str) -> None:
     assert json.loads(ok(overspill("list", "--json", **where)))["models"][0]["name"] == "qwen"
     assert ok(overspill("rm", "qwen", **where)) == "removed qwen\n"
     assert json.loads(ok(overspill("list", "--json", **where))) == {"models": []}
+
+
+def test_undo_restores_the_settings_before_a_tuning(overspill: Overspill, tmp_path: Path) -> None:
+    ok(overspill("add", "qwen", "--source", "gpt2", "--ram", "8GiB", "--offload-ram", "64MiB"))
+    refused = overspill("undo", "qwen")
+    assert refused.returncode == 2 and "was not one by overspill tune" in refused.stderr
+    with open_registry(f"sqlite:///{tmp_path}/state/overspill/registry.db") as registry:
+        changes = {"offload_ram": None, "max_num_batched_tokens": 2048}
+        edit_model(registry, "qwen", changes, by_tune=True)
+        assert "before" not in ok(overspill("show", "qwen"))
+        assert ok(overspill("undo", "qwen")) == "offload_ram: - -> 64 MiB\nmax_num_batched_tokens: 2048 -> -\n"
+        assert overspill("undo", "qwen").returncode == 2
+        edit_model(registry, "qwen", changes, by_tune=True)
+    ok(overspill("edit", "qwen", "--ram", "9GiB"))
+    assert overspill("undo", "qwen").returncode == 2, "it would take back the user's own change too"
 
 
 def test_editing_a_running_model_says_what_needs_a_restart(overspill: Overspill, tmp_path: Path) -> None:

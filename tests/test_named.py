@@ -57,6 +57,35 @@ def test_flags_override_the_registry_and_it_the_environment(registered: dict[str
     assert "--ram" not in note and note.endswith("-- --seed 7")
 
 
+def test_a_folder_with_a_registered_name_is_taken_and_reported(
+    registered: dict[str, str], run: Overspill, llama: Path, tmp_path: Path
+) -> None:
+    """It was taken in silence, without the registry's settings."""
+    (tmp_path / "small").symlink_to(llama)
+    told = run("plan", "small", "--gpu", "rtx4090", "--ram", "64GiB", "--json")
+    assert f"warning: small is a folder here, and taken; the registry's small ({llama})" in told.stderr
+    assert json.loads(told.stdout)["max_model_len"] != 2048
+    assert run("plan", "./small", "--gpu", "rtx4090", "--ram", "64GiB").stderr == ""
+
+
+def test_a_plan_says_where_its_ram_was_stated(
+    registered: dict[str, str], run: Overspill, llama: Path, tmp_path: Path
+) -> None:
+    """RAM of the registry was `stated with --ram`, and a mistake in config.toml that of a flag."""
+    words = ("plan", "small", "--gpu", "rtx4090")
+    assert "stated in registry: small" in run(*words).stdout
+    assert "stated with --ram" in run(*words, "--ram", "8GiB").stdout
+    file = tmp_path / "config.toml"
+    file.write_text("ram = 3\n")
+    told = run("plan", str(llama), "--gpu", "rtx4090", OVERSPILL_CONFIG=str(file))
+    assert told.returncode == 2 and f"{file}: ram" in told.stderr and "3" in told.stderr
+
+
+def test_a_card_by_its_size_says_whose_speeds_are_assumed(registered: dict[str, str], run: Overspill) -> None:
+    assert "as on an NVIDIA L4, the slowest of that size" in run("plan", "small", "--gpu", "24GiB").stdout
+    assert "the slowest of that size" not in run("plan", "small", "--gpu", "rtx4090").stdout
+
+
 def test_a_registered_repository_is_never_taken_for_a_folder(
     home: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,14 +182,15 @@ def test_a_service_by_name_holds_what_the_registry_says_now(
     registered: dict[str, str], run: Overspill, llama: Path, tmp_path: Path
 ) -> None:
     units = ("--folder", str(tmp_path / "units"))
-    answer = run("service", "install", "small", "--device", "cpu", "--port", "9100", *units)
+    bare = ("--", "--skip-tokenizer-init")
+    answer = run("service", "install", "small", "--device", "cpu", "--port", "9100", *units, *bare)
     assert answer.returncode == 0, answer.stderr
     unit = (tmp_path / "units/overspill@small.service.d/overspill.conf").read_text()
     assert f"serve {llama} --max-model-len 2048 " in unit and "--enforce-eager" in unit
     assert f"--served-model-name small {llama} --seed 7" in unit
-    again = run("service", "install", str(llama), "--device", "cpu", "--port", "9100", "--ram", "6GiB", *units)
+    again = run("service", "install", str(llama), "--device", "cpu", "--port", "9100", "--ram", "6GiB", *units, *bare)
     assert "warning: port 9100 is also that of overspill@small.service" in again.stderr
-    assert "port" not in run("service", "install", "small", "--device", "cpu", "--port", "9101", *units).stderr
+    assert "port" not in run("service", "install", "small", "--device", "cpu", "--port", "9101", *units, *bare).stderr
     assert run("service", "remove", "small", *units).returncode == 0
 
 

@@ -214,3 +214,32 @@ def test_every_flag_is_documented(command: str, page: str) -> None:
         assert f"`{name}`" in text, name
     for name in filter(None, commands):
         assert f"overspill results {name}" in text
+
+
+def test_a_filter_that_finds_nothing_is_not_an_empty_registry(overspill: Overspill) -> None:
+    """`no results yet` was printed, and there were some."""
+    code, told, _ = overspill("list", "--model", "nope")
+    assert code == 0 and "no results yet" not in told and "shows all that there are" in told
+
+
+def test_comparing_different_workloads_warns(overspill: Overspill, tmp_path: Path) -> None:
+    """Ratios between a multi-turn and an offline run were printed without a word."""
+    with open_registry(f"sqlite:///{tmp_path}/registry.db") as registry:
+        other = measurement("none", 1, 90.0, benchmark="offline", experiment=None, config={"workload": "offline:n=4"})
+        number = save_result(registry, other).id
+    warning = "Ratios compare different workloads too: multi-turn; offline:n=4."
+    assert warning in overspill("compare", "1", str(number))[1]
+    assert warning in json.loads(overspill("compare", "1", str(number), "--json")[1])["warnings"]
+    assert "different workloads" not in overspill("compare", "1", "2")[1]
+
+
+def test_two_repeats_are_not_called_one(overspill: Overspill) -> None:
+    told = overspill("compare", "ab-1")[1]
+    assert "One repeat" not in told
+
+
+def test_export_into_a_missing_folder_is_a_mistake(overspill: Overspill) -> None:
+    code, _, told = overspill("export", "1", "--out", "/nonexistent/x.json")
+    assert code == 2 and "there is no folder /nonexistent" in told
+    page = (Path(__file__).parents[1] / "docs" / "results.md").read_text()
+    assert "with 2 for a mistake in the command, such as\na folder that is not there." in page

@@ -246,25 +246,6 @@ def test_flags_listed_as_removed_are_unknown_to_vllm() -> None:
     assert {"--cpu-offload-gb", "--no-enable-log-requests"} <= known and known.isdisjoint(GONE)
 
 
-def test_a_misspelt_setting_is_reported_and_no_vllm_flag_is() -> None:
-    """The setting went to vLLM without a warning, which refused it ten seconds later."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    def told(*given: str) -> list[str]:
-        return [one for one in check(combine(PLANNED, given), {}, on_cpu=False).warnings if "did you mean" in one]
-
-    assert told("--max-modl-len", "4k") == [
-        "--max-modl-len is not a setting here and goes to vLLM; did you mean --max-model-len?"
-    ]
-    assert "--gpu-memory?" in told("--gpu-memry=8GiB")[0]
-    assert "--kv-options?" in told("--kv-option", "store=lazy")[0], "the beginning of a name that vLLM does not have"
-    parser = make_arg_parser(FlexibleArgumentParser())
-    known = {name for action in parser._actions for name in action.option_strings if name.startswith("--")}
-    refused = {"--model", "--config", "--uds", "--grpc", "--headless", "--cpu-offload-gb", "--offload-backend"}
-    assert len(known) > 200 and not told(*sorted(known - refused))
-
-
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_are_taken_out_and_the_rest_stays(variable: str) -> None:
     local = combine(PLANNED, ["--host", "127.0.0.1"])

@@ -13,6 +13,7 @@ from overspill.launch.machine import plan_for
 from overspill.launch.traps import has_tokenizer, longest_context, require_tokenizer
 from overspill.launch.vllm import Vllm
 from overspill.planning.planner import Plan
+from tests.command import run_overspill
 
 TINY_CONFIG: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 128,
@@ -69,6 +70,22 @@ def test_an_explicitly_allowed_longer_context_is_accepted(
 ) -> None:
     folder = folder_of(tmp_path / "m")
     assert prepared_of(folder, plan_of(folder, 4096, **settings), *given, **environment)
+
+
+def test_plan_refuses_the_length_that_serve_refuses(tmp_path: Path) -> None:
+    """It fitted, with a warning and exit code 0, and serve refused it."""
+    folder = folder_of(tmp_path / "m", "tokenizer.json")
+    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+    words = [str(folder), "--gpu", "24GiB", "--ram", "64GiB"]
+    for length, fits in (("2048", True), ("2049", False)):
+        plan = run_overspill("plan", *words, "--max-model-len", length, "--json", env=env)
+        serve = run_overspill("serve", *words, "--max-model-len", length, "--dry-run", env=env)
+        assert json.loads(plan.stdout)["fits"] is fits and plan.returncode == serve.returncode == (0 if fits else 1)
+        assert [line for line in plan.stderr.splitlines() if line.startswith("error:")] == [
+            line for line in serve.stderr.splitlines() if line.startswith("error:")
+        ]
+    allowed = {**env, "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    assert run_overspill("plan", *words, "--max-model-len", "2049", env=allowed).returncode == 0
 
 
 LENGTHS: dict[str, tuple[dict[str, object], int]] = {

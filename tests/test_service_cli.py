@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -19,6 +20,15 @@ from tests.command import run_overspill
 GiB = 1 << 30
 # As much as plays a GPU's memory here that a context of 4,096 tokens spills.
 SMALL = ("--device", "cpu", "--gpu-memory", "8MiB", "--dtype", "float32", "--max-model-len", "4k", "--offload-ram", "0")
+
+
+@pytest.fixture(scope="module")
+def llama(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what may be a tokenizer; the tests' own model has none."""
+    folder = tmp_path_factory.mktemp("service") / "llama"
+    shutil.copytree(llama, folder)
+    (folder / "tokenizer.json").touch()
+    return folder
 
 
 def overspill(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -173,6 +183,18 @@ def test_what_does_not_fit_exits_with_one_and_says_what_would(llama: Path, tmp_p
     answer = overspill("service", "install", str(llama), *small, "--folder", str(tmp_path))
     assert answer.returncode == 1 and "does not fit with 32768 tokens: it needs" in answer.stderr
     assert "--max-model-len" in answer.stderr and not list(tmp_path.iterdir())
+    assert "--force" not in answer.stderr, "which overwrites units here"
+    long = overspill("service", "print", str(llama), *SMALL, "--max-model-len", "128k", "--gpu-memory", "1GiB")
+    assert long.returncode == 1 and "was made for" in long.stderr and "--force" not in long.stderr
+
+
+def test_a_model_without_a_tokenizer_is_refused_as_serve_does(llama: Path, tmp_path: Path) -> None:
+    """A unit was written for it, which could never start."""
+    shutil.copytree(llama, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    refused = overspill("service", "print", str(tmp_path / "bare"), *SMALL)
+    assert refused.returncode == 1 and "there is no tokenizer in" in refused.stderr
+    assert overspill("service", "print", str(tmp_path / "bare"), *SMALL, "--", "--skip-tokenizer-init").returncode == 0
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {

@@ -428,7 +428,7 @@ def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         settings = {name: value for name, value in TIGHT.items() if name != "ram"}
         add_model(registry, "tiny", {"source": str(model), "vllm_args": ["--skip-tokenizer-init"], **settings})
     workload = "multi-turn:conversations=3,turns=2,first=1200,input=40,output=8,think_time=0,concurrency=1"
-    words = ["--ram", "4200MiB", "--candidates", "2", "--repeats", "1", "--workload", workload, "--json"]
+    words = ["--ram", "4200MiB", "--candidates", "2", "--repeats", "1", "--keep", "--workload", workload, "--json"]
     answer = subprocess.run(
         [sys.executable, "-m", "overspill", "tune", "tiny", *words], capture_output=True, text=True, check=False,
         timeout=START_S, env=environment(folder),
@@ -461,16 +461,22 @@ def test_vllms_engine_is_tuned_and_the_registry_holds_the_best(tuned: tuple[Path
     assert all('"spill_bytes"' in " ".join(one.argv) and one.metrics["completed"] == 6 for one in results)
 
 
-def test_a_dry_run_measures_and_changes_nothing(tuned: tuple[Path, dict[str, Any]], program: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "why"), [(["--dry-run"], "."), ([], ": one run of each does not show which is better")]
+)
+def test_a_dry_run_and_one_repeat_measure_and_change_nothing(
+    tuned: tuple[Path, dict[str, Any]], program: Path, how: list[str], why: str
+) -> None:
+    """One run of each changed a setting of the user's."""
     folder, _ = tuned
     with open_folder(folder) as registry:
         before, measured = get_model(registry, "tiny"), len(list_results(registry))
-    words = ["tune", "tiny", "--candidates", "2", "--repeats", "1", "--workload", WORKLOAD, "--dry-run"]
+    words = ["tune", "tiny", "--candidates", "2", "--repeats", "1", "--workload", WORKLOAD, *how]
     answer = subprocess.run(
         [sys.executable, "-c", WITH_STAND_IN, str(program), *words], capture_output=True, text=True, check=False,
         timeout=START_S, env={**environment(folder), "STAND_IN": json.dumps({POOL: 0.02})},
     )  # fmt: skip
-    assert answer.returncode == 0 and "Nothing was kept." in answer.stdout, answer.stderr
+    assert answer.returncode == 0 and f"Nothing was kept{why}" in answer.stdout, answer.stderr
     assert re.search(r"^Best: ", answer.stdout, re.MULTILINE)
     with open_folder(folder) as registry:
         assert get_model(registry, "tiny") == before and len(list_results(registry)) == measured + 2

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from overspill.cli import app
 from overspill.kv.sizes import GiB, exact_size
 from overspill.measure import CannotMeasure, MeasureError
-from overspill.measure.candidates import Candidate, Replan, find_candidates
+from overspill.measure.candidates import AS_IT_IS, Candidate, Replan, find_candidates
 from overspill.measure.compare import Better
 from overspill.measure.goals import Goal, choose_workload, does_return, one_prompt, parse_goal
 from overspill.measure.search import MARGINS, NEAR, Scores, Standing, longest_working, next_length, trials_left
@@ -361,6 +361,17 @@ def test_a_simpler_best_says_what_it_gives_up() -> None:
     text = tuning(*some(0, 1, 1), repeats=1, a=[100], b=[102], c=[101]).as_text()
     assert "Best: a, the simplest of those within 3 %: b, c" in text
     assert "2 % better, and not as simple" in text and "0.98 % worse than the best, and not as simple" in text
+
+
+def test_only_what_repeats_show_is_kept_unasked() -> None:
+    """The best of one run each replaced settings that were as good."""
+    once = tuning(*some(0, 1), repeats=1, a=[100], b=[200]).doubt
+    assert once is not None and "--repeats 3" in once
+    assert tuning(*some(0, 1), a=[100, 101, 99], b=[120, 121, 119]).doubt is None
+    now, better = (replace(one, label=label) for one, label in zip(some(0, 1), (AS_IT_IS, "b")))
+    near = tuning(better, now, **{AS_IT_IS: [100, 101, 99], "b": [101, 100, 99]})
+    assert near.winner is not None and near.doubt is not None and "as they are" in near.doubt
+    assert tuning(better, now, **{AS_IT_IS: [100, 101, 99], "b": [120, 121, 119]}).doubt is None
 
 
 def test_a_broken_round_compares_only_repeats_that_all_have() -> None:

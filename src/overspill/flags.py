@@ -1,8 +1,11 @@
-"""vLLM's flags: how its parser reads them, and which of them hold secrets."""
+"""vLLM's flags: which there are, how its parser reads them, and which of them hold secrets."""
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from overspill.kv.errors import OverspillError
 
@@ -70,6 +73,102 @@ def _flag(words: list[str]) -> Flag:
         # vLLM replaces underscores before the first dot only: what follows are keys of a JSON value.
         name = name.partition(".")[0].replace("_", "-")
     return Flag(name, value if equals else " ".join(words[1:]), tuple(words))
+
+
+# Gone from vLLM 0.32; the nearest that it has would mislead.
+_GONE = {
+    "--swap-space": "--ram gives RAM, and --offload-ram sets how much of it is for idle KV",
+    "--preemption-mode": "a preempted request is loaded from RAM if --offload-ram keeps it",
+    "--disable-log-requests": "it is --no-enable-log-requests, which is the default",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What vLLM takes after one of its flags, as vllm_flags.txt describes it."""
+
+    kind: str
+    is_many: bool
+
+    @property
+    def choices(self) -> list[str]:
+        return self.kind.removeprefix("~").split("|") if "|" in self.kind else []
+
+    def problem(self, values: Sequence[str]) -> str | None:
+        if self.kind in ("on", "on-off"):
+            return "takes no value" if values else None
+        if not self.is_many and len(values) != 1:
+            return f"takes one value, and has {len(values)}"
+        return next((why for value in values if (why := self._problem_of(value))), None)
+
+    def _problem_of(self, value: str) -> str | None:
+        if self.kind in ("int", "float"):
+            try:
+                (int if self.kind == "int" else float)(value)
+            except ValueError:
+                return f"{value!r:.40} is not {'a whole number' if self.kind == 'int' else 'a number'}"
+        elif choices := self.choices:
+            meant = value.lower().replace("-", "_") if self.kind.startswith("~") else value
+            if meant not in choices:
+                return f"{value!r:.40} is none of {', '.join(choices)}; {nearest(value, choices)}"
+        return None
+
+
+@cache
+def _known_flags() -> dict[str, _Known]:
+    """By every name, of the vLLM that Overspill runs with, so that it need not be loaded, which takes seconds."""
+    known = {}
+    for word in Path(__file__).with_name("vllm_flags.txt").read_text().split():
+        names, _, kind = word.partition(":")
+        is_many = kind.endswith("*")
+        for name in names.split(","):
+            known[name] = _Known(kind.removesuffix("*"), is_many)
+            if kind == "on-off" and name.startswith("--"):
+                known["--no-" + name.removeprefix("--")] = known[name]
+    return known
+
+
+def choices_of(name: str) -> list[str]:
+    """Values that vLLM takes for one of its flags; empty where it takes others too."""
+    return _known_flags()[name].choices
+
+
+def refuse_unknown(flags: Iterable[Flag], own: Iterable[str] = ()) -> None:
+    """Raises for a flag, or a value, that vLLM would refuse when it is started; `own` are flags of Overspill's that may
+    have been meant."""
+    for flag in flags:
+        if (why := _GONE.get(flag.name)) is not None:
+            raise OverspillError(f"{flag.name} cannot be used with vLLM 0.32, which has it no longer; {why}")
+        written, equals, value = flag.words[0].partition("=")
+        if written.startswith("-O"):
+            continue  # -O3, -O.mode=3
+        name, dot, _ = flag.name.partition(".")
+        known = _found(name, list(own))
+        if not dot and "." not in written:  # else a key of a JSON value, which vLLM reads
+            problem = known.problem([value, *flag.words[1:]] if equals else flag.words[1:])
+            if problem is not None:
+                raise OverspillError(f"{written}: {problem}")
+
+
+def _found(name: str, own: Sequence[str]) -> _Known:
+    known = _known_flags()
+    if name in known:
+        return known[name]
+    # vLLM's parser completes the beginnings of names, where only one begins so.
+    begun = [one for one in known if name.startswith("--") and len(name) > len("--") and one.startswith(name)]
+    if len(begun) == 1:
+        if begun[0] in own:
+            raise OverspillError(f"{name} is only the beginning of a setting's name; did you mean {begun[0]}?")
+        return known[begun[0]]
+    if begun:
+        raise OverspillError(f"{name} can be {', '.join(begun)}; write it in full")
+    raise OverspillError(f"neither Overspill nor vLLM has a flag {name}; {nearest(name, [*own, *known])}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean …?`; empty where nothing is known."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f"did you mean {found[0]}?" if found else ""
 
 
 HIDDEN = "***"

@@ -4,18 +4,18 @@ A flag wins over what the registry sets for a model, that over the environment (
 that over the default; each value remembers which it was.
 """
 
-import difflib
 import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from overspill.flags import hide_in_text, read_flags, refuse_secrets
+from overspill.flags import choices_of, hide_in_text, read_flags, refuse_secrets, refuse_unknown
+from overspill.flags import nearest as nearest  # noqa: PLC0414
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import parse_folder
 from overspill.kv.sizes import GiB, MiB, exact_size, format_size, parse_size
@@ -103,10 +103,14 @@ def _share(text: object) -> float:
 def _one_of(*choices: str) -> Callable[[object], str]:
     def parse(text: object) -> str:
         if text not in choices:
-            raise OverspillError(f"{text!r} is none of {', '.join(choices)}; use one of these")
+            raise OverspillError(f"{text!r} is none of {', '.join(choices)}; {nearest(str(text), choices)}")
         return str(text)
 
     return parse
+
+
+def _kv_cache_dtype(text: object) -> str:
+    return _one_of(*choices_of("--kv-cache-dtype"))(text)
 
 
 def _port(text: object) -> int:
@@ -175,6 +179,7 @@ def _vllm_args(given: object) -> tuple[str, ...]:
     for flag in flags:
         if own := _OWN_FLAGS.get(flag.name):
             raise OverspillError(f"{flag.name} is a setting of its own here; use {own.flag} ({own.name})")
+    refuse_unknown(flags, [setting.flag for setting in MODEL_SETTINGS])
     return words
 
 
@@ -331,7 +336,7 @@ TABLE = (
         "What numbers the model computes in; `auto` as its config says.", is_vllms=True,
     ),
     Setting(
-        "kv_cache_dtype", Kind(_text, example="fp8", max_length=20), None,
+        "kv_cache_dtype", Kind(_kv_cache_dtype, example="fp8", max_length=20), None,
         "What numbers KV is kept in: `auto` as the model's, `fp8` half of that, rounded: answers may change.",
         is_vllms=True,
     ),
@@ -572,9 +577,3 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     for name in environment:
         if name.startswith("OVERSPILL_") and name not in known:
             raise SettingsError(f"there is no variable {name}; {nearest(name, sorted(known))}")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean …?`; empty where nothing is known."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f"did you mean {found[0]}?" if found else ""

@@ -42,11 +42,17 @@ def failing(*kinds: type[Exception]) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def launch_of(model: str, given: dict[str, Any], vllm_args: Sequence[str] = (), **how: Any) -> "Launch":
-    """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read."""
+def launch_of(
+    model: str, given: dict[str, Any], vllm_args: Sequence[str] = (), own: Sequence[str] = (), **how: Any
+) -> "Launch":
+    """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read.
+    `own` are flags of the command that are not settings."""
+    from overspill.flags import read_flags
     from overspill.launch.launch import Launch
     from overspill.launch.reference import NoRegistry
+    from overspill.launch.traps import refuse_flags
 
+    refuse_flags(read_flags(vllm_args), own)  # before a hub, or a registry, is looked for
     with failing(NoRegistry):
         return Launch.of(model, given, vllm_args, note=to_stderr, **how)
 

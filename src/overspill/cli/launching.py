@@ -21,16 +21,19 @@ def plan(
     cards: Annotated[bool, typer.Option("--cards", help="Tell which cards would serve this context.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
 ) -> None:
-    """What fits, what goes to RAM, and how fast it will be. Exits with 1 if it does not fit."""
+    """What fits, what goes to RAM, and how fast it will be. Exits with 1 where serve would refuse it."""
     from overspill.planning.report import plan_as_json, plan_as_text
 
     launch = launch_of(model, given, cards=cards, is_server=True)
     if as_json:
         set_here = {name: one for name, one in launch.values.items() if one.origin is not GivenBy.DEFAULT}
-        print(json.dumps({**plan_as_json(launch.plan), "settings": origins(set_here)}, indent=2))
+        told = {**plan_as_json(launch.plan), "too_long": launch.too_long, "settings": origins(set_here)}
+        print(json.dumps({**told, "fits": told["fits"] and launch.too_long is None}, indent=2))
     else:
         print(plan_as_text(launch.plan))
-    if launch.plan.chosen is None:
+    if launch.too_long is not None:
+        to_stderr(f"error: {launch.too_long}")
+    if launch.plan.chosen is None or launch.too_long is not None:
         raise typer.Exit(1)
 
 
@@ -59,7 +62,8 @@ def serve(
     if as_json and not dry_run:
         raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
     with failing(CannotServe):
-        launch = launch_of(model, given, context.args, is_server=True)
+        own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        launch = launch_of(model, given, context.args, own, is_server=True)
         force = bool(launch.settings["force"])
         to_stderr(plan_as_text(launch.plan))
         prepared = launch.prepared()

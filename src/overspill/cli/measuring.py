@@ -143,6 +143,9 @@ def tune(
     ] = None,
     budget: Annotated[str, typer.Option(help="How long it may take: `90s`, `10m`, `2h`.")] = "30m",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and leave the model's settings alone.")] = False,
+    keeps: Annotated[
+        bool, typer.Option("--keep", help="Keep the best even if the runs do not show that it is better.")
+    ] = False,
     resume: Annotated[str | None, typer.Option(metavar="EXPERIMENT", help="Go on with one that was ended.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:
@@ -161,14 +164,15 @@ def tune(
             if not as_json:
                 print(report.as_text(), flush=True)
             kept, winner = None, report.winner
-            if winner is not None and not report.is_interrupted and not dry_run:
+            doubt = None if keeps else report.doubt
+            if winner is not None and not report.is_interrupted and not dry_run and doubt is None:
                 kept = keep(registry, subject, winner, definition.given)
     if as_json:
         print(json.dumps({**report.as_json(), "kept": kept.as_json() if kept is not None else None}, indent=2))
     elif kept is not None:
         print("\n".join(kept.as_text()))
     elif winner is not None:
-        print("Nothing was kept.")
+        print(f"Nothing was kept{'' if doubt is None or dry_run else f': {doubt}; --keep keeps the best'}.")
     raise typer.Exit(0 if winner is not None and not report.is_interrupted else 1)
 
 

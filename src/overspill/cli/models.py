@@ -10,10 +10,12 @@ from overspill.cli.flags import OF_MODELS, opened_registry, print_table, with_se
 from overspill.settings import MODEL_SETTINGS
 
 if TYPE_CHECKING:
-    from overspill.registry import Model, Run
+    from overspill.registry import Edit, Model, Run
 
 models = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Models and their settings: add, list, show, edit, rm, import."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Models and their settings: add, list, show, edit, undo, rm, import.",
 )
 
 Name = Annotated[str, typer.Argument(help="The model's name in the registry.")]
@@ -97,6 +99,20 @@ def edit(
         raise RegistryError("nothing to change was given; name a setting, such as --ram 64GiB, or --unset one")
     with opened_registry() as registry:
         edited = edit_model(registry, name, {**changes, **taken_back}, version=if_version)
+    _print_edit(name, edited)
+
+
+@models.command(epilog="Example: overspill models undo qwen")
+def undo(name: Name) -> None:
+    """Takes the last change back, if it was one by overspill tune."""
+    from overspill.registry import undo_tune
+
+    with opened_registry() as registry:
+        edited = undo_tune(registry, name)
+    _print_edit(name, edited)
+
+
+def _print_edit(name: str, edited: "Edit") -> None:
     if not edited.changed:
         print(f"{name} is as it was")
         return

@@ -44,7 +44,7 @@ def list_all(
     if as_json:
         print(json.dumps({"results": [each.as_json() for each in found]}, indent=2))
     else:
-        print(results_as_text(found))
+        print(results_as_text(found, is_filtered=any((model, benchmark, experiment))))
 
 
 @results.command(epilog="Example: overspill results show 12")

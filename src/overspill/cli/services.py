@@ -223,6 +223,7 @@ def _planned(
 ) -> "ModelService":  # fmt: skip
     from overspill.errors import CannotServe
     from overspill.launch.launch import require_this_machine
+    from overspill.launch.traps import require_tokenizer
     from overspill.service.definition import kept_environment, other_users_settings, planned_service
     from overspill.service.installation import units_of
 
@@ -234,8 +235,10 @@ def _planned(
     with failing(CannotServe):
         launch = launch_of(model, given, vllm_args, is_server=True)
         # A mistake that would end the server when it starts ends this now.
-        prepared = launch.prepared(environment=environment)
+        # --force is about files here.
+        prepared = launch.prepared(environment=environment, can_force=False)
         require_this_machine(prepared)
+        require_tokenizer(prepared.model, prepared.plan, prepared.combined)
     for warning in prepared.warnings:
         to_stderr(f"warning: {warning}")
     # A service's plan is fixed: the unit holds the registry's settings of now, and needs no registry of its user's.

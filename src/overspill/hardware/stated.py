@@ -36,13 +36,18 @@ def parse_gpu(text: str) -> Gpu:
     )
 
 
-def parse_ram(text: str) -> Known[int]:
+AS_ON = "as on an"
+"""How a figure's note begins that is of some card, where only a size was stated."""
+
+
+def parse_ram(text: str, place: str = "--ram") -> Known[int]:
+    """`place` is where it was stated."""
     num_bytes = parse_size(text) if _is_size(text) else None
     if num_bytes is None or not _SMALLEST <= num_bytes <= _LARGEST_RAM:
         raise OverspillError(
-            f"--ram {text!r} is not a size from 1GiB to 64TiB with its unit; write for example --ram 128GiB"
+            f"{place} {text!r} is not a size from 1GiB to 64TiB with its unit; write for example --ram 128GiB"
         )
-    return assumed(num_bytes, "stated with --ram")
+    return assumed(num_bytes, f"stated with {place}" if " " not in place else f"stated in {place}")
 
 
 def parse_link(text: str) -> Known[int]:
@@ -77,13 +82,14 @@ def _rate(text: str) -> int:
 
 
 def with_stated(
-    hardware: Hardware, *, gpu: str | None = None, ram: str | None = None, link: str | None = None
-) -> Hardware:
+    hardware: Hardware, *, gpu: str | None = None, ram: str | None = None, link: str | None = None,
+    ram_place: str = "--ram",
+) -> Hardware:  # fmt: skip
     """The hardware with what the user states in place of what was found."""
     if gpu is not None:
         hardware = replace(hardware, gpus=(parse_gpu(gpu),), problems=())
     if ram is not None:
-        size = parse_ram(ram)
+        size = parse_ram(ram, ram_place)
         # The nodes' sizes would no longer add up.
         machine = replace(hardware.machine, ram_total_bytes=size, ram_available_bytes=size, numa_nodes=())
         hardware = replace(hardware, machine=machine)
@@ -114,7 +120,7 @@ def _gpu_bytes(text: str, memory: str) -> int:
 
 def _gpu(card: Card, total_bytes: int | None, *, name: str) -> Gpu:
     """`total_bytes` where the user gave it; the rest is the card's."""
-    sheet = f"data sheet of the {card.name}" if name == card.name else f"as on an {card.name}, the slowest of that size"
+    sheet = f"data sheet of the {card.name}" if name == card.name else f"{AS_ON} {card.name}, the slowest of that size"
     if total_bytes is None:
         total = assumed(card.total_bytes, f"usual for an {card.name}, sold as {card.marketed_gb} GB")
     else:

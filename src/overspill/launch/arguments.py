@@ -107,7 +107,8 @@ class Adopted:
     @property
     def settings(self) -> dict[str, Any]:
         """For `plan_for`."""
-        return {**plain(self.values), "offload_groups": self.offload_groups}
+        place = self.values["ram"].place
+        return {**plain(self.values), "offload_groups": self.offload_groups, "ram_place": place}
 
     @property
     def serve_args(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from overspill.address import Address
 from overspill.errors import CannotServe
-from overspill.flags import HIDDEN, VARIABLES, into_environment, without_secrets
+from overspill.flags import HIDDEN, VARIABLES, into_environment, read_flags, without_secrets
 from overspill.hardware import Hardware
 from overspill.kv.errors import OverspillError
 from overspill.launch import traps
@@ -26,6 +26,8 @@ from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json
 from overspill.planning.ways import Way
 from overspill.settings import Value, config_path, resolve
+
+_LEFT_TO_VLLM = "; --force leaves it to vLLM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +142,27 @@ class Launch:
         """vLLM's own flags that did not become settings."""
         return self.adopted.vllm_args
 
+    @property
+    def too_long(self) -> str | None:
+        """Why vLLM would refuse the length, whatever fits."""
+        why = traps.too_long(self.plan, self.plan.max_model_len, read_flags(self.vllm_args), os.environ)
+        return None if why is None else f"{why}{_LEFT_TO_VLLM}."
+
     def prepared(
-        self, *, environment: Mapping[str, str] = os.environ, by_name: bool = True, **place: object
+        self,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        by_name: bool = True,
+        can_force: bool = True,
+        **place: object,
     ) -> "Prepared":
-        """The server's command. `by_name`, clients may use the registry's name too; `place` is another host or port
-        than the settings'."""
+        """The server's command. `by_name`, clients may use the registry's name too; `can_force`, a refusal says what
+        --force would do; `place` is another host or port than the settings'."""
         name = self.ref.name if self.ref.is_registered and by_name else None
         settings = {**self.settings, **place}
         return prepare(
             self.ref.source, self.plan, settings, self.vllm_args, vllm=installed_vllm(), environment=environment,
-            name=name,
+            name=name, can_force=can_force,
         )  # fmt: skip
 
 
@@ -162,6 +175,7 @@ def prepare(
     vllm: Vllm | None,
     environment: Mapping[str, str] = os.environ,
     name: str | None = None,
+    can_force: bool = True,
 ) -> Prepared:
     """`settings` are the values of `overspill.settings`, `given` are vLLM's own flags, from the user. `name` is the
     model's in the registry: clients may use that name, and the model's own."""
@@ -171,14 +185,14 @@ def prepare(
             "pip install 'overspill[cuda]'"
         )
     if (way := plan.chosen) is None:
-        raise CannotServe(f"{refusal(plan)} --force starts the nearest, where there is one.")
+        raise CannotServe(refusal(plan) + (" --force starts the nearest, where there is one." if can_force else ""))
     place = ["--host", str(settings["host"]), "--port", str(settings["port"])]
     names = ["--served-model-name", name, model] if name is not None and name != model else []
     combined = combine([*vllm_args(plan, way), *place, *names], given)
     port = combined.value("--port") or ""
     if not port.isdigit() or not 1 <= int(port) <= 65535:
         raise OverspillError(f"--port {port!r} is not a port; ports are 1 to 65535")
-    traps.require_positions(plan, combined, environment)
+    traps.require_positions(plan, combined, environment, _LEFT_TO_VLLM if can_force else "")
     checked = traps.check(combined, environment, on_cpu=plan.platform.is_cpu)
     flags, secrets = into_environment(combined.flags)
     # Not among the plan's flags, which a user's replace: vLLM takes any number of these.

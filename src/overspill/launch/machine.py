@@ -148,8 +148,9 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
     found = detect() if found is None else found
     ram = settings.get("ram")
     hardware = with_stated(
-        found, gpu=settings.get("gpu"), ram=None if ram is None else f"{ram}B", link=settings.get("link")
-    )
+        found, gpu=settings.get("gpu"), ram=None if ram is None else f"{ram}B", link=settings.get("link"),
+        ram_place=settings.get("ram_place") or "--ram",
+    )  # fmt: skip
     vllm = installed_vllm()
     wanted = settings.get("device") or "auto"
     if wanted == "cpu" and settings.get("gpu") is not None:

@@ -6,7 +6,7 @@ The registry is loaded, and read, only where there is one: most commands can do 
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class ModelRef:
     vllm_args: tuple[str, ...] = ()
     """vLLM's own flags, of the registry."""
     warning: str = ""
-    """Why the registry could not be read."""
+    """Why nothing was taken from the registry, where something might have been."""
 
     @classmethod
     def of_model(cls, name: str, settings: "ModelSettings") -> "ModelRef":
@@ -68,7 +68,16 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
     """
     environ = os.environ if environ is None else environ
     plain = ModelRef(name=name, source=name)
-    if name.startswith(("/", ".", "~")) or _is_model_folder(name) or not has_registry(environ):
+    if name.startswith(("/", ".", "~")) or not has_registry(environ):
+        return plain
+    if _is_model_folder(name):
+        with suppress(NoRegistry):  # which is not needed here
+            if (model := _registered(name, environ)) is not None:
+                shadowed = (
+                    f"{name} is a folder here, and taken; the registry's {name} ({model.settings.source}) and its "
+                    "settings are not. For these, run this somewhere else"
+                )
+                return ModelRef(name=name, source=name, warning=shadowed)
         return plain
     try:
         model = _registered(name, environ)

@@ -1,9 +1,8 @@
 """What vLLM would refuse minutes later, or take in silence and do otherwise: refused before, or corrected."""
 
-import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from overspill.address import is_loopback
 from overspill.errors import CannotServe
-from overspill.flags import find, matches
+from overspill.flags import Flag, find, matches, refuse_unknown
 from overspill.kv.errors import OverspillError
 from overspill.launch.arguments import Combined
 from overspill.launch.vllm import PLUGINS
@@ -31,10 +30,6 @@ _NOT_HERE = {
     "--grpc": "serve asks over HTTP whether the server is ready; start vLLM yourself with the command that --dry-run "
     "prints",
     "--headless": "there would be no server to ask; start vLLM yourself with the command that --dry-run prints",
-    # Gone from vLLM 0.32, which would say so only when it is started.
-    "--swap-space": "vLLM has it no longer; --ram gives RAM, and --offload-ram sets how much of it is for idle KV",
-    "--preemption-mode": "vLLM has it no longer; a preempted request is loaded from RAM if --offload-ram keeps it",
-    "--disable-log-requests": "vLLM has it no longer; it is --no-enable-log-requests, which is the default",
 }
 
 
@@ -48,9 +43,8 @@ class Checked:
 
 def check(combined: Combined, environment: Mapping[str, str], *, on_cpu: bool) -> Checked:
     """Raises what is refused; the rest is corrected, or a warning."""
-    _refuse_flags(combined)
+    refuse_flags(combined.given)
     checked = Checked()
-    _check_spelling(combined, checked)
     _check_weight_offload(combined)
     _check_allocator(combined, environment, checked)
     _check_plugins(environment, checked)
@@ -59,20 +53,12 @@ def check(combined: Combined, environment: Mapping[str, str], *, on_cpu: bool) -
     return checked
 
 
-def _refuse_flags(combined: Combined) -> None:
-    for flag in combined.given:
+def refuse_flags(flags: Sequence[Flag], own: Sequence[str] = ()) -> None:
+    """Raises for flags that a server of ours, or vLLM, does not take; `own` are the command's."""
+    for flag in flags:
         if (why := _NOT_HERE.get(flag.name)) is not None:
             raise OverspillError(f"{flag.name} cannot be used with overspill serve: {why}")
-
-
-def _check_spelling(combined: Combined, checked: Checked) -> None:
-    """Flags that are not settings are vLLM's to read, which takes seconds to report an unknown one."""
-    for flag in combined.given:
-        if flag.name.replace("--no-", "--", 1) in _SETTINGS:
-            continue
-        # So near is none of vLLM's own, but for beginnings that its parser completes: the plan knows nothing of those.
-        for meant in difflib.get_close_matches(flag.name, _SETTINGS, n=1, cutoff=0.9):
-            checked.warnings.append(f"{flag.name} is not a setting here and goes to vLLM; did you mean {meant}?")
+    refuse_unknown(flags, [*own, *_SETTINGS])
 
 
 def _check_weight_offload(combined: Combined) -> None:
@@ -152,20 +138,26 @@ _MISTRAL_CONFIG = "params.json"  # which vLLM prefers where there are both
 _COUNTED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
-def require_positions(plan: Plan, combined: Combined, environment: Mapping[str, str]) -> None:
-    """Raises if vLLM would refuse the length, unless the user has said that it is to be tried."""
+def require_positions(plan: Plan, combined: Combined, environment: Mapping[str, str], instead: str) -> None:
+    """Raises if vLLM would refuse the length, unless the user has said that it is to be tried; `instead` is said of
+    --force, where there is one."""
     asked = combined.value("--max-model-len") or ""
+    if asked.isdecimal() and (why := too_long(plan, int(asked), combined.given, environment)) is not None:
+        raise CannotServe(f"{why}{instead}.")
+
+
+def too_long(plan: Plan, length: int, given: Sequence[Flag], environment: Mapping[str, str]) -> str | None:
+    """Why vLLM would refuse the length; `given` are its flags."""
     is_allowed = environment.get(ALLOWED, "").strip().lower() in ("1", "true")  # as vllm/envs.py reads it
-    is_other = any(matches(flag.name, name) for flag in combined.given for name in _OTHER_CONFIG)
-    if plan.wishes.force or is_allowed or is_other or not asked.isdecimal():
-        return
-    limit = longest_context(plan.facts)
-    if limit is not None and int(asked) > limit:
-        raise CannotServe(
-            f"{int(asked):,} tokens are more than the {limit:,} that {plan.facts.name} was made for, and vLLM refuses "
-            f"that. Use --max-model-len {limit}. If its positions may be stretched, give vLLM its rope scaling with "
-            f"--hf-overrides, or set {ALLOWED}=1; --force leaves it to vLLM."
-        )
+    is_other = any(matches(flag.name, name) for flag in given for name in _OTHER_CONFIG)
+    limit = None if plan.wishes.force or is_allowed or is_other else longest_context(plan.facts)
+    if limit is None or length <= limit:
+        return None
+    return (
+        f"{length:,} tokens are more than the {limit:,} that {plan.facts.name} was made for, and vLLM refuses "
+        f"that. Use --max-model-len {limit}. If its positions may be stretched, give vLLM its rope scaling with "
+        f"--hf-overrides, or set {ALLOWED}=1"
+    )
 
 
 def longest_context(facts: ModelFacts) -> int | None:

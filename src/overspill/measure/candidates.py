@@ -22,6 +22,8 @@ from overspill.settings import as_flags
 Replan = Callable[[Mapping[str, Any]], Plan]
 """The plan that `overspill serve` would make with these settings too."""
 
+AS_IT_IS = "as it is"
+"""The label of a model's settings as they are."""
 CONNECTOR = "OverspillConnector"
 TRANSFER = "--kv-transfer-config"
 TUNABLE = ("max_num_batched_tokens", "offload_ram", "weights_ram")

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from overspill.errors import CannotServe
-from overspill.flags import Flag, hide_in_text, read_flags, refuse_secrets
+from overspill.flags import Flag, hide_in_text, nearest, read_flags, refuse_secrets, refuse_unknown
 from overspill.kv.errors import OverspillError
+from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, parse_size
 from overspill.measure import MeasureError
-from overspill.settings import SETTINGS, SHARED, Setting, nearest
+from overspill.settings import SETTINGS, SHARED, Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,13 @@ def read_peer(text: str) -> PeerSettings:
         raise MeasureError(f"{text!r:.80}: {error}") from error
     if num_bytes <= 0:
         raise MeasureError(f"{text!r:.80}: {name} needs some RAM; write for example {name}:8GiB, or none for none")
-    return PeerSettings(peer=peer, num_bytes=num_bytes, options=dict(_option(text, option) for option in options))
+    read = PeerSettings(peer=peer, num_bytes=num_bytes, options=dict(_option(text, option) for option in options))
+    if peer.connector == _OVERSPILL:
+        try:
+            Options.parse({**peer.extra(num_bytes), **read.options})
+        except OverspillError as error:
+            raise MeasureError(f"{text!r:.80}: {error}") from None
+    return read
 
 
 def require_usable(settings: PeerSettings, *, on_cpu: bool) -> None:
@@ -244,6 +251,11 @@ def _refuse(place: str, flag: Flag) -> None:
         raise MeasureError(f"{place}: {error}") from None
     if (why := _NOT_HERE.get(flag.name)) is not None:
         raise MeasureError(f"{place}: {flag.name} cannot be used here: {why}")
+    if flag.name.replace("--no-", "--", 1) not in _SETTINGS:
+        try:
+            refuse_unknown([flag], _SETTINGS)
+        except OverspillError as error:
+            raise MeasureError(f"{place}: {error}") from None
 
 
 def _planned(flags: Sequence[Flag]) -> tuple[dict[str, Any], list[str]]:

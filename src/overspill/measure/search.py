@@ -19,6 +19,7 @@ Values = Mapping[str, Mapping[int, float]]  # by label and repeat
 MARGINS = (1.3, 1.1)
 # What a simpler candidate may cost: so much less is given up for fewer things in RAM, and no more on mere doubt.
 NEAR = 1.03
+NEAR_PERCENT = 100 * (NEAR - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

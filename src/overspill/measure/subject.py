@@ -16,7 +16,7 @@ from typing import Any
 from overspill.flags import Flag, read_flags
 from overspill.launch.reference import ModelRef
 from overspill.measure import MeasureError
-from overspill.measure.candidates import CONNECTOR, TRANSFER, TUNABLE, TUNABLE_FLAGS, Candidate, Replan
+from overspill.measure.candidates import AS_IT_IS, CONNECTOR, TRANSFER, TUNABLE, TUNABLE_FLAGS, Candidate, Replan
 from overspill.registry import (
     ChangedMeanwhile,
     Edit,
@@ -99,7 +99,7 @@ def current_candidate(subject: Subject, replan: Replan, given: Mapping[str, Any]
     settings.setdefault("max_num_batched_tokens", way.max_num_batched_tokens)
     if given.get("max_num_batched_tokens") is not None:
         settings.pop("max_num_batched_tokens")
-    return Candidate.of(way, "as it is", settings, subject.tuned_args)
+    return Candidate.of(way, AS_IT_IS, settings, subject.tuned_args)
 
 
 def _registered(registry: Registry, name: str) -> Model | None:
@@ -202,12 +202,14 @@ class Kept:
             return [
                 f"added to the registry: {name}",
                 *(f"  {key}: {_shown(key, after[key])}" for key in _set(after)),
+                f"to undo: overspill models rm {name}",
             ]
         if not self.edit.changed:
             return [f"{name} in the registry has these settings already"]
         before = self.edit.before.as_json()
         lines = [f"changed in the registry: {name}"]
         lines += [f"  {key}: {_shown(key, before[key])} -> {_shown(key, after[key])}" for key in self.edit.changed]
+        lines.append(f"to undo: overspill models undo {name}")
         if self.edit.needs_restart:
             running = ", ".join(run.process_text for run in self.edit.running)
             lines.append(f"{name} is running ({running}); after a restart only: {', '.join(self.edit.needs_restart)}")
@@ -227,7 +229,7 @@ def keep(registry: Registry, subject: Subject, winner: Candidate, given: Mapping
     changes = settings_to_keep(subject, winner, given)
     if subject.version is None:
         return Kept(model=add_model(registry, subject.name, {"source": subject.source, **changes}))
-    edit = edit_model(registry, subject.name, changes, version=subject.version)
+    edit = edit_model(registry, subject.name, changes, version=subject.version, by_tune=True)
     return Kept(model=edit.after, edit=edit)
 
 

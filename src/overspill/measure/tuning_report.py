@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.measure.candidates import Candidate
+from overspill.measure.candidates import AS_IT_IS, Candidate
 from overspill.measure.compare import BY_KEY, Measure, centre
 from overspill.measure.goals import Goal, measure_of
 from overspill.measure.report.text import aligned
-from overspill.measure.search import NEAR, Scores, Standing, is_near, longest_working
+from overspill.measure.search import NEAR_PERCENT, Scores, Standing, is_near, longest_working
 from overspill.measure.trial import INTERRUPTED
 from overspill.measure.tuning import Tuning, length_of
 from overspill.registry import Result
@@ -91,6 +91,17 @@ class TuningReport:
             lines.append(f"{why}.{how}")
         return lines
 
+    @property
+    def doubt(self) -> str | None:
+        """Why the best is not to be kept unasked: what was measured does not show that it is better."""
+        alive, definition = self.standing.alive, self.definition
+        if self.is_of_context or self.winner is None:
+            return None
+        if definition.repeats == 1 or (self._is_measured_once and len(alive) > 1):
+            return "one run of each does not show which is better, and --repeats 3 may"
+        was_as_good = AS_IT_IS in (one.label for one in self.scores.nearest(alive))
+        return f"the settings as they are come within {NEAR_PERCENT:.0f} % of it" if was_as_good else None
+
     def as_json(self) -> dict[str, Any]:
         winner = self.winner
         return {
@@ -150,7 +161,7 @@ class TuningReport:
     def _why(self, winner: Candidate) -> str:
         near = [] if self.is_of_context else self.scores.nearest(self.standing.alive)
         others = [each.label for each in near if each.label != winner.label]
-        return f", the simplest of those within {100 * (NEAR - 1):.0f} %: {', '.join(others)}" if others else ""
+        return f", the simplest of those within {NEAR_PERCENT:.0f} %: {', '.join(others)}" if others else ""
 
     @property
     def _is_measured_once(self) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from overspill.figures import Known, as_json
+from overspill.hardware.stated import AS_ON
 from overspill.kv.sizes import format_size
 from overspill.planning.arguments import vllm_args
 from overspill.planning.attempts import CardFit, smallest_card
@@ -233,6 +234,9 @@ def _ways(plan: Plan, chosen: Way | None) -> list[str]:
     at_once = plan.wishes.at_once
     whose = "for one request" if at_once == 1 else f"decode of {at_once} requests together"
     lines.append(f"{what}. Speeds are {ways[0].decode_tokens_per_s.origin}, at the full context, {whose}.")
+    sheet = plan.gpu.memory_bytes_per_second
+    if sheet is not None and sheet.note.startswith(AS_ON):
+        lines.append(f"The GPU computes and reads its memory {sheet.note}; name a card for its own speeds.")
     return lines
 
 

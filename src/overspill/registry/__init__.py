@@ -12,7 +12,16 @@ from overspill.registry.errors import (
     UnknownRecord,
 )
 from overspill.registry.imports import Entry, Imported, Outcome, import_models, read_models_file, scan_hub_cache
-from overspill.registry.models import Edit, Model, add_model, edit_model, get_model, list_models, remove_model
+from overspill.registry.models import (
+    Edit,
+    Model,
+    add_model,
+    edit_model,
+    get_model,
+    list_models,
+    remove_model,
+    undo_tune,
+)
 from overspill.registry.results import (
     Result,
     get_result,
@@ -41,5 +50,5 @@ __all__ = [
     "UnknownRecord", "add_model", "edit_model", "end_lost_runs", "end_run", "environment_that_matters", "get_model",
     "get_result", "import_models", "installed_versions", "list_models", "list_results", "list_runs", "load_profile",
     "needs_restart", "open_existing", "open_registry", "read_models_file", "remove_model", "running_runs",
-    "save_profile", "save_result", "scan_hub_cache", "start_run",
+    "save_profile", "save_result", "scan_hub_cache", "start_run", "undo_tune",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Models: what they are called, where they are, and how they are to be served."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -20,6 +20,8 @@ MAX_NAME_LENGTH = 200
 # Parts begin with a letter, a digit or an underscore: no `..`, no hidden file, nothing that looks like a flag.
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")
+# Beside a model's settings in its row; no setting has this name.
+_BEFORE_TUNE = "before_tune"
 
 
 def is_name(name: str) -> bool:
@@ -99,15 +101,43 @@ def get_model(registry: Registry, name: str) -> Model:
         return _model(_row(session, name))
 
 
-def edit_model(registry: Registry, name: str, changes: Mapping[str, object], *, version: int | None = None) -> Edit:
-    """Changes what is named, None takes a setting back. With `version`, only if nobody changed the model since."""
+def edit_model(
+    registry: Registry, name: str, changes: Mapping[str, object], *, version: int | None = None, by_tune: bool = False
+) -> Edit:
+    """Changes what is named, None takes a setting back. With `version`, only if nobody changed the model since. What
+    was there before a change `by_tune` is kept for `undo_tune`, until the next change."""
     parsed = parse_settings(changes)
+
+    def change(_: ModelRow, before: ModelSettings) -> dict[str, Any]:
+        return {**_kept(before.changed(parsed)), **({_BEFORE_TUNE: _kept(before)} if by_tune else {})}
+
+    return _edit(registry, name, change, version=version)
+
+
+def undo_tune(registry: Registry, name: str) -> Edit:
+    """Settings as they were before the last change, which must have been one by tune."""
+
+    def change(row: ModelRow, _: ModelSettings) -> dict[str, Any]:
+        if (before := row.settings.get(_BEFORE_TUNE)) is None:
+            raise RegistryError(
+                f"the last change of {name} was not one by overspill tune; change it with: overspill models edit {name}"
+            )
+        return dict(before)
+
+    return _edit(registry, name, change)
+
+
+def _edit(
+    registry: Registry, name: str, change: Callable[[ModelRow, ModelSettings], dict[str, Any]],
+    *, version: int | None = None,
+) -> Edit:  # fmt: skip
     with registry.writing() as session:
         row = _row(session, name)
         before = _model(row)
         _refuse_other_version(before, version)
-        if (changed := before.settings.changed(parsed)) != before.settings:
-            row.settings, row.updated_at = _kept(changed), now()
+        changed = change(row, before.settings)
+        if ModelSettings.from_json(changed) != before.settings:
+            row.settings, row.updated_at = changed, now()
         session.flush()
         after, running = _model(row), running_in(session, row.id)
     started = [ModelSettings.from_json(run.settings) if run.settings else before.settings for run in running]

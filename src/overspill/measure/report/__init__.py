@@ -64,11 +64,18 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
+        found = [*self.unused_tiers]
+        if len(self._workloads) > 1:
+            found.append(f"Ratios compare different workloads too: {'; '.join(self._workloads)}.")
         if self.is_complete:
-            return self.unused_tiers
+            return found
         can_go_on = self.experiment is not None and self.definition is not None and self.is_whole
         how = f" To go on: overspill ab --resume {self.experiment}" if can_go_on else ""
-        return [*self.unused_tiers, f"Not complete.{how}"]
+        return [*found, f"Not complete.{how}"]
+
+    @property
+    def _workloads(self) -> list[str]:
+        return _distinct(str(one.config.get("workload") or one.benchmark) for one in self.results)
 
     def as_text(self) -> str:
         facts = [f"{name:14}{value}" for name, value in self._facts().items() if value]
@@ -99,6 +106,7 @@ class Report:
             "measures": [_row_as_json(row) for row in compared.rows],
             "answers": [{"label": one.label, "compared": one.compared, "same": one.same} for one in compared.answers],
             "unused_tiers": self.unused_tiers,
+            "warnings": self.warnings,
             "measured_on": _distinct(map(_machine, self.results)),
             "measured_with": _distinct(dict(one.versions) for one in self.results),
             "results": [one.as_json() for one in self.results],
@@ -125,9 +133,7 @@ class Report:
         times = sorted(one.started_at for one in self.results)
         facts = {
             "model": ", ".join(dict.fromkeys(one.model for one in self.results)),
-            "workload": ", ".join(
-                dict.fromkeys(str(one.config.get("workload") or one.benchmark) for one in self.results)
-            ),
+            "workload": ", ".join(self._workloads),
             "measured": f"{times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M} UTC",
             "on": "; ".join(filter(None, map(", ".join, machines))),
             "with": "; ".join(filter(None, (", ".join(f"{name} {each[name]}" for name in each) for each in versions))),

@@ -80,7 +80,9 @@ def notes(comparison: Comparison) -> list[str]:
         over = "; ".join(basis for basis in (Basis.PAIRS, Basis.GROUPS, Basis.REQUESTS) if basis in bases)
         lines.append(f"In brackets: 95 % confidence intervals, {over}.")
     if bases & {Basis.NONE, Basis.REQUESTS}:
-        lines.append("One repeat of each tells nothing about how they vary; --repeats 3 and more does.")
+        fewest = min(len(column.finished) for column in comparison.columns)
+        little = "One repeat of each tells nothing" if fewest < 2 else f"{fewest} repeats of each tell too little"
+        lines.append(f"{little} about how they vary; --repeats 3 and more does.")
     if Verdict.NOT_SHOWN in {ratio.verdict for ratio in ratios}:
         lines.append("Where no difference is shown there may be one; more --repeats would tell.")
     if comparison.uneven:
@@ -143,7 +145,9 @@ def outcome_as_text(outcome: Outcome) -> str:
     return "\n".join([*parts, *(f"note: {note}" for note in outcome.notes)])
 
 
-def results_as_text(results: Sequence[Result]) -> str:
+def results_as_text(results: Sequence[Result], *, is_filtered: bool = False) -> str:
+    if not results and is_filtered:
+        return "no result is of these; overspill results list, without flags, shows all that there are"
     if not results:
         return "no results yet; measure with overspill bench or overspill ab"
     rows = [["id", "when (UTC)", "model", "workload", "experiment", "label", "repeat", "output", "TTFT", "TPOT",
