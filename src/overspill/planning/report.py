@@ -202,9 +202,9 @@ def _ways(plan: Plan, chosen: Way | None) -> list[str]:
     at_once = plan.wishes.at_once
     whose = "for one request" if at_once == 1 else f"decode of {at_once} requests together"
     lines.append(f"{what}. Speeds are {ways[0].decode_tokens_per_s.origin}, at the full context, {whose}.")
-    sheet = plan.gpu.memory_bytes_per_second.note
-    if sheet.startswith(AS_ON):
-        lines.append(f"The GPU computes and reads its memory {sheet}; name a card for its own speeds.")
+    memory = plan.gpu.memory_bytes_per_second
+    if memory is not None and memory.note.startswith(AS_ON):
+        lines.append(f"The GPU computes and reads its memory {memory.note}; name a card for its own speeds.")
     return lines
 
 
