@@ -65,12 +65,6 @@ class Plan:
     cards: tuple[CardFit, ...]
     """Where nothing fits exactly on a GPU, or on request."""
 
-    def __str__(self) -> str:
-        """As `overspill plan` prints it."""
-        from overspill.planning.report import plan_as_text  # which is made of plans
-
-        return plan_as_text(self)
-
     @property
     def usable_gpu_bytes(self) -> Known[int]:
         return self.budget.usable_bytes
