@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from overspill import __version__
+from overspill import __version__, plan
 from overspill.cli import app
 from tests.command import run_overspill
 
@@ -172,3 +172,40 @@ def test_documented_flags_of_plan_match_its_help() -> None:
 def test_the_version_is_told() -> None:
     answer = CliRunner().invoke(app, ["--version"])
     assert answer.exit_code == 0 and answer.stdout == f"overspill {__version__}\n"
+
+
+COMMANDS = [[]] + [
+    words.split()
+    for words in (
+        "plan", "serve", "verify", "bench", "ab", "tune", "config", "ps", "stop", "park", "wake", "logs", "cache",
+        "cache show", "manager", "models", "models edit", "models undo", "results", "results list", "service",
+        "service print", "service manager install",
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_has_a_short_name_and_whole_summaries(words: list[str], tmp_path: Path) -> None:
+    env = {"HOME": str(tmp_path), "COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+    short, long = (run_overspill(*words, flag, env=env) for flag in ("-h", "--help"))
+    assert short.returncode == long.returncode == 0 and short.stdout == long.stdout
+    assert "..." not in short.stdout.partition("Commands:")[2], "a summary was cut"
+
+
+def test_help_names_integers_sizes_and_tokens(tmp_path: Path) -> None:
+    told = run_overspill("plan", "--help", env={"HOME": str(tmp_path), "COLUMNS": "120"}).stdout
+    for shown in ("--max-num-seqs <int>", "--ram <size>", "--max-model-len <tokens>"):
+        assert shown in told
+
+
+def test_a_refusal_of_serve_is_told_once(llama: Path, tmp_path: Path) -> None:
+    """Its lines came first, and then the same again in one sentence."""
+    words = ["--device", "cpu", "--gpu-memory", "4MiB", "--ram", "3GiB", "--max-model-len", "32k", "--dry-run"]
+    told = run_overspill("serve", str(llama), *words, env={"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)})
+    assert told.returncode == 1 and told.stderr.count("of RAM in place of a GPU's memory (--gpu-memory)") == 1
+
+
+def test_a_printed_plan_is_the_commands_text(llama: Path) -> None:
+    """It was a dump of all its fields."""
+    made = plan(str(llama), gpu="rtx4090", ram="64GiB")
+    assert str(made).startswith("llama, ") and "Longest context" in str(made)

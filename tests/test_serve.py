@@ -220,6 +220,14 @@ def test_the_start_told_its_phases_and_what_became_of_the_plan(server: Serve) ->
     assert re.fullmatch(rf"{address}; in RAM: \S+ MiB for spilled KV and 64 MiB for idle KV", line)
 
 
+def test_the_request_that_serve_prints_is_answered(server: Serve) -> None:
+    server.wait_for("try it: ")
+    line = re.search(r"try it: (curl .*)$", server.told, re.MULTILINE)
+    assert line is not None
+    answer = subprocess.run(["bash", "-c", line[1]], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(answer.stdout)["choices"][0]["text"], answer.stdout
+
+
 def test_systemd_is_told_when_it_answers_and_by_serve_alone(server: Serve) -> None:
     told = server.notices()
     assert told.index("STATUS=loading the model") < told.index("READY=1")

@@ -103,7 +103,9 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path: Path) -> None:
 
 
 def test_where_the_file_is() -> None:
-    assert config_path({"OVERSPILL_CONFIG": "/a/b.toml"}) == Path("/a/b.toml")
+    assert config_path({"OVERSPILL_CONFIG": __file__}) == Path(__file__)
+    with pytest.raises(SettingsError, match=r"OVERSPILL_CONFIG names /a/b.toml, and there is no such file"):
+        config_path({"OVERSPILL_CONFIG": "/a/b.toml"})
     assert config_path({"XDG_CONFIG_HOME": "/x"}) == Path("/x/overspill/config.toml")
     assert config_path({}).parts[-3:] == (".config", "overspill", "config.toml")
 

@@ -97,7 +97,7 @@ def test_commands_find_migrations_and_unit_templates(python: Path, tmp_path: Pat
     assert "added tiny" in overspill(python, tmp_path, "models", "add", "tiny", "--source", str(llama))
     assert "tiny" in overspill(python, tmp_path, "models", "list")
     assert "Longest context: " in overspill(python, tmp_path, "plan", "tiny", *SETTINGS)
-    unit = overspill(python, tmp_path, "service", "print", "tiny", *SETTINGS)
+    unit = overspill(python, tmp_path, "service", "print", "tiny", *SETTINGS, "--", "--skip-tokenizer-init")
     assert "ExecStart=" in unit and str(python.parent) in unit
 
 

@@ -545,6 +545,8 @@ def config_path(environment: Mapping[str, str] | None = None) -> Path:
     """`OVERSPILL_CONFIG`, or config.toml in the XDG configuration folder."""
     environment = os.environ if environment is None else environment
     if given := environment.get("OVERSPILL_CONFIG"):
+        if not Path(given).exists():
+            raise SettingsError(f"OVERSPILL_CONFIG names {given}, and there is no such file; write it, or unset it")
         return Path(given)
     folder = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(folder) / "overspill" / "config.toml"

@@ -9,6 +9,7 @@ import typer
 import overspill
 from overspill.cli.caches import cache
 from overspill.cli.engines import logs, park, ps, stop, wake
+from overspill.cli.flags import Commands
 from overspill.cli.launching import PASS_ON, config, plan, serve
 from overspill.cli.managing import manager
 from overspill.cli.measuring import ab, bench, tune, verify
@@ -18,9 +19,11 @@ from overspill.cli.services import service
 from overspill.kv.errors import OverspillError
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Makes a GPU behave as if it had the machine's RAM, on stock vLLM.",
 )
 app.command(

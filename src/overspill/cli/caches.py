@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
-cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="KV that servers keep on disk: show, clear.")
+from overspill.cli.flags import Commands
+
+cache = typer.Typer(
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="KV that servers keep on disk: show, clear."
+)
 
 DiskPath = Annotated[
     str | None,

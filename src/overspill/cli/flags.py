@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from overspill.settings import BY_NAME, MODEL_SETTINGS, SETTINGS, Scope, Setting
+from overspill.settings import BY_NAME, COUNT, LENGTH, MODEL_SETTINGS, SETTINGS, Scope, Setting
 
 if TYPE_CHECKING:
     from overspill.launch.launch import Launch
@@ -19,12 +20,22 @@ Model = Annotated[
     str, typer.Argument(help="A folder, a model of the registry, or a repository of Hugging Face's cache or hub.")
 ]
 Command = Callable[..., None]
+_METAVARS = {LENGTH.note: "<tokens>", "port": "<int>"}
 
 SERVING = frozenset(setting.name for setting in SETTINGS)
 PLANNING = SERVING - {"host", "port"}
 # vLLM's own flags are words after the others, and not an option.
 OF_MODELS = frozenset(setting.name for setting in MODEL_SETTINGS) - {"vllm_args"}
 OF_MODELS_AND_COMMANDS = frozenset(name for name in OF_MODELS if BY_NAME[name].scope is Scope.EVERYWHERE)
+
+
+class Commands(TyperGroup):
+    """Commands, whose summaries are wrapped in the help and not cut."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in commands if one])
 
 
 def with_settings(names: Collection[str]) -> Callable[[Command], Command]:
@@ -102,7 +113,9 @@ def flag(name: str, option: Any, kind: Any = str | None, default: Any = None) ->
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     if not setting.is_yes_or_no:
-        return flag(setting.name, typer.Option(setting.flag, help=setting.help))
+        metavar = "<size>" if setting.is_size else _METAVARS.get(setting.kind.note or setting.name)
+        metavar = "<int>" if setting.kind is COUNT else metavar
+        return flag(setting.name, typer.Option(setting.flag, help=setting.help, metavar=metavar))
     # What the registry, the environment or the file switched on can be switched off; not given leaves it to them.
     # Nobody leaves `--force` switched on.
     off = f"/--no-{setting.flag.removeprefix('--')}" if setting.name != "force" else ""

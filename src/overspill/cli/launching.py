@@ -65,7 +65,8 @@ def serve(
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         launch = launch_of(model, given, context.args, own, is_server=True)
         force = bool(launch.settings["force"])
-        to_stderr(plan_as_text(launch.plan))
+        if launch.plan.chosen is not None:  # else the refusal says all of it
+            to_stderr(plan_as_text(launch.plan))
         prepared = launch.prepared()
         for warning in prepared.warnings:
             to_stderr(f"warning: {warning}")

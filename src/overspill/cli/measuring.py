@@ -182,12 +182,14 @@ def verify(
     model: Model,
     quick: Annotated[bool, typer.Option("--quick", help="Every scenario once; so without --soak.")] = False,
     soak: Annotated[bool, typer.Option("--soak", help="Again and again, with other lengths and orders.")] = False,
-    minutes: Annotated[str | None, typer.Option(help="With --soak: how long; 30 if not given.")] = None,
-    seed: Annotated[str | None, typer.Option(help="What prompts and orders are drawn from; 0 if not given.")] = None,
+    minutes: Annotated[str | None, typer.Option(metavar="<int>", help="With --soak: how long; 30 without it.")] = None,
+    seed: Annotated[
+        str | None, typer.Option(metavar="<int>", help="What prompts and orders are drawn from; 0 if not given.")
+    ] = None,
     load_format: Annotated[
         str | None, typer.Option(help="`dummy` for random weights in place of the model's; none are needed then.")
     ] = None,
-    prompts: Annotated[str | None, typer.Option(help="Of shared-attention; 8 if not given.")] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="<int>", help="Of shared-attention; 8 if not given.")] = None,
     scenario: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that was counted.")] = False,
 ) -> None:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import OF_MODELS, opened_registry, print_table, with_settings
+from overspill.cli.flags import OF_MODELS, Commands, opened_registry, print_table, with_settings
 from overspill.settings import MODEL_SETTINGS
 
 if TYPE_CHECKING:
     from overspill.registry import Edit, Model, Run
 
 models = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Models and their settings: add, list, show, edit, undo, rm, import.",

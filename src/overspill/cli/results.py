@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.flags import failing, opened_registry
+from overspill.cli.flags import Commands, failing, opened_registry
 
 results = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="What was measured: list, show, compare, export."
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="What was measured: list, show, compare, export."
 )
 
 # More than a registry holds, and a number that every database takes.

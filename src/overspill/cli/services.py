@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import SERVING, Model, failing, launch_of, opened_registry, to_stderr, with_settings
+from overspill.cli.flags import SERVING, Commands, Model, failing, launch_of, opened_registry, to_stderr, with_settings
 from overspill.cli.managing import of_the_manager
 from overspill.kv.errors import OverspillError
 
@@ -21,10 +21,16 @@ if TYPE_CHECKING:
     from overspill.service.units import Mode, ModelService, Service
 
 service = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="systemd units that serve models: print, install or remove them."
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="systemd units that serve models: print, install or remove them.",
 )
 manager = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The manager's own unit: print, install or remove it."
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="The manager's own unit: print, install or remove it.",
 )
 service.add_typer(manager, name="manager")
 

@@ -139,6 +139,10 @@ def plan_as_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+# A plan printed from Python; set here, since the planner knows nothing of texts.
+Plan.__str__ = plan_as_text  # type: ignore[method-assign, assignment]
+
+
 def _division(plan: Plan, way: Way) -> list[str]:
     overheads, budget = way.overheads, plan.budget
     on_gpu = plan.rank.weights.total_bytes - way.weights.saved_bytes

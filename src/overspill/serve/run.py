@@ -1,11 +1,14 @@
 """`overspill serve`: one server's life as its user sees it, from the port's check to its end."""
 
+import json
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from overspill.address import require_free
 from overspill.errors import CannotServe
+from overspill.flags import find
 from overspill.kv.sizes import format_size
 from overspill.launch.launch import Prepared
 from overspill.launch.profiles import remember_profile
@@ -37,6 +40,20 @@ def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path |
         forget_secret()
 
 
+def example_request(prepared: Prepared) -> str | None:
+    """For a shell; None where the server answers no prompt of text."""
+    combined = prepared.combined
+    if find(combined.flags, "--skip-tokenizer-init", "--runner") is not None:
+        return None
+    words = ["curl", "-s", f"{prepared.address.url}/v1/completions", "-H", "Content-Type: application/json"]
+    if (certificate := combined.value("--ssl-certfile")) is not None:
+        words += ["--cacert", certificate]
+    asked = {"model": prepared.served_name, "prompt": "Hello", "max_tokens": 16}
+    needs_key = find(combined.flags, "--api-key") is not None or bool(prepared.full_environment().get("VLLM_API_KEY"))
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if needs_key else ""
+    return f"{shlex.join([*words, '-d', json.dumps(asked)])}{key}"
+
+
 @dataclass
 class _Run:
     prepared: Prepared
@@ -63,6 +80,8 @@ class _Run:
         if not self.server.was_asked_to_stop:
             self._reached(Phase.READY)
             self.reporter.is_ready(self._ready_line(self.server.reports))
+            if (line := example_request(self.prepared)) is not None:
+                self.reporter.say(f"try it: {line}")
             self._follow_pinning()
         self.server.wait()
         notify("STOPPING=1")
