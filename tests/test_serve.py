@@ -358,7 +358,7 @@ def test_a_signal_while_it_starts_ends_everything(model: Path, tmp_path: Path, s
 
 
 FAILING = {
-    "a flag that vLLM does not have": (["--no-such-flag"], "vLLM does not accept its flags: unrecognized arguments"),
+    "a value that vLLM does not take": (["--hf-overrides", "x"], "vLLM does not accept its settings (ModelConfig)"),
     "a model whose weights are missing": (["--hf-overrides", '{"num_hidden_layers": 9}'], "weights"),
 }
 
@@ -453,7 +453,8 @@ MISTAKES: dict[str, tuple[int, list[str], str]] = {
     "no tokens": (2, ["serve", "{model}", "--device", "cpu", "--max-model-len", "0"], "not a number of tokens"),
     "not a port": (2, ["serve", "{model}", "{tiny}", "--port", "http"], "not a port"),
     "a port too large": (2, ["serve", "{model}", "{tiny}", "--port", "70000"], "not a port"),
-    "not a port, raw": (2, ["serve", "{model}", "{tiny}", "--", "--port", "x"], "not a port"),
+    "not a port, raw": (2, ["serve", "{model}", "{tiny}", "--", "--port", "x"], "not a whole number"),
+    "a flag that neither has": (2, ["serve", "{model}", "{tiny}", "--no-such-flag"], "neither Overspill nor vLLM"),
     "a port in use": (1, ["serve", "{model}", "{tiny}", "--port", "{taken}"], "is in use"),
     "no address of this machine": (1, ["serve", "{model}", "{tiny}", "--host", "192.0.2.1"], "no address"),
     "not a host": (2, ["serve", "{model}", "{tiny}", "--host", "no such host"], "is not a host"),
