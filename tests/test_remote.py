@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from overspill.kv.metrics import OverspillStats
 from overspill.kv.remote import tier, worker
+from overspill.verify.mooncake import Mooncake, missing, mooncake
 from tests.engine import BLOCK, Engine, assert_same, engine, overspill, random_prompt, stock
-from tests.mooncake_store import Mooncake, missing, mooncake
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -24,7 +25,7 @@ SLOT = 64 << 10  # of the tiny Llama: 4 layers of 16 KiB
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with mooncake(tmp_path) as running:
+    with mooncake(tmp_path, 64 << 20) as running:
         yield running
 
 
@@ -217,3 +218,19 @@ def test_an_engine_starts_without_a_store_and_finds_it_later(
         found = late.ask_one(PROMPT)
         assert found.num_cached == 20 * BLOCK
     assert_same([*answers, found], stock(llama, [*TURNS[:3], PROMPT]))
+
+
+def test_a_master_that_answers_does_not_hide_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaker = tier.Breaker(OverspillStats())
+    for _ in range(3):
+        assert breaker.is_closed
+        breaker.succeeded("find")
+        breaker.failed("load")
+    assert not breaker.is_closed and not breaker.may_try()
+    later = time.monotonic() + 6
+    monkeypatch.setattr(tier.time, "monotonic", lambda: later)
+    assert breaker.may_try() and not breaker.may_try()  # one at a time
+    breaker.succeeded("find")
+    assert not breaker.is_closed and not breaker.may_try()
+    breaker.succeeded("load")
+    assert breaker.is_closed

@@ -36,7 +36,8 @@ from overspill.kv.vllm_api import (
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-DEADLINE_S = 0.2
+# With the steps around it, a store that hangs adds 0.2 s.
+DEADLINE_S = 0.18
 # Nobody waits for puts.
 _PUT_DEADLINE_S = 5.0
 _PUT_BLOCKS = 32
@@ -49,11 +50,12 @@ _PROBE_AFTER = 32
 
 
 class Breaker:
-    """Leaves a store alone that fails, and then lets one call try."""
+    """Leaves a store alone that fails, and then lets one request try."""
 
     def __init__(self, stats: OverspillStats) -> None:
         self._stats = stats
         self._failures = 0
+        self._failed_kind = ""  # of the last call that failed
         self._until = 0.0
         self._is_trying = False
 
@@ -62,28 +64,33 @@ class Breaker:
         return self._failures < _FAILURES
 
     def may_try(self) -> bool:
-        """Whether a call should be made only to see whether the store is back. True once for each pause."""
+        """Whether a request should see whether the store is back. True once for each pause."""
         if self.is_closed or self._is_trying or time.monotonic() < self._until:
             return False
         self._is_trying = True
         return True
 
-    def succeeded(self) -> None:
+    def succeeded(self, kind: str) -> None:
+        if kind not in ("load", self._failed_kind):
+            # A master that answers says nothing of a store that hangs.
+            if kind == "find" and not self.is_closed:
+                self._is_trying, self._until = False, time.monotonic() + _PAUSE_S
+            return
         if not self.is_closed:
             logger.info("Overspill: the store answers again, and is used")
-        self._failures, self._is_trying = 0, False
+        self._failures, self._failed_kind, self._is_trying = 0, "", False
 
-    def failed(self) -> None:
+    def failed(self, kind: str) -> None:
         self._stats.count("remote_failures")
         was_closed = self.is_closed
-        self._failures, self._is_trying = self._failures + 1, False
+        self._failures, self._failed_kind, self._is_trying = self._failures + 1, kind, False
         if not self.is_closed:
             self._until = time.monotonic() + _PAUSE_S
         if was_closed and not self.is_closed:
             self._stats.count("remote_pauses")
             logger.warning(
-                "Overspill: the store failed %d times in a row, and is left alone; every %.0f s one call sees whether "
-                "it is back. KV is recomputed meanwhile.",
+                "Overspill: the store failed %d times in a row, and is left alone; every %.0f s one request sees "
+                "whether it is back. KV is recomputed meanwhile.",
                 self._failures, _PAUSE_S,
             )  # fmt: skip
 
@@ -178,15 +185,13 @@ class RemoteTier:
 
     def _find(self, request: Request, adapter: bytes, num_local_tokens: int, max_tokens: int) -> bool:
         keys = self._missing(request, num_local_tokens, max_tokens)
-        is_closed = self.breaker.is_closed
-        if not keys or (is_closed and not self._is_worth_it(max_tokens - num_local_tokens, len(keys))):
+        if not keys or not self._is_worth_it(max_tokens - num_local_tokens, len(keys)):
             return False
-        if not is_closed and not self.breaker.may_try():
+        if not self.breaker.is_closed and not self.breaker.may_try():
             return False
         call = self._start("find", [content_key(key, adapter) for key in keys], [], DEADLINE_S)
-        if is_closed:  # nobody waits for a call that may well fail
-            call.ask = self._asks[request.request_id] = _Ask(call.job.job_id)
-        return is_closed
+        call.ask = self._asks[request.request_id] = _Ask(call.job.job_id)
+        return True
 
     def _missing(self, request: Request, num_local_tokens: int, max_tokens: int) -> list[BlockHashWithGroupId]:
         keys = []
@@ -291,7 +296,7 @@ class RemoteTier:
             if call is not None and not call.is_late:
                 call.is_late = True
                 self._stats.count("remote_timeouts")
-                self.breaker.failed()
+                self.breaker.failed(call.job.kind)
         for job_id, results in report.remote.items():
             call = self._calls[job_id]
             call.results.update(results)
@@ -304,9 +309,9 @@ class RemoteTier:
         bad = {position for result in results for position in result.bad}
         if any(result.failed for result in results):
             if not call.is_late:
-                self.breaker.failed()
+                self.breaker.failed(call.job.kind)
         elif not call.is_late:
-            self.breaker.succeeded()
+            self.breaker.succeeded(call.job.kind)
         if call.job.kind == "find":
             if call.ask is not None and not call.is_late:
                 call.ask.found = {key for position, key in enumerate(call.job.keys) if position not in bad}
@@ -344,7 +349,8 @@ class RemoteTier:
         self._asks.pop(request_id, None)
 
     def is_busy(self) -> bool:
-        return bool(self._planned or self._queue or any(not call.is_late for call in self._calls.values()))
+        """Late calls count: only steps report their end, and their slots are held until then."""
+        return bool(self._planned or self._queue or self._calls)
 
     def reset(self) -> None:
         """RAM was cleared; what is being put of it is of no use to others either."""

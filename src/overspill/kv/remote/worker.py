@@ -31,7 +31,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own logge
 
 # What one call moves: a fraction of the deadline on a slow network, and enough to be efficient.
 _CALL_BYTES = 8 * MiB
-_GET_THREADS = 4
+# Mooncake spins while it waits: a store that hangs takes so many cores for a minute.
+_GET_THREADS = 2
 # However well other calls get on.
 _MOST_S = 20.0
 # Mooncake gives a transfer up after 60 s without ending it: bytes may still arrive in its slots.
@@ -73,7 +74,7 @@ class Client:
                 "of the system"
             ) from error
         self._make, self._memory = MooncakeDistributedStore, memory
-        self._host, self._port = split_address(remote)
+        self.address = self._host, self._port = split_address(remote)
         self.trailers = np.zeros((memory.num_slots, _TRAILER_BYTES), np.uint8)
         self._client: Any = None
         self._stop = threading.Event()
@@ -239,7 +240,8 @@ class RemoteWorker:
 
     @property
     def is_writing(self) -> bool:
-        return any(call.job.kind == "store" and not call.is_late and not call.done() for call in self._calls)
+        """Whether anything is in flight that no request waits for."""
+        return any((call.job.kind == "store" or call.is_late) and not call.done() for call in self._calls)
 
     @property
     def has_done(self) -> bool:

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PROGRAMS = Path(sys.executable).parent
+from overspill.address import free_port
+from overspill.kv.errors import OverspillError
+
+_PROGRAMS = Path(sys.executable).parent
 
 
 def missing() -> str:
@@ -26,17 +29,11 @@ def missing() -> str:
     return ""
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 class Mooncake:
     """The master, and the process that gives the store its memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self._folder, self._num_bytes = folder, num_bytes
         self.port, self._metrics_port, self._store_port = free_port(), free_port(), free_port()
         self.address = f"mooncake://127.0.0.1:{self.port}"
         self.start_master()
@@ -52,7 +49,7 @@ class Mooncake:
     def start_store(self) -> None:
         self.store = self._start(
             "mooncake_client", "--host=127.0.0.1", f"--port={self._store_port}", "--metadata_server=P2PHANDSHAKE",
-            f"--master_server_address=127.0.0.1:{self.port}", "--global_segment_size=64MB",
+            f"--master_server_address=127.0.0.1:{self.port}", f"--global_segment_size={self._num_bytes}",
         )  # fmt: skip
         _wait_for(self._store_port)
 
@@ -60,10 +57,11 @@ class Mooncake:
         with (self._folder / f"{program}.log").open("ab") as log:
             environment = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
             return subprocess.Popen(
-                [str(PROGRAMS / program), *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
+                [str(_PROGRAMS / program), *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
             )
 
     def close(self) -> None:
+        """Kill both, also if they are stopped."""
         for process in (self.store, self.master):
             process.send_signal(signal.SIGCONT)
             process.kill()
@@ -78,12 +76,12 @@ def _wait_for(port: int) -> None:
             time.sleep(0.05)
         else:
             return
-    raise AssertionError(f"nothing listens on port {port}")
+    raise OverspillError(f"Mooncake does not listen on port {port}")
 
 
 @contextmanager
-def mooncake(folder: Path) -> Iterator[Mooncake]:
-    running = Mooncake(folder)
+def mooncake(folder: Path, num_bytes: int) -> Iterator[Mooncake]:
+    running = Mooncake(folder, num_bytes)
     try:
         yield running
     finally:
