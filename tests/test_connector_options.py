@@ -13,7 +13,7 @@ ALL = (
     "store=lazy,eviction=arc,verify=all,load=always,keep_on_reset=true,spill_share=0.25,reserve_bytes=2147483648,"
     "pin=true,spill_compute=gpu,spill_threads=6,spill_graphs=false,park=true,"
     "ledger=/run/overspill/gpu.ledger,ledger_bytes=1073741824,ledger_weight=2,"
-    "disk_bytes=1073741824,disk_path=/var/cache/kv"
+    "disk_bytes=1073741824,disk_path=/var/cache/kv,remote=mooncake://127.0.0.1:50051"
 )
 
 
@@ -24,7 +24,7 @@ def test_the_connector_accepts_options_as_read() -> None:
         "reserve_bytes": 2**31, "pin": True, "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 6,
         "spill_graphs": False, "park": True,
         "ledger": "/run/overspill/gpu.ledger", "ledger_bytes": 2**30, "ledger_weight": 2,
-        "disk_bytes": 2**30, "disk_path": "/var/cache/kv",
+        "disk_bytes": 2**30, "disk_path": "/var/cache/kv", "remote": "mooncake://127.0.0.1:50051",
     }  # fmt: skip
     options = Options.parse({"host_bytes": 1, "spill_bytes": 1, **read})
     assert all(getattr(options, name) == value for name, value in read.items())

@@ -25,7 +25,7 @@ def test_every_option_can_be_set() -> None:
         "reserve_bytes": "1GiB", "spill_bytes": "2GiB", "resident_bytes": "3GiB", "spill_share": 0.25,
         "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 8, "spill_graphs": False, "park": True,
         "ledger": "/run/overspill/gpu.ledger", "ledger_bytes": 2**30, "ledger_weight": 2,
-        "disk_bytes": "1GiB", "disk_path": "/var/cache/kv",
+        "disk_bytes": "1GiB", "disk_path": "/var/cache/kv", "remote": "mooncake://127.0.0.1:50051",
     }  # fmt: skip
     options = Options.parse(written)
     assert {*written, "pin"} == {f.name for f in fields(Options)}
@@ -58,7 +58,8 @@ def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
         ({"block_size": 16}, "--block-size"),
         ({"disk_capacity_bytes": 5}, "called disk_bytes"),
         ({"max_local_disk_size": 100}, '"100GiB"'),
-        ({"remote_url": "redis://kv"}, "to local disk, and nowhere else"),
+        ({"kv_offload_backend": "fs"}, "to a Mooncake Store, and nowhere else"),
+        ({"remote_url": "redis://kv"}, "use remote, for a Mooncake Store: mooncake://host:port"),
         ({"max_local_cpu_size": 5}, '"host_bytes": "10GiB"'),
         ({"lmcache.max_local_cpu_size": 5}, '"host_bytes": "10GiB"'),
         ({"lmcache.mp.port": 5555}, "LMCache's; remove it"),
@@ -173,3 +174,9 @@ def test_a_disk_needs_ram_and_a_path_needs_a_disk() -> None:
         Options.parse({"spill_bytes": "1GiB", "disk_bytes": "1GiB"})
     with pytest.raises(OverspillError, match=r"'disk_path'.*does nothing without disk_bytes"):
         Options.parse({"host_bytes": "1GiB", "disk_path": "/kv"})
+
+
+@pytest.mark.parametrize("remote", ["redis://kv:1", "mooncake://kv", "mooncake://kv:1,pin=0", "mooncake://a b:1", 7])
+def test_a_store_that_is_no_mooncake_master_is_refused(remote: object) -> None:
+    with pytest.raises(OverspillError, match=r"'remote'.*must be mooncake://host:port"):
+        Options.parse({"host_bytes": "1GiB", "remote": remote})

@@ -3,8 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -490,7 +492,7 @@ class Lives:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run(self, work: str, *args: Any) -> Any:
+    def run(self, work: str, *args: Any, **_: Any) -> Any:
         if work == "reference":
             _, workload, seed = args
             answers = (answer(1, 2, name="conversation-1/0"),)
@@ -524,6 +526,10 @@ def lived(
 ) -> tuple[Proof, Lives]:
     lives, made = Lives(ends or {}), plan(llama)
     monkeypatch.setattr("overspill.verify.run.Children", lives)
+    # No engine runs, so none needs a store.
+    monkeypatch.setattr("overspill.verify.run.missing", lambda: "")
+    store = nullcontext(SimpleNamespace(address="mooncake://127.0.0.1:50051"))
+    monkeypatch.setattr("overspill.verify.run.mooncake", lambda *_: store)
     # Not by the clock: a soak ends where something fails.
     progress = Progress(lambda line: None, engines=1, seconds=math.inf if asked.soak else None)
     return verify(made, make_stage(made), str(llama), asked, progress), lives
@@ -629,7 +635,8 @@ def test_an_invalid_request_is_refused_with_its_flag(given: dict[str, Any]) -> N
 def test_every_scenario_has_a_play_and_describes_its_faults() -> None:
     from overspill.verify.plays import PLAYS
 
-    played = set(NAMES) - {"killed"} | {"until-killed", "restarted", "damaged-unseen", "stopped-filled", "torn-filled"}
+    filled = {f"{name}-filled" for name in ("stopped", "torn", "store-killed")}
+    played = set(NAMES) - {"killed"} | {"until-killed", "restarted", "damaged-unseen"} | filled
     assert played == set(PLAYS)
     assert faults(outcome("damaged", figures={"injected": 2, "caught": 1})) == "1 of 2 caught"
     assert faults(outcome("aborted", figures={"injected": 8, "caught": 5})) == "8 aborted, 5 in a copy"

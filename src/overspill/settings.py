@@ -17,7 +17,7 @@ from typing import Any
 from overspill.flags import choices_of, hide_in_text, read_flags, refuse_secrets, refuse_unknown
 from overspill.flags import nearest as nearest  # noqa: PLC0414
 from overspill.kv.errors import OverspillError
-from overspill.kv.options import parse_folder
+from overspill.kv.options import parse_folder, parse_remote
 from overspill.kv.sizes import GiB, MiB, exact_size, format_size, parse_size
 from overspill.model.pages import KV_CACHE_DTYPE_BYTES
 from overspill.planning.connector_options import read_options, write_options
@@ -127,6 +127,10 @@ def _text(text: object) -> str:
 
 def _kv_options(text: object) -> str:
     return write_options(read_options(_text(text)))
+
+
+def _remote(text: object) -> str:
+    return str(parse_remote(text))
 
 
 def _folder(text: object) -> str:
@@ -351,6 +355,10 @@ TABLE = (
     Setting(
         "disk_path", Kind(_folder, example="/var/cache/overspill", max_length=1024), None,
         "Folder for `--disk`, for one server at a time; without it, one in the user's cache folder for each model.",
+    ),
+    Setting(
+        "remote", Kind(_remote, example="mooncake://127.0.0.1:50051", max_length=300), None,
+        "Store between machines, the address of a Mooncake master: engines of one model find each other's KV there.",
     ),
     Setting(
         "spill_compute", Kind(_one_of("auto", "gpu"), example="gpu"), None,

@@ -1,6 +1,6 @@
 """The connector that vLLM loads: one instance beside the scheduler and one in each worker; every hook delegates."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Speeds, StepTimer, WallMark
 from overspill.kv.spill.scheduler import SpillScheduler
 from overspill.kv.spill.worker import SpillWorker
+from overspill.kv.tier import Tier
 from overspill.kv.vllm_api import (
     CacheHitSource,
     KVCacheBlocks,
@@ -133,6 +134,10 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def worker(self) -> OffloadWorker:
         assert self._worker is not None, "a worker hook was called on the scheduler's connector"
         return self._worker
+
+    @property
+    def _tiers(self) -> Sequence[Tier]:
+        return self._scheduler.tiers if self._scheduler is not None else ()
 
     # Class hooks.
 
@@ -268,8 +273,9 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self.adapters.is_replaced(adapter):
             # Running requests keep the adapter's old weights; what they compute must not be hit by others.
             self.adapter_changed(adapter, f"adapter {adapter.lora_name}", self._scheduler.live)
-        elif self._scheduler.disk is not None:
-            self._scheduler.disk.register_adapter(adapter)
+        else:
+            for tier in self._scheduler.tiers:
+                tier.register_adapter(adapter)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
@@ -328,21 +334,21 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         if self._scheduler is None:
             return None
-        if self._scheduler.disk is not None:
-            self._scheduler.disk.clear()
+        for tier in self._scheduler.tiers:
+            tier.clear()
         return self._scheduler.reset()
 
     def weights_changed(self, what: str, request_ids: Iterable[str]) -> None:
         """Drop cached KV: `what` may have replaced weights while the requests had KV of the old ones."""
         self.weights_version += 1
-        if self._scheduler is not None and self._scheduler.disk is not None:
-            self._scheduler.disk.detach(f"{what} may change weights")
+        for tier in self._tiers:
+            tier.detach(f"{what} may change weights")
         self._drop_cached(what, request_ids)
 
     def adapter_changed(self, adapter: LoRARequest, what: str, request_ids: Iterable[str]) -> None:
         """The same for one adapter; KV of the model itself is written to disk as before."""
-        if self._scheduler is not None and self._scheduler.disk is not None:
-            self._scheduler.disk.adapters.bar(adapter)
+        for tier in self._tiers:
+            tier.bar_adapter(adapter)
         self.weights_version += 1
         self._drop_cached(what, request_ids)
 
@@ -406,8 +412,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
                 stack.callback(self.spill_worker.shutdown)
             if self._worker is not None:
                 stack.callback(self._worker.shutdown)
-            if self._scheduler is not None and self._scheduler.disk is not None:
-                stack.callback(self._scheduler.disk.close)
+            for tier in self._tiers:
+                stack.callback(tier.close)
 
 
 def _check_stages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

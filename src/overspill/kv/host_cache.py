@@ -33,12 +33,12 @@ _ORDERS: dict[Eviction, type[LruOrder]] = {"lru": LruOrder, "arc": ArcOrder}
 
 
 class OnDisk(KVCacheBlock):
-    """Stands in for a block that is not in RAM but on disk, in a lookup."""
+    """Stands in for a block that is not in RAM but below it, on disk or in the store, in a lookup."""
 
     def __init__(self, key: BlockHashWithGroupId, content: bytes) -> None:
         super().__init__(block_id=-1)
         self.key = key
-        self.content = content  # its key on disk
+        self.content = content  # its key there
 
 
 FindOnDisk = Callable[[BlockHashWithGroupId], OnDisk | None]
@@ -105,6 +105,9 @@ class Hit:
     blocks: tuple[list[KVCacheBlock], ...]
     num_local_tokens: int
     num_tokens: int  # beyond the local ones
+
+    def in_ram(self) -> list[KVCacheBlock]:
+        return [b for group in self.blocks for b in group if not isinstance(b, OnDisk) and not b.is_null]
 
 
 class HostCache:
@@ -188,6 +191,32 @@ class HostCache:
                 break
             blocks.append(block)
         return (blocks,), len(blocks) * self.block_size
+
+    def lookup_below(
+        self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int, find: FindOnDisk, most: int
+    ) -> Hit | None:
+        """The same with at most `most` blocks that RAM lacks and `find` knows, and one at least: what is read into RAM
+        must not push out its own head."""
+        while max_tokens > num_local_tokens:
+            found = self.lookup(block_hashes, num_local_tokens, max_tokens, find)
+            if found is None:
+                return None
+            count = sum(isinstance(block, OnDisk) for group in found.blocks for block in group)
+            if count <= most:
+                return found if count else None
+            max_tokens = num_local_tokens + found.num_tokens // 2
+        return None
+
+    def allocate_beside(self, found: Hit, count: int) -> list[KVCacheBlock]:
+        """`count` blocks to read into, or none; the part of the prefix that they continue stays."""
+        in_ram = found.in_ram()
+        self.read(in_ram)
+        blocks = self.allocate(count)
+        self.release(in_ram)
+        if len(blocks) == count:
+            return blocks
+        self.release(blocks)
+        return []
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Up to `count` blocks to store into; cached ones are evicted if no empty ones are left."""

@@ -1,6 +1,7 @@
 """Jobs of a step, from the scheduler to the workers, and their reports."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from overspill.kv.spill.steps import SpillStep
 from overspill.kv.vllm_api import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -48,6 +49,36 @@ class DiskWriteJob:
     places: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteJob:
+    """A call of the store between machines: which of the keys it has, their content into slots, or slots into it."""
+
+    job_id: int
+    kind: Literal["find", "load", "store"]
+    prefix: str  # of all keys
+    keys: list[bytes]
+    slots: list[int]
+    patience_s: float  # without any progress
+
+
+@dataclass(slots=True)
+class RemoteResult:
+    """How a call of the store ended on one rank."""
+
+    bad: list[int]  # positions that were not found, loaded or stored
+    failed: bool = False  # the store did not answer as it should
+    lost: bool = False  # bytes may still arrive in the slots
+    corrupt: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: "RemoteResult") -> None:
+        self.bad += other.bad
+        self.failed |= other.failed
+        self.lost |= other.lost
+        self.corrupt += other.corrupt
+        self.seconds = max(self.seconds, other.seconds)
+
+
 @dataclass(slots=True)
 class StepJobs(KVConnectorMetadata):
     """One step's work for every worker."""
@@ -56,6 +87,7 @@ class StepJobs(KVConnectorMetadata):
     stores: list[StoreJob] = field(default_factory=list)
     disk_reads: list[DiskReadJob] = field(default_factory=list)
     disk_writes: list[DiskWriteJob] = field(default_factory=list)
+    remote: list[RemoteJob] = field(default_factory=list)
     num_tokens: int = 0
     # The step reads or writes KV in RAM, layer by layer.
     spill: SpillStep | None = None
@@ -103,7 +135,10 @@ class StepReport(KVConnectorWorkerMetadata):
     # job id -> rank -> digest of each block, None where it was not written
     disk_written: dict[int, dict[int, list[int | None]]] = field(default_factory=dict)
     disk_full_at: int | None = None  # the first place that the disk has no room for
+    remote: dict[int, dict[int, RemoteResult]] = field(default_factory=dict)  # by job id and rank
+    remote_late: set[int] = field(default_factory=set)  # jobs that did not end in time, on some rank; they go on
     disk_speed: Sample = field(default_factory=Sample)
+    remote_speed: Sample = field(default_factory=Sample)
     load_speed: Sample = field(default_factory=Sample)
     prefill_speed: Sample = field(default_factory=Sample)
     stream_speed: Sample = field(default_factory=Sample)
@@ -123,6 +158,9 @@ class StepReport(KVConnectorWorkerMetadata):
             self.disk_read.setdefault(job_id, {}).update(positions)
         for job_id, digests in other.disk_written.items():
             self.disk_written.setdefault(job_id, {}).update(digests)
+        for job_id, results in other.remote.items():
+            self.remote.setdefault(job_id, {}).update(results)
+        self.remote_late |= other.remote_late
         full_at = [at for at in (self.disk_full_at, other.disk_full_at) if at is not None]
         self.disk_full_at = min(full_at, default=None)
         # Ranks work side by side: amounts of a rank over its own seconds.
@@ -140,12 +178,15 @@ class StepReport(KVConnectorWorkerMetadata):
             or self.lateness.layers
             or self.disk_read
             or self.disk_written
+            or self.remote
+            or self.remote_late
             or any(sample.amount for sample in self._samples())
         )
 
     def _samples(self) -> tuple[Sample, ...]:
         return (
             self.disk_speed,
+            self.remote_speed,
             self.load_speed,
             self.prefill_speed,
             self.stream_speed,

@@ -1,16 +1,16 @@
 """Loads: which requests get their prefix from RAM, and the blocks held while it is copied."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from vllm.logger import init_logger
 
-from overspill.kv.disk.tier import DiskTier
 from overspill.kv.host_cache import Hit, HostCache
 from overspill.kv.jobs import LoadJob
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.speeds import Speeds, load_beats_recompute, may_probe
+from overspill.kv.tier import Tier
 from overspill.kv.vllm_api import BlockHash, BlockPool, KVCacheBlock, KVCacheBlocks, Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
@@ -50,11 +50,11 @@ class Loads:
         stats: OverspillStats,
         job_ids: Iterator[int],
         live: Collection[str],
-        disk: DiskTier | None = None,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self._settings = settings
         self._host, self._speeds, self._stats = host, speeds, stats
-        self._disk = disk
+        self._tiers = tiers
         self._num_skipped = 0  # since the last load
         self._job_ids = job_ids
         self._live = live  # requests admitted and not finished
@@ -92,7 +92,7 @@ class Loads:
             # first: many requests may wait for one long prefix, and vLLM calls for all of them in every pass.
             return None, False
         # Before the lookup, since it may evict.
-        if self._disk is not None and self._disk.wants(request, num_local_tokens, max_tokens):
+        if any(tier.wants(request, num_local_tokens, max_tokens) for tier in self._tiers):
             return None, False
         hit = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
         blocks = self._blocks_of(hit) if hit is not None else []

@@ -30,6 +30,15 @@ COUNTERS = {
     "disk_bad_blocks": "Blocks on disk that could not be read or did not match their digest; each was recomputed",
     "disk_write_failures": "Blocks that could not be written to disk",
     "disk_dropped_blocks": "Blocks that left RAM unwritten because the disk was too slow",
+    "remote_hit_tokens": "Prompt tokens found in the store between machines beyond RAM and disk, and read into RAM",
+    "remote_load_bytes": "Bytes read from the store",
+    "remote_store_bytes": "Bytes put into the store, or there already",
+    "remote_bad_blocks": "Blocks that the store had and did not give whole; each was recomputed",
+    "remote_corrupt_blocks": "Of these, blocks whose digest did not match",
+    "remote_failures": "Calls of the store that failed or were late",
+    "remote_timeouts": "Of these, calls that were late",
+    "remote_pauses": "Times that the store was left alone after failures",
+    "remote_dropped_blocks": "Blocks not put because the store was too slow",
     "spilled_steps": "Steps that streamed spilled KV",
     "graphed_steps": "Steps that streamed spilled KV inside a FULL CUDA graph",
     "plain_steps": "Steps that streamed none, with spill on",
@@ -55,8 +64,8 @@ GAUGES = {
 }
 
 _SHOWN = (
-    "hit_tokens", "disk_hit_tokens", "load_failures", "corrupt_blocks", "disk_bad_blocks", "stores_dropped_blocks",
-    "store_failures",
+    "hit_tokens", "disk_hit_tokens", "remote_hit_tokens", "remote_failures", "load_failures", "corrupt_blocks",
+    "disk_bad_blocks", "stores_dropped_blocks", "store_failures",
 )  # fmt: skip
 
 

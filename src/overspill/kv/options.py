@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from dataclasses import field as dataclass_field
@@ -48,6 +49,12 @@ def parse_folder(value: object) -> str:
     if not path.startswith("/") or "," in path or not path.isprintable() or ".." in path.split("/"):
         raise OverspillError(f"must be the absolute path of a folder, without .. or commas in it, got {value!r:.80}")
     return os.path.normpath(path)
+
+
+def parse_remote(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"mooncake://[A-Za-z0-9.-]{1,253}:[0-9]{1,5}", value):
+        raise OverspillError(f"must be mooncake://host:port, the address of a Mooncake master, got {value!r:.80}")
+    return value
 
 
 def _one_of(*choices: str) -> Callable[[object], str]:
@@ -194,6 +201,13 @@ class Options:
         "name.",
         needs="disk_bytes",
     )
+    remote: str = _option(
+        parse_remote,
+        "",
+        "A store between machines, `mooncake://host:port` with the address of its master: blocks that come into RAM "
+        "are put there, and found by other engines of the same model. Empty for none.",
+        needs="host_bytes",
+    )
     reserve_bytes: int = _option(
         _size,
         4 * GiB,
@@ -238,7 +252,9 @@ class Options:
         return self.host_bytes // world_size
 
 
-_RAM_ONLY = "KV goes to RAM, and with disk_bytes to local disk, and nowhere else; remove it"
+_RAM_ONLY = (
+    "KV goes to RAM, with disk_bytes to local disk, with remote to a Mooncake Store, and nowhere else; remove it"
+)
 _OWN_PARTS = "it names a part of vLLM's own offloader; remove it"
 # Names of options in connectors that people come from: vLLM's OffloadingConnector and SimpleCPUOffloadConnector (0.32
 # and earlier), and LMCache, with or without its `lmcache.` in front. The nearest spelling would mislead: that of
@@ -277,7 +293,7 @@ ELSEWHERE: dict[str, str] = {
     "discard_partial_chunks": "only full blocks are stored; remove it",
     "local_disk": "use disk_bytes for the size, and disk_path for the folder",
     "max_local_disk_size": 'use disk_bytes: 100 is "100GiB"',
-    "remote_url": _RAM_ONLY,
+    "remote_url": "use remote, for a Mooncake Store: mooncake://host:port",
 }
 
 

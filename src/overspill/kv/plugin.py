@@ -173,6 +173,11 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
             f"KV on disk is found by block hashes, and those of {algorithm} change with every start: use "
             "--prefix-caching-hash-algo sha256, or remove disk_bytes"
         )
+    if options.remote and (algorithm := vllm_config.cache_config.prefix_caching_hash_algo) not in _STABLE_HASHES:
+        raise OverspillError(
+            f"KV in a store is found by block hashes, and those of {algorithm} change with every start: use "
+            "--prefix-caching-hash-algo sha256_cbor, or remove remote"
+        )
     if options.spill_bytes:
         _check_spill(vllm_config, is_child=is_child)
     for option, is_given in (("spill_bytes", options.spill_bytes), ("park", options.park)):

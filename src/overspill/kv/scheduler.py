@@ -14,8 +14,10 @@ from overspill.kv.loads import Loads, LoadSettings
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.provenance import Origins
+from overspill.kv.remote.tier import RemoteTier
 from overspill.kv.speeds import Speeds
 from overspill.kv.stores import Stores, StoreSettings
+from overspill.kv.tier import Tier
 from overspill.kv.vllm_api import (
     BlockPool,
     BlockRemoved,
@@ -55,25 +57,30 @@ class OffloadScheduler:
         self.live: set[str] = set()  # requests admitted and not finished
         self._local_tokens: dict[str, int] = {}  # from a lookup to the admission in the same pass
         job_ids = itertools.count(1)
-        self.disk: DiskTier | None = None
-        if options.disk_bytes:
-            stride = slot_stride(block_bytes)
-            self.disk = DiskTier(
-                options, vllm_config, kv_cache_config, self.host, self.speeds, self.stats, job_ids, stride
-            )
+        shared = options, vllm_config, kv_cache_config, self.host, self.speeds, self.stats, job_ids
+        stride = slot_stride(block_bytes)
+        self.disk = DiskTier(*shared, stride) if options.disk_bytes else None
+        adapters = self.disk.adapters if self.disk is not None else None
+        self.remote = RemoteTier(*shared, stride, adapters) if options.remote else None
+        # Below RAM, the nearest first.
+        self.tiers: list[Tier] = [tier for tier in (self.disk, self.remote) if tier is not None]
+        if self.remote is not None:
+            adapters = self.remote.adapters
         self._origins = Origins(
             self._groups,
             self.host.hash_block_size,
             with_events=self.host.events_enabled,
-            adapter_of=self.disk.adapters.of if self.disk is not None else None,
+            adapter_of=adapters.of if adapters is not None else None,
         )
         if self.disk is not None:
             self.disk.event_of = self._origins.event
+        if self.remote is not None:
+            self.remote.event_of = self._origins.event
         self.loads = Loads(
             LoadSettings(
                 always=options.load == "always", world_size=world_size, block_bytes=block_bytes, groups=self._groups
             ),
-            self.host, self.speeds, self.stats, job_ids, self.live, self.disk,
+            self.host, self.speeds, self.stats, job_ids, self.live, self.tiers,
         )  # fmt: skip
         self.stores = Stores(
             StoreSettings(
@@ -90,6 +97,8 @@ class OffloadScheduler:
             ),
             self.host, self._origins, self.speeds, self.stats, job_ids, self.live,
         )  # fmt: skip
+        if self.remote is not None:
+            self.stores.on_stored = self.remote.stored
 
     def _front_depth(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
         """Twice what a step can take, and never more than half of the pool."""
@@ -114,8 +123,8 @@ class OffloadScheduler:
     def _reset_with_gpu(self) -> bool:
         if self.is_parking:
             return True
-        if self.disk is not None:
-            self.disk.detach("vLLM's prefix cache was reset, as after new weights; keep_on_reset keeps it")
+        for tier in self.tiers:
+            tier.detach("vLLM's prefix cache was reset, as after new weights; keep_on_reset keeps it")
         return self.reset()
 
     # Admission.
@@ -169,8 +178,8 @@ class OffloadScheduler:
         """Add the step's loads and stores to its jobs."""
         jobs.loads = self.loads.plan()
         jobs.stores = self.stores.plan(jobs.num_tokens, scheduler_output.preempted_req_ids or ())
-        if self.disk is not None:
-            self.disk.plan(jobs)
+        for tier in self.tiers:
+            tier.plan(jobs)
 
     def complete(self, failed_requests: Collection[str], report: StepReport | None) -> None:
         """Process the workers' report of a step."""
@@ -183,8 +192,8 @@ class OffloadScheduler:
             self.loads.report(job_id, count, failed=job_id in report.failed)
         for job_id, count in report.stored.items():
             self.stores.report(job_id, count, failed=job_id in report.failed)
-        if self.disk is not None:
-            self.disk.complete(report)
+        for tier in self.tiers:
+            tier.complete(report)
 
     # Ends of requests.
 
@@ -195,8 +204,8 @@ class OffloadScheduler:
         self.live.discard(request_id)
         self._local_tokens.pop(request_id, None)
         self.loads.finished(request_id)
-        if self.disk is not None:
-            self.disk.finished(request_id)
+        for tier in self.tiers:
+            tier.finished(request_id)
         pool = self._gpu.blocks
         self.stores.finished(request_id, (pool[block_id] for group in self._groups for block_id in block_ids[group]))
 
@@ -204,15 +213,15 @@ class OffloadScheduler:
         """Drop everything in RAM; False if a load in flight could not be stopped."""
         nothing_loading = self.loads.reset()
         self.stores.reset()
-        if self.disk is not None:
-            self.disk.reset()
+        for tier in self.tiers:
+            tier.reset()
         self.host.clear()
         return nothing_loading
 
     def is_busy(self) -> bool:
         """Whether the engine should go on stepping without requests."""
         is_busy = bool(self.loads.in_flight) or self.stores.is_busy()
-        return is_busy or (self.disk is not None and self.disk.is_busy())
+        return is_busy or any(tier.is_busy() for tier in self.tiers)
 
     # Statistics and events.
 
@@ -221,8 +230,8 @@ class OffloadScheduler:
         if used != self._used_bytes:
             self._used_bytes = used
             self.stats.gauge("pool_used_bytes", used)
-        if self.disk is not None:
-            self.disk.take_stats()
+        for tier in self.tiers:
+            tier.take_stats()
         return self.stats.take()
 
     def take_events(self) -> Iterable[KVCacheEvent]:

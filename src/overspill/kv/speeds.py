@@ -26,6 +26,7 @@ class Speeds:
 
     load_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
+    remote_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     stream_bytes_per_s: float = 0.0  # of spilled KV, layer by layer
     plain_step_s: float = 0.0  # a small step that streams nothing
@@ -35,6 +36,8 @@ class Speeds:
     def record(self, report: StepReport) -> None:
         self.record_load(report.load_speed.amount, report.load_speed.seconds)
         self.disk_bytes_per_s = _mean(self.disk_bytes_per_s, report.disk_speed.amount, report.disk_speed.seconds)
+        remote = report.remote_speed
+        self.remote_bytes_per_s = _mean(self.remote_bytes_per_s, remote.amount, remote.seconds)
         self.record_prefill(report.prefill_speed.amount, report.prefill_speed.seconds)
         self.record_stream(report.stream_speed.amount, report.stream_speed.seconds)
         self.plain_step_s = _mean_time(self.plain_step_s, report.plain_steps)
@@ -65,10 +68,10 @@ def _mean_time(mean: float, steps: Sample) -> float:
 
 
 def load_beats_recompute(
-    speeds: Speeds, *, num_tokens: int, num_bytes: int, queued_bytes: int, disk_bytes: int = 0
+    speeds: Speeds, *, num_tokens: int, num_bytes: int, queued_bytes: int, disk_bytes: int = 0, remote_bytes: int = 0
 ) -> bool:
-    """Whether loading is faster than recomputing, `disk_bytes` being read from disk first. A speed that was not
-    measured yet does not stop a load."""
+    """Whether loading is faster than recomputing, `disk_bytes` and `remote_bytes` being read from disk and store first.
+    A speed that was not measured yet does not stop a load."""
     if speeds.prefill_tokens_per_s == 0:
         return True
     load_s = 0.0
@@ -76,6 +79,8 @@ def load_beats_recompute(
         load_s = LOAD_OVERHEAD_S + (queued_bytes + num_bytes) / speeds.load_bytes_per_s
     if disk_bytes and speeds.disk_bytes_per_s:
         load_s += LOAD_OVERHEAD_S + disk_bytes / speeds.disk_bytes_per_s
+    if remote_bytes and speeds.remote_bytes_per_s:
+        load_s += LOAD_OVERHEAD_S + remote_bytes / speeds.remote_bytes_per_s
     return load_s < num_tokens / speeds.prefill_tokens_per_s
 
 

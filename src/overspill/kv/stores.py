@@ -81,6 +81,7 @@ class Stores:
         self._host, self._origins, self._speeds, self._stats = host, origins, speeds, stats
         self._job_ids = job_ids
         self._live = live  # requests admitted and not finished
+        self.on_stored: Callable[[Sequence[Stored]], None] | None = None
         self._gpu: BlockPool | None = None
         self._fronts: list[EvictionFront] = []
         self._offered: list[Candidate] = []
@@ -283,7 +284,10 @@ class Stores:
 
     def _insert(self, store: StoreInFlight) -> None:
         held = zip(store.host_blocks, store.origins, store.token_counts, strict=True)
-        self._host.insert([Stored(block, o.key, n, o.parent, o.adapter, o.event) for block, o, n in held])
+        items = [Stored(block, o.key, n, o.parent, o.adapter, o.event) for block, o, n in held]
+        self._host.insert(items)
+        if self.on_stored is not None:
+            self.on_stored(items)
 
     def _release_gpu(self, blocks: Sequence[KVCacheBlock], *, to_front: bool) -> None:
         assert self._gpu is not None

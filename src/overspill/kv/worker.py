@@ -21,6 +21,7 @@ from overspill.kv.host_memory import Checksums, HostMemory, Verdict, num_host_sl
 from overspill.kv.jobs import DiskWriteJob, LoadJob, StepJobs, StepReport, StoreJob
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
+from overspill.kv.remote.worker import RemoteWorker
 from overspill.kv.sizes import format_size
 from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.vllm_api import KVCacheConfig, KVConnectorTransferResults
@@ -33,7 +34,7 @@ _ANNOUNCE_AHEAD_S = 0.01
 # How long an idle step may wait for a load to be announced; it has nothing else to do.
 _IDLE_WAIT_S = 0.05
 _POLL_S = 0.0005
-# The same for writes to disk, which no request waits for: only to leave the core to others.
+# The same for writes to disk or store, which no request waits for: only to leave the core to others.
 _DISK_WAIT_S = 0.002
 
 
@@ -62,6 +63,7 @@ class OffloadWorker:
         self.memory: HostMemory | None = None
         self.checksums: Checksums | None = None
         self.disk: DiskWorker | None = None
+        self.remote: RemoteWorker | None = None
         self.buffer: torch.Tensor | None = None  # vLLM's KV cache as bytes
         self._copier: Copier | None = None
         self._loads: list[_Load] = []
@@ -93,6 +95,8 @@ class OffloadWorker:
         if self._options.disk_bytes:
             num_places = num_disk_places(self._options, self._world_size, slot_stride(slot_bytes))
             self.disk = DiskWorker(self.memory, self.checksums, self._rank, num_places)
+        if self._options.remote:
+            self.remote = RemoteWorker(self._options.remote, self.memory, self.checksums, self._rank, self._world_size)
         logger.info(
             "Overspill: %s of RAM for KV, %d blocks of %s in %d piece(s) each",
             format_size(num_slots * slot_bytes), num_slots, format_size(slot_bytes), len(regions),
@@ -123,6 +127,9 @@ class OffloadWorker:
                 self.disk.read(read)
             for write in jobs.disk_writes:
                 self.disk.write(write)
+        if self.remote is not None:
+            for call in jobs.remote:
+                self.remote.start(call)
 
     def write_now(self, job: DiskWriteJob) -> StepReport:
         """Write slots to disk outside of a step, and wait for it."""
@@ -152,16 +159,17 @@ class OffloadWorker:
         self._loads = [load for load in self._loads if not self._advance(load, results, ready=load in ready)]
         self._steps_since_announcement = 0 if results.finished_recving else self._steps_since_announcement + 1
         self._poll_stores()
-        if self.disk is not None:
-            if jobs is not None and not jobs.num_tokens:
-                self._wait_for_disk(self.disk)
-            self.disk.poll(self._report, self.stats)
+        for tier in (self.disk, self.remote):
+            if tier is not None:
+                if jobs is not None and not jobs.num_tokens:
+                    self._wait_for(tier)
+                tier.poll(self._report, self.stats)
         return results
 
-    def _wait_for_disk(self, disk: DiskWorker) -> None:
+    def _wait_for(self, tier: DiskWorker | RemoteWorker) -> None:
         """An idle step waits for a read, for which a request waits, and a little for writes."""
-        deadline = time.monotonic() + (self.idle_wait_s if disk.is_reading else _DISK_WAIT_S)
-        while not disk.has_done and (disk.is_reading or disk.is_writing) and time.monotonic() < deadline:
+        deadline = time.monotonic() + (self.idle_wait_s if tier.is_reading else _DISK_WAIT_S)
+        while not tier.has_done and (tier.is_reading or tier.is_writing) and time.monotonic() < deadline:
             if any(not load.announced for load in self._ready()):
                 return
             time.sleep(_POLL_S)
@@ -259,7 +267,8 @@ class OffloadWorker:
     def shutdown(self) -> None:
         """Finish copies, then free memory, also if one of them fails."""
         with ExitStack() as stack:
-            if self.memory is not None:
+            # What still runs there may write into the pool, which then stays until the process ends.
+            if self.memory is not None and (self.remote is None or self.remote.close()):
                 stack.callback(self.memory.close)
             if self.checksums is not None:
                 stack.callback(self.checksums.close)
@@ -267,7 +276,7 @@ class OffloadWorker:
                 stack.callback(self._copier.close)
             if self.disk is not None:
                 stack.callback(self.disk.close)
-            self.disk = None
+            self.disk = self.remote = None
             self.memory = self.checksums = self._copier = self.buffer = None
 
 

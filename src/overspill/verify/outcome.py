@@ -15,6 +15,7 @@ _TROUBLE = {
     "store_failures": "store(s) failed",
     "disk_bad_blocks": "block(s) on disk did not hold what was written",
     "disk_write_failures": "block(s) could not be written to disk",
+    "remote_bad_blocks": "block(s) did not come from the store as they were put",
 }
 
 

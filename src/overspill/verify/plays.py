@@ -1,8 +1,10 @@
 """What happens in each scenario, and the faults that it makes, on an engine of its own. Runs in a child only."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from overspill.kv.disk import tier
 from overspill.kv.disk.segments import places_per_segment, segment_path
 from overspill.kv.errors import OverspillError
 from overspill.kv.jobs import DiskReadJob
+from overspill.kv.remote import tier as remote_tier
 from overspill.kv.spill import scheduler as spill_scheduler
 from overspill.kv.vllm_api import override_backend, own_connector
 from overspill.verify.inprocess import LOAD_FORMAT, Engine, arguments_of
@@ -23,6 +26,7 @@ _LOGPROBS = 5
 # As a number it is not 0 in any dtype, so what is read where nothing was written changes the answer.
 _SCRAMBLED = 0x41
 _FLUSH_S = 600.0
+_STORE_DEADLINE_S = remote_tier.DEADLINE_S
 # By then every request that runs has wanted a block.
 _PRESSED_STEPS = 1000
 
@@ -395,6 +399,54 @@ def _open_disk(engine: TestedEngine) -> None:
     disk.wait_until_open()
 
 
+def store_filled(engine: TestedEngine, script: Script) -> None:
+    _open_store(engine)
+    returning(engine, script)
+    engine.drain()
+    if not engine.counters().get("remote_store_bytes"):
+        raise OverspillError("no block was put into the store")
+
+
+def store_killed(engine: TestedEngine, script: Script) -> None:
+    """A block is damaged on its way from the store, which is killed before the second turns."""
+    worker = _open_store(engine)
+    memory, inner = engine.offload_worker.memory, worker.client.get
+    assert memory is not None
+
+    def get(keys: list[str], slots: Sequence[int]) -> list[int]:
+        del worker.client.get
+        codes: list[int] = inner(keys, slots)
+        memory.slots[slots[0]] ^= 0x11
+        engine.count("injected")
+        return codes
+
+    worker.client.get = get
+    for turns in script.conversations:
+        engine.ask(turns[0])
+    remote_tier.DEADLINE_S = _STORE_DEADLINE_S
+    engine.say("kill the store")
+    with suppress(ConnectionError):
+        while True:
+            socket.create_connection(worker.client.address, timeout=1).close()
+            time.sleep(0.01)
+    for turns in script.conversations:
+        for ask in turns[1:]:
+            engine.ask(ask)
+    engine.faults["caught"] = engine.counters().get("remote_corrupt_blocks", 0)
+
+
+def _open_store(engine: TestedEngine) -> Any:
+    """Without a deadline: a busy machine is not a store that hangs."""
+    remote_tier.DEADLINE_S = _FLUSH_S
+    tier, worker = engine.offload_scheduler.remote, engine.offload_worker.remote
+    assert tier is not None and worker is not None
+    tier.wait_until_open()
+    worker.client.first_try.wait()
+    if not worker.client.is_connected:
+        raise OverspillError("the store cannot be reached")
+    return worker
+
+
 def spilled(engine: TestedEngine, script: Script) -> None:
     first, second = script.longs
     engine.ask(first[0])
@@ -461,6 +513,8 @@ PLAYS: Mapping[str, Callable[[TestedEngine, Script], None]] = {
     "stopped": stopped,
     "torn-filled": filled,
     "torn": torn,
+    "store-killed-filled": store_filled,
+    "store-killed": store_killed,
     "spilled": spilled,
     "spilled-and-offloaded": spilled_and_offloaded,
     "shared-attention": shared_attention,

@@ -12,6 +12,7 @@ from typing import Any
 from overspill.figures import Origin
 from overspill.kv.disk.folder import JOURNAL, kept_in
 from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import MiB
 from overspill.launch.launch import Launch
 from overspill.launch.machine import rank_environment
 from overspill.launch.vllm import Vllm, installed_vllm, wrong_build
@@ -31,6 +32,7 @@ from overspill.verify.comparison import (
     parted,
     tolerance,
 )
+from overspill.verify.mooncake import missing, mooncake
 from overspill.verify.outcome import Outcome, merged
 from overspill.verify.report import Proof
 from overspill.verify.scenarios import Request, Scenario, drawn_options
@@ -61,7 +63,7 @@ _UNSHARED = (
 # Of the journal's last frame.
 _TORN_BYTES = 10
 # Engines of a scenario, where it needs more than one.
-_ENGINES = {"damaged": 2, "killed": 2, "stopped": 2, "torn": 2, "shared-attention": 2}
+_ENGINES = {"damaged": 2, "killed": 2, "stopped": 2, "torn": 2, "store-killed": 2, "shared-attention": 2}
 
 
 def prove(launch: Launch, request: Request, say: Callable[[str], None]) -> Proof:
@@ -238,6 +240,8 @@ class _Round:
         spec = self._spec(scenario, options)
         if scenario.shares_attention:
             return self._share(scenario, sharing(self.plan, spec), reference, allowed)
+        if scenario.has_store and (why := missing()):
+            return Outcome(scenario=scenario, skipped=f"{why}; docs/store.md says what it needs")
         more: dict[str, int] = {}
         play = scenario.name
         if scenario.name == "killed":
@@ -248,6 +252,8 @@ class _Round:
         played: Played = (
             self._restart(scenario, options, reference)
             if scenario.has_disk
+            else self._lose_store(scenario, options, reference)
+            if scenario.has_store
             else self.children.run("play", spec, play, reference.script)
         )
         strict = replace(allowed, same_pieces=allowed.same_pieces and scenario.same_pieces)
@@ -268,6 +274,20 @@ class _Round:
                     journal = kept.path / JOURNAL
                     os.truncate(journal, max(0, journal.stat().st_size - _TORN_BYTES))
             played: Played = self.children.run("play", spec, scenario.name, reference.script)
+            return played
+
+    def _lose_store(self, scenario: Scenario, options: Mapping[str, Any], reference: Reference) -> Played:
+        """An engine fills a store; what the next one finds there is compared, and the store killed under it."""
+        num_bytes = max(64 * MiB, 2 * self.stage.host_bytes)  # Mooncake evicts before its memory is full
+        with (
+            tempfile.TemporaryDirectory(prefix="overspill-verify-") as folder,
+            mooncake(Path(folder), num_bytes) as store,
+        ):
+            spec = self._spec(scenario, {**options, "remote": store.address})
+            self.children.run("play", spec, f"{scenario.name}-filled", reference.script)
+            played: Played = self.children.run(
+                "play", spec, scenario.name, reference.script, hear=lambda said: store.close()
+            )
             return played
 
     def _share(self, scenario: Scenario, spec: EngineSpec, reference: Reference, allowed: Tolerance) -> Outcome:

@@ -39,6 +39,8 @@ class Scenario:
     """Whether blocks leave the GPU one after the other, so that stores have time to begin when they are near."""
     has_disk: bool = False
     """Whether a first engine fills a disk, and a second one is compared."""
+    has_store: bool = False
+    """Whether a first engine fills a store between machines, and a second one is compared."""
     soak_only: bool = False
     shares_attention: bool = False
     """Whether the CPU attends to a part, so that answers are held to the distance of another attention kernel."""
@@ -46,6 +48,10 @@ class Scenario:
 
 _LOADED = {"hit_tokens": "no token came from RAM", "load_bytes": "no byte was loaded from RAM"}
 _READ = _LOADED | {"disk_hit_tokens": "no token came from disk", "disk_read_bytes": "no byte was read from disk"}
+_SHARED = {
+    "remote_hit_tokens": "no token came from the store",
+    "remote_failures": "no call noticed that the store was killed",
+}
 _STREAMED = {"spill_in_bytes": "no byte was streamed from RAM", "spilled_tokens": "no request spilled"}
 _BROKEN = {"injected": "no fault could be injected"}
 _CAUGHT = "{caught} of {injected} caught"
@@ -82,6 +88,10 @@ SCENARIOS = (
     Scenario(
         name="torn", title="the disk is damaged and its journal torn", required=_READ | _BROKEN,
         faults=("disk_bad_blocks",), fault_text=_CAUGHT, has_disk=True,
+    ),
+    Scenario(
+        name="store-killed", title="the store between machines is damaged, and killed",
+        required=_LOADED | _BROKEN | _SHARED, faults=("remote_bad_blocks",), fault_text=_CAUGHT, has_store=True,
     ),
     Scenario(
         name="spilled", title="contexts are spilled", tier=Tier.SPILL, required=_STREAMED, same_pieces=True,

@@ -52,7 +52,7 @@ class Digests:
                 changed = True
             whole.update(f"{file.name}\0{known[-1]}\0".encode())
         if changed:
-            new = self._kept.with_suffix(".new")
+            new = self._kept.with_suffix(f".{os.getpid()}")  # servers of one model may share the file
             new.write_text(json.dumps(self._known))
             os.replace(new, self._kept)
         return whole.hexdigest()

@@ -211,6 +211,9 @@ class DiskTier:
     def register_adapter(self, adapter: LoRARequest) -> None:
         self.adapters.register(adapter, self._folder.root / "adapters.json")
 
+    def bar_adapter(self, adapter: LoRARequest) -> None:
+        self.adapters.bar(adapter)
+
     # Reading.
 
     def wants(self, request: Request, num_local_tokens: int, max_tokens: int) -> bool:
@@ -248,16 +251,8 @@ class DiskTier:
             content = content_key(key, adapter)
             return OnDisk(key, content) if content in index else None
 
-        # Half of the pool at most: what is read must not push out its own head.
         most = max(1, self._host.num_slots // 2)
-        while max_tokens > num_local_tokens:
-            found = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens, find)
-            if found is None:
-                return None
-            if sum(isinstance(block, OnDisk) for group in found.blocks for block in group) <= most:
-                return found
-            max_tokens = num_local_tokens + found.num_tokens // 2
-        return None
+        return self._host.lookup_below(request.block_hashes, num_local_tokens, max_tokens, find, most)
 
     def _is_worth_it(self, num_tokens: int, num_blocks: int) -> bool:
         num_bytes = num_blocks * self._stride
@@ -275,12 +270,8 @@ class DiskTier:
         self, index: DiskIndex, request: Request, found: Hit, on_disk: Sequence[OnDisk], num_tokens: int, adapter: bytes
     ) -> bool:
         request_id = request.request_id
-        in_ram = [b for group in found.blocks for b in group if not isinstance(b, OnDisk) and not b.is_null]
-        self._host.read(in_ram)  # the part of the prefix that it continues must stay
-        blocks = self._host.allocate(len(on_disk))
-        self._host.release(in_ram)
-        if len(blocks) < len(on_disk):
-            self._host.release(blocks)
+        blocks = self._host.allocate_beside(found, len(on_disk))
+        if not blocks:
             return False
         entries = index.find([block.content for block in on_disk])
         if len(entries) < len(on_disk):
@@ -290,7 +281,9 @@ class DiskTier:
         index.hold(entry.place for entry in entries)
         # One that is neither here nor in RAM stays as it is on disk: what continues it counts as torn off.
         parents = {content_key(b.key, adapter): b.key for b in on_disk}
-        parents |= {content_key(b.block_hash, adapter): b.block_hash for b in in_ram if b.block_hash is not None}
+        parents |= {
+            content_key(b.block_hash, adapter): b.block_hash for b in found.in_ram() if b.block_hash is not None
+        }
         items, events = [], self._events(request, found) if self._host.events_enabled else {}
         for slot, block, entry in zip(blocks, on_disk, entries, strict=True):
             parent = parents.get(entry.parent, BlockHashWithGroupId(entry.parent)) if entry.parent else None
