@@ -247,7 +247,7 @@ class RemoteTier:
         in_ram = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
         keys = [content_key(item.key, adapter) for item in items]
         call = self._start("load", keys, slots, ask.patience_s)
-        call.items = [item._replace(block=slot) for item, slot in zip(items, slots, strict=True)]
+        call.items = [Stored(slot, *item[1:]) for item, slot in zip(items, slots, strict=True)]
         call.num_tokens = hit.num_tokens - (in_ram.num_tokens if in_ram is not None else 0)
         call.ask, ask.job_id = ask, call.job.job_id
         return True
