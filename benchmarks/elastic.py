@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -34,42 +32,26 @@ import shapes
 from overspill.address import free_port
 from overspill.kv.ledger import Account, Ledger
 from overspill.manager.grants import Grants
-from park import COMPUTED, WORKER, Parked, has_gpu, size
+from park import COMPUTED, Parked, command, has_gpu, size
 from record import Json, say
 from servers import started
 
 ENGINES = ("a", "b", "c")
 LOOK_SECONDS = 0.25  # as the manager looks
-GIB = 1 << 30
-
-
-def command(arguments: argparse.Namespace, port: int, ledger: Path | None) -> list[str]:
-    extra: Json = {"host_bytes": arguments.host_bytes, "load": "always", "store": "lazy"}
-    if ledger is not None:
-        extra |= {"ledger": str(ledger), "ledger_bytes": arguments.kv_bytes // len(ENGINES)}
-    transfer = {
-        "kv_connector": "OverspillConnector", "kv_connector_module_path": "overspill.kv.connector",
-        "kv_role": "kv_both", "kv_connector_extra_config": extra,
-    }  # fmt: skip
-    words = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(arguments.model),
-        "--load-format", arguments.load_format, "--skip-tokenizer-init", "--dtype", arguments.dtype,
-        "--max-model-len", str(arguments.max_model_len), "--kv-cache-memory-bytes", str(arguments.kv_bytes),
-        "--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--max-num-seqs", "64",
-        "--kv-transfer-config", json.dumps(transfer), "--worker-cls", WORKER,
-        "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
-    return [*words, *([] if arguments.graphs and has_gpu() else ["--enforce-eager"])]
 
 
 @contextlib.contextmanager
 def serving(arguments: argparse.Namespace, names: tuple[str, ...], ledger: Path | None) -> Iterator[list[Parked]]:
     logs = Path(tempfile.mkdtemp(prefix="elastic-"))
+    options: Json = {"store": "lazy"}
+    if ledger is not None:
+        options |= {"ledger": str(ledger), "ledger_bytes": arguments.kv_bytes // len(ENGINES)}
+    flags = ["--max-num-seqs", "64", *([] if arguments.graphs and has_gpu() else ["--enforce-eager"])]
     with contextlib.ExitStack() as stack:
         servers = []
         for name in names:
             port = free_port()
-            servers.append(stack.enter_context(started(command(arguments, port, ledger), logs / name, port)))
+            servers.append(stack.enter_context(started(command(arguments, port, options, *flags), logs / name, port)))
         for server in servers:
             try:
                 server.wait("/health", arguments.timeout)

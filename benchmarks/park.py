@@ -96,21 +96,21 @@ class Parked:
         )
 
 
-def command(arguments: argparse.Namespace, port: int) -> list[str]:
-    extra = {"host_bytes": arguments.host_bytes, "park": True, "load": "always"}
+def command(arguments: argparse.Namespace, port: int, options: Json, *flags: str) -> list[str]:
+    """A server with these options of the connector."""
     transfer = {
         "kv_connector": "OverspillConnector", "kv_connector_module_path": "overspill.kv.connector",
-        "kv_role": "kv_both", "kv_connector_extra_config": extra,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_bytes": arguments.host_bytes, "load": "always", **options},
     }  # fmt: skip
-    words = [
+    return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(arguments.model),
         "--load-format", arguments.load_format, "--skip-tokenizer-init", "--dtype", arguments.dtype,
         "--max-model-len", str(arguments.max_model_len), "--kv-cache-memory-bytes", str(arguments.kv_bytes),
-        "--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--max-num-seqs", "16",
-        "--kv-transfer-config", json.dumps(transfer), "--worker-cls", WORKER, "--middleware", CONTROL,
-        "--host", "127.0.0.1", "--port", str(port),
+        "--gpu-memory-utilization", str(arguments.gpu_memory_utilization),
+        "--kv-transfer-config", json.dumps(transfer), "--worker-cls", WORKER,
+        "--host", "127.0.0.1", "--port", str(port), *flags,
     ]  # fmt: skip
-    return [*words, *(["--enable-sleep-mode"] if has_gpu() else ["--enforce-eager"])]
 
 
 @contextlib.contextmanager
@@ -119,7 +119,9 @@ def serving(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Parked, 
     port, secret = free_port(), secrets.token_urlsafe(16)
     log = Path(tempfile.mkdtemp(prefix="park-")) / f"{name}.log"
     environment = {VARIABLE: secret, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with started(command(arguments, port), log, port, env=environment) as server:
+    flags = ["--middleware", CONTROL, "--max-num-seqs", "16", "--enable-sleep-mode" if has_gpu() else "--enforce-eager"]
+    words = command(arguments, port, {"park": True}, *flags)
+    with started(words, log, port, env=environment) as server:
         try:
             server.wait("/health", arguments.timeout)
             one = Parked(server, secret, str(arguments.model))

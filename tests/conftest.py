@@ -17,6 +17,7 @@ from tests.tiers import starts_nothing
 from tests.zygote import warm
 
 if TYPE_CHECKING:
+    from overspill.kv.ledger import Ledger
     from overspill.registry import Registry
     from tests.managed_here import Here
     from tests.manager_process import Place
@@ -188,3 +189,23 @@ def open_gate() -> Iterator[None]:
 
     yield
     PlainCopier.gate.set()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> "Iterator[Ledger]":
+    """Of a GPU, as the manager has it open."""
+    from overspill.kv.ledger import Ledger
+
+    opened = Ledger(tmp_path / "gpu.ledger")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic engine that has to shrink waits for nothing."""
+    from overspill.kv import elastic
+
+    monkeypatch.setattr(elastic, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(elastic, "_COPYING_S", 0.0)
+    monkeypatch.setattr(elastic, "_SECONDS_BETWEEN_OFFERS", 0.0)

@@ -18,7 +18,7 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 
-from overspill.kv.disk import segments, tier
+from overspill.kv.disk import key, segments, tier
 from overspill.kv.disk.folder import JOURNAL, kept_in
 from overspill.kv.disk.segments import DiskWorker, Segments, segment_path
 from overspill.kv.errors import OverspillError
@@ -654,7 +654,7 @@ def test_an_adapter_replaced_under_its_name_is_another_key(tmp_path: Path) -> No
         lora_request = request
 
     def digest() -> bytes | None:
-        adapters = tier.AdapterDigests()
+        adapters = key.AdapterDigests()
         adapters.register(request, tmp_path / "adapters.json")
         return adapters.of(Asked())  # type: ignore[arg-type]
 
@@ -662,7 +662,7 @@ def test_an_adapter_replaced_under_its_name_is_another_key(tmp_path: Path) -> No
     assert before and digest() == before
     (adapter / "adapter_model.safetensors").write_bytes(b"two!")
     assert digest() not in (before, None)
-    adapters = tier.AdapterDigests()
+    adapters = key.AdapterDigests()
     adapters.register(request, tmp_path / "adapters.json")
     adapters.bar(request)
     adapters.register(request, tmp_path / "adapters.json")

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from overspill.kv import elastic as elastic_module
 from overspill.kv.elastic import Elastic
 from overspill.kv.ledger import Ledger
 from overspill.kv.vllm_api import own_connector
@@ -29,13 +27,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into th
 
 PROMPTS = [random_prompt(seed, 5 * BLOCK + 7) for seed in range(4)]
 MODEL_LEN = 8 * BLOCK
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    opened = Ledger(tmp_path / "gpu.ledger")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -75,13 +66,6 @@ class Grown:
             if self.engine.core.scheduler.has_requests():
                 Engine.step(self.engine)
         raise AssertionError((self.elastic.mapped, self.elastic._leaving))
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_module, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(elastic_module, "_COPYING_S", 0.0)
-    monkeypatch.setattr(elastic_module, "_SECONDS_BETWEEN_OFFERS", 0.0)
 
 
 def elastic(llama: Path, ledger: Ledger, *, blocks: int = 64, **extra: Any) -> Any:

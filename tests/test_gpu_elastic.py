@@ -4,14 +4,12 @@ Run with `pytest -m gpu`.
 """
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from overspill.kv import elastic as elastic_module
 from overspill.kv.ledger import Ledger
 from tests.engine import Answer, assert_identical, assert_same_but_for_ties, engine, overspill, random_prompt
 from tests.test_elastic import Granted, Grown
@@ -25,20 +23,6 @@ pytestmark = [
 
 BLOCKS = 24_000
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((9000, 5000, 700, 300, 150))]
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    opened = Ledger(tmp_path / "gpu.ledger")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_module, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(elastic_module, "_COPYING_S", 0.0)
-    monkeypatch.setattr(elastic_module, "_SECONDS_BETWEEN_OFFERS", 0.0)
 
 
 def elastic(llama: Path, ledger: Ledger, **extra: Any) -> Any:

@@ -32,7 +32,7 @@ _Found = tuple[tuple[list[KVCacheBlock], ...], int]  # blocks per group, and tok
 _ORDERS: dict[Eviction, type[LruOrder]] = {"lru": LruOrder, "arc": ArcOrder}
 
 
-class OnDisk(KVCacheBlock):
+class BelowRam(KVCacheBlock):
     """Stands in for a block that is not in RAM but below it, on disk or in the store, in a lookup."""
 
     def __init__(self, key: BlockHashWithGroupId, content: bytes) -> None:
@@ -41,7 +41,7 @@ class OnDisk(KVCacheBlock):
         self.content = content  # its key there
 
 
-FindOnDisk = Callable[[BlockHashWithGroupId], OnDisk | None]
+FindOnDisk = Callable[[BlockHashWithGroupId], BelowRam | None]
 
 
 class HostPool(BlockPool):
@@ -107,7 +107,7 @@ class Hit:
     num_tokens: int  # beyond the local ones
 
     def in_ram(self) -> list[KVCacheBlock]:
-        return [b for group in self.blocks for b in group if not isinstance(b, OnDisk) and not b.is_null]
+        return [b for group in self.blocks for b in group if not isinstance(b, BelowRam) and not b.is_null]
 
 
 class HostCache:
@@ -201,7 +201,7 @@ class HostCache:
             found = self.lookup(block_hashes, num_local_tokens, max_tokens, find)
             if found is None:
                 return None
-            count = sum(isinstance(block, OnDisk) for group in found.blocks for block in group)
+            count = sum(isinstance(block, BelowRam) for group in found.blocks for block in group)
             if count <= most:
                 return found if count else None
             max_tokens = num_local_tokens + found.num_tokens // 2

@@ -15,12 +15,15 @@ from typing import Any
 import vllm
 import xxhash
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from overspill.kv.buffer import block_regions
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import MiB
-from overspill.kv.vllm_api import KVCacheConfig, get_none_hash_seed
+from overspill.kv.vllm_api import KVCacheConfig, LoRARequest, Request, get_none_hash_seed
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 # Loaders that draw the same random numbers each time: vLLM's, and that of `overspill verify`.
@@ -65,6 +68,34 @@ class Digests:
                     raise OverspillError("the engine was stopped before all weights were read for their digest")
                 digest.update(part)
         return digest.hexdigest()
+
+
+class AdapterDigests:
+    """Digests of adapters by name and path. One that was replaced is barred: vLLM may still compute with the old."""
+
+    def __init__(self) -> None:
+        self._by_path: dict[tuple[str, str], bytes | None] = {}
+        self._digests: Digests | None = None
+
+    def register(self, adapter: LoRARequest, kept: Path) -> None:
+        name = (adapter.lora_name, adapter.lora_path)
+        if name in self._by_path:
+            return
+        self._digests = self._digests or Digests(kept)
+        try:
+            files = [file for file in Path(adapter.lora_path).iterdir() if file.is_file()]
+            self._by_path[name] = bytes.fromhex(self._digests.of(files)) if files else None
+        except OSError as error:
+            logger.warning("Overspill: KV of adapter %s is not kept beyond RAM: %s", adapter.lora_name, error)
+            self._by_path[name] = None
+
+    def bar(self, adapter: LoRARequest) -> None:
+        self._by_path[adapter.lora_name, adapter.lora_path] = None
+
+    def of(self, request: Request) -> bytes | None:
+        """Empty for the model itself; None if KV of this adapter is not kept beyond RAM."""
+        adapter = request.lora_request
+        return b"" if adapter is None else self._by_path.get((adapter.lora_name, adapter.lora_path))
 
 
 def weight_files(model: str, revision: str | None) -> list[Path]:

@@ -19,10 +19,10 @@ from vllm.logger import init_logger
 from overspill.kv.disk.folder import JOURNAL, Folder, default_folder
 from overspill.kv.disk.index import DiskIndex, Entry
 from overspill.kv.disk.journal import Journal, Records
-from overspill.kv.disk.key import Digests, content_key, identity_of, model_facts
+from overspill.kv.disk.key import AdapterDigests, Digests, content_key, identity_of, model_facts
 from overspill.kv.disk.segments import places_per_segment
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_cache import Hit, HostCache, OnDisk, Stored
+from overspill.kv.host_cache import Hit, HostCache, BelowRam, Stored
 from overspill.kv.jobs import DiskReadJob, DiskWriteJob, StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
@@ -90,34 +90,6 @@ class _Write:
     places: list[int]
     digests: dict[int, list[int | None]] = field(default_factory=dict)  # by rank
     abandoned: bool = False
-
-
-class AdapterDigests:
-    """Digests of adapters by name and path. One that was replaced is barred: vLLM may still compute with the old."""
-
-    def __init__(self) -> None:
-        self._by_path: dict[tuple[str, str], bytes | None] = {}
-        self._digests: Digests | None = None
-
-    def register(self, adapter: LoRARequest, kept: Path) -> None:
-        name = (adapter.lora_name, adapter.lora_path)
-        if name in self._by_path:
-            return
-        self._digests = self._digests or Digests(kept)
-        try:
-            files = [file for file in Path(adapter.lora_path).iterdir() if file.is_file()]
-            self._by_path[name] = bytes.fromhex(self._digests.of(files)) if files else None
-        except OSError as error:
-            logger.warning("Overspill: KV of adapter %s is not kept on disk: %s", adapter.lora_name, error)
-            self._by_path[name] = None
-
-    def bar(self, adapter: LoRARequest) -> None:
-        self._by_path[adapter.lora_name, adapter.lora_path] = None
-
-    def of(self, request: Request) -> bytes | None:
-        """Empty for the model itself; None if KV of this adapter is not kept on disk."""
-        adapter = request.lora_request
-        return b"" if adapter is None else self._by_path.get((adapter.lora_name, adapter.lora_path))
 
 
 class DiskTier:
@@ -228,7 +200,7 @@ class DiskTier:
             return False
         found = self._lookup(index, request, adapter, num_local_tokens, max_tokens)
         blocks = found.blocks if found is not None else ()
-        on_disk = [block for group in blocks for block in group if isinstance(block, OnDisk)]
+        on_disk = [block for group in blocks for block in group if isinstance(block, BelowRam)]
         if found is None or not on_disk:
             return False
         in_ram = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
@@ -247,9 +219,9 @@ class DiskTier:
     def _lookup(
         self, index: DiskIndex, request: Request, adapter: bytes, num_local_tokens: int, max_tokens: int
     ) -> Hit | None:
-        def find(key: BlockHashWithGroupId) -> OnDisk | None:
+        def find(key: BlockHashWithGroupId) -> BelowRam | None:
             content = content_key(key, adapter)
-            return OnDisk(key, content) if content in index else None
+            return BelowRam(key, content) if content in index else None
 
         most = max(1, self._host.num_slots // 2)
         return self._host.lookup_below(request.block_hashes, num_local_tokens, max_tokens, find, most)
@@ -267,7 +239,13 @@ class DiskTier:
         return self._num_skipped % _PROBE_AFTER == 0
 
     def _read(
-        self, index: DiskIndex, request: Request, found: Hit, on_disk: Sequence[OnDisk], num_tokens: int, adapter: bytes
+        self,
+        index: DiskIndex,
+        request: Request,
+        found: Hit,
+        on_disk: Sequence[BelowRam],
+        num_tokens: int,
+        adapter: bytes,
     ) -> bool:
         request_id = request.request_id
         blocks = self._host.allocate_beside(found, len(on_disk))
@@ -306,7 +284,7 @@ class DiskTier:
             block.key: event
             for group, blocks in enumerate(found.blocks)
             for i, block in enumerate(blocks)
-            if isinstance(block, OnDisk) and (event := self.event_of(request, i, sizes[group], group)) is not None
+            if isinstance(block, BelowRam) and (event := self.event_of(request, i, sizes[group], group)) is not None
         }
 
     def _read_done(self, read: _Read) -> None:

@@ -16,10 +16,9 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from overspill.kv.disk.folder import default_folder
-from overspill.kv.disk.key import Digests, content_key, identity_of, model_facts
-from overspill.kv.disk.tier import AdapterDigests
+from overspill.kv.disk.key import AdapterDigests, Digests, content_key, identity_of, model_facts
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_cache import HostCache, OnDisk, Stored
+from overspill.kv.host_cache import HostCache, BelowRam, Stored
 from overspill.kv.jobs import RemoteJob, RemoteResult, StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
@@ -99,7 +98,7 @@ class Breaker:
 class _Ask:
     """One request's way through the store: it is asked once."""
 
-    job_id: int  # the call that it waits for
+    job_id: int = 0  # the call that it waits for; 0 without one
     patience_s: float = 0.0  # what the first call left of the deadline
     found: set[bytes] | None = None
 
@@ -184,13 +183,15 @@ class RemoteTier:
         return bool(found) and self._load(request, ask, found or set(), adapter, num_local_tokens, max_tokens)
 
     def _find(self, request: Request, adapter: bytes, num_local_tokens: int, max_tokens: int) -> bool:
+        # Decided once: a request that waits for the GPU is looked at in every pass.
+        ask = self._asks[request.request_id] = _Ask()
         keys = self._missing(request, num_local_tokens, max_tokens)
         if not keys or not self._is_worth_it(max_tokens - num_local_tokens, len(keys)):
             return False
         if not self.breaker.is_closed and not self.breaker.may_try():
             return False
         call = self._start("find", [content_key(key, adapter) for key in keys], [], DEADLINE_S)
-        call.ask = self._asks[request.request_id] = _Ask(call.job.job_id)
+        call.ask, ask.job_id = ask, call.job.job_id
         return True
 
     def _missing(self, request: Request, num_local_tokens: int, max_tokens: int) -> list[BlockHashWithGroupId]:
@@ -222,9 +223,9 @@ class RemoteTier:
     def _load(
         self, request: Request, ask: _Ask, found: set[bytes], adapter: bytes, num_local_tokens: int, max_tokens: int
     ) -> bool:
-        def find(key: BlockHashWithGroupId) -> OnDisk | None:
+        def find(key: BlockHashWithGroupId) -> BelowRam | None:
             content = content_key(key, adapter)
-            return OnDisk(key, content) if content in found else None
+            return BelowRam(key, content) if content in found else None
 
         held = self._num_lost + sum(len(call.blocks) for call in self._calls.values() if call.job.kind == "load")
         most = self._host.num_slots // 2 - held
@@ -235,7 +236,7 @@ class RemoteTier:
         for group, blocks in enumerate(hit.blocks):
             size = self._host.group_block_sizes[group]
             for i, block in enumerate(blocks):
-                if isinstance(block, OnDisk):
+                if isinstance(block, BelowRam):
                     # Null beyond the GPU's part lies before a window.
                     is_first = i == 0 or (blocks[i - 1].is_null and i * size > num_local_tokens)
                     parent = None if is_first else self._key(request, group, i - 1)
