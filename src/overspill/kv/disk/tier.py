@@ -22,7 +22,7 @@ from overspill.kv.disk.journal import Journal, Records
 from overspill.kv.disk.key import AdapterDigests, Digests, content_key, identity_of, model_facts
 from overspill.kv.disk.segments import places_per_segment
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_cache import Hit, HostCache, BelowRam, Stored
+from overspill.kv.host_cache import BelowRam, Hit, HostCache, Stored
 from overspill.kv.jobs import DiskReadJob, DiskWriteJob, StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from overspill.kv.disk.folder import default_folder
 from overspill.kv.disk.key import AdapterDigests, Digests, content_key, identity_of, model_facts
 from overspill.kv.errors import OverspillError
-from overspill.kv.host_cache import HostCache, BelowRam, Stored
+from overspill.kv.host_cache import BelowRam, HostCache, Stored
 from overspill.kv.jobs import RemoteJob, RemoteResult, StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
