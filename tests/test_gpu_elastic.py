@@ -37,10 +37,10 @@ def test_memory_goes_and_comes_back_and_nothing_cached_is_lost(llama: Path, ledg
         expected = [running.ask_one(prompt) for prompt in PROMPTS]
         running.drain()
         full, units = used_bytes(), grown.elastic.units
-        assert grown.mapped_bytes == units.count * units.unit_bytes
+        assert grown.mapped_bytes == grown.account.most == BLOCKS * units.block_bytes
         for _ in range(3):
             grown.grant(grown.elastic._floor)
-            gone = (units.count - grown.elastic._floor) * units.unit_bytes
+            gone = grown.account.most - grown.account.held
             assert full - used_bytes() >= 0.95 * gone > 0
             again = [running.ask_one(prompt) for prompt in PROMPTS]
             assert_same_but_for_ties(again, expected)

@@ -106,8 +106,8 @@ class Elastic:
         self.stats = OverspillStats()
         self._ledger = Ledger(Path(options.ledger))
         self._row = self._ledger.take(
-            os.getpid(), held=self._bytes(first), floor=self._bytes(self._floor), most=self._bytes(self.units.count),
-            weight=options.ledger_weight,
+            os.getpid(), held=self._bytes(self.mapped), floor=self._bytes(range(self._floor)),
+            most=self._bytes(range(self.units.count)), weight=options.ledger_weight,
         )  # fmt: skip
         self._leaving: dict[int, Leaving] = {}
         self._out: set[int] = set()  # blocks that vLLM does not see
@@ -119,8 +119,9 @@ class Elastic:
         self._tried_at = -_SECONDS_BETWEEN_TRIES
         self._reported_at, self._seen = 0.0, (0, 0)
 
-    def _bytes(self, num_units: int) -> int:
-        return num_units * self.units.unit_bytes
+    def _bytes(self, units: Iterable[int]) -> int:
+        """The last unit may be smaller than the others."""
+        return sum(len(self.units.blocks(unit)) for unit in units) * self.units.block_bytes
 
     def bind(self, pool: BlockPool, stores: Stores | None) -> None:
         """Hide blocks that have no memory yet."""
@@ -149,7 +150,9 @@ class Elastic:
         granted = self._ledger.read(self._row).granted
         if not granted:  # no manager has written yet
             return len(self.mapped) - len(self._leaving)
-        return max(self._floor, min(self.units.count, granted // self.units.unit_bytes))
+        if granted >= self._bytes(range(self.units.count)):
+            return self.units.count
+        return max(self._floor, granted // self.units.unit_bytes)
 
     def adjust(self, core: Any) -> None:
         """Get nearer to what is granted, without waiting for anything."""
@@ -178,21 +181,21 @@ class Elastic:
             return
         added = [unit for unit in range(self.units.count) if unit not in self.mapped][:num_units]
         # Told before it is taken: the sum of the ledger is never below the truth.
-        self._ledger.write(self._row, held=self._bytes(len(self.mapped) + len(added)))
+        self._ledger.write(self._row, held=self._bytes(self.mapped.union(added)))
         try:
             call_workers(core, "overspill_keep_units", self.mapped.union(added))
         except Exception as error:
             self._tried_at = now
-            self._ledger.write(self._row, held=self._bytes(len(self.mapped)))
+            self._ledger.write(self._row, held=self._bytes(self.mapped))
             self.stats.count("grow_failures")
             logger.warning(
                 "Overspill: %s of GPU memory was granted and could not be had: %s",
-                format_size(self._bytes(len(added))), error,
+                format_size(self._bytes(added)), error,
             )  # fmt: skip
             return
         self.mapped.update(added)
         self._put_in(block for unit in added for block in self.units.blocks(unit))
-        self.stats.count("grown_bytes", self._bytes(len(added)))
+        self.stats.count("grown_bytes", self._bytes(added))
 
     def _keep_after_all(self, num_units: int) -> int:
         """Take back as many of the leaving units; returns how many."""
@@ -253,8 +256,8 @@ class Elastic:
         self.mapped -= ready
         for unit in ready:
             del self._leaving[unit]
-        self._ledger.write(self._row, held=self._bytes(len(self.mapped)))
-        self.stats.count("shrunk_bytes", self._bytes(len(ready)))
+        self._ledger.write(self._row, held=self._bytes(self.mapped))
+        self.stats.count("shrunk_bytes", self._bytes(ready))
 
     def _take_out(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Free blocks, which vLLM can neither hand out nor hit from now on."""
@@ -282,11 +285,11 @@ class Elastic:
         waiting = blocks_waiting(core, self._block_tokens, most=self.units.num_blocks)
         wanted = min(self.units.count, -(-(used + waiting) // self.units.blocks_per_unit) + 1)
         self._ledger.write(
-            self._row, held=self._bytes(len(self.mapped)), used=used * self.units.block_bytes,
-            wanted=self._bytes(wanted),
+            self._row, held=self._bytes(self.mapped), used=used * self.units.block_bytes,
+            wanted=self._bytes(range(wanted)),
         )  # fmt: skip
         self._reported_at, self._seen = time.monotonic(), (self._planned, used)
-        self.stats.gauge("kv_held_bytes", self._bytes(len(self.mapped)))
+        self.stats.gauge("kv_held_bytes", self._bytes(self.mapped))
 
     # Called by a thread of its own.
 
