@@ -1,4 +1,4 @@
-"""Which loads a step announces: those that have completed, or will within ten milliseconds."""
+"""Which loads a step announces: those that have completed, or will soon."""
 
 import pytest
 
@@ -40,11 +40,14 @@ def worker(*left: int, link: float = 50e9, asynchronous: bool = False) -> tuple[
     return made, transfers
 
 
-@pytest.mark.parametrize("jobs", [BUSY, IDLE], ids=["busy", "idle"])
-def test_a_load_is_announced_ten_milliseconds_ahead(jobs: StepJobs) -> None:
-    made, (transfer,) = worker(501 * MB)
+@pytest.mark.parametrize(
+    ("jobs", "ahead"), [(BUSY, 500 * MB), (IDLE, 5000 * MB)], ids=["10 ms if busy", "100 ms if idle"]
+)
+def test_a_load_is_announced_ahead(jobs: StepJobs, ahead: int) -> None:
+    made, (transfer,) = worker(ahead + 1)
+    made.idle_wait_s = 0.01
     assert made.results(jobs).finished_recving == set()
-    transfer.left = 500 * MB
+    transfer.left = ahead
     assert made.results(jobs).finished_recving == {"a"}
     assert made.results(jobs).finished_recving == set(), "it is announced once"
 
@@ -52,6 +55,13 @@ def test_a_load_is_announced_ten_milliseconds_ahead(jobs: StepJobs) -> None:
 def test_loads_come_one_after_the_other() -> None:
     made, _ = worker(300 * MB, 300 * MB, 0)
     assert made.results(BUSY).finished_recving == {"a", "c"}
+
+
+def test_an_idle_engine_waits_for_one_load_and_for_what_comes_soon_after() -> None:
+    made, _ = worker(3000 * MB, 500 * MB, 1)
+    assert made.results(IDLE).finished_recving == {"a", "b"}
+    made, _ = worker(6000 * MB, 0)
+    assert made.results(IDLE).finished_recving == {"b"}, "it has completed; the first would take too long"
 
 
 def test_on_a_link_not_yet_measured_a_load_ends_first() -> None:
@@ -65,7 +75,7 @@ def test_on_a_link_not_yet_measured_a_load_ends_first() -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_idle_step_after_an_announcement_does_not_wait(asynchronous: bool) -> None:
     """Between two idle steps in flight vLLM has not scheduled what the first of them announced."""
-    made, _ = worker(0, 900 * MB, asynchronous=asynchronous)
+    made, _ = worker(0, 6000 * MB, asynchronous=asynchronous)
     made.idle_wait_s = 0.2
     waited = 0
     wait = made._wait_for_a_load

@@ -31,6 +31,9 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own logge
 # A load is announced so long before its copies are expected to complete: vLLM takes a step or two to schedule its
 # request. Compute queued after that waits for the copies, so this bounds the delay of other requests.
 _ANNOUNCE_AHEAD_S = 0.01
+# While nothing computes, the oldest load delays nobody: its request's step is prepared and queued while it is copied.
+# Requests that arrive meanwhile wait no longer than this.
+_IDLE_AHEAD_S = 0.1
 # How long an idle step may wait for a load to be announced; it has nothing else to do.
 _IDLE_WAIT_S = 0.05
 _POLL_S = 0.0005
@@ -153,9 +156,12 @@ class OffloadWorker:
             self._report.loaded[job.job_id] = 1
         self._void.clear()
         # With several steps in flight, vLLM runs one or two more idle ones before it processes an announcement.
-        if jobs is not None and not jobs.num_tokens and self._steps_since_announcement >= self._steps_in_flight - 1:
+        is_idle = (
+            jobs is not None and not jobs.num_tokens and self._steps_since_announcement >= self._steps_in_flight - 1
+        )
+        if is_idle:
             self._wait_for_a_load()
-        ready = self._ready()
+        ready = self._ready(is_idle=is_idle)
         self._loads = [load for load in self._loads if not self._advance(load, results, ready=load in ready)]
         self._steps_since_announcement = 0 if results.finished_recving else self._steps_since_announcement + 1
         self._poll_stores()
@@ -170,17 +176,21 @@ class OffloadWorker:
         """An idle step waits for a read, for which a request waits, and a little for writes."""
         deadline = time.monotonic() + (self.idle_wait_s if tier.is_reading else _DISK_WAIT_S)
         while not tier.has_done and (tier.is_reading or tier.is_writing) and time.monotonic() < deadline:
-            if any(not load.announced for load in self._ready()):
+            if any(not load.announced for load in self._ready(is_idle=True)):
                 return
             time.sleep(_POLL_S)
 
-    def _ready(self) -> list[_Load]:
+    def _ready(self, *, is_idle: bool) -> list[_Load]:
         """Loads that are checked, and completed or about to: in the order of their copies, oldest first."""
         ready, remaining_bytes = [], 0
+        ahead_bytes = _ANNOUNCE_AHEAD_S * self.load_bytes_per_s
         for load in self._loads:
             remaining_bytes += load.transfer.remaining_bytes()
-            in_time = load.transfer.queued and remaining_bytes <= _ANNOUNCE_AHEAD_S * self.load_bytes_per_s
-            if load.verdict.done() and (load.transfer.done() or in_time):
+            if not load.verdict.done() or not (load.transfer.queued or load.transfer.done()):
+                continue
+            if is_idle and not load.announced and remaining_bytes <= _IDLE_AHEAD_S * self.load_bytes_per_s:
+                is_idle, ahead_bytes = False, ahead_bytes + remaining_bytes
+            if load.transfer.done() or remaining_bytes <= ahead_bytes:
                 ready.append(load)
         return ready
 
@@ -188,7 +198,7 @@ class OffloadWorker:
         """A step without a forward delays nothing, and spinning would take cores from the copying threads."""
         deadline = time.monotonic() + self.idle_wait_s
         while any(not load.announced for load in self._loads) and time.monotonic() < deadline:
-            if any(not load.announced for load in self._ready()):
+            if any(not load.announced for load in self._ready(is_idle=True)):
                 return
             time.sleep(_POLL_S)
 
