@@ -57,8 +57,8 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return [draw.randrange(3, VOCAB) for _ in range(length)]
 
 
-def sampling(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, detokenize=False)
+def sampling(max_tokens: int, logprobs: int = 2) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False)
 
 
 def overspill(**extra: Any) -> KVTransferConfig:
@@ -91,6 +91,8 @@ def spilling(*, resident: int = 10, spilled: int = 60, regions: int = 4, **extra
 
 
 class Engine:
+    num_logprobs = 2
+
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._count = 0
@@ -139,7 +141,7 @@ class Engine:
         self._count += 1
         name = request_id or f"request-{self._count}"
         tokens = {"prompt_token_ids": list(prompt)}
-        self.llm.llm_engine.add_request(name, tokens, sampling(max_tokens), priority=priority)
+        self.llm.llm_engine.add_request(name, tokens, sampling(max_tokens, self.num_logprobs), priority=priority)
         return name
 
     def step(self) -> dict[str, Answer]:

@@ -64,7 +64,8 @@ class Grown:
             self.engine.core.overspill_adjust()
             if self.elastic.is_settled():
                 return
-            if self.engine.core.scheduler.has_requests():
+            # As the engine's loop: a step may be in flight after the last request.
+            if self.engine.core.scheduler.has_requests() or self.engine.core.batch_queue:
                 Engine.step(self.engine)
         raise AssertionError((self.elastic.mapped, self.elastic._leaving))
 
