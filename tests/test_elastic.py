@@ -67,6 +67,8 @@ class Grown:
             # As the engine's loop: a step may be in flight after the last request.
             if self.engine.core.scheduler.has_requests() or self.engine.core.batch_queue:
                 Engine.step(self.engine)
+            else:
+                time.sleep(0.01)  # stores that found no room in RAM are offered again after a while
         raise AssertionError((self.elastic.mapped, self.elastic._leaving))
 
 
@@ -100,6 +102,24 @@ def test_cached_kv_survives_a_shrink_in_ram(llama: Path, ledger: Ledger, expecte
         assert_same(again, expected)
         assert all(answer.num_cached >= 5 * BLOCK for answer in again)
         assert running.metric("shrink_lost_blocks") == 0 and running.metric("shrunk_bytes") > 0
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_repeated_prompts_are_offloaded_fetched_and_evicted(llama: Path, ledger: Ledger, eviction: str) -> None:
+    """What kvcached's own test of CPU offload shows, on memory that comes and goes."""
+    prompts = [random_prompt(20 + seed, 5 * BLOCK + 7) for seed in range(12)]  # 60 full blocks, and RAM for 40
+    expected = stock(llama, prompts)
+    with elastic(llama, ledger, store="eager", eviction=eviction, host_bytes=40 * SLOT_BYTES) as running:
+        grown = Grown(running, ledger)
+        for num_units in (grown.elastic._floor, grown.elastic.units.count, grown.elastic._floor):
+            grown.grant(num_units)
+            for _ in range(2):
+                assert_same([running.ask_one(prompt) for prompt in prompts], expected)
+                again = running.ask_one(prompts[-1])  # still in RAM, if no longer on the GPU
+                assert again.num_cached >= 4 * BLOCK
+                running.drain()
+        assert running.metric("store_bytes") > 0 < running.metric("load_bytes")
+        assert running.metric("evicted_blocks") > 0 == running.metric("load_failures")
 
 
 def test_what_was_given_back_returns(llama: Path, ledger: Ledger, expected: list[Answer]) -> None:
