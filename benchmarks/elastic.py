@@ -1,6 +1,6 @@
 """Three engines of one card, whose KV memory follows their bursts: beside fixed thirds, and beside one engine alone.
 
-    python benchmarks/elastic.py                      Llama-3.1-8B's shape; about 4 minutes on an H200
+    python benchmarks/elastic.py                      Llama-3.1-8B's shape; about 6 minutes on an H200
     python benchmarks/elastic.py --model tiny --dtype float32 --kv-bytes 24MiB --host-bytes 64MiB --move-bytes 4MiB \\
         --max-model-len 1024 --requests 8 --input 400 --output 16 --rounds 1                on a CPU, 3 minutes
 
@@ -201,9 +201,9 @@ def main() -> None:
     parser = record.argument_parser(__doc__)
     parser.add_argument("--model", default=None, help="folder, or 'tiny'; default: Llama-3.1-8B's shape")
     parser.add_argument("--rounds", type=int, default=2, help="bursts for each engine")
-    parser.add_argument("--requests", type=int, default=24, help="of a burst, at once")
+    parser.add_argument("--requests", type=int, default=20, help="of a burst, at once")
     parser.add_argument("--input", type=int, default=8000, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--output", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--max-model-len", type=int, default=16_384)
     parser.add_argument("--kv-bytes", type=size, default=size("27GiB"), help="GPU memory for KV, of all engines")
     parser.add_argument("--host-bytes", type=size, default=size("20GiB"), help="RAM for KV, of each")

@@ -134,7 +134,12 @@ class SpillWorker:
             self._stop_threads()
             return
         self.graphs = SpilledGraphs(self._window, self.streams, self.far)  # type: ignore[arg-type]
+        free, _ = torch.cuda.mem_get_info()
         self.graphs.capture(runner)
+        logger.info(
+            "Overspill: CUDA graphs for steps with spilled KV take %s",
+            format_size(max(0, free - torch.cuda.mem_get_info()[0])),
+        )
 
     def _stop_threads(self) -> None:
         """On a GPU the CPU shares attention inside graphs only."""
