@@ -32,7 +32,7 @@ def chromium() -> "Iterator[Browser]":
             executable_path=CHROMIUM,
             headless=True,
             timeout=TIMEOUT_MS,
-            args=["--no-sandbox", "--disable-dev-shm-usage"],
+            args=["--disable-gpu", "--no-sandbox", "--disable-dev-shm-usage"],
         )
         yield opened
         opened.close()

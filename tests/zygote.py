@@ -48,7 +48,7 @@ PRELOADED = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
-_FORKED_MODULES = ("overspill", "vllm.entrypoints")
+_FORKED_MODULES = ("overspill", "tests.disk_script", "tests.vllm_specs", "vllm.entrypoints")
 _FORKED_CODE = ("from multiprocessing.spawn import spawn_main", "from multiprocessing.forkserver import main")
 _PR_SET_CHILD_SUBREAPER = 36
 _FREE_FD = 300
@@ -211,7 +211,9 @@ def _live(program: Program, preexec_fn: Callable[[], None] | None = None) -> Any
 
 def _forget_parent() -> None:
     """Signals, exit handlers, children and descriptors of the process that was forked are not the program's."""
+    # vLLM thaws all at an engine's end, and looks at whatever it and torch imported.
     gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
     signal.set_wakeup_fd(-1)
     for sign in signal.valid_signals():
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -313,6 +315,7 @@ def serve(fd: int) -> None:
     before = dict(os.environ)
     for name in PRELOADED:
         importlib.import_module(name)
+    _start_engines_cheaply()
     _set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
     entries = before.get("PYTHONPATH", "").split(":")
     _site_path.extend(entry for entry in sys.path if entry not in ("", *entries))
@@ -321,6 +324,25 @@ def serve(fd: int) -> None:
     requests = socket.socket(fileno=fd)
     requests.send(b"r")
     _answer(requests)
+
+
+def _start_engines_cheaply() -> None:
+    """What every engine's process would do with the same outcome, and three seconds of a core, is done once."""
+    import torch
+    from torch._inductor import config as inductor
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.sampler import Sampler
+
+    from overspill.kv.contract import check_contract
+    from tests.engine_cost import keep_kernels
+
+    check_contract(spill=True, park=True, elastic=True)  # reads vLLM's source
+    if current_platform.is_cpu():
+        keep_kernels()
+        current_platform.register_triton_kernel_overrides()
+        # Compiles what counts ranks of tokens. A pool of processes that compile would not outlive a fork.
+        with inductor.patch(compile_threads=1), torch.inference_mode():
+            Sampler.gather_logprobs(torch.zeros(2, 512), 2, torch.zeros(2, dtype=torch.int64))
 
 
 def _answer(requests: socket.socket) -> None:
