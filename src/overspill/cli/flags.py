@@ -56,15 +56,16 @@ def failing(*kinds: type[Exception]) -> Iterator[None]:
 def launch_of(
     model: str, given: dict[str, Any], vllm_args: Sequence[str] = (), own: Sequence[str] = (), **how: Any
 ) -> "Launch":
-    """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read.
-    `own` are flags of the command that are not settings."""
+    """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read, or
+    if no context is fast enough. `own` are flags of the command that are not settings."""
+    from overspill.errors import CannotServe
     from overspill.flags import read_flags
     from overspill.launch.launch import Launch
     from overspill.launch.reference import NoRegistry
     from overspill.launch.traps import refuse_flags
 
     refuse_flags(read_flags(vllm_args), own)  # before a hub, or a registry, is looked for
-    with failing(NoRegistry):
+    with failing(CannotServe, NoRegistry):
         return Launch.of(model, given, vllm_args, note=to_stderr, **how)
 
 

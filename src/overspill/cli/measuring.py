@@ -131,8 +131,6 @@ def ab(
          int | None),
     flag("allow_fp8", typer.Option("--allow-fp8", help="Try KV in fp8 too, which rounds it and so may change answers."),
          bool | None),
-    flag("least_tokens_per_s", typer.Option(min=0, help="With --goal context: how fast an answer must be at that "
-         "length."), float | None),
     flag("name", typer.Option(help="What the model is called in the registry, if it is not there yet.")),
 ])  # fmt: skip
 def tune(

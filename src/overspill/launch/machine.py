@@ -35,7 +35,7 @@ from overspill.planning.setup import (
     Profiles,
     Wishes,
 )
-from overspill.settings import RAM_RESERVE_BYTES
+from overspill.settings import AUTO, RAM_RESERVE_BYTES
 
 # vLLM's: the cores of each rank, with | between them.
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -87,6 +87,10 @@ def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
     found = {field.name: settings.get(field.name.removesuffix("_bytes")) for field in fields(Wishes)}
     given = {name: value for name, value in found.items() if value is not None}
     given["kv_options"] = _kv_options(settings)
+    if given.get("max_model_len") == AUTO:
+        del given["max_model_len"]
+    else:
+        given.pop("min_speed", None)
     # A step has a token of each request at least.
     given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, settings.get("max_num_batched_tokens") or MAX_NUM_SEQS))
     return Wishes(**{**given, "cards": cards})

@@ -26,6 +26,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "pipeline_parallel_size": plan.wishes.pipeline_parallel_size,
         "ranks": [_rank_as_json(plan, rank, chosen) for rank in range(plan.num_ranks)],
         "max_model_len": plan.max_model_len,
+        "auto": None if plan.auto is None else {**as_json(plan.auto), "why": str(plan.auto)},
         "at_once": plan.wishes.at_once,
         "longest_context": plan.longest_context,
         "longest_on_gpu_tokens": plan.longest_on_gpu,
@@ -123,6 +124,8 @@ _LABEL, _VALUE = 18, 10
 
 def plan_as_text(plan: Plan) -> str:
     lines = [f"{plan.facts.name}, {plan.max_model_len:,} tokens"]
+    if plan.auto is not None and str(plan.auto) not in plan.warnings:
+        lines.append(f"{plan.auto}.")
     lines += [f"warning: {warning}" for warning in plan.warnings]
     if plan.recommended is None:
         need, have = need_and_have(plan)

@@ -27,6 +27,8 @@ class Wishes:
     """None leaves it to the plan."""
 
     max_model_len: int | None = None
+    min_speed: float | None = None
+    """Tokens/s of one request at the longest context that the plan is to find; None where that is not left to it."""
     dtype: str = "auto"
     """vLLM's --dtype; the model's facts must have been read with the same."""
     kv_cache_dtype: str | None = None
