@@ -349,7 +349,11 @@ TABLE = (
         "ram_reserve", SIZE, RAM_RESERVE_BYTES,
         "RAM left to the rest of the machine where `--ram` is not given; 4 GiB if not set.",
     ),
-    Setting("offload_ram", SIZE, None, "Of this, RAM for idle KV; without it, what is left. 0 keeps none."),
+    Setting(
+        "offload_ram", SIZE, None,
+        "Of this, RAM for idle KV; without it, what is left of `--ram`, or up to half of what is available. 0 keeps "
+        "none.",
+    ),
     Setting(
         "weights_ram", SIZE, None,
         "Of this, weights to keep in RAM (`4GiB`), in whole layers; without it, the plan chooses. 0 keeps none there.",

@@ -93,7 +93,7 @@ def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
         given.pop("min_speed", None)
     # A step has a token of each request at least.
     given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, settings.get("max_num_batched_tokens") or MAX_NUM_SEQS))
-    return Wishes(**{**given, "cards": cards})
+    return Wishes(**{**given, "cards": cards, "ram_given": settings.get("ram") is not None})
 
 
 def _kv_options(settings: Mapping[str, Any]) -> str:

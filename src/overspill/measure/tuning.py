@@ -135,6 +135,11 @@ def define(
     memory |= {"gpu_memory": plan.gpu.total_bytes.value} if plan.platform.is_cpu else {}
     pinned = {name: value for name, value in memory.items() if given.get(name) is None}
     replan = _replan(subject, {**pinned, **given}, hardware)
+    way, alike = plan.chosen, replan({}).chosen
+    if way is not None and alike is not None and alike.offload_bytes > way.offload_bytes:
+        # RAM that is named is all for use, and RAM that is free only half: candidates get what a server would.
+        pinned["offload_ram"] = way.num_ranks * way.offload_bytes
+        replan = _replan(subject, {**pinned, **given}, hardware)
     if goal is Goal.CONTEXT:
         longest, dtype = _longest(plan, replan, allow_fp8=allow_fp8)
         return Tuning(

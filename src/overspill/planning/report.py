@@ -5,11 +5,12 @@ from typing import Any
 from overspill.figures import Known, as_json
 from overspill.hardware.stated import AS_ON
 from overspill.kv.sizes import format_size
-from overspill.planning.arguments import vllm_args
+from overspill.planning.arguments import stores_lazily, vllm_args
 from overspill.planning.attempts import CardFit, smallest_card
+from overspill.planning.connector_options import read_options
 from overspill.planning.planner import Plan, is_elastic
 from overspill.planning.refusal import CPU_BUILD, need_and_have, remedies
-from overspill.planning.ways import SHORT_TOKENS, Way
+from overspill.planning.ways import LEAST_OFFLOAD_BYTES, SHORT_TOKENS, Way
 from overspill.planning.weights import WeightOffload
 
 CONCURRENCY_TOKENS = 8192
@@ -172,7 +173,7 @@ def _division(plan: Plan, way: Way) -> list[str]:
             ranks * way.kv.spilled_bytes,
             f"of requests that do not fit {'in memory' if is_cpu else 'on the GPU'}",
         ),
-        ("  KV offloaded", ranks * way.offload_bytes, "of conversations that are kept warm"),
+        ("  KV offloaded", ranks * way.offload_bytes, _offloaded_note(plan, way)),
         ("  weights' copy", ranks * way.parked_bytes if way.parks else 0, "for the time that the engine is parked"),
     ]
     return [
@@ -180,6 +181,16 @@ def _division(plan: Plan, way: Way) -> list[str]:
         for label, size, note in rows
         if size or not label.startswith(" ")
     ]
+
+
+def _offloaded_note(plan: Plan, way: Way) -> str:
+    note = "of conversations that are kept warm"
+    if stores_lazily(way, read_options(plan.wishes.kv_options)) and not is_elastic(plan, way):
+        note += ", when the GPU drops them: it holds more"
+    is_half = not plan.wishes.ram_given and plan.wishes.offload_ram_bytes is None
+    if is_half and 2 * plan.num_ranks * (way.offload_bytes + LEAST_OFFLOAD_BYTES) > plan.ram_bytes.value:
+        note += "; half of the RAM, --offload-ram sets it"
+    return note
 
 
 def _pinned(weights: WeightOffload, ranks: int) -> str:
@@ -232,8 +243,8 @@ def _ways(plan: Plan, chosen: Way | None) -> list[str]:
     for way in ways:
         mark = "*" if way is chosen else " "
         speed, wait = way.at_once_tokens_per_s.value, way.ttft_s.value
-        name = way_name(plan, way)
-        lines.append(f"{mark} {name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(way.ram_bytes):>11}")
+        name, in_ram = way_name(plan, way), way.ram_bytes - plan.num_ranks * way.offload_bytes
+        lines.append(f"{mark} {name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(in_ram):>11}")
     if chosen is None:
         what = "None is taken unless asked for"
     else:
@@ -265,6 +276,9 @@ def _concurrency(plan: Plan, way: Way) -> list[str]:
     lines.append(longest_as_text(plan))
     if way.warm_tokens:
         lines.append(f"KV of idle conversations that is kept warm in RAM: {way.warm_tokens:,} tokens.")
+    elif plan.wishes.offload_ram_bytes is None:
+        least = format_size(plan.num_ranks * LEAST_OFFLOAD_BYTES)
+        lines.append(f"No idle conversation is kept warm: less than {least} of RAM is left for it.")
     if way.ram_bytes and plan.least_ram_bytes is not None:
         lines.append(f"Least RAM for this context: {format_size(plan.least_ram_bytes)}, the engine's process included.")
     return lines

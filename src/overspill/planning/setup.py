@@ -40,8 +40,10 @@ class Wishes:
     """Requests of `max_model_len` tokens whose KV is to fit at a time."""
     max_num_seqs: int = MAX_NUM_SEQS
     enforce_eager: bool = False
+    ram_given: bool = True
+    """Whether the user said how much RAM may be used; else idle KV gets at most half of what is free."""
     offload_ram_bytes: int | None = None
-    """RAM for idle KV; None is what is left, 0 none."""
+    """RAM for idle KV; None leaves it to the plan, 0 is none."""
     weights_ram_bytes: int | None = None
     """Weights in RAM, rounded up to whole layers; 0 leaves them on the GPU."""
     offload_groups: tuple[int, int] | None = None
