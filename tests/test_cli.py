@@ -192,6 +192,15 @@ def test_help_has_a_short_name_and_whole_summaries(words: list[str], tmp_path: P
     assert "..." not in short.stdout.partition("Commands:")[2], "a summary was cut"
 
 
+def test_overspill_alone_says_what_to_do_next(tmp_path: Path) -> None:
+    told = run_overspill(env={"HOME": str(tmp_path)})
+    assert told.returncode == 0 and len(told.stdout.splitlines()) <= 10
+    for command in ("run", "plan", "serve", "manager"):
+        assert f"overspill {command}" in told.stdout
+        assert run_overspill(command, "--help", env={"HOME": str(tmp_path)}).returncode == 0
+    assert "overspill --help" in told.stdout and "Usage:" not in told.stdout
+
+
 def test_help_names_integers_sizes_and_tokens(tmp_path: Path) -> None:
     told = run_overspill("plan", "--help", env={"HOME": str(tmp_path), "COLUMNS": "120"}).stdout
     for shown in ("--max-num-seqs <int>", "--ram <size>", "--max-model-len <tokens>"):

@@ -74,7 +74,7 @@ def test_memory_bounds_the_context() -> None:
     made = auto(LLAMA_8B, "rtx4090", "4GiB")
     assert made.auto is not None and made.auto.bound is Bound.MEMORY
     assert made.longest_context - 1024 < made.max_model_len <= made.longest_context
-    assert "no more fit with this RAM" in plan_as_text(made)
+    assert "no more fit in this memory" in plan_as_text(made)
 
 
 def test_a_gpu_that_is_too_slow_keeps_what_it_holds() -> None:

@@ -1,14 +1,18 @@
 """`overspill plan`, `overspill serve` and `overspill config`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from overspill.cli.flags import PLANNING, SERVING, Model, failing, launch_of, to_stderr, with_settings
 from overspill.kv.errors import OverspillError
 from overspill.settings import GivenBy, config_path, origins, resolve
+
+if TYPE_CHECKING:
+    from overspill.launch.launch import Launch, Prepared
 
 # vLLM's own flags are not known here; they follow the model, and are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -49,10 +53,6 @@ def serve(
 ) -> None:
     """Plan, then run vLLM's server with these flags. Flags of vLLM's own follow the model, and win."""
     from overspill.errors import CannotServe
-    from overspill.flags import into_environment, read_flags
-    from overspill.hardware.machine import read_machine
-    from overspill.launch.launch import require_this_machine
-    from overspill.launch.machine import require_available
     from overspill.planning.report import plan_as_text
     from overspill.serve.log import open_log
     from overspill.serve.run import run_server
@@ -64,7 +64,6 @@ def serve(
     with failing(CannotServe):
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         launch = launch_of(model, given, context.args, own, is_server=True)
-        force = bool(launch.settings["force"])
         if launch.plan.chosen is not None:  # else the refusal says all of it
             to_stderr(plan_as_text(launch.plan))
         prepared = launch.prepared()
@@ -73,18 +72,28 @@ def serve(
         if dry_run:
             print(json.dumps(prepared.as_json(), indent=2) if as_json else prepared.line)
             return
-        require_this_machine(prepared)
-        if not force:
-            require_available(read_machine(), launch.plan)
-        for variable in into_environment(read_flags(context.args))[1]:
-            to_stderr(
-                "warning: every user of this machine can read a secret in this command's arguments while it runs; set "
-                f"{variable} in the environment instead"
-            )
+        require_startable(launch, prepared, context.args)
         if quiet or log_file is not None:
             log_file = open_log(log_file, prepared.address.port)
             to_stderr(f"vLLM's log: {log_file}")
-        run_server(prepared, force=force, quiet=quiet, log_file=log_file)
+        run_server(prepared, force=bool(launch.settings["force"]), quiet=quiet, log_file=log_file)
+
+
+def require_startable(launch: "Launch", prepared: "Prepared", typed: Sequence[str]) -> None:
+    """Raises if the server cannot be started here and now; `typed` are vLLM's flags of the command."""
+    from overspill.flags import into_environment, read_flags
+    from overspill.hardware.machine import read_machine
+    from overspill.launch.launch import require_this_machine
+    from overspill.launch.machine import require_available
+
+    require_this_machine(prepared)
+    if not launch.settings["force"]:
+        require_available(read_machine(), launch.plan)
+    for variable in into_environment(read_flags(typed))[1]:
+        to_stderr(
+            "warning: every user of this machine can read a secret in this command's arguments while it runs; set "
+            f"{variable} in the environment instead"
+        )
 
 
 def config(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

@@ -38,7 +38,7 @@ class AutoContext:
         if self.bound is Bound.MODEL:
             return f"{took}: the model's limit"
         if self.bound is Bound.MEMORY:
-            return f"{took}: no more fit with this RAM"
+            return f"{took}: no more fit in this memory"
         beyond = f"{self.longest:,} tokens fit, at {self.longest_speed:.1f} tokens/s"
         if self.bound is Bound.SPEED:
             return f"{took}: longer ones decode at less than {self.min_speed:g} (--min-speed); {beyond}"

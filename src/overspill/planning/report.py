@@ -143,6 +143,22 @@ def plan_as_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def plan_in_short(plan: Plan) -> list[str]:
+    """A chosen way in a few lines: what it is, what it takes, how fast it will be, and what to know about it."""
+    way = plan.chosen
+    assert way is not None
+    device = "RAM in place of a GPU" if plan.platform.is_cpu else plan.gpu.name
+    beside = f" and {format_size(way.peak_ram_bytes)} of RAM" if way.ram_bytes else ""
+    speed = way.decode_tokens_per_s.value
+    lines = [
+        f"{plan.facts.name}, {plan.max_model_len:,} tokens: {way_name(plan, way)}",
+        f"takes {format_size(plan.budget.limit_bytes.value)} of {device}{beside}; answers at about "
+        f"{speed:.{0 if speed >= 10 else 1}f} tokens/s where the context is full",
+    ]
+    auto = [f"{plan.auto}"] if plan.auto is not None and str(plan.auto) not in plan.warnings else []
+    return [*lines, *auto, *(f"warning: {warning}" for warning in plan.warnings)]
+
+
 # A plan printed from Python; set here, since the planner knows nothing of texts.
 Plan.__str__ = plan_as_text  # type: ignore[method-assign, assignment]
 
