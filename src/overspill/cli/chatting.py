@@ -76,17 +76,18 @@ def run(
 
 def _running(model: str) -> "Status | None":
     """This user's server of the model on this machine, once it answers; None if there is none, or it ends before."""
+    from overspill.serve.reporter import HEARTBEAT_S
     from overspill.serve.status import read_statuses
 
-    last = None
+    last, said = None, 0.0
     while True:
         here = [one for one in read_statuses() if one.is_alive and one.host == platform.node()]
         found = next((one for one in reversed(here) if model in (one.model, one.served_name)), None)
         if found is None or found.is_ready:
             return found
-        if found.phase != last:
+        if found.phase != last or time.monotonic() - said > HEARTBEAT_S:
             to_stderr(f"{model} is being started by process {found.pid}: {found.phase}")
-            last = found.phase
+            last, said = found.phase, time.monotonic()
         time.sleep(_POLL_S)
 
 

@@ -19,7 +19,7 @@ from overspill.processes import on_stop_signals
 from overspill.serve.control import VARIABLE, forget_secret, make_secret
 from overspill.serve.differences import Difference, confirmations, differences, profile_of
 from overspill.serve.engine_report import Phase, Report
-from overspill.serve.reporter import Reporter, notify
+from overspill.serve.reporter import HEARTBEAT_S, Reporter, notify
 from overspill.serve.server import Server
 from overspill.serve.status import read_statuses
 
@@ -95,7 +95,9 @@ class _Run:
             if (line := example_request(self.prepared)) is not None:
                 self.reporter.say(f"try it: {line}")
             self._follow_pinning()
-        self.server.wait()
+        while self.server.wait(HEARTBEAT_S) is None:
+            if self.server.was_asked_to_stop:
+                self.reporter.waits("stopping: requests under way may end")
         notify("STOPPING=1")
         if not self.server.was_asked_to_stop:
             self.server.require_alive()
@@ -114,6 +116,7 @@ class _Run:
         is_checked = False
         for reports in self.server.starting():
             self._reached(self.server.phase)
+            self.reporter.waits(self.phase)
             if self.phase is Phase.STARTED and not is_checked:
                 self._check(reports)
                 is_checked = True
