@@ -18,7 +18,7 @@ from overspill.model.derived import derive_tensors
 from overspill.model.description import describe
 from overspill.model.facts import ModelFacts
 from overspill.planning.arguments import vllm_args
-from overspill.planning.attempts import smallest_card
+from overspill.planning.cards import smallest_card
 from overspill.planning.overheads import Profile
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.refusal import refusal

@@ -22,13 +22,17 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def plan(
     given: dict[str, Any],
     model: Model,
-    cards: Annotated[bool, typer.Option("--cards", help="Tell which cards would serve this context.")] = False,
+    cards: Annotated[bool, typer.Option("--cards", help="Which cards would serve this context, and how fast.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
 ) -> None:
     """What fits, what goes to RAM, and how fast it will be. Exits with 1 where serve would refuse it."""
-    from overspill.planning.report import plan_as_json, plan_as_text
+    from overspill.planning.report import cards_as_json, cards_as_text, plan_as_json, plan_as_text
 
     launch = launch_of(model, given, cards=cards, is_server=True)
+    is_elsewhere = launch.plan.gpu.is_stated and not launch.plan.platform.is_cpu
+    if cards and is_elsewhere and launch.values["gpu"].value is None:
+        print(json.dumps(cards_as_json(launch.plan), indent=2) if as_json else cards_as_text(launch.plan))
+        return
     if as_json:
         set_here = {name: one for name, one in launch.values.items() if one.origin is not GivenBy.DEFAULT}
         told = {**plan_as_json(launch.plan), "too_long": launch.too_long, "settings": origins(set_here)}

@@ -9,6 +9,7 @@ from typing import Any
 from overspill.figures import Known, assumed, derived
 from overspill.files import ledger_file
 from overspill.hardware import Gpu, Hardware, detect, with_stated
+from overspill.hardware.cards import CARDS
 from overspill.hardware.cpu import assumed_attention, cpu_attention
 from overspill.hardware.gpu import visible_gpus, weakest
 from overspill.hardware.machine import Machine, read_numa_nodes
@@ -67,6 +68,14 @@ def plan_for(
 ) -> Plan:
     """`settings` are the values of `overspill.settings`, by name, and what vLLM's own flags say beside them
     (`overspill.launch.arguments`); `found` is the machine, if not as it is now."""
+    found = detect() if found is None else found
+    if cards and not found.gpus and settings.get("gpu") is None and settings.get("device") in (None, "auto"):
+        if settings.get("max_model_len") == AUTO:
+            raise OverspillError("--cards without a GPU needs a length: give one with --max-model-len")
+        settings = {
+            **settings,
+            "gpu": max(CARDS, key=lambda card: card.total_bytes).key,
+        }  # no matter which: the question is for all of them
     wishes = wishes_of(settings, cards=cards)
     facts = read_model(model, dtype=wishes.dtype)
     device = find_device(settings, found)

@@ -10,16 +10,15 @@ from overspill.kv.errors import OverspillError
 from overspill.model.facts import ModelFacts
 from overspill.planning.attempts import (
     Attempt,
-    CardFit,
     Fit,
     attempts,
     attempts_without_ram,
-    card_fits,
     fits,
     least_ram_bytes,
     longest_context,
 )
 from overspill.planning.auto import AutoContext, Bound, auto_context
+from overspill.planning.cards import CardFit, card_fits
 from overspill.planning.connector_options import read_options, unused_options, write_options
 from overspill.planning.memory import Budget, card_bytes
 from overspill.planning.setup import (
@@ -202,7 +201,9 @@ def make_plan(
         least_ram_bytes=None if least is None else ranks * least,
         need_gpu_bytes=_need_gpu_bytes(setup, budget, whole),
         auto=auto,
-        cards=card_fits(setup) if wishes.cards or not (has_exact or platform.is_cpu) else (),
+        cards=()
+        if not wishes.cards and (has_exact or platform.is_cpu)
+        else card_fits(setup, _best_at if wishes.cards else None),
     )
     if wishes.tensor_parallel_size == 1 or gpu.nvlink is not None or platform.is_cpu or made.recommended is None:
         return made

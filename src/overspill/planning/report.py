@@ -6,7 +6,7 @@ from overspill.figures import Known, as_json
 from overspill.hardware.stated import AS_ON
 from overspill.kv.sizes import format_size
 from overspill.planning.arguments import stores_lazily, vllm_args
-from overspill.planning.attempts import CardFit, smallest_card
+from overspill.planning.cards import smallest_card
 from overspill.planning.connector_options import read_options
 from overspill.planning.planner import Plan, is_elastic
 from overspill.planning.refusal import CPU_BUILD, need_and_have, remedies
@@ -114,7 +114,14 @@ def _cards_as_json(plan: Plan) -> dict[str, Any]:
         "smallest_card_alone": alone.key if alone else None,
         "smallest_card_with_ram": with_ram.key if with_ram else None,
         "cards": [
-            {"card": one.card.key, "gpu_bytes": one.card.total_bytes, "alone": one.alone, "with_ram": one.with_ram}
+            {
+                "card": one.card.key,
+                "gpu_bytes": one.card.total_bytes,
+                "alone": one.alone,
+                "with_ram": one.with_ram,
+                "decode_tokens_per_s": None if one.way is None else one.way.at_once_tokens_per_s.value,
+                "ttft_s": None if one.way is None else one.way.ttft_s.value,
+            }
             for one in plan.cards
         ],
     }
@@ -139,7 +146,7 @@ def plan_as_text(plan: Plan) -> str:
     elif plan.ways:
         lines += ["", *_link(plan), "", *_ways(plan, None)]
     if plan.wishes.cards:
-        lines += ["", *_cards(plan.cards)]
+        lines += ["", *_cards(plan)]
     return "\n".join(lines)
 
 
@@ -308,12 +315,28 @@ def longest_as_text(plan: Plan) -> str:
     return f"Longest context{each}: {alone} on the {gpu} alone, {plan.longest_context:,} tokens with this RAM."
 
 
-def _cards(cards: tuple[CardFit, ...]) -> list[str]:
-    lines = [f"{'card':18}{'memory':>10}   this context fits"]
-    for one in cards:
+def cards_as_text(plan: Plan) -> str:
+    """The cards alone, for a machine without a GPU."""
+    ram = format_size(plan.ram_bytes.value)
+    head = f"{plan.facts.name}, {plan.max_model_len:,} tokens, with {ram} of RAM ({plan.ram_bytes.note})"
+    return "\n".join([head, "There is no GPU here; --gpu plans for one of these.", "", *_cards(plan)])
+
+
+def cards_as_json(plan: Plan) -> dict[str, Any]:
+    same = {"model": plan.facts.name, "max_model_len": plan.max_model_len, "ram_bytes": as_json(plan.ram_bytes)}
+    return {**same, **_cards_as_json(plan)}
+
+
+def _cards(plan: Plan) -> list[str]:
+    lines = [f"{'card':18}{'memory':>10}   {'this context fits':20}{'decode':>12}{'first token':>14}"]
+    for one in plan.cards:
         how = "on the GPU alone" if one.alone else "with this RAM" if one.with_ram else "-"
-        lines.append(f"{one.card.key:18}{format_size(one.card.total_bytes):>10}   {how}")
-    return lines
+        speeds = ""
+        if one.way is not None:
+            speeds = f"{one.way.at_once_tokens_per_s.value:>8.1f} t/s{one.way.ttft_s.value:>12.1f} s"
+        lines.append(f"{one.card.key:18}{format_size(one.card.total_bytes):>10}   {how:20}{speeds}".rstrip())
+    whose = "for one request" if plan.wishes.at_once == 1 else f"decode of {plan.wishes.at_once} requests together"
+    return [*lines, f"Speeds are assumed, at the full context, {whose}."]
 
 
 def _weights_note(plan: Plan, way: Way) -> str:
