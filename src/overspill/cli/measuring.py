@@ -32,7 +32,9 @@ def _failing() -> contextlib.AbstractContextManager[None]:
 
 @with_flags("given", [
     flag("workload", typer.Option(help="overhead, multi-turn (the default), shared-prefix, long-context or offline; "
-         "then what is not to be the default: multi-turn:conversations=8,turns=4.")),
+         "then what is not to be the default: multi-turn:conversations=8,turns=4. Or file:PATH, with conversations in "
+         "ShareGPT's shape.")),
+    flag("goodput", typer.Option(help="Count requests that keep to these limits in milliseconds: ttft:500,tpot:50.")),
     flag("model", typer.Option(help="The model's name there; needed if there are several.")),
     flag("api_key", typer.Option(help="The server's key, if it has one.", envvar="OVERSPILL_API_KEY")),
     flag("seed", typer.Option(help="What prompts are drawn from; 0 if not given."), int | None),
