@@ -119,7 +119,7 @@ def test_real_prompts_goodput_and_the_servers_flags(server: Serve, bench: Bench,
     messages = [{"from": who, "value": text} for turn in said for who, text in zip(("human", "gpt"), turn)]
     file.write_text(json.dumps([{"conversations": messages}] * 3))
     home = {"XDG_STATE_HOME": server.home["XDG_STATE_HOME"]}
-    flags = ["--workload", f"file:{file},turns=2,conversations=3", "--goodput", "ttft:60000,tpot:60000"]
+    flags = ["--prompts", str(file), "--workload", "file:turns=2,conversations=3", "--goodput", "ttft:60000,tpot:60000"]
     done = bench(f"http://127.0.0.1:{server.port}", *flags, **home)
     assert done.returncode == 0, done.stderr
     assert "goodput" in done.stdout and "6 requests within the limits, 100 %" in done.stdout
@@ -129,7 +129,7 @@ def test_real_prompts_goodput_and_the_servers_flags(server: Serve, bench: Bench,
     assert result.config["goodput"] == "ttft:60000,tpot:60000" and result.config["digest"]
     assert "--max-model-len" in result.config["server"] and str(server.port) in result.config["server"]
     assert result.plan is not None and result.plan["max_model_len"] == 4096
-    strict = bench(f"http://127.0.0.1:{server.port}", *flags[:3], "ttft:0.001", **home)
+    strict = bench(f"http://127.0.0.1:{server.port}", *flags[:5], "ttft:0.001", **home)
     assert strict.returncode == 0 and "0 requests within the limits, 0 %" in strict.stdout
     told = run_overspill("results", "compare", str(result.id), str(result.id + 1), env=home)
     assert "Goodput is by different limits" in told.stdout and "--max-model-len" in told.stdout

@@ -293,8 +293,8 @@ def test_a_file_of_conversations_becomes_a_script(tmp_path: Path, is_lines: bool
     file = tmp_path / "chats.json"
     lines = "\n".join(json.dumps(one) for one in CONVERSATIONS)
     file.write_text(lines if is_lines else json.dumps(CONVERSATIONS))
-    workload = parse_workload(f"file:{file},turns=3,conversations=4")
-    assert parse_workload(workload.as_text()) == workload and workload.as_text().startswith(f"file:{file},")
+    workload = parse_workload("file:turns=3,conversations=4", str(file))
+    assert parse_workload(workload.as_text(), str(file)) == workload and str(file) not in workload.as_text()
     script, notes = conversation_script(workload, 0, 200, words)
     asked = {tuple((step.prompt_tokens, step.output, step.known_tokens) for step in one.steps) for one in script.chains}
     assert asked == {((4, 5, 0), (13, 4, 9)), ((5, 4, 0),)}, "each turn sends all that was said before it"
@@ -304,7 +304,7 @@ def test_a_file_of_conversations_becomes_a_script(tmp_path: Path, is_lines: bool
     assert Vocabulary(100, 1000).draw(first.pieces[0], 0) == "4,3,5,5,4", "real tokens, and none drawn"
     orders = {conversation_script(workload, seed, None, words)[0].chains[0].steps[0].pieces for seed in range(9)}
     assert len(orders) == 3, "the seed draws them"
-    one = parse_workload(f"file:{file},conversations=1,output=7,rate=2")
+    one = parse_workload("file:conversations=1,output=7,rate=2", str(file))
     assert [step.output for step in conversation_script(one, 0, 200, words)[0].steps] == [7]
     with pytest.raises(CannotMeasure, match=r"no conversation of .* fits in 3 tokens"):
         conversation_script(workload, 0, 3, words)
@@ -320,12 +320,19 @@ def test_a_file_without_conversations_is_refused(tmp_path: Path, content: str | 
     if content is not None:
         file.write_text(content)
     with pytest.raises(MeasureError, match=why):
-        parse_workload(f"file:{file}")
+        parse_workload("file", str(file))
 
 
-def test_a_file_workload_needs_a_file() -> None:
-    with pytest.raises(MeasureError, match=r"write for example file:conversations\.json"):
-        parse_workload("file:turns=3")
+@pytest.mark.parametrize("text", ["file", "file:turns=3", "file:/etc/passwd", "file:/etc/passwd,turns=3"])
+def test_the_text_of_a_workload_opens_no_file(text: str) -> None:
+    """It may come from the manager's page, which may name no file of the machine."""
+    with pytest.raises(MeasureError, match="--workload file and --prompts, of overspill bench, go together"):
+        parse_workload(text)
+
+
+def test_a_file_is_for_its_own_workload(tmp_path: Path) -> None:
+    with pytest.raises(MeasureError, match="go together"):
+        parse_workload("multi-turn", str(tmp_path / "chats.json"))
 
 
 def test_statistics_are_numpys() -> None:

@@ -47,6 +47,7 @@ class Request:
     def words(self, model: str) -> list[str]:
         """The command that repeats it."""
         words = ["overspill", "bench", self.url, "--workload", self.workload.as_text(), "--model", model]
+        words += ["--prompts", self.workload.file] if self.workload.file else []
         words += ["--seed", str(self.seed)]
         limits = None if self.goodput is None else limits_as_text(self.goodput)
         for flag, value in (
@@ -108,19 +109,22 @@ class Bench:
 def read_request(
     *, url: str | None, workload: str | None, seed: int | None, model: str | None, api_key: str | None,
     expect: str | None, label: str | None, experiment: str | None, resume: int | None, goodput: str | None = None,
+    prompts: str | None = None,
 ) -> Request:  # fmt: skip
     """None for what was not given."""
     expects = next((tier for tier in TIERS if tier == expect), None)
     if expect is not None and expects is None:
         raise MeasureError(f"--expect {expect!r:.40} is not a tier; write offload or spill")
+    file = "" if prompts is None else os.path.expanduser(prompts)
+    sent = parse_workload(workload or (FILE.name if file else DEFAULT_WORKLOAD), file)
     request = Request(
-        url=parse_url(DEFAULT_URL if url is None else url), workload=parse_workload(workload or DEFAULT_WORKLOAD),
+        url=parse_url(DEFAULT_URL if url is None else url), workload=sent,
         seed=seed or 0, model=model, api_key=api_key or None, expects=expects, label=label, experiment=experiment,
         goodput=None if goodput is None else parse_limits(goodput),
     )  # fmt: skip
     if resume is None:
         return request
-    return _resumed(request, resume, url=url, workload=workload, seed=seed, model=model)
+    return _resumed(request, resume, url=url, workload=workload, prompts=prompts, seed=seed, model=model)
 
 
 def _resumed(request: Request, resume: int, *, url: str | None, **given: object) -> Request:
@@ -143,9 +147,7 @@ def _resumed(request: Request, resume: int, *, url: str | None, **given: object)
         )
     # All parameters: defaults may have changed since.
     written = ",".join(f"{name}={value}" for name, value in parameters.items())
-    if result.benchmark == FILE.name:
-        written = str(config.get("workload")).removeprefix(f"{FILE.name}:")
-    workload = parse_workload(f"{result.benchmark}:{written}")
+    workload = parse_workload(f"{result.benchmark}:{written}", str(config.get("file") or ""))
     if workload.digest != config.get("digest", ""):
         raise MeasureError(f"{workload.file} is not the file that it was for result {resume}; measure it anew")
     if request.goodput is None and config.get("goodput"):

@@ -44,7 +44,7 @@ class Provenance:
         """With everything needed to repeat it; `values` are the other fields."""
         sent = {"workload": workload.as_text(), "parameters": dict(workload.parameters), "seed": seed}
         if workload.file:
-            sent["digest"] = workload.digest
+            sent |= {"file": workload.file, "digest": workload.digest}
         return Result(
             benchmark=workload.name, config={**sent, **config}, versions=dict(self.versions), gpu=self.gpu,
             driver=self.driver, git_revision=self.git_revision, **values,

@@ -75,7 +75,6 @@ class Workload:
         """What `parse_workload` reads; defaults are left out."""
         defaults = _kind(self.name).defaults
         other = [f"{name}={value}" for name, value in self.parameters.items() if value != defaults[name]]
-        other = [self.file, *other] if self.file else other
         return f"{self.name}:{','.join(other)}" if other else self.name
 
 
@@ -195,21 +194,20 @@ def _kind(name: str) -> WorkloadKind:
     return FILE if name == FILE.name else WORKLOADS[name]
 
 
-def parse_workload(text: str) -> Workload:
-    """`multi-turn`, or `multi-turn:conversations=8,turns=4`; `file:conversations.json,turns=3`, which is read."""
+def parse_workload(text: str, file: str = "") -> Workload:
+    """`multi-turn`, or `multi-turn:conversations=8,turns=4`. `file` is read where the workload is of one: a text never
+    names a file, since it may come from the manager's page."""
     name, _, settings = text.strip().partition(":")
     if name not in (*WORKLOADS, FILE.name):
         raise MeasureError(
-            f"there is no workload {name!r:.60}; {nearest(name, [*WORKLOADS, FILE.name])} There are "
-            f"{', '.join(WORKLOADS)} and file:PATH"
+            f"there is no workload {name!r:.60}; {nearest(name, WORKLOADS)} There are {', '.join(WORKLOADS)}"
         )
-    kind, place = _kind(name), {}
-    if name == FILE.name:
-        path, _, settings = settings.partition(",")
-        if not path.strip() or "=" in path:
-            raise MeasureError("a file is missing; write for example file:conversations.json,turns=3")
-        path = os.path.abspath(os.path.expanduser(path.strip()))
-        place = {"file": path, "digest": read_conversations(path).digest}
+    if (name == FILE.name) != bool(file):
+        raise MeasureError(
+            f"--workload {FILE.name} and --prompts, of overspill bench, go together; the latter is a file"
+        )
+    kind = _kind(name)
+    place = {"file": os.path.abspath(file), "digest": read_conversations(os.path.abspath(file)).digest} if file else {}
     known = {parameter.name: parameter for parameter in kind.parameters}
     given: dict[str, Number] = {}
     for setting in filter(None, (part.strip() for part in settings.split(","))):
@@ -298,7 +296,7 @@ class Script:
 
 def write_script(workload: Workload, seed: int) -> Script:
     if workload.file:
-        raise MeasureError("what a file asks is known with a server only; give it to overspill bench or overspill ab")
+        raise MeasureError("what a file asks is known with a server only, so it is for overspill bench alone")
     return _WRITERS[workload.name](workload.parameters, seed)
 
 
