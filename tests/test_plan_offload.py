@@ -70,10 +70,8 @@ def test_a_small_pool_is_eager_where_that_is_needed(given: str) -> None:
 
 
 def test_a_pool_that_is_not_made_says_why() -> None:
-    assert "No idle conversation is kept warm: less than 1 GiB of RAM is left" in plan_as_text(
-        planned("h200", "3.5GiB")
-    )
-    assert "No idle conversation" not in plan_as_text(planned("h200", "3.5GiB", offload_ram_bytes=0)), "as was asked"
+    assert "No idle KV is kept: less than 1 GiB of RAM is left" in plan_as_text(planned("h200", "3.5GiB"))
+    assert "No idle KV" not in plan_as_text(planned("h200", "3.5GiB", offload_ram_bytes=0)), "as was asked"
 
 
 def test_tuning_tries_the_other_way_to_store() -> None:

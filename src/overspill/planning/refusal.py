@@ -30,7 +30,7 @@ def need_and_have(plan: Plan) -> tuple[str, str]:
         beside, there = "beside that", f"{format_size(have)} of that"
     else:
         each = "" if plan.num_ranks == 1 else f" on each of {plan.num_ranks} GPUs"
-        needed = f"{format_size(need)} of GPU memory{each} to be without RAM"
+        needed = f"{format_size(need)} of GPU memory{each} to need no RAM"
         beside, there = "beside this GPU" if not each else "beside these", f"{format_size(have)} of GPU memory{each}"
     if in_ram is not None:
         needed += f", or {format_size(in_ram)} of RAM {beside}"

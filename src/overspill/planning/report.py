@@ -137,8 +137,8 @@ def plan_as_text(plan: Plan) -> str:
     lines += [f"warning: {warning}" for warning in plan.warnings]
     if plan.recommended is None:
         need, have = need_and_have(plan)
-        what = "is known here" if plan.lossy is None else "changes no token"
-        lines += [f"does not fit by any way that {what}", f"need: {need}", f"have: {have}", *remedies(plan)]
+        what = "any known method" if plan.lossy is None else "any exact method"
+        lines += [f"does not fit by {what}", f"need: {need}", f"have: {have}", *remedies(plan)]
     elif plan.platform.is_cpu:
         lines.append(CPU_BUILD)
     if (chosen := plan.chosen) is not None:
@@ -196,7 +196,7 @@ def _division(plan: Plan, way: Way) -> list[str]:
             ranks * way.kv.spilled_bytes,
             f"of requests that do not fit {'in memory' if is_cpu else 'on the GPU'}",
         ),
-        ("  KV offloaded", ranks * way.offload_bytes, _offloaded_note(plan, way)),
+        ("  idle KV", ranks * way.offload_bytes, _idle_note(plan, way)),
         ("  weights' copy", ranks * way.parked_bytes if way.parks else 0, "for the time that the engine is parked"),
     ]
     return [
@@ -206,8 +206,8 @@ def _division(plan: Plan, way: Way) -> list[str]:
     ]
 
 
-def _offloaded_note(plan: Plan, way: Way) -> str:
-    note = "of conversations that are kept warm"
+def _idle_note(plan: Plan, way: Way) -> str:
+    note = "of conversations that wait"
     if stores_lazily(way, read_options(plan.wishes.kv_options)) and not is_elastic(plan, way):
         note += ", when the GPU drops them: it holds more"
     is_half = not plan.wishes.ram_given and plan.wishes.offload_ram_bytes is None
@@ -298,10 +298,10 @@ def _concurrency(plan: Plan, way: Way) -> list[str]:
         lines.append(f"{way.short_requests} at once of {tokens:,} tokens: {speed:,.0f} t/s together.")
     lines.append(longest_as_text(plan))
     if way.warm_tokens:
-        lines.append(f"KV of idle conversations that is kept warm in RAM: {way.warm_tokens:,} tokens.")
+        lines.append(f"Idle KV that RAM holds: {way.warm_tokens:,} tokens.")
     elif plan.wishes.offload_ram_bytes is None:
         least = format_size(plan.num_ranks * LEAST_OFFLOAD_BYTES)
-        lines.append(f"No idle conversation is kept warm: less than {least} of RAM is left for it.")
+        lines.append(f"No idle KV is kept: less than {least} of RAM is left for it.")
     if way.ram_bytes and plan.least_ram_bytes is not None:
         lines.append(f"Least RAM for this context: {format_size(plan.least_ram_bytes)}, the engine's process included.")
     return lines

@@ -148,6 +148,14 @@ def forget_ended(status: Status, known: Iterable[Status], folder: Path) -> None:
                 remove_status(other, folder)
 
 
+def clear_ended(environ: Mapping[str, str] = os.environ) -> None:
+    """Forget servers of this machine that ended badly; `forget_ended` does so at a new start of each."""
+    if (folder := folder_of(environ)) is not None:
+        for one in read_statuses(environ):
+            if not one.is_alive:
+                remove_status(one, folder)
+
+
 def keep_start(model: str, seconds: float, environ: Mapping[str, str] = os.environ) -> None:
     """How long a start took until the server answered, for the next one of the same model on this machine."""
     if (path := _start_path(model, environ)) is not None:
