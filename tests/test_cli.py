@@ -180,8 +180,8 @@ def test_the_version_is_told() -> None:
 COMMANDS = [[]] + [
     words.split()
     for words in (
-        "run", "plan", "serve", "verify", "bench", "ab", "tune", "config", "ps", "stop", "park", "wake", "logs", "cache",
-        "cache show", "manager", "models", "models edit", "models undo", "results", "results list", "service",
+        "run", "plan", "serve", "verify", "bench", "ab", "tune", "config", "ps", "stop", "park", "wake", "logs",
+        "cache", "cache show", "manager", "models", "models edit", "models undo", "results", "results list", "service",
         "service print", "service manager install",
     )
 ]  # fmt: skip
