@@ -185,7 +185,7 @@ POOLS_GIB = (16, 32, 64, 128, 256)
 
 def contexts() -> dict[Machine, Table]:
     """How far a model goes on a card, alone and with RAM. Those that do not fit alone are left to `too_large`."""
-    head = ("model", "weights", "longest on the GPU alone", "longest with RAM", "KV in RAM for it", "left for idle KV",
+    head = ("model", "weights", "longest on the GPU alone", "longest with RAM", "KV in RAM for it", "RAM for idle KV",
             "decode", "first token", "command")  # fmt: skip
     return {machine: [head, *(_context(model, machine) for model in models)] for machine, models in MACHINES.items()}
 
@@ -274,7 +274,7 @@ def formula() -> str:
 @cache
 def plan_of(model: Model, machine: Machine, length: int) -> Plan:
     # KV in FP8 is left out: it changes tokens, and the tables are of ways that do not.
-    wishes = Wishes(max_model_len=length, kv_cache_dtype="auto")
+    wishes = Wishes(max_model_len=length, kv_cache_dtype="auto", ram_given=False)
     ram, cpu = parse_ram(machine.usable_ram), assumed_attention()
     return make_plan(facts_of(model), parse_gpu(machine.card), ram, wishes, cpu_attention=cpu)
 

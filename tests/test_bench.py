@@ -28,6 +28,7 @@ from overspill.measure.provenance import Provenance
 from overspill.measure.target import Target, find_target
 from overspill.measure.workload import WORKLOADS, parse_workload
 from overspill.registry import Result, get_result, list_results, open_registry
+from tests.command import run_overspill
 from tests.test_serve import (
     Serve,
     model,  # noqa: F401 (a fixture)
@@ -109,6 +110,29 @@ def wait_for(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_real_prompts_goodput_and_the_servers_flags(server: Serve, bench: Bench, tmp_path: Path) -> None:
+    """What a server was started with was known by a hand-written label only."""
+    file = tmp_path / "chats.json"
+    said = [("t5 t6 t7 t8 t9", "t3 t4 t5 t6"), ("t9 t8 t7 t6", "t3 t3 t3 t3 t3")]
+    messages = [{"from": who, "value": text} for turn in said for who, text in zip(("human", "gpt"), turn)]
+    file.write_text(json.dumps([{"conversations": messages}] * 3))
+    home = {"XDG_STATE_HOME": server.home["XDG_STATE_HOME"]}
+    flags = ["--prompts", str(file), "--workload", "file:turns=2,conversations=3", "--goodput", "ttft:60000,tpot:60000"]
+    done = bench(f"http://127.0.0.1:{server.port}", *flags, **home)
+    assert done.returncode == 0, done.stderr
+    assert "goodput" in done.stdout and "6 requests within the limits, 100 %" in done.stdout
+    with open_registry(environ=home) as registry:
+        (result,) = list_results(registry, benchmark="file")
+    assert result.metrics["total_input_tokens"] == 3 * (5 + 5 + 4 + 4) and result.metrics["total_output_tokens"] == 27
+    assert result.config["goodput"] == "ttft:60000,tpot:60000" and result.config["digest"]
+    assert "--max-model-len" in result.config["server"] and str(server.port) in result.config["server"]
+    assert result.plan is not None and result.plan["max_model_len"] == 4096
+    strict = bench(f"http://127.0.0.1:{server.port}", *flags[:5], "ttft:0.001", **home)
+    assert strict.returncode == 0 and "0 requests within the limits, 0 %" in strict.stdout
+    told = run_overspill("results", "compare", str(result.id), str(result.id + 1), env=home)
+    assert "Goodput is by different limits" in told.stdout and "--max-model-len" in told.stdout
 
 
 def answered_by(server: Serve) -> int:

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,20 @@ import pytest
 
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.client import Answer, RequestFailed, Unavailable, _Stream
+from overspill.measure.conversations import conversation_script
 from overspill.measure.measurement import Outcome, Part, joined, part_as_json, part_from_json, require_tier
 from overspill.measure.memory import MemorySampler, Sample, _Gpus, thinned
-from overspill.measure.metrics import deviation, difference, mean, parse_counters, percentile, serving_metrics, total
+from overspill.measure.metrics import (
+    deviation,
+    difference,
+    goodput_metrics,
+    mean,
+    parse_counters,
+    parse_limits,
+    percentile,
+    serving_metrics,
+    total,
+)
 from overspill.measure.progress import Progress, ProgressPrinter
 from overspill.measure.provenance import git_revision
 from overspill.measure.target import Target, parse_url
@@ -198,7 +210,9 @@ def answers(count: int, seed: int = 0) -> list[Answer]:
     return made
 
 
-def by_vllm(made: list[Answer], duration: float, failed: int = 0) -> dict[str, Any]:
+def by_vllm(
+    made: list[Answer], duration: float, failed: int = 0, limits: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """The same samples through vLLM's own calculation."""
     from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
     from vllm.benchmarks.serve import calculate_metrics
@@ -211,7 +225,7 @@ def by_vllm(made: list[Answer], duration: float, failed: int = 0) -> dict[str, A
         for each in made
     ]  # fmt: skip
     outputs += [RequestFuncOutput(success=False, error="none") for _ in range(failed)]
-    found, _ = calculate_metrics([], outputs, duration, None, [99.0], {})
+    found, _ = calculate_metrics([], outputs, duration, None, [90.0, 99.0], dict(limits or {}))
     told: dict[str, Any] = {
         "duration": duration, "completed": found.completed, "failed": found.failed,
         "total_input_tokens": found.total_input, "total_output_tokens": found.total_output,
@@ -220,8 +234,8 @@ def by_vllm(made: list[Answer], duration: float, failed: int = 0) -> dict[str, A
     }  # fmt: skip
     for name in ("ttft", "tpot", "itl", "e2el"):
         told |= {f"{each}_{name}_ms": getattr(found, f"{each}_{name}_ms") for each in ("mean", "median", "std")}
-        told[f"p99_{name}_ms"] = getattr(found, f"percentiles_{name}_ms")[0][1]
-    return told
+        told |= {f"p{percent:g}_{name}_ms": at for percent, at in getattr(found, f"percentiles_{name}_ms")}
+    return told if limits is None else {"request_goodput": found.request_goodput}
 
 
 @pytest.mark.filterwarnings("ignore:All requests failed")
@@ -232,6 +246,93 @@ def test_metrics_are_those_that_vllm_calculates(count: int, failed: int) -> None
     expected = by_vllm(made, 12.5, failed)
     assert ours.keys() == expected.keys()
     assert ours == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("text", ["ttft:500", "tpot:20", "e2el:2000,ttft:300", "ttft:300 tpot:15"])
+def test_goodput_is_what_vllm_calculates(text: str) -> None:
+    made, limits = answers(100), parse_limits(text)
+    columns = {
+        "ttfts": [one.ttft for one in made], "latencies": [one.latency for one in made],
+        "output_lens": [one.output_tokens for one in made], "duration": 12.5,
+    }  # fmt: skip
+    ours = goodput_metrics(columns, limits)
+    assert 0 < ours["good_requests"] < 100, "limits that some keep to"
+    assert ours["request_goodput"] == pytest.approx(by_vllm(made, 12.5, limits=limits)["request_goodput"])
+    assert ours["goodput_percent"] == ours["good_requests"]
+    unanswered = {name: [*one, None] for name, one in columns.items() if isinstance(one, list)}
+    assert goodput_metrics({**columns, **unanswered}, limits)["goodput_percent"] < ours["goodput_percent"]
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft:fast", "ttft:0", "latency:5", "ttft:5,ttft:6"])
+def test_limits_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(MeasureError, match="write for example ttft:500,tpot:50"):
+        parse_limits(text)
+
+
+CONVERSATIONS = [
+    {"id": "a", "conversations": [
+        {"from": "system", "value": "be brief"}, {"from": "human", "value": "one two three four"},
+        {"from": "gpt", "value": "a b c d e"}, {"from": "human", "value": "and then what now"},
+        {"from": "gpt", "value": "f g h i"}, {"from": "human", "value": "the end of it"},
+    ]},
+    {"messages": [
+        {"role": "user", "content": "five six seven eight nine"}, {"role": "assistant", "content": "w x y z"},
+    ]},
+    {"conversations": [{"from": "gpt", "value": "nobody asked me"}, {"from": "human", "value": "no"}]},
+    {"conversations": [{"from": "human", "value": "too short"}, {"from": "gpt", "value": "k l m n"}]},
+    {"conversations": [{"from": "human", "value": "long " * 500}, {"from": "gpt", "value": "k l m n"}]},
+]  # fmt: skip
+
+
+def words(text: str, begins: bool) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+@pytest.mark.parametrize("is_lines", [False, True])
+def test_a_file_of_conversations_becomes_a_script(tmp_path: Path, is_lines: bool) -> None:
+    file = tmp_path / "chats.json"
+    lines = "\n".join(json.dumps(one) for one in CONVERSATIONS)
+    file.write_text(lines if is_lines else json.dumps(CONVERSATIONS))
+    workload = parse_workload("file:turns=3,conversations=4", str(file))
+    assert parse_workload(workload.as_text(), str(file)) == workload and str(file) not in workload.as_text()
+    script, notes = conversation_script(workload, 0, 200, words)
+    asked = {tuple((step.prompt_tokens, step.output, step.known_tokens) for step in one.steps) for one in script.chains}
+    assert asked == {((4, 5, 0), (13, 4, 9)), ((5, 4, 0),)}, "each turn sends all that was said before it"
+    assert notes == [f"only 2 of 4 conversations: no more of {file} fit"]
+    assert [step.index for step in script.steps] == [0, 1, 2]
+    first = next(step for step in script.steps if step.prompt_tokens == 5)
+    assert Vocabulary(100, 1000).draw(first.pieces[0], 0) == "4,3,5,5,4", "real tokens, and none drawn"
+    orders = {conversation_script(workload, seed, None, words)[0].chains[0].steps[0].pieces for seed in range(9)}
+    assert len(orders) == 3, "the seed draws them"
+    one = parse_workload("file:conversations=1,output=7,rate=2", str(file))
+    assert [step.output for step in conversation_script(one, 0, 200, words)[0].steps] == [7]
+    with pytest.raises(CannotMeasure, match=r"no conversation of .* fits in 3 tokens"):
+        conversation_script(workload, 0, 3, words)
+    with pytest.raises(MeasureError, match="known with a server only"):
+        write_script(workload, 0)
+
+
+@pytest.mark.parametrize(("content", "why"), [
+    (None, "cannot be read"), ("{", "is not JSON"), ("[]", "no conversation"), ('["hello"]', "it should be a list of"),
+])  # fmt: skip
+def test_a_file_without_conversations_is_refused(tmp_path: Path, content: str | None, why: str) -> None:
+    file = tmp_path / "chats.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(MeasureError, match=why):
+        parse_workload("file", str(file))
+
+
+@pytest.mark.parametrize("text", ["file", "file:turns=3", "file:/etc/passwd", "file:/etc/passwd,turns=3"])
+def test_the_text_of_a_workload_opens_no_file(text: str) -> None:
+    """It may come from the manager's page, which may name no file of the machine."""
+    with pytest.raises(MeasureError, match="--workload file and --prompts, of overspill bench, go together"):
+        parse_workload(text)
+
+
+def test_a_file_is_for_its_own_workload(tmp_path: Path) -> None:
+    with pytest.raises(MeasureError, match="go together"):
+        parse_workload("multi-turn", str(tmp_path / "chats.json"))
 
 
 def test_statistics_are_numpys() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 from overspill import __version__, plan
 from overspill.cli import app
+from overspill.processes import identity
+from overspill.serve.status import Status, folder_of, write_status
 from tests.command import run_overspill
 
 
@@ -177,8 +180,8 @@ def test_the_version_is_told() -> None:
 COMMANDS = [[]] + [
     words.split()
     for words in (
-        "plan", "serve", "verify", "bench", "ab", "tune", "config", "ps", "stop", "park", "wake", "logs", "cache",
-        "cache show", "manager", "models", "models edit", "models undo", "results", "results list", "service",
+        "run", "plan", "serve", "verify", "bench", "ab", "tune", "config", "ps", "stop", "park", "wake", "logs",
+        "cache", "cache show", "manager", "models", "models edit", "models undo", "results", "results list", "service",
         "service print", "service manager install",
     )
 ]  # fmt: skip
@@ -190,6 +193,34 @@ def test_help_has_a_short_name_and_whole_summaries(words: list[str], tmp_path: P
     short, long = (run_overspill(*words, flag, env=env) for flag in ("-h", "--help"))
     assert short.returncode == long.returncode == 0 and short.stdout == long.stdout
     assert "..." not in short.stdout.partition("Commands:")[2], "a summary was cut"
+
+
+def test_overspill_alone_says_what_to_do_next(tmp_path: Path) -> None:
+    told = run_overspill(env={"HOME": str(tmp_path)})
+    assert told.returncode == 0 and len(told.stdout.splitlines()) <= 10
+    for command in ("run", "plan", "serve", "manager"):
+        assert f"overspill {command}" in told.stdout
+        assert run_overspill(command, "--help", env={"HOME": str(tmp_path)}).returncode == 0
+    assert "overspill --help" in told.stdout and "Usage:" not in told.stdout
+
+
+def test_verify_does_not_offer_a_card_that_it_refuses(tmp_path: Path) -> None:
+    env = {"HOME": str(tmp_path), "COLUMNS": "120"}
+    assert "--gpu " not in run_overspill("verify", "--help", env=env).stdout
+    assert "--gpu " in run_overspill("plan", "--help", env=env).stdout
+
+
+def test_ps_forgets_servers_that_ended_badly(tmp_path: Path) -> None:
+    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    folder = folder_of(env)
+    assert folder is not None
+    at = {"host": platform.node(), "url": "http://127.0.0.1:8000", "started_at": "2026-01-01T00:00:00+00:00"}
+    for name, pid, process in (("dead", 1, "another"), ("alive", os.getpid(), identity(os.getpid()))):
+        write_status(Status(pid=pid, process=process, model=name, source=name, served_name=name, **at), folder)
+    seen = run_overspill("ps", env=env).stdout
+    assert "dead" in seen and "alive" in seen
+    seen = run_overspill("ps", "--clear", env=env).stdout
+    assert "dead" not in seen and "alive" in seen
 
 
 def test_help_names_integers_sizes_and_tokens(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from overspill.model.derived import derive_tensors
 from overspill.model.description import describe
 from overspill.model.facts import ModelFacts
 from overspill.planning.arguments import vllm_args
-from overspill.planning.attempts import smallest_card
+from overspill.planning.cards import smallest_card
 from overspill.planning.overheads import Profile
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.refusal import refusal
@@ -151,7 +151,7 @@ def test_a_fit_with_fp8_kv_only_is_refused_with_alternatives() -> None:
         assert part in said and part in text
     assert not told["fits"] and not told["forced"] and "vllm_args" not in told
     assert told["ways"] and not any(way["recommended"] or way["is_exact"] for way in told["ways"])
-    assert "does not fit by any way that changes no token" in text and "KV spilled to RAM, KV in fp8" in text
+    assert "does not fit by any exact method" in text and "KV spilled to RAM, KV in fp8" in text
     assert "*" not in text and not made.warnings
     asked = plan(LLAMA_8B, "rtx4090", "10GiB", 131072, kv_cache_dtype="fp8").recommended
     assert asked is not None and asked.kv_cache_dtype == "fp8", "as the refusal says"
@@ -509,7 +509,7 @@ def test_the_longest_context_is_given_with_and_without_ram() -> None:
 def test_tokens_that_are_kept_warm_are_those_that_the_pool_holds() -> None:
     made = plan(LLAMA_8B, "24GiB", "128GiB", 131072, offload_ram_bytes=10 * GIB)
     assert plan_as_json(made)["warm_tokens"] == 10 * GIB // 131072 == 81920
-    assert "kept warm in RAM: 81,920 tokens" in plan_as_text(made)
+    assert "Idle KV that RAM holds: 81,920 tokens" in plan_as_text(made)
     nothing = plan(LLAMA_8B, "8GiB", "4GiB", 131072)
     assert nothing.chosen is None and plan_as_json(nothing)["warm_tokens"] == 0
 

@@ -2,13 +2,16 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from overspill.cli import app, main
 from overspill.figures import Origin, measured
 from overspill.hardware import Gpu, detect, parse_gpu
 from overspill.kv.errors import OverspillError
@@ -23,6 +26,7 @@ from overspill.planning.overheads import Profile, fingerprint
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json, plan_as_text
 from overspill.settings import plain, resolve
+from tests.model_configs import llama_3_1_8b
 
 GIB = 2**30
 HERE = Vllm("0.32.0", is_cpu=False)
@@ -49,6 +53,35 @@ def test_the_gpu_that_is_there_is_taken(has: Has) -> None:
     found = find_device({})
     assert (found.platform.name, found.gpus[0].name) == ("cuda", "NVIDIA H200")
     assert found.ram_bytes.value == 36 * GIB and "less 4 GiB" in found.ram_bytes.note
+
+
+@pytest.mark.parametrize("vllm", [None, HERE, Vllm("0.32.0", is_cpu=True)])
+def test_cards_need_no_gpu(has: Has, llama_8b: Path, vllm: Vllm | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine without one was planned for first, and refused."""
+    has(vllm=vllm)
+    assert overspill_here("plan", str(llama_8b), "--max-model-len", "32k", "--cards") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("model, 32,768 tokens, with 36 GiB of RAM") and "does not fit" not in told
+    assert re.search(r"rtx4090 +23.5 GiB   on the GPU alone +41.0 t/s +7.4 s", told)
+    assert overspill_here("plan", str(llama_8b), "--max-model-len", "32k", "--cards", "--json") == 0
+    cards = {one["card"]: one for one in json.loads(capsys.readouterr().out)["cards"]}
+    alone = plan_for(str(llama_8b), {"gpu": "l4", "max_model_len": 32768}).chosen
+    assert alone is not None and cards["l4"]["decode_tokens_per_s"] == alone.decode_tokens_per_s.value
+    assert overspill_here("plan", str(llama_8b), "--max-model-len", "auto", "--cards") == 2
+
+
+def overspill_here(*words: str) -> int:
+    with patch.object(sys, "argv", ["overspill", *words]), pytest.raises(SystemExit) as ended:
+        main(lambda: app(list(words)))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(llama_3_1_8b()))
+    return folder
 
 
 def test_a_gpu_that_is_stated_is_taken_whatever_is_installed(has: Has) -> None:

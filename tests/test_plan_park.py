@@ -6,7 +6,7 @@ from typing import Any
 from overspill.hardware import parse_gpu, parse_ram
 from overspill.model.config import Config
 from overspill.model.description import describe
-from overspill.planning.arguments import vllm_args
+from overspill.planning.arguments import stores_lazily, vllm_args
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json, plan_as_text
@@ -21,6 +21,13 @@ def with_ram(ram: str, **wishes: Any) -> Plan:
     return make_plan(facts, parse_gpu("rtx4090"), parse_ram(ram), Wishes(max_model_len=16384, **wishes))
 
 
+def transfer(made: Plan) -> dict[str, Any]:
+    assert made.chosen is not None
+    arguments = vllm_args(made, made.chosen)
+    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    return dict(config["kv_connector_extra_config"])
+
+
 def test_a_parked_model_needs_ram_for_its_weights() -> None:
     plain, parks = with_ram("64GiB"), with_ram("64GiB", kv_options="park=true")
     assert plain.chosen is not None and parks.chosen is not None
@@ -29,8 +36,7 @@ def test_a_parked_model_needs_ram_for_its_weights() -> None:
     assert 0 <= plain.chosen.offload_bytes - parks.chosen.offload_bytes - copy < 2**30, "in whole GiB"
     assert parks.chosen.peak_ram_bytes <= 64 * 2**30
     assert plain.least_ram_bytes is not None and parks.least_ram_bytes == plain.least_ram_bytes + copy
-    arguments = vllm_args(parks, parks.chosen)
-    given = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    given = transfer(parks)
     assert given["park"] is True and given["host_bytes"] == parks.chosen.offload_bytes
     told = plan_as_json(parks)
     assert told["parked_bytes"] == copy and "weights' copy" in plan_as_text(parks)
@@ -43,8 +49,10 @@ def test_too_little_ram_to_park_is_refused_with_a_way_out() -> None:
     assert "Without --park it needs no RAM for a copy of the weights" in refusal(parks)
 
 
-def test_a_small_pool_is_worth_it_for_an_engine_that_is_parked() -> None:
-    """A pool smaller than the GPU's KV mirrors it while it runs, and is all there is while it is parked."""
+def test_a_small_pool_mirrors_an_engine_that_is_parked() -> None:
+    """It is all there is while the engine is parked; of one that runs for ever it holds what the GPU drops."""
     plain, parks = with_ram("6GiB"), with_ram("22GiB", kv_options="park=true")
-    assert plain.chosen is not None and plain.chosen.offload_bytes == 0
-    assert parks.chosen is not None and 0 < parks.chosen.offload_bytes < parks.chosen.kv.resident_bytes
+    for made in (plain, parks):
+        assert made.chosen is not None and 0 < made.chosen.offload_bytes < made.chosen.kv.resident_bytes
+    assert stores_lazily(plain.chosen, {}) and not stores_lazily(parks.chosen, {"park": True})  # type: ignore[arg-type]
+    assert transfer(plain)["store"] == "lazy" and "store" not in transfer(parks)

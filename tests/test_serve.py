@@ -211,7 +211,7 @@ def test_the_start_told_its_phases_and_what_became_of_the_plan(server: Serve) ->
     phases = ["starting vLLM", "loading the model", "starting to listen", "ready"]
     places = [server.told.index(phase) for phase in phases]
     assert places == sorted(places)
-    assert "as planned: spill:" in server.told and "as planned: offload: a pool of 64 MiB" in server.told
+    assert "as planned: spill:" in server.told and "as planned: idle KV: a pool of 64 MiB" in server.told
     assert "not as planned" not in server.told
     line = server.out.read_text().strip()
     address = rf"http://127\.0\.0\.1:{server.port}/v1 serves tiny, 4,096 tokens"

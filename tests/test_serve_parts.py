@@ -35,6 +35,7 @@ from overspill.planning.setup import Wishes
 from overspill.planning.ways import Way
 from overspill.processes import identity
 from overspill.registry import RunEnd, add_model, list_runs, open_registry, running_runs, start_run
+from overspill.serve import reporter
 from overspill.serve.differences import differences, profile_of
 from overspill.serve.engine_report import HostMemoryReport, Phase, Report, earliest, read, write
 from overspill.serve.reporter import notify
@@ -470,6 +471,42 @@ def test_an_engine_without_our_plugin_is_noticed(
     with pytest.raises(CannotServe, match="exit code 5" if force else "loaded no plugin"):
         run(played(None, seconds=3), force=force)
     assert ("/v1 serves" in capfd.readouterr().out) == force
+
+
+class Waits:
+    """A reporter whose clock a test moves."""
+
+    def __init__(self, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(reporter.time, "monotonic", lambda: self.now)
+        self.made = reporter.Reporter(prepared, log_file=None)
+
+    def after(self, seconds: float, what: str) -> None:
+        self.now += seconds
+        self.made.waits(what)
+
+
+def test_a_long_phase_gives_a_sign_of_life(
+    played: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The start of a model that was started before also says how long it will take."""
+    prepared = played(None)
+    first = Waits(prepared, monkeypatch)
+    for _ in range(13):
+        first.after(1, "loading the model")
+    assert capfd.readouterr().err == "overspill:   10.0 s  still loading the model\n", "once, and not each time"
+    first.now += 27
+    first.made.reaches(Phase.READY)
+    capfd.readouterr()
+    second = Waits(prepared, monkeypatch)
+    second.after(12, "loading the model")
+    second.after(12, "loading the model")
+    second.after(30, "loading the model")
+    assert capfd.readouterr().err.splitlines() == [
+        "overspill:   12.0 s  still loading the model; about 28 s left, by the last start",
+        "overspill:   24.0 s  still loading the model; about 16 s left, by the last start",
+        "overspill:   54.0 s  still loading the model",
+    ]
 
 
 def test_systemd_is_told_at_a_path_or_an_abstract_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -298,7 +298,7 @@ def test_the_longest_context_that_starts_is_found(
 
 def test_a_context_that_is_too_slow_is_not_taken(model: Path, registry: Registry, stand_in: pytest.MonkeyPatch) -> None:
     stand_in.setenv("STAND_IN", json.dumps({"--max-model-len 1024": 0.5}))
-    made = asked(registry, model, goal="context", most=None, repeats=None, given=SHORT, least_tokens_per_s=5.0)
+    made = asked(registry, model, goal="context", most=None, repeats=None, given={**SHORT, "min_speed": "5"})
     report = go(registry, made)
     assert all(complete for _, _, complete in stored(registry)), "it answers, and not fast enough"
     assert report.winner is not None and report.winner.settings["max_model_len"] == 896
@@ -338,7 +338,7 @@ def test_resuming_a_tuning_without_a_stored_model_warns(
         (["MODEL", "--goal", "context", "--workload", "offline"], "leave out --workload"),
         (["MODEL", "--goal", "context", "--repeats", "5", "--candidates", "2"], "once; leave out --repeats"),
         (["MODEL", "--goal", "context", "--candidates", "2"], "leave out --candidates"),
-        (["MODEL", "--least-tokens-per-s", "5"], "is for --goal context"),
+        (["MODEL", "--min-speed", "5"], "--min-speed is for --max-model-len auto"),
         (["MODEL", "--ram", "1GiX"], "--ram: '1GiX' is not a size"),
         (["MODEL", "--name", "a b"], "is not a name for a model"),
         (["--resume", "tune-nothing"], "there is no tuning 'tune-nothing'"),

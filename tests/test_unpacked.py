@@ -56,7 +56,7 @@ def test_a_model_is_served_with_our_plugins(environment: dict[str, str], llama: 
     answer = python(environment, "-c", SERVED, str(llama), *flags, *more, "--skip-tokenizer-init")
     assert answer.returncode == 0, answer.stderr
     assert "/v1 serves" in answer.stdout and "for spilled KV and 64 MiB for idle KV" in answer.stdout
-    assert "as planned: offload: a pool of 64 MiB in RAM" in answer.stderr
+    assert "as planned: idle KV: a pool of 64 MiB in RAM" in answer.stderr
     with open_registry(environ=environment) as registry:
         assert [str(run.end) for run in list_runs(registry)] == ["stopped"]
 

@@ -4,6 +4,7 @@ A flag wins over what the registry sets for a model, that over the environment (
 that over the default; each value remembers which it was.
 """
 
+import math
 import os
 import re
 import shlex
@@ -30,6 +31,7 @@ _GPU = re.compile(r"\d{1,3}|(?:GPU|MIG)-[0-9A-Za-z/-]{1,60}", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_TEXT = 10_000
 RAM_RESERVE_BYTES = 4 * GiB
+AUTO = "auto"
 _LARGEST = (1 << 63) - 1  # that every reader of the registry's JSON holds
 # All but tab and newline; and what Python makes of bytes that are not UTF-8, which no database keeps.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
@@ -73,6 +75,25 @@ def _length(text: object) -> int:
     if not digits.isdigit() or int(digits) == 0:
         raise OverspillError(f"{text!r} is not a number of tokens; write for example 131072 or 128k")
     return int(digits) * factor
+
+
+def _context(text: object) -> int | str:
+    if isinstance(text, str) and text.strip().lower() == AUTO:
+        return AUTO
+    try:
+        return _length(text)
+    except OverspillError as error:
+        raise OverspillError(f"{error}, or {AUTO}") from error
+
+
+def _speed(text: object) -> float:
+    try:
+        speed = float(str(text))
+    except ValueError:
+        speed = 0.0
+    if isinstance(text, bool) or not 0 < speed < math.inf:
+        raise OverspillError(f"{text!r:.40} is not a number of tokens/s; write for example 10 or 2.5")
+    return speed
 
 
 def _count(text: object) -> int:
@@ -226,6 +247,7 @@ class Kind:
 
 SIZE = Kind(_size, int | str, "Bytes, or for example 8GiB.", "8GiB")
 LENGTH = Kind(_length, int | str, "Tokens, or for example 128k.", "128k")
+CONTEXT = Kind(_context, int | str, LENGTH.note, LENGTH.example)
 COUNT = Kind(_count, int | str)
 YES_OR_NO = Kind(_flag, bool)
 TEXT = Kind(_text, max_length=20)
@@ -281,8 +303,14 @@ TABLE = (
         "The model: a folder, or a repository of Hugging Face's cache or hub.", Scope.MODELS,
     ),
     Setting(
-        "max_model_len", LENGTH, None,
-        "The longest context to serve, in tokens; `128k` is 131,072. Without it, the model's own limit.", is_vllms=True,
+        "max_model_len", CONTEXT, None,
+        "The longest context to serve, in tokens; `128k` is 131,072, `auto` the longest that decodes at `--min-speed`. "
+        "Without it, the model's own limit.",
+        is_vllms=True,
+    ),
+    Setting(
+        "min_speed", Kind(_speed, float | str, example=10), 10.0,
+        "With `--max-model-len auto`: tokens/s at which one request decodes at that length, at least; 10 if not given.",
     ),
     Setting(
         "device", Kind(_one_of("auto", "cuda", "cpu")), "auto",
@@ -321,7 +349,11 @@ TABLE = (
         "ram_reserve", SIZE, RAM_RESERVE_BYTES,
         "RAM left to the rest of the machine where `--ram` is not given; 4 GiB if not set.",
     ),
-    Setting("offload_ram", SIZE, None, "Of this, RAM for idle KV; without it, what is left. 0 keeps none."),
+    Setting(
+        "offload_ram", SIZE, None,
+        "Of this, RAM for idle KV; without it, what is left of `--ram`, or up to half of what is available. 0 keeps "
+        "none.",
+    ),
     Setting(
         "weights_ram", SIZE, None,
         "Of this, weights to keep in RAM (`4GiB`), in whole layers; without it, the plan chooses. 0 keeps none there.",

@@ -8,6 +8,7 @@ import typer
 
 import overspill
 from overspill.cli.caches import cache
+from overspill.cli.chatting import run
 from overspill.cli.engines import logs, park, ps, stop, wake
 from overspill.cli.flags import Commands
 from overspill.cli.launching import PASS_ON, config, plan, serve
@@ -18,14 +19,26 @@ from overspill.cli.results import results
 from overspill.cli.services import service
 from overspill.kv.errors import OverspillError
 
+_NEXT = """\
+Overspill runs models on stock vLLM, with the machine's RAM beside the GPU's memory.
+
+  overspill run MODEL     plan it, start it and chat with it here, as in: overspill run Qwen/Qwen3-8B
+  overspill plan MODEL    what fits, what goes to RAM, and how fast that is; nothing is started
+  overspill serve MODEL   a server that speaks OpenAI's API, on http://127.0.0.1:8000
+  overspill manager       a page and a gateway for several models, on http://127.0.0.1:7999
+
+MODEL is a folder, a repository of Hugging Face's, or a name of `overspill models`.
+All commands: overspill --help; the flags of one: overspill run --help"""
+
 app = typer.Typer(
     cls=Commands,
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Makes a GPU behave as if it had the machine's RAM, on stock vLLM.",
 )
+app.command(epilog="Example: overspill run Qwen/Qwen3-8B", context_settings=PASS_ON)(run)
 app.command(
     epilog="Example: overspill plan meta-llama/Llama-3.1-8B-Instruct --max-model-len 128k --gpu rtx4090 --ram 64GiB"
 )(plan)
@@ -58,17 +71,19 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def _commands(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """A command is always named, even while there is only one."""
+    if context.invoked_subcommand is None:
+        print(_NEXT)
 
 
-def main(run: Callable[[], Any] = app) -> None:
+def main(call: Callable[[], Any] = app) -> None:
     """Exits with 0 on success, 1 if the request cannot be met, 2 for a mistake in the request."""
     try:
-        run()
+        call()
     except OverspillError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

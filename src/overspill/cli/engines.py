@@ -19,8 +19,16 @@ ApiKey = Annotated[
 ]
 
 
-def ps(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, api_key: ApiKey = None) -> None:
+def ps(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="First forget servers of this user that ended badly.")] = False,
+    api_key: ApiKey = None,
+) -> None:
     """Engines that run, with their state; with a manager, all models."""
+    if clear:
+        from overspill.serve.status import clear_ended
+
+        clear_ended()
     source = _source(api_key)
     engines = source.engines()
     if as_json:

@@ -38,9 +38,11 @@ class Commands(TyperGroup):
             formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in commands if one])
 
 
-def with_settings(names: Collection[str]) -> Callable[[Command], Command]:
-    """Gives a command a flag for each of these settings, and what was given with them as its argument `given`."""
-    return with_flags("given", [_parameter(setting) for setting in BY_NAME.values() if setting.name in names])
+def with_settings(names: Collection[str], hidden: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Gives a command a flag for each of these settings, and what was given with them as its argument `given`. Those
+    that are `hidden` are for a refusal that says why."""
+    settings = [setting for setting in BY_NAME.values() if setting.name in names]
+    return with_flags("given", [_parameter(setting, is_hidden=setting.name in hidden) for setting in settings])
 
 
 @contextmanager
@@ -56,15 +58,16 @@ def failing(*kinds: type[Exception]) -> Iterator[None]:
 def launch_of(
     model: str, given: dict[str, Any], vllm_args: Sequence[str] = (), own: Sequence[str] = (), **how: Any
 ) -> "Launch":
-    """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read.
-    `own` are flags of the command that are not settings."""
+    """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read, or
+    if no context is fast enough. `own` are flags of the command that are not settings."""
+    from overspill.errors import CannotServe
     from overspill.flags import read_flags
     from overspill.launch.launch import Launch
     from overspill.launch.reference import NoRegistry
     from overspill.launch.traps import refuse_flags
 
     refuse_flags(read_flags(vllm_args), own)  # before a hub, or a registry, is looked for
-    with failing(NoRegistry):
+    with failing(CannotServe, NoRegistry):
         return Launch.of(model, given, vllm_args, note=to_stderr, **how)
 
 
@@ -111,11 +114,11 @@ def flag(name: str, option: Any, kind: Any = str | None, default: Any = None) ->
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-def _parameter(setting: Setting) -> inspect.Parameter:
+def _parameter(setting: Setting, *, is_hidden: bool) -> inspect.Parameter:
     if not setting.is_yes_or_no:
         metavar = "<size>" if setting.is_size else _METAVARS.get(setting.kind.note or setting.name)
         metavar = "<int>" if setting.kind is COUNT else metavar
-        return flag(setting.name, typer.Option(setting.flag, help=setting.help, metavar=metavar))
+        return flag(setting.name, typer.Option(setting.flag, help=setting.help, metavar=metavar, hidden=is_hidden))
     # What the registry, the environment or the file switched on can be switched off; not given leaves it to them.
     # Nobody leaves `--force` switched on.
     off = f"/--no-{setting.flag.removeprefix('--')}" if setting.name != "force" else ""

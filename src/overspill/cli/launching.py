@@ -1,14 +1,18 @@
 """`overspill plan`, `overspill serve` and `overspill config`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from overspill.cli.flags import PLANNING, SERVING, Model, failing, launch_of, to_stderr, with_settings
 from overspill.kv.errors import OverspillError
 from overspill.settings import GivenBy, config_path, origins, resolve
+
+if TYPE_CHECKING:
+    from overspill.launch.launch import Launch, Prepared
 
 # vLLM's own flags are not known here; they follow the model, and are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -18,13 +22,17 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def plan(
     given: dict[str, Any],
     model: Model,
-    cards: Annotated[bool, typer.Option("--cards", help="Tell which cards would serve this context.")] = False,
+    cards: Annotated[bool, typer.Option("--cards", help="Which cards would serve this context, and how fast.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
 ) -> None:
     """What fits, what goes to RAM, and how fast it will be. Exits with 1 where serve would refuse it."""
-    from overspill.planning.report import plan_as_json, plan_as_text
+    from overspill.planning.report import cards_as_json, cards_as_text, plan_as_json, plan_as_text
 
     launch = launch_of(model, given, cards=cards, is_server=True)
+    is_elsewhere = launch.plan.gpu.is_stated and not launch.plan.platform.is_cpu
+    if cards and is_elsewhere and launch.values["gpu"].value is None:
+        print(json.dumps(cards_as_json(launch.plan), indent=2) if as_json else cards_as_text(launch.plan))
+        return
     if as_json:
         set_here = {name: one for name, one in launch.values.items() if one.origin is not GivenBy.DEFAULT}
         told = {**plan_as_json(launch.plan), "too_long": launch.too_long, "settings": origins(set_here)}
@@ -49,10 +57,6 @@ def serve(
 ) -> None:
     """Plan, then run vLLM's server with these flags. Flags of vLLM's own follow the model, and win."""
     from overspill.errors import CannotServe
-    from overspill.flags import into_environment, read_flags
-    from overspill.hardware.machine import read_machine
-    from overspill.launch.launch import require_this_machine
-    from overspill.launch.machine import require_available
     from overspill.planning.report import plan_as_text
     from overspill.serve.log import open_log
     from overspill.serve.run import run_server
@@ -64,7 +68,6 @@ def serve(
     with failing(CannotServe):
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         launch = launch_of(model, given, context.args, own, is_server=True)
-        force = bool(launch.settings["force"])
         if launch.plan.chosen is not None:  # else the refusal says all of it
             to_stderr(plan_as_text(launch.plan))
         prepared = launch.prepared()
@@ -73,18 +76,28 @@ def serve(
         if dry_run:
             print(json.dumps(prepared.as_json(), indent=2) if as_json else prepared.line)
             return
-        require_this_machine(prepared)
-        if not force:
-            require_available(read_machine(), launch.plan)
-        for variable in into_environment(read_flags(context.args))[1]:
-            to_stderr(
-                "warning: every user of this machine can read a secret in this command's arguments while it runs; set "
-                f"{variable} in the environment instead"
-            )
+        require_startable(launch, prepared, context.args)
         if quiet or log_file is not None:
             log_file = open_log(log_file, prepared.address.port)
             to_stderr(f"vLLM's log: {log_file}")
-        run_server(prepared, force=force, quiet=quiet, log_file=log_file)
+        run_server(prepared, force=bool(launch.settings["force"]), quiet=quiet, log_file=log_file)
+
+
+def require_startable(launch: "Launch", prepared: "Prepared", typed: Sequence[str]) -> None:
+    """Raises if the server cannot be started here and now; `typed` are vLLM's flags of the command."""
+    from overspill.flags import into_environment, read_flags
+    from overspill.hardware.machine import read_machine
+    from overspill.launch.launch import require_this_machine
+    from overspill.launch.machine import require_available
+
+    require_this_machine(prepared)
+    if not launch.settings["force"]:
+        require_available(read_machine(), launch.plan)
+    for variable in into_environment(read_flags(typed))[1]:
+        to_stderr(
+            "warning: every user of this machine can read a secret in this command's arguments while it runs; set "
+            f"{variable} in the environment instead"
+        )
 
 
 def config(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

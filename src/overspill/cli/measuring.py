@@ -33,6 +33,9 @@ def _failing() -> contextlib.AbstractContextManager[None]:
 @with_flags("given", [
     flag("workload", typer.Option(help="overhead, multi-turn (the default), shared-prefix, long-context or offline; "
          "then what is not to be the default: multi-turn:conversations=8,turns=4.")),
+    flag("prompts", typer.Option(help="A file of conversations in ShareGPT's shape, to send instead; with --workload "
+         "file:turns=3 what is not to be the default.")),
+    flag("goodput", typer.Option(help="Count requests that keep to these limits in milliseconds: ttft:500,tpot:50.")),
     flag("model", typer.Option(help="The model's name there; needed if there are several.")),
     flag("api_key", typer.Option(help="The server's key, if it has one.", envvar="OVERSPILL_API_KEY")),
     flag("seed", typer.Option(help="What prompts are drawn from; 0 if not given."), int | None),
@@ -131,8 +134,6 @@ def ab(
          int | None),
     flag("allow_fp8", typer.Option("--allow-fp8", help="Try KV in fp8 too, which rounds it and so may change answers."),
          bool | None),
-    flag("least_tokens_per_s", typer.Option(min=0, help="With --goal context: how fast an answer must be at that "
-         "length."), float | None),
     flag("name", typer.Option(help="What the model is called in the registry, if it is not there yet.")),
 ])  # fmt: skip
 def tune(
@@ -176,7 +177,7 @@ def tune(
     raise typer.Exit(0 if winner is not None and not report.is_interrupted else 1)
 
 
-@with_settings(PLANNING)
+@with_settings(PLANNING, hidden={"gpu"})
 def verify(
     given: dict[str, Any],
     model: Model,

@@ -6,7 +6,7 @@
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from overspill.address import Address
@@ -25,7 +25,7 @@ from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json
 from overspill.planning.ways import Way
-from overspill.settings import Value, config_path, resolve
+from overspill.settings import AUTO, GivenBy, Value, config_path, resolve
 
 _LEFT_TO_VLLM = "; --force leaves it to vLLM"
 
@@ -124,7 +124,16 @@ class Launch:
             for line in ref.notes(values):
                 note(line)
         adopted = adopt(values, vllm_args, registered=ref.vllm_args)
+        is_auto, speed = values["max_model_len"].value == AUTO, values["min_speed"]
+        if speed.origin is GivenBy.FLAG and not is_auto:
+            raise OverspillError("--min-speed is for --max-model-len auto; add that, or leave --min-speed out")
         plan = plan_for(ref.source, adopted.settings, cards=cards, found=found, is_server=is_server)
+        if is_auto:  # found once: whatever is made of this launch has the same length
+            found_here = {
+                "max_model_len": replace(values["max_model_len"], value=plan.max_model_len),
+                "min_speed": Value(speed.setting, speed.setting.default, GivenBy.DEFAULT, ""),
+            }
+            adopted = replace(adopted, values={**adopted.values, **found_here})
         return cls(ref=ref, adopted=adopted, plan=plan)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from overspill.figures import Known, assumed, derived
 from overspill.files import ledger_file
 from overspill.hardware import Gpu, Hardware, detect, with_stated
+from overspill.hardware.cards import CARDS
 from overspill.hardware.cpu import assumed_attention, cpu_attention
 from overspill.hardware.gpu import visible_gpus, weakest
 from overspill.hardware.machine import Machine, read_numa_nodes
@@ -35,7 +36,7 @@ from overspill.planning.setup import (
     Profiles,
     Wishes,
 )
-from overspill.settings import RAM_RESERVE_BYTES
+from overspill.settings import AUTO, RAM_RESERVE_BYTES
 
 # vLLM's: the cores of each rank, with | between them.
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -67,6 +68,14 @@ def plan_for(
 ) -> Plan:
     """`settings` are the values of `overspill.settings`, by name, and what vLLM's own flags say beside them
     (`overspill.launch.arguments`); `found` is the machine, if not as it is now."""
+    found = detect() if found is None else found
+    if cards and not found.gpus and settings.get("gpu") is None and settings.get("device") in (None, "auto"):
+        if settings.get("max_model_len") == AUTO:
+            raise OverspillError("--cards without a GPU needs a length: give one with --max-model-len")
+        settings = {
+            **settings,
+            "gpu": max(CARDS, key=lambda card: card.total_bytes).key,
+        }  # no matter which: the question is for all of them
     wishes = wishes_of(settings, cards=cards)
     facts = read_model(model, dtype=wishes.dtype)
     device = find_device(settings, found)
@@ -87,9 +96,13 @@ def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
     found = {field.name: settings.get(field.name.removesuffix("_bytes")) for field in fields(Wishes)}
     given = {name: value for name, value in found.items() if value is not None}
     given["kv_options"] = _kv_options(settings)
+    if given.get("max_model_len") == AUTO:
+        del given["max_model_len"]
+    else:
+        given.pop("min_speed", None)
     # A step has a token of each request at least.
     given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, settings.get("max_num_batched_tokens") or MAX_NUM_SEQS))
-    return Wishes(**{**given, "cards": cards})
+    return Wishes(**{**given, "cards": cards, "ram_given": settings.get("ram") is not None})
 
 
 def _kv_options(settings: Mapping[str, Any]) -> str:

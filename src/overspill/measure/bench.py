@@ -9,11 +9,12 @@ from typing import Any
 
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.measurement import TIERS, Outcome, Tier, measure, require_tier
+from overspill.measure.metrics import Limits, goodput_metrics, limits_as_text, parse_limits
 from overspill.measure.progress import Progress, Say
-from overspill.measure.provenance import Provenance, server_changes, server_provenance
+from overspill.measure.provenance import Provenance, find_server, server_changes, server_provenance
 from overspill.measure.report.text import outcome_as_text
 from overspill.measure.target import Target, find_target, parse_url
-from overspill.measure.workload import Workload, parse_workload
+from overspill.measure.workload import FILE, Workload, parse_workload
 from overspill.registry import (
     CannotNow,
     RegistryError,
@@ -38,6 +39,7 @@ class Request:
     expects: Tier | None
     label: str | None
     experiment: str | None
+    goodput: Limits | None = None
     earlier: Result | None = None
     """The incomplete result that it resumes."""
     part: Mapping[str, Any] | None = None
@@ -45,8 +47,12 @@ class Request:
     def words(self, model: str) -> list[str]:
         """The command that repeats it."""
         words = ["overspill", "bench", self.url, "--workload", self.workload.as_text(), "--model", model]
+        words += ["--prompts", self.workload.file] if self.workload.file else []
         words += ["--seed", str(self.seed)]
-        for flag, value in (("expect", self.expects), ("label", self.label), ("experiment", self.experiment)):
+        limits = None if self.goodput is None else limits_as_text(self.goodput)
+        for flag, value in (
+            ("expect", self.expects), ("goodput", limits), ("label", self.label), ("experiment", self.experiment),
+        ):  # fmt: skip
             words += [f"--{flag}", value] if value is not None else []
         return words
 
@@ -102,19 +108,23 @@ class Bench:
 
 def read_request(
     *, url: str | None, workload: str | None, seed: int | None, model: str | None, api_key: str | None,
-    expect: str | None, label: str | None, experiment: str | None, resume: int | None,
+    expect: str | None, label: str | None, experiment: str | None, resume: int | None, goodput: str | None = None,
+    prompts: str | None = None,
 ) -> Request:  # fmt: skip
     """None for what was not given."""
     expects = next((tier for tier in TIERS if tier == expect), None)
     if expect is not None and expects is None:
         raise MeasureError(f"--expect {expect!r:.40} is not a tier; write offload or spill")
+    file = "" if prompts is None else os.path.expanduser(prompts)
+    sent = parse_workload(workload or (FILE.name if file else DEFAULT_WORKLOAD), file)
     request = Request(
-        url=parse_url(DEFAULT_URL if url is None else url), workload=parse_workload(workload or DEFAULT_WORKLOAD),
+        url=parse_url(DEFAULT_URL if url is None else url), workload=sent,
         seed=seed or 0, model=model, api_key=api_key or None, expects=expects, label=label, experiment=experiment,
+        goodput=None if goodput is None else parse_limits(goodput),
     )  # fmt: skip
     if resume is None:
         return request
-    return _resumed(request, resume, url=url, workload=workload, seed=seed, model=model)
+    return _resumed(request, resume, url=url, workload=workload, prompts=prompts, seed=seed, model=model)
 
 
 def _resumed(request: Request, resume: int, *, url: str | None, **given: object) -> Request:
@@ -137,8 +147,13 @@ def _resumed(request: Request, resume: int, *, url: str | None, **given: object)
         )
     # All parameters: defaults may have changed since.
     written = ",".join(f"{name}={value}" for name, value in parameters.items())
+    workload = parse_workload(f"{result.benchmark}:{written}", str(config.get("file") or ""))
+    if workload.digest != config.get("digest", ""):
+        raise MeasureError(f"{workload.file} is not the file that it was for result {resume}; measure it anew")
+    if request.goodput is None and config.get("goodput"):
+        request = replace(request, goodput=parse_limits(str(config["goodput"])))
     return replace(
-        request, url=measured_at, workload=parse_workload(f"{result.benchmark}:{written}"), seed=int(config["seed"]),
+        request, url=measured_at, workload=workload, seed=int(config["seed"]),
         model=result.model, label=request.label or result.label, experiment=request.experiment or result.experiment,
         earlier=result, part=part,
     )  # fmt: skip
@@ -163,6 +178,8 @@ def run_bench(
     outcome = measure(
         target, request.workload, seed=request.seed, on_progress=on_progress, stop=stop, resume=request.part
     )
+    if request.goodput is not None:
+        outcome = replace(outcome, metrics={**outcome.metrics, **goodput_metrics(outcome.metrics, request.goodput)})
     found = Bench(request=request, target=target, outcome=outcome)
     if not outcome.metrics["completed"]:
         return replace(found, not_saved="nothing was answered")
@@ -176,9 +193,14 @@ def run_bench(
 def _measurement(bench: Bench, found: Provenance, started_at: datetime) -> Result:
     request, target, outcome = bench.request, bench.target, bench.outcome
     kept: dict[str, Any] = {"answers": outcome.answers, "notes": list(outcome.notes), "problem": outcome.problem}
-    resumes = request.earlier.id if request.earlier is not None else None
+    config: dict[str, Any] = {"url": target.url, "resumes": request.earlier.id if request.earlier is not None else None}
+    if request.goodput is not None:
+        config["goodput"] = limits_as_text(request.goodput)
+    server = find_server(target)
+    if server is not None:
+        config["server"] = list(server.argv)
     return found.measurement(
-        request.workload, request.seed, {"url": target.url, "resumes": resumes}, model=target.model,
+        request.workload, request.seed, config, model=target.model, plan=server.plan if server is not None else None,
         argv=tuple(request.words(target.model)), environment=os.environ,
         metrics={**outcome.metrics, **kept, **({_PART: outcome.part} if outcome.part is not None else {})},
         started_at=started_at, is_complete=outcome.is_complete, experiment=request.experiment, label=request.label,

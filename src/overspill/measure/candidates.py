@@ -10,8 +10,7 @@ from overspill.figures import as_json
 from overspill.flags import read_flags
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size
-from overspill.planning.arguments import kv_transfer_config, vllm_args
-from overspill.planning.attempts import PROCESS_RAM_BYTES
+from overspill.planning.arguments import kv_transfer_config, stores_lazily, vllm_args
 from overspill.planning.connector_options import read_options
 from overspill.planning.parameters import pinned_share
 from overspill.planning.planner import Plan
@@ -165,22 +164,18 @@ class _Maker:
                 yield self.make(f"{format_size(way.num_ranks * way.weights.ram_bytes)} of weights in RAM", way)
 
     def pools(self) -> Iterator[Candidate | None]:
-        """Without RAM for idle KV and with half of the plan's; where the plan has none, with all that is left."""
+        """Without RAM for idle KV and with half of the plan's; where the plan has none, there is none to be had."""
         own = self._own
-        if own.offload_bytes:
-            sizes = [0, own.offload_bytes // 2 // GiB * GiB]
-        else:
-            taken = own.weights.pinned_bytes + own.kv.spilled_bytes + PROCESS_RAM_BYTES
-            ram = self._plan.ram_bytes.value // own.num_ranks
-            sizes = [size] if (size := (ram - taken) // GiB * GiB) > 0 else []
-        for size in sizes:
+        for size in (0, own.offload_bytes // 2 // GiB * GiB) if own.offload_bytes else ():
             total = own.num_ranks * size
             label = f"{format_size(total)} for idle KV" if size else "no RAM for idle KV"
             yield self.make(label, replace(own, offload_bytes=size), offload_ram=total)
 
     def stores(self) -> Iterator[Candidate | None]:
         if self._own.offload_bytes and "store" not in self._given_options:
-            yield self.make("stored lazily", self._own, options={"store": "lazy"})
+            is_lazy = stores_lazily(self._own, self._given_options)
+            how = ("stored eagerly", "eager") if is_lazy else ("stored lazily", "lazy")
+            yield self.make(how[0], self._own, options={"store": how[1]})
 
     def chunks(self) -> Iterator[Candidate | None]:
         planned = self._own.max_num_batched_tokens

@@ -67,6 +67,8 @@ MEASURES = (
     Measure(key="load_s", name="load time", unit="s", better=Better.LOWER, begins_cold=True),
     Measure(key="duration", name="duration", unit="s"),
     _rate("request_throughput", "request throughput", "req/s"),
+    _rate("request_goodput", "goodput", "req/s"),
+    _rate("goodput_percent", "  of the requests", "%"),
     _rate("output_throughput", "output throughput", "tok/s"),
     _rate("total_token_throughput", "total throughput", "tok/s"),
     _time("mean_ttft_ms", "TTFT, mean", "ttfts"),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.client import Answer, Client, Refused, RequestFailed, Unavailable
+from overspill.measure.conversations import conversation_script, tokenizer_of
 from overspill.measure.memory import MemorySampler, Sample, peak, thinned
 from overspill.measure.metrics import (
     SERVED,
@@ -175,8 +176,7 @@ def measure(
     """
     stop = stop or threading.Event()
     served = find_served(target)
-    require_fit(workload, seed, served.max_model_len)
-    script = write_script(workload, seed)
+    script, drawn_notes = _script(target, workload, seed, served.max_model_len)
     nothing = Part(vocabulary=find_vocabulary(served.root), duration=0.0, answers={}, counters={}, samples=[])
     earlier = nothing if resume is None else part_from_json(resume)
     asyncio.run(_try(target, earlier.vocabulary, seed, stop))
@@ -188,7 +188,16 @@ def measure(
     if run.refusal is not None and not run.answers:
         raise CannotMeasure(f"the server at {target.url} refused the first request: {run.refusal}")
     part = run.part(before, after)
-    return find(target, script, part, run.problem, len(run.failures), is_resumed=resume is not None)
+    found = find(target, script, part, run.problem, len(run.failures), is_resumed=resume is not None)
+    return replace(found, notes=(*drawn_notes, *found.notes))
+
+
+def _script(target: Target, workload: Workload, seed: int, max_model_len: int | None) -> tuple[Script, list[str]]:
+    if not workload.file:
+        require_fit(workload, seed, max_model_len)
+        return write_script(workload, seed), []
+    with tokenizer_of(target) as tokenize:
+        return conversation_script(workload, seed, max_model_len, tokenize)
 
 
 async def _try(target: Target, vocabulary: Vocabulary, seed: int, stop: threading.Event) -> None:

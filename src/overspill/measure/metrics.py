@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from overspill.measure import CannotMeasure
+from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.client import Answer
 from overspill.measure.target import Target, ask
 from overspill.measure.workload import Script
@@ -107,12 +107,60 @@ def serving_metrics(answers: Iterable[Answer], *, duration: float, failed: int) 
     return metrics
 
 
+Limits = Mapping[str, float]
+"""Milliseconds by the name of a latency."""
+_LIMITED = ("ttft", "tpot", "e2el")
+
+
+def parse_limits(text: str) -> Limits:
+    """`ttft:500,tpot:50`, as `vllm bench serve --goodput` has them."""
+    limits: dict[str, float] = {}
+    for part in text.replace(",", " ").split():
+        name, _, given = part.partition(":")
+        try:
+            limit = float(given)
+        except ValueError:
+            limit = math.nan
+        if name not in _LIMITED or not 0 < limit < math.inf or name in limits:
+            raise MeasureError(
+                f"--goodput {text!r:.60} is not limits in milliseconds; write for example ttft:500,tpot:50, of "
+                f"{', '.join(_LIMITED)}"
+            )
+        limits[name] = limit
+    if not limits:
+        raise MeasureError("--goodput is empty; write for example ttft:500,tpot:50")
+    return limits
+
+
+def limits_as_text(limits: Limits) -> str:
+    return ",".join(f"{name}:{limit:g}" for name, limit in limits.items())
+
+
+def goodput_metrics(metrics: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """How many requests keep to all limits, of those that were to be answered; by vLLM's name for the rate."""
+    requests = list(zip(metrics["ttfts"], metrics["latencies"], metrics["output_lens"], strict=True))
+    good = sum(_keeps(ttft, latency, tokens, limits) for ttft, latency, tokens in requests if ttft is not None)
+    duration = metrics["duration"]
+    return {
+        "good_requests": good,
+        "request_goodput": good / duration if duration > 0 else 0.0,
+        "goodput_percent": 100 * good / len(requests) if requests else 0.0,
+    }
+
+
+def _keeps(ttft: float, latency: float, tokens: int, limits: Limits) -> bool:
+    # An answer of one token has no time per output token, and none that is too long.
+    took = {"ttft": ttft, "tpot": (latency - ttft) / (tokens - 1) if tokens > 1 else 0.0, "e2el": latency}
+    return all(1000 * took[name] <= limit for name, limit in limits.items())
+
+
 def summary(name: str, seconds: Sequence[float]) -> dict[str, float]:
     """0 where there is nothing to sum up, as vLLM has it."""
     return {
         f"mean_{name}_ms": 1000 * mean(seconds),
         f"median_{name}_ms": 1000 * percentile(seconds, 50),
         f"std_{name}_ms": 1000 * deviation(seconds),
+        f"p90_{name}_ms": 1000 * percentile(seconds, 90),
         f"p99_{name}_ms": 1000 * percentile(seconds, 99),
     }
 

@@ -89,8 +89,8 @@ class Reporter:
         about = "about " if self._total is None else ""
         self._say(f"{self._head}: {what}" + ("" if left is None else f"; {about}{duration(left)} left in all"))
 
-    def say_now_and_then(self, what: str) -> None:
-        if self._clock() - self._last >= _EVERY_S:
+    def say_now_and_then(self, what: str, every_s: float = _EVERY_S) -> None:
+        if self._clock() - self._last >= every_s:
             self.say(what)
 
     def end(self, what: str | None = None) -> None:

@@ -4,9 +4,11 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import overspill
 from overspill.flags import without_secrets
@@ -15,7 +17,16 @@ from overspill.hardware.nvml import read_gpus
 from overspill.measure.launch import MeasuredLaunch
 from overspill.measure.target import Target, ask
 from overspill.measure.workload import Workload
-from overspill.registry import Result, environment_that_matters, installed_versions
+from overspill.processes import argv_of
+from overspill.registry import (
+    CannotNow,
+    Result,
+    environment_that_matters,
+    installed_versions,
+    list_runs,
+    open_registry,
+)
+from overspill.serve.status import read_statuses
 
 _SHOWN_CHARACTERS = 80
 
@@ -32,6 +43,8 @@ class Provenance:
     def measurement(self, workload: Workload, seed: int, config: Mapping[str, Any], **values: Any) -> Result:
         """With everything needed to repeat it; `values` are the other fields."""
         sent = {"workload": workload.as_text(), "parameters": dict(workload.parameters), "seed": seed}
+        if workload.file:
+            sent |= {"file": workload.file, "digest": workload.digest}
         return Result(
             benchmark=workload.name, config={**sent, **config}, versions=dict(self.versions), gpu=self.gpu,
             driver=self.driver, git_revision=self.git_revision, **values,
@@ -69,6 +82,29 @@ def server_provenance(target: Target) -> Provenance:
         gpu=names[0] if len(names) == 1 else counted or None, driver=gpus[0].driver_version if gpus else None,
         versions=versions, git_revision=git_revision(),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCommand:
+    argv: tuple[str, ...]
+    """vLLM's, without secrets."""
+    plan: dict[str, Any] | None
+    """Overspill's, where it serves."""
+
+
+def find_server(target: Target) -> ServerCommand | None:
+    """How the server was started: by this user's `overspill serve`, or as its process says. None if it is on another
+    machine, or tells nothing of itself."""
+    port = urlsplit(target.url).port
+    ours = [one for one in read_statuses() if one.is_alive and one.host == platform.node()] if target.is_here else []
+    status = next((one for one in ours if urlsplit(one.url).port == port), None)
+    argv = tuple(without_secrets(argv_of(target.pid))) if target.pid is not None else ()
+    if status is not None and status.run_id is not None:
+        with suppress(CannotNow), open_registry() as registry:
+            argv = next((tuple(run.argv) for run in list_runs(registry) if run.id == status.run_id), argv)
+    if not argv and status is None:
+        return None
+    return ServerCommand(argv=argv, plan=dict(status.plan) if status is not None and status.plan else None)
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:

@@ -91,7 +91,9 @@ def _column(key: tuple[str, str], results: Sequence[Result], cold: frozenset[int
     if not experiment:
         shown = f"#{last.id} {last.label or last.benchmark}"
     text = last.config.get("configuration", {}).get("text") if isinstance(last.config, dict) else None
-    return Column(label=shown, text=text or " ".join(last.argv), repeats=tuple(_repeats(results, cold)))
+    # Of what was only measured, the server says more than the command that measured it.
+    text = text or " ".join(last.config.get("server") or last.argv)
+    return Column(label=shown, text=text, repeats=tuple(_repeats(results, cold)))
 
 
 def _repeats(results: Sequence[Result], cold: frozenset[int]) -> list[Repeat]:
@@ -117,7 +119,7 @@ def _conditions(result: Result) -> str:
     """What was sent to which model; results of `overspill bench` know it by the same names."""
     config = result.config
     sent = config.get("parameters") or config.get("workload")
-    return json.dumps([result.model, result.benchmark, sent, config.get("seed")], sort_keys=True)
+    return json.dumps([result.model, result.benchmark, sent, config.get("digest"), config.get("seed")], sort_keys=True)
 
 
 def is_number(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -37,15 +38,17 @@ class Server(server.Server):
     def target(self, api_key: str | None) -> Target:
         return Target(url=self.address.url, model=self.launch.served_name, api_key=api_key, pid=self.session)
 
-    def start(self) -> None:
+    def start(self, on_wait: Callable[[], None] = lambda: None) -> None:
         """Until it answers and its RAM is pinned, which would disturb a measurement."""
         for _ in self.starting():
             self._go_on()
+            on_wait()
         self.load_s = self.seconds
         self._require_planned()
         deadline = time.monotonic() + _PINNING_S
         for _ in self.pinning():
             self._go_on()
+            on_wait()
             if time.monotonic() > deadline:
                 break
         self.require_alive()

@@ -38,6 +38,7 @@ from overspill.registry import (
     list_results,
     save_result,
 )  # fmt: skip
+from overspill.serve.reporter import HEARTBEAT_S
 
 INTERRUPTED = "interrupted"
 _DYING_S = 5.0
@@ -174,7 +175,7 @@ class Trials:
         log_file = self.folder / log_name(trial.step.label, trial.step.repeat)
         # Known before it starts: whatever happens then, it is terminated.
         self._server = server = Server(launch.on(free_port()), log_file, self.stop, can_reset=not trial.is_last)
-        server.start()
+        server.start(lambda: self.reporter.say_now_and_then(f"still {server.phase}", HEARTBEAT_S))
         metrics["load_s"] = server.load_s
         self.reporter.say(f"ready after {server.load_s:.0f} s; {trial.workload.as_text()}")
         return server

@@ -16,7 +16,7 @@ from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.setup import Setup, nothing_measured
 from overspill.registry import Registry, Result
-from overspill.settings import parse_duration, parse_settings
+from overspill.settings import AUTO, parse_duration, parse_settings
 
 _NOT_OF_CONTEXT = {
     "workload": "sends one prompt of the length that is tried; leave out --workload",
@@ -96,11 +96,13 @@ def prepare(
     if model.startswith("-"):
         raise MeasureError(f"the model comes first; {model!r:.60} is a flag")
     aim = parse_goal(goal or Goal.THROUGHPUT)
-    if "least_tokens_per_s" in how and aim is not Goal.CONTEXT:
-        raise MeasureError("--least-tokens-per-s is for --goal context; leave it out")
     if aim is Goal.CONTEXT and (extra := [key for key in _NOT_OF_CONTEXT if key in how]):
         raise MeasureError(f"--goal context {_NOT_OF_CONTEXT[extra[0]]}")
-    parse_settings(settings)
+    parsed = parse_settings(settings)
+    if aim is Goal.CONTEXT:  # which measures what `auto` predicts
+        how["least_tokens_per_s"] = parsed.get("min_speed", 0.0)
+        predicted = {"min_speed"} | ({"max_model_len"} if parsed.get("max_model_len") == AUTO else set())
+        settings = {key: value for key, value in settings.items() if key not in predicted}
     subject = find_subject(registry, model, name, opens=_opens(aim))
     return define(subject, model=model, goal=aim, given=settings, **how), subject
 
@@ -125,11 +127,19 @@ def define(
     """Finds what is to be tried; starts nothing. Raises if nothing fits."""
     hardware = detect()
     plan = _replan(subject, given, hardware)({})
+    if plan.auto is not None:
+        given = {**given, "max_model_len": plan.max_model_len}
+        given.pop("min_speed", None)
     # Memory that candidates may use: found once, since what is free changes while they are tried.
     memory = {"ram": plan.ram_bytes.value}
     memory |= {"gpu_memory": plan.gpu.total_bytes.value} if plan.platform.is_cpu else {}
     pinned = {name: value for name, value in memory.items() if given.get(name) is None}
     replan = _replan(subject, {**pinned, **given}, hardware)
+    way, alike = plan.chosen, replan({}).chosen
+    if way is not None and alike is not None and alike.offload_bytes > way.offload_bytes:
+        # RAM that is named is all for use, and RAM that is free only half: candidates get what a server would.
+        pinned["offload_ram"] = way.num_ranks * way.offload_bytes
+        replan = _replan(subject, {**pinned, **given}, hardware)
     if goal is Goal.CONTEXT:
         longest, dtype = _longest(plan, replan, allow_fp8=allow_fp8)
         return Tuning(

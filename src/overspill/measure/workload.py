@@ -6,6 +6,7 @@ and the same seed sends the same to every server.
 
 import json
 import math
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from overspill.measure import CannotMeasure, MeasureError
+from overspill.measure.sharegpt import read_conversations
 from overspill.model.source import cache_folder, find_snapshot
 from overspill.settings import nearest
 
@@ -64,10 +66,14 @@ class Workload:
     name: str
     parameters: Mapping[str, Number]
     """All of them."""
+    file: str = ""
+    """Of `file`: where conversations are."""
+    digest: str = ""
+    """Of the file."""
 
     def as_text(self) -> str:
         """What `parse_workload` reads; defaults are left out."""
-        defaults = WORKLOADS[self.name].defaults
+        defaults = _kind(self.name).defaults
         other = [f"{name}={value}" for name, value in self.parameters.items() if value != defaults[name]]
         return f"{self.name}:{','.join(other)}" if other else self.name
 
@@ -169,14 +175,39 @@ WORKLOADS: Mapping[str, WorkloadKind] = {
 }  # fmt: skip
 
 
-def parse_workload(text: str) -> Workload:
-    """`multi-turn`, or `multi-turn:conversations=8,turns=4`."""
+# Not among the others, which are offered where no file of this machine may be named.
+FILE = WorkloadKind(
+    name="file",
+    help="conversations of a file, with real prompts",
+    parameters=(
+        Parameter(name="conversations", default=100, help="how many, drawn by the seed"),
+        Parameter(name="turns", default=1, help="questions of each, at most"),
+        Parameter(name="output", default=0, help="tokens of each answer; 0 for as many as in the file", least=0),
+        Parameter(name="rate", default=0.0, help="conversations that begin in a second; 0 for all at once", least=0.0),
+        _concurrency(64),
+    ),
+    shortened_by=(),
+)
+
+
+def _kind(name: str) -> WorkloadKind:
+    return FILE if name == FILE.name else WORKLOADS[name]
+
+
+def parse_workload(text: str, file: str = "") -> Workload:
+    """`multi-turn`, or `multi-turn:conversations=8,turns=4`. `file` is read where the workload is of one: a text never
+    names a file, since it may come from the manager's page."""
     name, _, settings = text.strip().partition(":")
-    if name not in WORKLOADS:
+    if name not in (*WORKLOADS, FILE.name):
         raise MeasureError(
             f"there is no workload {name!r:.60}; {nearest(name, WORKLOADS)} There are {', '.join(WORKLOADS)}"
         )
-    kind = WORKLOADS[name]
+    if (name == FILE.name) != bool(file):
+        raise MeasureError(
+            f"--workload {FILE.name} and --prompts, of overspill bench, go together; the latter is a file"
+        )
+    kind = _kind(name)
+    place = {"file": os.path.abspath(file), "digest": read_conversations(os.path.abspath(file)).digest} if file else {}
     known = {parameter.name: parameter for parameter in kind.parameters}
     given: dict[str, Number] = {}
     for setting in filter(None, (part.strip() for part in settings.split(","))):
@@ -189,7 +220,7 @@ def parse_workload(text: str) -> Workload:
         if key in given:
             raise MeasureError(f"{key} is given twice in {text!r:.80}; leave one out")
         given[key] = known[key].parse(value)
-    return Workload(name=name, parameters={**kind.defaults, **given})
+    return Workload(name=name, parameters={**kind.defaults, **given}, **place)
 
 
 def _example(kind: WorkloadKind) -> str:
@@ -206,6 +237,8 @@ class Piece:
 
     name: str
     tokens: int
+    ids: str | None = None
+    """As JSON writes them, without the brackets; None where they are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +295,8 @@ class Script:
 
 
 def write_script(workload: Workload, seed: int) -> Script:
+    if workload.file:
+        raise MeasureError("what a file asks is known with a server only, so it is for overspill bench alone")
     return _WRITERS[workload.name](workload.parameters, seed)
 
 
@@ -419,6 +454,8 @@ class Vocabulary:
 
     def draw(self, piece: Piece, seed: int) -> str:
         """As JSON writes them, without the brackets: a conversation grows by joining texts."""
+        if piece.ids is not None:
+            return piece.ids
         ids = random.Random(f"{seed}/{piece.name}").choices(range(self.low, self.high), k=piece.tokens)
         return ids_as_text(ids)
 

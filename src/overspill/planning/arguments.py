@@ -46,8 +46,17 @@ def kv_transfer_config(
     """Overspill's connector, as far as the way uses it; it refuses options that would do nothing."""
     if not (sizes := way.connector_sizes):
         return None
-    extra = {**sizes, **used_options(read_options(kv_options), sizes), **(elastic or {})}
+    options = used_options(read_options(kv_options), sizes)
+    lazy = {"store": "lazy"} if stores_lazily(way, options) and not elastic else {}
+    extra = {**sizes, **lazy, **options, **(elastic or {})}
     return {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def stores_lazily(way: Way, options: Mapping[str, Any]) -> bool:
+    """A pool smaller than the GPU's KV would only mirror it, so it gets what the GPU drops; unless the user says how,
+    the GPU's KV is given up at times, or other engines are to find it."""
+    is_smaller = 0 < way.offload_bytes < way.kv.resident_bytes
+    return is_smaller and not options.keys() & {"store", "remote", "park"}
 
 
 def elastic_options(plan: Plan, way: Way) -> dict[str, Any]:

@@ -3,14 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from overspill.hardware.cards import CARDS, Card
-from overspill.hardware.stated import parse_gpu
 from overspill.kv.sizes import GiB
 from overspill.model.kv import KVGeometry, kv_geometry
 from overspill.model.pages import CacheSettings
 from overspill.planning.memory import Budget, KvSplit, split_kv
 from overspill.planning.overheads import Overheads
-from overspill.planning.setup import CUDA, Setup, can_spill, nothing_measured
+from overspill.planning.setup import Setup, can_spill
 from overspill.planning.weights import NONE, WeightOffload, weight_offloads
 
 # What an engine process takes of RAM beside pools: libraries, the tokenizer, buffers.
@@ -120,35 +118,3 @@ def least_ram_bytes(setup: Setup, tried: Iterable[Attempt]) -> int | None:
     """RAM with which the requested context fits exactly; None if no RAM is enough."""
     needs = (fit.ram_bytes for fit in fits(setup, tried, setup.max_model_len) if fit.attempt.is_exact)
     return min(needs, default=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardFit:
-    card: Card
-    alone: bool
-    """Everything fits on the GPU."""
-    with_ram: bool
-    """It fits with the RAM there is."""
-
-
-def card_fits(setup: Setup) -> tuple[CardFit, ...]:
-    """All cards of the table, from the one with the least memory."""
-    return tuple(_card_fit(setup, card) for card in sorted(CARDS, key=lambda card: card.total_bytes))
-
-
-def smallest_card(found: tuple[CardFit, ...], *, alone: bool) -> Card | None:
-    return next((one.card for one in found if (one.alone if alone else one.with_ram)), None)
-
-
-def _card_fit(setup: Setup, card: Card) -> CardFit:
-    # A budget is for the card at hand; what was measured there, too.
-    wishes = replace(setup.wishes, gpu_memory_bytes=None)
-    other = replace(setup, gpu=parse_gpu(card.key), wishes=wishes, platform=CUDA, profiles=nothing_measured)
-    budget = other.budget()
-    whole = [attempt for attempt in attempts_without_ram(other, budget) if attempt.is_exact]
-    divided = (attempt for attempt in attempts(other, budget) if attempt.is_exact)
-    return CardFit(
-        card=card,
-        alone=any(fits(other, whole, other.max_model_len)),
-        with_ram=any(fit.ram_bytes <= other.ram_bytes.value for fit in fits(other, divided, other.max_model_len)),
-    )

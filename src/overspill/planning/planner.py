@@ -10,15 +10,15 @@ from overspill.kv.errors import OverspillError
 from overspill.model.facts import ModelFacts
 from overspill.planning.attempts import (
     Attempt,
-    CardFit,
     Fit,
     attempts,
     attempts_without_ram,
-    card_fits,
     fits,
     least_ram_bytes,
     longest_context,
 )
+from overspill.planning.auto import AutoContext, Bound, auto_context
+from overspill.planning.cards import CardFit, card_fits
 from overspill.planning.connector_options import read_options, unused_options, write_options
 from overspill.planning.memory import Budget, card_bytes
 from overspill.planning.setup import (
@@ -36,6 +36,7 @@ from overspill.planning.ways import Way, make_way
 
 # Predictions are not so good that a smaller difference would mean something.
 _NEARLY = 1.1
+_SHORT_CONTEXT = 1024
 _WITHOUT = {"host_bytes": "keeps no idle KV in RAM", "spill_bytes": "spills no KV"}
 
 
@@ -74,6 +75,8 @@ class Plan:
     """Device memory with which it would fit without RAM, CUDA's context included."""
     cards: tuple[CardFit, ...]
     """Where nothing fits exactly on a GPU, or on request."""
+    auto: AutoContext | None = None
+    """What `--max-model-len auto` took."""
     faster: tuple[tuple[str, Way], ...] = ()
     """Other divisions that beat tensor parallelism over PCIe: what to give instead, and how fast it is."""
 
@@ -127,6 +130,8 @@ class Plan:
                 f"{self.max_model_len:,} tokens are more than the {limit:,} the model was made for; vLLM refuses that "
                 f"unless its rope scaling allows it. Use --max-model-len {limit}"
             )
+        if self.auto is not None and self.auto.bound is Bound.GPU:
+            found.append(str(self.auto))
         if self.forced is not None and self.lossy is None:
             found.append("it does not fit by this reckoning, and --force goes on with the nearest way")
         if self.forced is not None and not self.forced.is_exact:
@@ -164,11 +169,16 @@ def make_plan(
     budget = setup.budget()
     whole = list(attempts_without_ram(setup, budget))
     tried = list(attempts(setup, budget))
+    auto = None
+    if wishes.min_speed is not None:
+        limit = facts.max_position_embeddings
+        auto = auto_context(facts.name, limit, wishes.min_speed, lambda length: _best_at(setup, tried, length))
+        # Where nothing fits, a short one is refused, with what it needs.
+        length = min(_SHORT_CONTEXT, limit) if auto is None else auto.max_model_len
+        wishes = replace(wishes, max_model_len=length, min_speed=None)
+        setup = _of_length(setup, wishes.max_model_len)
     found = list(fits(setup, tried, setup.max_model_len))
-    surely = list(fits(setup, tried, setup.max_model_len, surely=True))
-    ways = _ways(setup, surely)
-    if not any(way.is_exact for way in ways):
-        ways = _ways(setup, [*surely, *found])
+    ways = _ways_for(setup, tried)
     has_exact = any(way.is_exact for way in ways)
     is_forced = wishes.force and not has_exact
     least, fitting = least_ram_bytes(setup, tried), None if has_exact else _fitting_weights_ram(setup, budget)
@@ -190,7 +200,10 @@ def make_plan(
         fitting_weights_ram=None if fitting is None else ranks * fitting,
         least_ram_bytes=None if least is None else ranks * least,
         need_gpu_bytes=_need_gpu_bytes(setup, budget, whole),
-        cards=card_fits(setup) if wishes.cards or not (has_exact or platform.is_cpu) else (),
+        auto=auto,
+        cards=()
+        if not wishes.cards and (has_exact or platform.is_cpu)
+        else card_fits(setup, _best_at if wishes.cards else None),
     )
     if wishes.tensor_parallel_size == 1 or gpu.nvlink is not None or platform.is_cpu or made.recommended is None:
         return made
@@ -210,6 +223,24 @@ def _faster(plan: Plan, way: Way, plan_like: Callable[[Wishes], Plan]) -> Iterat
             continue
         if other is not None and other.request_s < way.request_s:
             yield "one GPU" if stages == 1 else f"--pipeline-parallel-size {stages}", other
+
+
+def _ways_for(setup: Setup, tried: Sequence[Attempt]) -> tuple[Way, ...]:
+    """Those that work even if what is assumed is wrong; where none of them is exact, all."""
+    surely = list(fits(setup, tried, setup.max_model_len, surely=True))
+    ways = _ways(setup, surely)
+    if any(way.is_exact for way in ways):
+        return ways
+    return _ways(setup, [*surely, *fits(setup, tried, setup.max_model_len)])
+
+
+def _best_at(setup: Setup, tried: Sequence[Attempt], length: int) -> Way | None:
+    exact = [attempt for attempt in tried if attempt.is_exact]
+    return _best(_ways_for(_of_length(setup, length), exact))
+
+
+def _of_length(setup: Setup, length: int | None) -> Setup:
+    return replace(setup, wishes=replace(setup.wishes, max_model_len=length))
 
 
 def _ways(setup: Setup, found: Iterable[Fit]) -> tuple[Way, ...]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from overspill.kv.sizes import GiB, MiB, format_size
-from overspill.planning.attempts import PROCESS_RAM_BYTES, smallest_card
+from overspill.planning.attempts import PROCESS_RAM_BYTES
+from overspill.planning.cards import smallest_card
 from overspill.planning.memory import card_bytes
 from overspill.planning.planner import Plan
 from overspill.planning.weights import least_for_weights
@@ -29,7 +30,7 @@ def need_and_have(plan: Plan) -> tuple[str, str]:
         beside, there = "beside that", f"{format_size(have)} of that"
     else:
         each = "" if plan.num_ranks == 1 else f" on each of {plan.num_ranks} GPUs"
-        needed = f"{format_size(need)} of GPU memory{each} to be without RAM"
+        needed = f"{format_size(need)} of GPU memory{each} to need no RAM"
         beside, there = "beside this GPU" if not each else "beside these", f"{format_size(have)} of GPU memory{each}"
     if in_ram is not None:
         needed += f", or {format_size(in_ram)} of RAM {beside}"

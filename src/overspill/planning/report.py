@@ -5,11 +5,12 @@ from typing import Any
 from overspill.figures import Known, as_json
 from overspill.hardware.stated import AS_ON
 from overspill.kv.sizes import format_size
-from overspill.planning.arguments import vllm_args
-from overspill.planning.attempts import CardFit, smallest_card
+from overspill.planning.arguments import stores_lazily, vllm_args
+from overspill.planning.cards import smallest_card
+from overspill.planning.connector_options import read_options
 from overspill.planning.planner import Plan, is_elastic
 from overspill.planning.refusal import CPU_BUILD, need_and_have, remedies
-from overspill.planning.ways import SHORT_TOKENS, Way
+from overspill.planning.ways import LEAST_OFFLOAD_BYTES, SHORT_TOKENS, Way
 from overspill.planning.weights import WeightOffload
 
 CONCURRENCY_TOKENS = 8192
@@ -26,6 +27,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "pipeline_parallel_size": plan.wishes.pipeline_parallel_size,
         "ranks": [_rank_as_json(plan, rank, chosen) for rank in range(plan.num_ranks)],
         "max_model_len": plan.max_model_len,
+        "auto": None if plan.auto is None else {**as_json(plan.auto), "why": str(plan.auto)},
         "at_once": plan.wishes.at_once,
         "longest_context": plan.longest_context,
         "longest_on_gpu_tokens": plan.longest_on_gpu,
@@ -112,7 +114,14 @@ def _cards_as_json(plan: Plan) -> dict[str, Any]:
         "smallest_card_alone": alone.key if alone else None,
         "smallest_card_with_ram": with_ram.key if with_ram else None,
         "cards": [
-            {"card": one.card.key, "gpu_bytes": one.card.total_bytes, "alone": one.alone, "with_ram": one.with_ram}
+            {
+                "card": one.card.key,
+                "gpu_bytes": one.card.total_bytes,
+                "alone": one.alone,
+                "with_ram": one.with_ram,
+                "decode_tokens_per_s": None if one.way is None else one.way.at_once_tokens_per_s.value,
+                "ttft_s": None if one.way is None else one.way.ttft_s.value,
+            }
             for one in plan.cards
         ],
     }
@@ -123,11 +132,13 @@ _LABEL, _VALUE = 18, 10
 
 def plan_as_text(plan: Plan) -> str:
     lines = [f"{plan.facts.name}, {plan.max_model_len:,} tokens"]
+    if plan.auto is not None and str(plan.auto) not in plan.warnings:
+        lines.append(f"{plan.auto}.")
     lines += [f"warning: {warning}" for warning in plan.warnings]
     if plan.recommended is None:
         need, have = need_and_have(plan)
-        what = "is known here" if plan.lossy is None else "changes no token"
-        lines += [f"does not fit by any way that {what}", f"need: {need}", f"have: {have}", *remedies(plan)]
+        what = "any known method" if plan.lossy is None else "any exact method"
+        lines += [f"does not fit by {what}", f"need: {need}", f"have: {have}", *remedies(plan)]
     elif plan.platform.is_cpu:
         lines.append(CPU_BUILD)
     if (chosen := plan.chosen) is not None:
@@ -135,8 +146,24 @@ def plan_as_text(plan: Plan) -> str:
     elif plan.ways:
         lines += ["", *_link(plan), "", *_ways(plan, None)]
     if plan.wishes.cards:
-        lines += ["", *_cards(plan.cards)]
+        lines += ["", *_cards(plan)]
     return "\n".join(lines)
+
+
+def plan_in_short(plan: Plan) -> list[str]:
+    """A chosen way in a few lines: what it is, what it takes, how fast it will be, and what to know about it."""
+    way = plan.chosen
+    assert way is not None
+    device = "RAM in place of a GPU" if plan.platform.is_cpu else plan.gpu.name
+    beside = f" and {format_size(way.peak_ram_bytes)} of RAM" if way.ram_bytes else ""
+    speed = way.decode_tokens_per_s.value
+    lines = [
+        f"{plan.facts.name}, {plan.max_model_len:,} tokens: {way_name(plan, way)}",
+        f"takes {format_size(plan.budget.limit_bytes.value)} of {device}{beside}; answers at about "
+        f"{speed:.{0 if speed >= 10 else 1}f} tokens/s where the context is full",
+    ]
+    auto = [f"{plan.auto}"] if plan.auto is not None and str(plan.auto) not in plan.warnings else []
+    return [*lines, *auto, *(f"warning: {warning}" for warning in plan.warnings)]
 
 
 # A plan printed from Python; set here, since the planner knows nothing of texts.
@@ -169,7 +196,7 @@ def _division(plan: Plan, way: Way) -> list[str]:
             ranks * way.kv.spilled_bytes,
             f"of requests that do not fit {'in memory' if is_cpu else 'on the GPU'}",
         ),
-        ("  KV offloaded", ranks * way.offload_bytes, "of conversations that are kept warm"),
+        ("  idle KV", ranks * way.offload_bytes, _idle_note(plan, way)),
         ("  weights' copy", ranks * way.parked_bytes if way.parks else 0, "for the time that the engine is parked"),
     ]
     return [
@@ -177,6 +204,16 @@ def _division(plan: Plan, way: Way) -> list[str]:
         for label, size, note in rows
         if size or not label.startswith(" ")
     ]
+
+
+def _idle_note(plan: Plan, way: Way) -> str:
+    note = "of conversations that wait"
+    if stores_lazily(way, read_options(plan.wishes.kv_options)) and not is_elastic(plan, way):
+        note += ", when the GPU drops them: it holds more"
+    is_half = not plan.wishes.ram_given and plan.wishes.offload_ram_bytes is None
+    if is_half and 2 * plan.num_ranks * (way.offload_bytes + LEAST_OFFLOAD_BYTES) > plan.ram_bytes.value:
+        note += "; half of the RAM, --offload-ram sets it"
+    return note
 
 
 def _pinned(weights: WeightOffload, ranks: int) -> str:
@@ -229,8 +266,8 @@ def _ways(plan: Plan, chosen: Way | None) -> list[str]:
     for way in ways:
         mark = "*" if way is chosen else " "
         speed, wait = way.at_once_tokens_per_s.value, way.ttft_s.value
-        name = way_name(plan, way)
-        lines.append(f"{mark} {name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(way.ram_bytes):>11}")
+        name, in_ram = way_name(plan, way), way.ram_bytes - plan.num_ranks * way.offload_bytes
+        lines.append(f"{mark} {name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(in_ram):>11}")
     if chosen is None:
         what = "None is taken unless asked for"
     else:
@@ -261,7 +298,10 @@ def _concurrency(plan: Plan, way: Way) -> list[str]:
         lines.append(f"{way.short_requests} at once of {tokens:,} tokens: {speed:,.0f} t/s together.")
     lines.append(longest_as_text(plan))
     if way.warm_tokens:
-        lines.append(f"KV of idle conversations that is kept warm in RAM: {way.warm_tokens:,} tokens.")
+        lines.append(f"Idle KV that RAM holds: {way.warm_tokens:,} tokens.")
+    elif plan.wishes.offload_ram_bytes is None:
+        least = format_size(plan.num_ranks * LEAST_OFFLOAD_BYTES)
+        lines.append(f"No idle KV is kept: less than {least} of RAM is left for it.")
     if way.ram_bytes and plan.least_ram_bytes is not None:
         lines.append(f"Least RAM for this context: {format_size(plan.least_ram_bytes)}, the engine's process included.")
     return lines
@@ -275,12 +315,28 @@ def longest_as_text(plan: Plan) -> str:
     return f"Longest context{each}: {alone} on the {gpu} alone, {plan.longest_context:,} tokens with this RAM."
 
 
-def _cards(cards: tuple[CardFit, ...]) -> list[str]:
-    lines = [f"{'card':18}{'memory':>10}   this context fits"]
-    for one in cards:
+def cards_as_text(plan: Plan) -> str:
+    """The cards alone, for a machine without a GPU."""
+    ram = format_size(plan.ram_bytes.value)
+    head = f"{plan.facts.name}, {plan.max_model_len:,} tokens, with {ram} of RAM ({plan.ram_bytes.note})"
+    return "\n".join([head, "There is no GPU here; --gpu plans for one of these.", "", *_cards(plan)])
+
+
+def cards_as_json(plan: Plan) -> dict[str, Any]:
+    same = {"model": plan.facts.name, "max_model_len": plan.max_model_len, "ram_bytes": as_json(plan.ram_bytes)}
+    return {**same, **_cards_as_json(plan)}
+
+
+def _cards(plan: Plan) -> list[str]:
+    lines = [f"{'card':18}{'memory':>10}   {'this context fits':20}{'decode':>12}{'first token':>14}"]
+    for one in plan.cards:
         how = "on the GPU alone" if one.alone else "with this RAM" if one.with_ram else "-"
-        lines.append(f"{one.card.key:18}{format_size(one.card.total_bytes):>10}   {how}")
-    return lines
+        speeds = ""
+        if one.way is not None:
+            speeds = f"{one.way.at_once_tokens_per_s.value:>8.1f} t/s{one.way.ttft_s.value:>12.1f} s"
+        lines.append(f"{one.card.key:18}{format_size(one.card.total_bytes):>10}   {how:20}{speeds}".rstrip())
+    whose = "for one request" if plan.wishes.at_once == 1 else f"decode of {plan.wishes.at_once} requests together"
+    return [*lines, f"Speeds are assumed, at the full context, {whose}."]
 
 
 def _weights_note(plan: Plan, way: Way) -> str:

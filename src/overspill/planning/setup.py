@@ -27,6 +27,8 @@ class Wishes:
     """None leaves it to the plan."""
 
     max_model_len: int | None = None
+    min_speed: float | None = None
+    """Tokens/s of one request at the longest context that the plan is to find; None where that is not left to it."""
     dtype: str = "auto"
     """vLLM's --dtype; the model's facts must have been read with the same."""
     kv_cache_dtype: str | None = None
@@ -38,8 +40,10 @@ class Wishes:
     """Requests of `max_model_len` tokens whose KV is to fit at a time."""
     max_num_seqs: int = MAX_NUM_SEQS
     enforce_eager: bool = False
+    ram_given: bool = True
+    """Whether the user said how much RAM may be used; else idle KV gets at most half of what is free."""
     offload_ram_bytes: int | None = None
-    """RAM for idle KV; None is what is left, 0 none."""
+    """RAM for idle KV; None leaves it to the plan, 0 is none."""
     weights_ram_bytes: int | None = None
     """Weights in RAM, rounded up to whole layers; 0 leaves them on the GPU."""
     offload_groups: tuple[int, int] | None = None

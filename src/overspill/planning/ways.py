@@ -23,7 +23,7 @@ from overspill.planning.speed import (
 from overspill.planning.weights import WeightOffload
 
 # A pool smaller than this is not worth its metadata.
-_LEAST_OFFLOAD_BYTES = GiB
+LEAST_OFFLOAD_BYTES = GiB
 # Ways are compared by how long a prompt of the full context and an answer of so many tokens take.
 _ANSWER_TOKENS = 512
 # What most requests look like, for the speed of many at once.
@@ -154,15 +154,14 @@ def make_way(setup: Setup, fit: Fit) -> Way:
 
 
 def _offload_bytes(setup: Setup, way: Way) -> int:
-    """RAM that is left keeps idle KV warm; a pool smaller than the GPU's KV would only mirror it, unless the GPU's is
-    given up at times: the engine is parked, or elastic."""
+    """RAM that is left keeps idle KV warm: all of it where the user said how much RAM there is to use. What merely is
+    free is the machine's, and half of it stays so."""
     if setup.wishes.offload_ram_bytes is not None:
         return setup.wishes.offload_ram_bytes
     taken = way.weights.pinned_bytes + way.parked_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
-    left = (setup.ram_bytes.value - taken) // GiB * GiB
-    gives_up = way.parked_bytes or setup.wishes.elastic
-    worth_it = _LEAST_OFFLOAD_BYTES if gives_up else max(_LEAST_OFFLOAD_BYTES, way.kv.resident_bytes)
-    return left if left >= worth_it else 0
+    free = setup.ram_bytes.value
+    left = min(free - taken, free if setup.wishes.ram_given else free // 2) // GiB * GiB
+    return left if left >= LEAST_OFFLOAD_BYTES else 0
 
 
 def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) -> Load:

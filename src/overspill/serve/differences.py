@@ -58,7 +58,7 @@ def confirmations(way: Way, report: Report, *, on_cpu: bool, elastic: bool = Fal
         window = format_size(report.window_bytes or 0)
         lines.append(f"spill: {format_size(report.spilled_bytes)} in RAM, through a window of {window}")
     if report.pool is not None:
-        lines.append(f"offload: a pool of {format_size(report.pool.num_bytes)} in RAM")
+        lines.append(f"idle KV: a pool of {format_size(report.pool.num_bytes)} in RAM")
     return lines
 
 

@@ -24,6 +24,8 @@ from overspill.serve.status import (
     Status,
     folder_of,
     forget_ended,
+    keep_start,
+    last_start_s,
     memory_of,
     read_statuses,
     remove_status,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 # The engine starts meanwhile: a database that does not answer must not delay it.
 _WAIT_S = 5.0
 _KEPT_LINES = 100
+# A wait is never silent for longer than 15 s; whoever waits looks every 2 s or so.
+HEARTBEAT_S = 10.0
 
 
 class Reporter:
@@ -44,7 +48,8 @@ class Reporter:
 
     def __init__(self, prepared: Prepared, *, log_file: Path | None, can_park: bool = False) -> None:
         self._prepared = prepared
-        self._began = time.monotonic()
+        self._began = self._said = time.monotonic()
+        self._earlier_s = last_start_s(prepared.name)
         self._folder = folder_of()
         self._status = Status(
             pid=os.getpid(),
@@ -67,6 +72,7 @@ class Reporter:
 
     def say(self, text: str, *, keep: bool = False) -> None:
         """On standard error; with `keep`, for other processes too."""
+        self._said = time.monotonic()
         print(f"overspill: {self.seconds:6.1f} s  {text}", file=sys.stderr, flush=True)
         if keep:
             self._change(lines=(*self._status.lines, text)[-_KEPT_LINES:])
@@ -83,9 +89,22 @@ class Reporter:
         self.say(phase)
         at = _now()
         ready = {"ready_at": at} if phase is Phase.READY else {}
+        if phase is Phase.READY:
+            self._earlier_s = None
+            try:
+                keep_start(self._status.model, self.seconds)
+            except OSError as error:
+                self.say(f"warning: how long this start took is not kept ({error})")
         self._change(phase=phase, phases=(*self._status.phases, Reached(phase=phase, at=at)), **ready)
         if phase is not Phase.STARTING:
             notify(f"STATUS={phase}")
+
+    def waits(self, what: str) -> None:
+        """A sign of life, where nothing was said for a while."""
+        if time.monotonic() - self._said < HEARTBEAT_S:
+            return
+        left = self._earlier_s - self.seconds if self._earlier_s is not None else 0.0
+        self.say(f"still {what}" + (f"; about {left:.0f} s left, by the last start" if left >= 1 else ""))
 
     def measures(self, reports: list[Report]) -> None:
         if (memory := memory_of(reports)) != self._status.memory:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +19,19 @@ from overspill.processes import on_stop_signals
 from overspill.serve.control import VARIABLE, forget_secret, make_secret
 from overspill.serve.differences import Difference, confirmations, differences, profile_of
 from overspill.serve.engine_report import Phase, Report
-from overspill.serve.reporter import Reporter, notify
+from overspill.serve.reporter import HEARTBEAT_S, Reporter, notify
 from overspill.serve.server import Server
 from overspill.serve.status import read_statuses
 
+# An engine that died is seen by its client before its server has ended.
+_LAST_WORDS_S = 5.0
 
-def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path | None) -> None:
-    """Returns when the server was stopped and is gone; raises if it ends otherwise."""
+
+def run_server(
+    prepared: Prepared, *, force: bool, quiet: bool, log_file: Path | None, during: Callable[[], None] | None = None
+) -> None:
+    """Returns when the server was stopped and is gone; raises if it ends otherwise. With `during`, which is called when
+    it answers, the server is there for that alone, and prints nothing on standard output."""
     address = prepared.address
     there = next((one.text for one in read_statuses() if one.is_alive and one.url == address.url), "")
     require_free(address, {prepared.model, prepared.served_name}, there)
@@ -32,7 +39,8 @@ def run_server(prepared: Prepared, *, force: bool, quiet: bool, log_file: Path |
     secret = make_secret() if prepared.way.parks else ""
     environment = prepared.full_environment() | ({VARIABLE: secret} if secret else {})
     server = Server(prepared.command, environment, address, log_file=log_file, show_log=not quiet)
-    run = _Run(prepared, server, Reporter(prepared, log_file=log_file, can_park=bool(secret)), force=force)
+    reporter = Reporter(prepared, log_file=log_file, can_park=bool(secret))
+    run = _Run(prepared, server, reporter, force=force, during=during)
     try:
         with on_stop_signals(server.ask_to_stop):
             run.run_and_record()
@@ -60,6 +68,7 @@ class _Run:
     server: Server
     reporter: Reporter
     force: bool = field(kw_only=True)
+    during: Callable[[], None] | None = field(kw_only=True)
     phase: Phase = Phase.STARTING
 
     def run_and_record(self) -> None:
@@ -79,20 +88,35 @@ class _Run:
         self._start()
         if not self.server.was_asked_to_stop:
             self._reached(Phase.READY)
+            if self.during is not None:
+                self._run_during(self.during)
+                return
             self.reporter.is_ready(self._ready_line(self.server.reports))
             if (line := example_request(self.prepared)) is not None:
                 self.reporter.say(f"try it: {line}")
             self._follow_pinning()
-        self.server.wait()
+        while self.server.wait(HEARTBEAT_S) is None:
+            if self.server.was_asked_to_stop:
+                self.reporter.waits("stopping: requests under way may end")
         notify("STOPPING=1")
         if not self.server.was_asked_to_stop:
             self.server.require_alive()
+
+    def _run_during(self, call: Callable[[], None]) -> None:
+        self.reporter.say(self._ready_line(self.server.reports))
+        try:
+            call()
+        except CannotServe:
+            self.server.wait(_LAST_WORDS_S)
+            self.server.require_alive()  # or says why it ended
+            raise
 
     def _start(self) -> None:
         """Until the server answers; by facts only: workers' reports, the server's health, the process's life."""
         is_checked = False
         for reports in self.server.starting():
             self._reached(self.server.phase)
+            self.reporter.waits(self.phase)
             if self.phase is Phase.STARTED and not is_checked:
                 self._check(reports)
                 is_checked = True

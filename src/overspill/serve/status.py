@@ -6,6 +6,7 @@ a timer or a service of the system has none. A process is known by its start tim
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -145,6 +146,35 @@ def forget_ended(status: Status, known: Iterable[Status], folder: Path) -> None:
         if not other.is_alive and (other.model == status.model or other.url == status.url):
             with suppress(OSError):
                 remove_status(other, folder)
+
+
+def clear_ended(environ: Mapping[str, str] = os.environ) -> None:
+    """Forget servers of this machine that ended badly; `forget_ended` does so at a new start of each."""
+    if (folder := folder_of(environ)) is not None:
+        for one in read_statuses(environ):
+            if not one.is_alive:
+                remove_status(one, folder)
+
+
+def keep_start(model: str, seconds: float, environ: Mapping[str, str] = os.environ) -> None:
+    """How long a start took until the server answered, for the next one of the same model on this machine."""
+    if (path := _start_path(model, environ)) is not None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, json.dumps({"model": model, "seconds": round(seconds, 1)}) + "\n")
+
+
+def last_start_s(model: str, environ: Mapping[str, str] = os.environ) -> float | None:
+    """None if no start of it is known."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if (path := _start_path(model, environ)) is not None:
+            return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
+    return None
+
+
+def _start_path(model: str, environ: Mapping[str, str]) -> Path | None:
+    folder = folder_of(environ)
+    name = hashlib.sha256(model.encode(errors="surrogateescape")).hexdigest()[:16]
+    return None if folder is None else folder / f"{platform.node()}-{name}.start"
 
 
 def memory_of(reports: Sequence[Report]) -> Memory:

@@ -37,6 +37,9 @@ def planned_service(
     # Where RAM plays the GPU's memory, its share of what is free is not left to a later start either.
     stand_in_bytes = plan.budget.limit_bytes.value if plan.platform.is_cpu else 0
     fixed = {"ram": ram_bytes, "gpu_memory": stand_in_bytes or values["gpu_memory"].value}
+    if values["ram"].value is None and values["offload_ram"].value is None and plan.chosen is not None:
+        # RAM that is named is all for use, and RAM that is free only half.
+        fixed["offload_ram"] = plan.num_ranks * plan.chosen.offload_bytes
     # Whatever was set, also by the environment or the file, which may change.
     given_now = {name: one.value for name, one in values.items() if one.origin is not GivenBy.DEFAULT}
     flags = as_flags({name: value for name, value in {**given_now, **fixed}.items() if value is not False})

@@ -67,6 +67,9 @@ class Report:
         found = [*self.unused_tiers]
         if len(self._workloads) > 1:
             found.append(f"Ratios compare different workloads too: {'; '.join(self._workloads)}.")
+        limits = _distinct(one.config["goodput"] for one in self.results if one.config.get("goodput"))
+        if len(limits) > 1:
+            found.append(f"Goodput is by different limits: {'; '.join(limits)}.")
         if self.is_complete:
             return found
         can_go_on = self.experiment is not None and self.definition is not None and self.is_whole
@@ -75,7 +78,12 @@ class Report:
 
     @property
     def _workloads(self) -> list[str]:
-        return _distinct(str(one.config.get("workload") or one.benchmark) for one in self.results)
+        files = {one.config.get("digest") for one in self.results}
+        return _distinct(
+            str(one.config.get("workload") or one.benchmark)
+            + (f" ({one.config['digest']})" if len(files) > 1 and one.config.get("digest") else "")
+            for one in self.results
+        )
 
     def as_text(self) -> str:
         facts = [f"{name:14}{value}" for name, value in self._facts().items() if value]

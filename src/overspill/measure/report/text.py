@@ -12,7 +12,7 @@ from overspill.measure.metrics import LATENCIES
 from overspill.registry import Result
 
 LISTED = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "tokens_from_ram")
-_STATISTICS = ("mean", "median", "p99", "std")
+_STATISTICS = ("mean", "median", "p90", "p99", "std")
 
 
 def aligned(lines: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
@@ -123,6 +123,9 @@ def outcome_as_text(outcome: Outcome) -> str:
         ("prompt tokens", f"{prompts:,}{tiers}"),
         ("output tokens", f"{metrics['total_output_tokens']:,}"),
     ]
+    if (good := metrics.get("good_requests")) is not None:
+        share, rate = metrics["goodput_percent"], metrics["request_goodput"]
+        facts.append(("goodput", f"{good:,} requests within the limits, {share:.0f} %, {rate:.3f} requests/s"))
     if metrics.get("preemptions"):
         facts.append(("preemptions", f"{metrics['preemptions']:,}"))
     if metrics.get("spilled_steps"):
@@ -170,6 +173,8 @@ def result_as_text(result: Result) -> str:
     facts = {
         **result_facts(result),
         "command": shlex.join(result.argv),
+        "server": shlex.join(result.config.get("server") or ()),
+        "goodput limits": str(result.config.get("goodput") or ""),
         "environment": environment,
         "plan": json.dumps(result.plan) if result.plan is not None else "",
     }

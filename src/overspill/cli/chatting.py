@@ -1,0 +1,236 @@
+"""`overspill run`: plan, start and chat in the shell."""
+
+import asyncio
+import contextlib
+import json
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.cli.flags import SERVING, Model, failing, launch_of, to_stderr, with_settings
+from overspill.cli.launching import require_startable
+from overspill.errors import CannotServe
+from overspill.processes import stop_signals
+from overspill.settings import AUTO
+from overspill.upstream import Upstream, UpstreamLost
+
+if TYPE_CHECKING:
+    from overspill.serve.status import Status
+
+_PROMPT = ">>> "
+_HELP = "Type a question. /clear forgets the conversation, /bye or Ctrl-D ends it; Ctrl-C stops an answer."
+_CHAT, _COMPLETE = "/v1/chat/completions", "/v1/completions"
+_MOST_REFUSAL_BYTES = 1 << 20
+_POLL_S = 0.5
+
+
+@with_settings(SERVING)
+def run(
+    given: dict[str, Any],
+    context: typer.Context,
+    model: Model,
+    log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
+) -> None:
+    """Chat with a model in the shell: plans and starts it, unless it runs already. A question on standard input that is
+    not a terminal gets one answer."""
+    from overspill.address import free_port
+    from overspill.planning.report import plan_in_short
+    from overspill.serve.log import open_log
+    from overspill.serve.run import run_server
+
+    question = None if sys.stdin.isatty() else sys.stdin.read().strip()
+    if question == "":
+        to_stderr("error: there is no question on standard input; write one there, or use a terminal")
+        raise typer.Exit(2)
+    with failing(CannotServe):
+        if (there := _running(model)) is not None:
+            if context.args or any(value is not None for value in given.values()):
+                to_stderr(f"warning: {model} runs already, with its own settings; the flags given here are not used")
+            to_stderr(f"{model} runs already at {there.url}, and stays when this ends")
+            _chat(Conversation(there.url, there.served_name), question)
+            return
+        own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        # One conversation: what is idle is on the GPU, and a port of its own lets several run.
+        defaults = {"max_model_len": AUTO, "offload_ram": 0, "port": free_port()}
+        launch = launch_of(model, given, context.args, own, defaults=defaults, is_server=True)
+        prepared = launch.prepared()
+        for line in (*plan_in_short(launch.plan), *(f"warning: {warning}" for warning in prepared.warnings)):
+            to_stderr(line)
+        require_startable(launch, prepared, context.args)
+        log = open_log(log_file, prepared.address.port)
+        to_stderr(f"vLLM's log: {log}")
+        key = prepared.full_environment().get("VLLM_API_KEY")
+        conversation = Conversation(prepared.address.url, prepared.served_name, key)
+        run_server(
+            prepared, force=bool(launch.settings["force"]), quiet=True, log_file=log,
+            during=lambda: _chat(conversation, question),
+        )  # fmt: skip
+
+
+def _running(model: str) -> "Status | None":
+    """This user's server of the model on this machine, once it answers; None if there is none, or it ends before."""
+    from overspill.serve.reporter import HEARTBEAT_S
+    from overspill.serve.status import read_statuses
+
+    last, said = None, 0.0
+    while True:
+        here = [one for one in read_statuses() if one.is_alive and one.host == platform.node()]
+        found = next((one for one in reversed(here) if model in (one.model, one.served_name)), None)
+        if found is None or found.is_ready:
+            return found
+        if found.phase != last or time.monotonic() - said > HEARTBEAT_S:
+            to_stderr(f"{model} is being started by process {found.pid}: {found.phase}")
+            last, said = found.phase, time.monotonic()
+        time.sleep(_POLL_S)
+
+
+class _Stopped(KeyboardInterrupt):
+    """By a signal that ends programs. asyncio lets no other kind of exception out of a handler."""
+
+
+class Conversation:
+    """Messages to and from one server."""
+
+    def __init__(self, url: str, served_name: str, api_key: str | None = None) -> None:
+        self._url, self._model = url, served_name
+        self._headers = [(b"content-type", b"application/json")]
+        if api_key:
+            self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
+        self._path = _CHAT
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, runner: asyncio.Runner, question: str) -> None:
+        """Prints the answer as it comes. Ctrl-C ends it; what was said until then stays in the conversation."""
+        self.messages.append({"role": "user", "content": question})
+        said: list[str] = []
+        try:
+            runner.run(self._answer(said))
+        finally:
+            if said:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+                print(flush=True)
+            else:
+                self.messages.pop()
+
+    async def _answer(self, said: list[str]) -> None:
+        upstream = Upstream()
+        try:
+            for path in dict.fromkeys((self._path, _COMPLETE)):
+                body = json.dumps({"model": self._model, "stream": True, **self._asked(path)}).encode()
+                connection, head = await upstream.request(self._url, "POST", path.encode(), self._headers, body)
+                try:
+                    if head.status == HTTPStatus.OK:
+                        async for piece in _pieces(connection):
+                            said.append(piece)
+                            print(piece, end="", flush=True)
+                        return
+                    refused = _message(await connection.read_all(_MOST_REFUSAL_BYTES))
+                finally:
+                    connection.close()  # the engine stops computing
+                if "chat template" not in refused or path == _COMPLETE:
+                    raise CannotAnswer(f"{self._model} refuses this: {refused}")
+                self._path = _COMPLETE
+                to_stderr("note: the model has no chat template, so it goes on with your text instead of answering it")
+        except UpstreamLost as error:
+            raise CannotServe(f"the server of {self._model} is gone: {error}") from error
+        finally:
+            upstream.close()
+
+    def _asked(self, path: str) -> dict[str, Any]:
+        if path == _CHAT:
+            return {"messages": self.messages}
+        return {"prompt": self.messages[-1]["content"], "max_tokens": 256}  # it may go on for ever
+
+
+class CannotAnswer(CannotServe):
+    """The server refuses one question; the conversation goes on without it."""
+
+
+async def _pieces(connection: Any) -> Any:
+    """Texts of a stream of events, thoughts of a reasoning model included."""
+    rest = b""
+    while (data := await connection.read()) is not None:
+        *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            content = event.strip().removeprefix(b"data:").strip()
+            if not content.startswith(b"{"):
+                continue  # [DONE], and comments that keep a connection
+            found = json.loads(content)
+            if "error" in found:
+                raise CannotAnswer(_message(content))
+            for choice in found.get("choices", ()):
+                delta = choice.get("delta", {})
+                piece = delta.get("content") or delta.get("reasoning") or choice.get("text")
+                if piece:
+                    yield piece
+
+
+def _message(body: bytes) -> str:
+    try:
+        answer = json.loads(body)
+        error = answer.get("error", answer)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        return body[:200].decode(errors="replace")
+
+
+def _chat(conversation: Conversation, question: str | None) -> None:
+    with asyncio.Runner() as runner, _interrupted_by_signals(), contextlib.suppress(_Stopped, EOFError):
+        if question is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                conversation.ask(runner, question)
+            return
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (which gives `input` its editing and history)
+        print(_HELP)
+        while True:
+            try:
+                line = input(_PROMPT).strip()
+            except KeyboardInterrupt as interrupt:
+                print()
+                if isinstance(interrupt, _Stopped):
+                    raise
+                return
+            if line == "/bye":
+                return
+            if line == "/clear":
+                conversation.messages.clear()
+            elif line.startswith("/"):
+                print(_HELP)
+            elif line:
+                _ask(conversation, runner, line)
+
+
+def _ask(conversation: Conversation, runner: asyncio.Runner, question: str) -> None:
+    try:
+        conversation.ask(runner, question)
+    except CannotAnswer as error:
+        to_stderr(f"error: {error}")
+    except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt, _Stopped):
+            raise
+
+
+@contextlib.contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Python's own Ctrl-C instead of one that ends the server; other signals end the chat, and so the server."""
+
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    before = {
+        sign: signal.signal(sign, signal.default_int_handler if sign is signal.SIGINT else stop)
+        for sign in stop_signals()
+    }
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)

@@ -1,0 +1,81 @@
+"""Real conversations as a workload: the texts of a file, made tokens by the server under test."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+
+from overspill.address import client_context
+from overspill.measure import CannotMeasure
+from overspill.measure.sharegpt import Turn, read_conversations
+from overspill.measure.target import Target
+from overspill.measure.workload import Chain, Piece, Script, Step, Workload, ids_as_text
+
+# A question or an answer of fewer tokens says nothing; vLLM's own benchmark leaves them out, too.
+_FEWEST_TOKENS = 4
+_TIMEOUT_S = 60.0
+
+Tokenize = Callable[[str, bool], Sequence[int]]
+"""Tokens of a text, and whether it begins a prompt."""
+
+
+def conversation_script(
+    workload: Workload, seed: int, max_model_len: int | None, tokenize: Tokenize
+) -> tuple[Script, list[str]]:
+    """Conversations that the seed draws, each as far as it fits; and what a reader must know."""
+    given, conversations = workload.parameters, read_conversations(workload.file)
+    if conversations.digest != workload.digest:
+        raise CannotMeasure(f"{workload.file} is not the file that it was; measure anew with the file that it is")
+    order = random.Random(f"{seed}/file").sample(range(len(conversations.turns)), len(conversations.turns))
+    wanted, rate = int(given["conversations"]), float(given["rate"])
+    chains: list[Chain] = []
+    index = 0
+    for one in order:
+        turns = conversations.turns[one][: int(given["turns"])]
+        steps = tuple(_steps(f"file/{one}", turns, index, int(given["output"]), max_model_len, tokenize))
+        if steps:
+            chains.append(Chain(steps, len(chains) / rate if rate else 0.0))
+            index += len(steps)
+        if len(chains) == wanted:
+            break
+    if not chains:
+        raise CannotMeasure(f"no conversation of {workload.file} fits in {max_model_len:,} tokens")
+    few = f"only {len(chains)} of {wanted} conversations: no more of {workload.file} fit"
+    return Script(tuple(chains), int(given["concurrency"])), [few] if len(chains) < wanted else []
+
+
+def _steps(
+    name: str, turns: Sequence[Turn], index: int, output: int, max_model_len: int | None, tokenize: Tokenize
+) -> Iterator[Step]:
+    known = 0
+    for number, (question, answer) in enumerate(turns):
+        ids = tokenize(question, not number)
+        tokens = output or len(tokenize(answer, False))
+        is_short = len(ids) < _FEWEST_TOKENS or tokens < _FEWEST_TOKENS
+        if is_short or (max_model_len is not None and known + len(ids) + tokens > max_model_len):
+            return
+        piece = Piece(f"{name}-{number}", len(ids), ids_as_text(ids))
+        yield Step(index=index + number, pieces=(piece,), output=tokens, known_tokens=known, continues=bool(number))
+        known += len(ids) + tokens
+
+
+@contextmanager
+def tokenizer_of(target: Target) -> Iterator[Tokenize]:
+    """vLLM's own, over its API: it is the model's, whatever is installed here."""
+    with httpx.Client(
+        timeout=_TIMEOUT_S, headers=target.headers, trust_env=False, verify=client_context(target.url) or True
+    ) as client:
+
+        def tokenize(text: str, begins: bool) -> Sequence[int]:
+            asked = {"model": target.model, "prompt": text, "add_special_tokens": begins}
+            try:
+                answer = client.post(f"{target.url}/tokenize", json=asked)
+                return list(map(int, answer.raise_for_status().json()["tokens"]))
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                raise CannotMeasure(
+                    f"the server at {target.url} makes no tokens of a text ({error!r:.120}); a workload of a file "
+                    "needs vLLM's POST /tokenize. Serve the model with its tokenizer, or use another workload"
+                ) from error
+
+        yield tokenize

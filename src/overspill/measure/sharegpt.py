@@ -1,0 +1,58 @@
+"""Conversations of a file in ShareGPT's shape."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from overspill.measure import MeasureError
+
+_SHAPE = 'a list of {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}'
+_ASKS, _ANSWERS = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
+
+Turn = tuple[str, str]
+"""A question and its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    turns: tuple[tuple[Turn, ...], ...]
+    """Of each conversation that begins with a question and its answer."""
+    digest: str
+    """Of the file."""
+
+
+@cache
+def read_conversations(path: str) -> Conversations:
+    """JSON, or a JSON object in each line; messages may also have OpenAI's names, `role` and `content`."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        raise MeasureError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        text = content.decode()
+        found = json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in text.splitlines()]
+    except ValueError as error:
+        raise MeasureError(f"{path} is not JSON ({type(error).__name__}); it should be {_SHAPE}") from error
+    turns = tuple(filter(None, (_turns(entry) for entry in found)))
+    if not turns:
+        raise MeasureError(f"{path} has no conversation with a question and an answer; it should be {_SHAPE}")
+    return Conversations(turns, hashlib.sha256(content).hexdigest()[:16])
+
+
+def _turns(entry: Any) -> tuple[Turn, ...]:
+    """As far as questions and answers take turns."""
+    messages = (entry.get("conversations") or entry.get("messages") or ()) if isinstance(entry, dict) else ()
+    said = [
+        (one.get("from") or one.get("role"), str(one.get("value") or one.get("content") or ""))
+        for one in messages
+        if isinstance(one, dict) and "system" not in (one.get("from"), one.get("role"))
+    ]
+    found: list[Turn] = []
+    for (asks, question), (answers, answer) in zip(said[::2], said[1::2]):
+        if asks not in _ASKS or answers not in _ANSWERS:
+            break
+        found.append((question, answer))
+    return tuple(found)
