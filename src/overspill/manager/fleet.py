@@ -7,7 +7,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +169,11 @@ class Engines:
             traffic=self.traffic(name),
             **known,
         )
+
+    def plan(self, name: str) -> Mapping[str, Any]:
+        """That its engine runs with; empty if that is not known."""
+        engine = self._engines.get(name)
+        return engine.status.plan if engine is not None and engine.status is not None else {}
 
     def traffic(self, name: str) -> Traffic:
         waiting, in_flight = self.queue.count(name), self._engine(name).in_flight

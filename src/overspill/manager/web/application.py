@@ -11,6 +11,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from overspill.manager.activity import Activity
 from overspill.manager.fleet import Engines, Options
 from overspill.manager.jobs import Jobs
 from overspill.manager.telemetry.watcher import Watching
@@ -32,6 +33,7 @@ class Application:
     watching: Watching
     actions: Actions
     jobs: Jobs
+    activity: Activity
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest measurement of each model, as of the last look at the page."""
     limit: LoginLimit = field(default_factory=LoginLimit)
@@ -63,11 +65,12 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
         actions = Actions(registry, engines, setup, jobs, watching)
         application = Application(
             setup=setup, registry=registry, engines=engines, access=access, watching=watching, actions=actions,
-            jobs=jobs,
+            jobs=jobs, activity=Activity(registry),
         )  # fmt: skip
         tasks = [
             asyncio.create_task(watching.run(), name="watching"),
             asyncio.create_task(jobs.run(), name="jobs"),
+            asyncio.create_task(application.activity.run(), name="activity"),
             asyncio.create_task(_note_use(access), name="note use"),
         ]
         try:
@@ -78,6 +81,7 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await application.activity.write()
             with contextlib.suppress(Exception):
                 await access.note_use()
             if setup.keeps_engines:

@@ -6,7 +6,8 @@ import math
 import shlex
 from collections.abc import AsyncIterator
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
@@ -19,10 +20,12 @@ from overspill.manager.web.access import set_cookie
 from overspill.manager.web.actions import Caller
 from overspill.manager.web.application import App, Application, Who
 from overspill.manager.web.rendering import form_of, fragment, page, part, redirect
+from overspill.registry.activity import list_requests, request_choices
 from overspill.registry.audit import list_audit
 
 router = APIRouter()
 _SHOWN_LINES = 500
+_SHOWN_REQUESTS = 100
 _MAX_SECRET = 4096
 
 
@@ -69,6 +72,29 @@ _rendered: dict[int, tuple[Moment | None, str]] = {}
 async def try_it(request: Request, app: App) -> Response:
     await app.engines.catalogue.refresh()
     return page(request, "try.html", engines=app.engines.snapshots(), chosen=request.query_params.get("model", ""))
+
+
+# Activity
+
+
+@router.get("/activity")
+async def activity(request: Request, app: App) -> Response:
+    models, clients = await asyncio.to_thread(request_choices, app.registry)
+    return page(request, "activity.html", models=models, clients=clients, **await _requests(request, app))
+
+
+@router.get("/activity/list")
+async def activity_list(request: Request, app: App) -> Response:
+    return part("activity_list.html", **await _requests(request, app))
+
+
+async def _requests(request: Request, app: Application) -> dict[str, Any]:
+    wanted = {name: request.query_params.get(name, "")[:250] for name in ("model", "who", "outcome")}
+    before = request.query_params.get("before", "")
+    number = int(before) if before.isdigit() and len(before) < 12 else None
+    found = await asyncio.to_thread(list_requests, app.registry, **wanted, before=number, limit=_SHOWN_REQUESTS)
+    older = found[-1].id if len(found) == _SHOWN_REQUESTS else None
+    return {"requests": found, "wanted": wanted, "query": urlencode(wanted), "older": older, "before": number}
 
 
 # Logs

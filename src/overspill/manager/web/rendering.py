@@ -20,7 +20,8 @@ from overspill.registry.access import new_session_id
 
 STATIC = Path(__file__).parent / "static"
 PAGES = (
-    ("/", "Dashboard"), ("/models", "Models"), ("/try", "Try it"), ("/runs", "Runs"), ("/logs", "Logs"),
+    ("/", "Dashboard"), ("/models", "Models"), ("/try", "Try it"), ("/activity", "Activity"), ("/runs", "Runs"),
+    ("/logs", "Logs"),
     ("/found", "Found"), ("/audit", "Audit"), ("/api", "API"),
 )  # fmt: skip
 _MOST_FIELDS = 100
