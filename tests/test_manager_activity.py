@@ -27,16 +27,11 @@ from overspill.registry.activity import (
 )
 from tests.chromium import Watched, chromium, needs_chromium
 from tests.managed_here import Here, managed_here
-from tests.manager_process import Place, place_in
+from tests.manager_process import Place
 from tests.pages import program
 
 NUM_REQUESTS = 1000
 JSON = b"application/json"
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    yield from place_in(tmp_path, monkeypatch)
 
 
 @pytest.fixture
