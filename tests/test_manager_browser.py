@@ -207,7 +207,7 @@ def test_numbers_that_are_stale_are_greyed(watched: Watched) -> None:
     page.goto("/")
     page.get_by_text("live", exact=True).wait_for()
     page.evaluate("document.getElementById('live')['htmx-internal-data'].sseEventSource.close()")
-    page.get_by_text(re.compile("stale: the last numbers are")).wait_for()
+    page.get_by_text(re.compile("Stale: the last numbers are")).wait_for()
     page.locator("#live.stale").wait_for()
     page.close()
 

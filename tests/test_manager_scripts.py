@@ -77,7 +77,7 @@ def test_the_eighth_tab_is_shown(watched: Watched) -> None:
     pages[0].goto("/")
     pages[0].get_by_text("live", exact=True).wait_for()
     hide(pages[0], is_hidden=True)
-    pages[0].get_by_text(re.compile("stale: the last numbers are")).wait_for()
+    pages[0].get_by_text(re.compile("Stale: the last numbers are")).wait_for()
     hide(pages[0], is_hidden=False)
     pages[0].get_by_text("live", exact=True).wait_for()
     assert watched.problems == []

@@ -1,17 +1,19 @@
 """Requests through the gateway, noted in memory and written to the registry in batches, off the requests' path."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
 
 from overspill.registry import Registry, RegistryError
-from overspill.registry.activity import Request, add_requests, forget_old_requests
+from overspill.registry.activity import Request, add_requests, forget_old_requests, list_requests
 
 logger = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _FORGET_EVERY_S = 3600.0
 _MOST_UNWRITTEN = 10_000
+_RECENT = 8
 
 
 class Activity:
@@ -22,11 +24,16 @@ class Activity:
         self._unwritten: deque[Request] = deque(maxlen=_MOST_UNWRITTEN)
         self._forgot_at = float("-inf")
         self._has_failed = False
+        self.recent: deque[Request] = deque(maxlen=_RECENT)
+        """The newest first."""
 
     def note(self, request: Request) -> None:
         self._unwritten.append(request)
+        self.recent.appendleft(request)
 
     async def run(self) -> None:
+        with contextlib.suppress(RegistryError):
+            self.recent.extend(await asyncio.to_thread(list_requests, self._registry, limit=_RECENT))
         while True:
             await self.write()
             await asyncio.sleep(self._every_s)

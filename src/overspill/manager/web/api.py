@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path as File
@@ -199,8 +200,12 @@ async def history(
 
 
 @machine.get("/charts", response_model=list[Json], summary="The charts of the dashboard, by name")
-async def charts(app: App) -> list[Json]:
-    return [asdict(chart) for chart in charts_of(app.watching.history.by_second.names)]
+async def charts(
+    app: App,
+    seconds: Annotated[float, Query(gt=0, le=86400, description="Only of what was measured so recently.")] = 900.0,
+) -> list[Json]:
+    ring = app.watching.history.ring(seconds)
+    return [asdict(chart) for chart in charts_of(ring.names(after=time.time() - seconds))]
 
 
 @machine.get("/audit", response_model=list[Json], summary="Who did what, the newest first")

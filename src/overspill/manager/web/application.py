@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -36,6 +36,8 @@ class Application:
     activity: Activity
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest measurement of each model, as of the last look at the page."""
+    rendered: dict[str, Any] = field(default_factory=dict)
+    """The live parts of the dashboard, and the moment they show."""
     limit: LoginLimit = field(default_factory=LoginLimit)
     since: float = field(default_factory=time.time)
     closing: asyncio.Event = field(default_factory=asyncio.Event)

@@ -15,10 +15,12 @@ from starlette.responses import RedirectResponse, Response
 from overspill.manager import logs, sse
 from overspill.manager.errors import ManagerError
 from overspill.manager.telemetry.memory_map import engine_tiers, memory_maps
+from overspill.manager.telemetry.overview import overview
 from overspill.manager.telemetry.watcher import Moment
 from overspill.manager.web.access import set_cookie
 from overspill.manager.web.actions import Caller
 from overspill.manager.web.application import App, Application, Who
+from overspill.manager.web.charts import RANGES
 from overspill.manager.web.rendering import form_of, fragment, page, part, redirect
 from overspill.registry.activity import list_requests, request_choices
 from overspill.registry.audit import list_audit
@@ -34,8 +36,10 @@ _MAX_SECRET = 4096
 
 @router.get("/")
 async def dashboard(request: Request, app: App) -> Response:
-    panels = _panels(app, app.watching.latest) if app.watching.latest is not None else ""
-    return page(request, "dashboard.html", panels=panels)
+    await app.engines.catalogue.refresh(0.5)
+    if not app.engines.snapshots():
+        return RedirectResponse("/add", status_code=303)
+    return page(request, "dashboard.html", live=_live(app, app.watching.latest), ranges=RANGES)
 
 
 @router.get("/events/dashboard")
@@ -44,25 +48,25 @@ async def dashboard_events(app: App) -> Response:
         with app.watching.changes.listening() as listener:
             while True:
                 moment = (await listener.next())["moment"]
-                yield sse.event("sample", moment.event) + sse.event("panels", _panels(app, moment))
+                events = (("sample", moment.event), *_live(app, moment).items())
+                yield "".join(sse.event(name, text) for name, text in events)
 
     return sse.stream(events(), app.closing)
 
 
-def _panels(app: Application, moment: Moment) -> str:
-    """Rendered once for each moment: it is the same for every browser that watches."""
-    if _rendered.get(id(app), (None, ""))[0] is not moment:
+def _live(app: Application, moment: Moment | None) -> dict[str, str]:
+    """The parts of the page that follow engines; rendered once for each moment, the same for every browser."""
+    if app.rendered.get("moment") is not moment or moment is None:
         engines = app.engines.snapshots()
-        text = fragment(
-            "panels.html", sample=moment.sample, maps=memory_maps(moment.sample, engines),
-            tiers=engine_tiers(moment, engines), engines=engines,
+        app.rendered.update(
+            moment=moment,
+            panels=fragment(
+                "panels.html", now=overview(moment, engines), sample=moment.sample if moment is not None else None,
+                maps=memory_maps(moment.sample, engines) if moment is not None else (), requests=app.activity.recent,
+            ),
+            tiers=fragment("tiers.html", tiers=engine_tiers(moment, engines) if moment is not None else ()),
         )  # fmt: skip
-        _rendered.clear()
-        _rendered[id(app)] = (moment, text)
-    return _rendered[id(app)][1]
-
-
-_rendered: dict[int, tuple[Moment | None, str]] = {}
+    return {name: app.rendered[name] for name in ("panels", "tiers")}
 
 
 # Try it

@@ -129,10 +129,21 @@ function shown(value, unit) {
 }
 
 /* Charts: the history once, then a row a second. */
-const charts = { list: [], names: "", lastAt: 0, rows: 900 };
+const charts = { list: [], names: "", lastAt: 0, seconds: 900, loadedAt: 0 };
+const finest = 900;  // seconds of which there is a row each; of longer ranges there is one for each minute
 
+/* Six that are easy to tell apart, then as many others as it takes: no two lines of a chart have the same. */
 function colour(index) {
-  return getComputedStyle(document.documentElement).getPropertyValue("--c" + (index % 6)).trim();
+  if (index < 6) return getComputedStyle(document.documentElement).getPropertyValue("--c" + index).trim();
+  const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
+  return "hsl(" + Math.round((index * 137.508) % 360) + " 50% " + (isDark ? 68 : 38) + "%)";
+}
+
+/* A value between two gaps is no line, and would not be seen. */
+function lonePoints(plot, series) {
+  const values = plot.data[series];
+  const isThere = (at) => values[at] !== null && values[at] !== undefined;
+  return values.map((_, at) => at).filter((at) => isThere(at) && !isThere(at - 1) && !isThere(at + 1));
 }
 
 /* As much room as the longest label takes. */
@@ -150,13 +161,13 @@ const least = { "": 1, "tok/s": 1, "s": 0.01, "bytes": 1024, "bytes/s": 1024, "Â
 function makeChart(definition, history, place) {
   const section = document.createElement("section");
   section.className = "chart";
-  const title = document.createElement("h2");
+  const title = document.createElement("h3");
   title.textContent = definition.title;
   section.append(title);
   place.append(section);
   const style = getComputedStyle(document.documentElement);
   const axis = { stroke: style.getPropertyValue("--faint").trim(), grid: { stroke: style.getPropertyValue("--rule").trim(), width: 1 }, ticks: { show: false } };
-  const clock = (at) => new Date(1000 * at).toTimeString().slice(0, 8);
+  const clock = (at) => new Date(1000 * at).toTimeString().slice(0, charts.seconds > finest ? 5 : 8);
   /* Bytes are counted in powers of two, and so are the lines behind them; of requests there are whole ones only. */
   const steps = definition.unit.startsWith("bytes") ? { incrs: Array.from({ length: 50 }, (_, power) => 2 ** power) }
     : definition.unit === "" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] } : {};
@@ -167,7 +178,7 @@ function makeChart(definition, history, place) {
     legend: { markers: { width: 3 } },
     axes: [{ ...axis, space: 80, values: (u, ticks) => ticks.map(clock) }, { ...axis, ...steps, size: labelRoom, values: (u, ticks) => ticks.map((tick) => shown(tick, definition.unit)) }],
     series: [{ label: "at", value: (u, at) => (at === null ? "â€“" : clock(at)) }, ...definition.lines.map((line, index) => ({
-      label: line.label, stroke: colour(index), width: 1.5, points: { show: false },
+      label: line.label, stroke: colour(index), width: 1.5, points: { show: true, size: 6, fill: colour(index), filter: lonePoints },
       value: (u, value) => shown(value, definition.unit),
     }))],
   };
@@ -180,23 +191,33 @@ function makeChart(definition, history, place) {
 async function loadCharts() {
   const place = document.getElementById("charts");
   if (!place) return;
-  const definitions = await (await fetch("/api/charts")).json();
+  const seconds = charts.seconds = Number(document.getElementById("range").value);
+  const definitions = await (await fetch("/api/charts?seconds=" + seconds)).json();
   const names = definitions.flatMap((chart) => chart.lines.map((line) => line.name));
-  if (names.join() === charts.names) return;
+  const isLive = seconds <= finest;
+  if (isLive && names.join() === charts.names) return;
+  const query = new URLSearchParams({ names: names.join(), by: isLive ? "second" : "minute", after: Date.now() / 1000 - seconds });
+  const history = await (await fetch("/api/history?" + query)).json();
+  if (seconds !== charts.seconds) return;  // another range was chosen meanwhile
   charts.names = names.join();
-  const history = await (await fetch("/api/history?names=" + encodeURIComponent(names.join()))).json();
+  charts.loadedAt = Date.now();
   charts.lastAt = history.time[history.time.length - 1] || 0;
   charts.list.forEach((one) => { one.plot.destroy(); one.section.remove(); });
   charts.list = definitions.map((definition) => makeChart(definition, history, place));
+  if (!definitions.length) place.textContent = isLive ? "" : "Nothing was measured for so long yet.";
 }
 
 function addSample(sample) {
+  if (charts.seconds > finest) {
+    if (Date.now() - charts.loadedAt > 60000) loadCharts();
+    return;
+  }
   if (sample.at <= charts.lastAt) return;
   charts.lastAt = sample.at;
   charts.list.forEach((one) => {
     one.data[0].push(sample.at);
     one.definition.lines.forEach((line, index) => one.data[index + 1].push(sample.values[line.name] ?? null));
-    if (one.data[0].length > charts.rows) one.data.forEach((column) => column.shift());
+    while (one.data[0][0] < sample.at - charts.seconds) one.data.forEach((column) => column.shift());
     one.plot.setData(one.data);
     if (one.plot.cursor.idx === null || one.plot.cursor.left < 0) one.plot.setLegend({ idx: one.data[0].length - 1 }, false);
   });
@@ -212,7 +233,8 @@ function showAge() {
   const seconds = (Date.now() - sampledAt) / 1000;
   const isStale = seconds > 4;
   document.getElementById("live").classList.toggle("stale", isStale);
-  age.textContent = isStale ? "stale: the last numbers are " + Math.round(seconds) + " s old" : "live";
+  age.classList.toggle("banner", isStale);
+  age.textContent = isStale ? "Stale: the last numbers are " + Math.round(seconds) + " s old" : "live";
 }
 
 document.addEventListener("htmx:sseBeforeMessage", (event) => {
@@ -411,6 +433,7 @@ function tryIt() {
 
 document.addEventListener("DOMContentLoaded", () => {
   loadCharts();
+  document.getElementById("range")?.addEventListener("change", () => { charts.names = ""; loadCharts(); });
   tryIt();
   setInterval(showAge, 1000);
   let resizing = null;
