@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from overspill.manager.activity import Activity
 from overspill.manager.fleet import Engines, Options
 from overspill.manager.jobs import Jobs
+from overspill.manager.library import Downloads
 from overspill.manager.telemetry.watcher import Watching
 from overspill.manager.web.access import Access, LoginLimit
 from overspill.manager.web.actions import Actions, Caller
@@ -34,6 +35,7 @@ class Application:
     actions: Actions
     jobs: Jobs
     activity: Activity
+    downloads: Downloads
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest measurement of each model, as of the last look at the page."""
     rendered: dict[str, Any] = field(default_factory=dict)
@@ -64,10 +66,11 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
     async with Engines(registry, options) as engines:
         jobs = Jobs(engines, setup.folder / "jobs")
         watching = Watching(engines, {"models": cache_folder(), "logs": setup.folder}, jobs.processes)
-        actions = Actions(registry, engines, setup, jobs, watching)
+        downloads = Downloads(cache_folder(), setup.folder / "downloads")
+        actions = Actions(registry, engines, setup, jobs, watching, downloads)
         application = Application(
             setup=setup, registry=registry, engines=engines, access=access, watching=watching, actions=actions,
-            jobs=jobs, activity=Activity(registry),
+            jobs=jobs, activity=Activity(registry), downloads=downloads,
         )  # fmt: skip
         tasks = [
             asyncio.create_task(watching.run(), name="watching"),
@@ -79,6 +82,7 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
             yield application
         finally:
             application.closing.set()
+            downloads.close()
             await actions.close()
             for task in tasks:
                 task.cancel()

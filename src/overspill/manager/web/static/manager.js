@@ -113,6 +113,15 @@ document.addEventListener("change", (event) => {
 /* A browser that goes back ticks what was ticked, after everything else. */
 window.addEventListener("pageshow", () => document.querySelectorAll("form[data-needs]").forEach(allow));
 
+/* The first plan of a model knows how long its context may be, and what it would be without a choice. */
+htmx.onLoad((part) => {
+  const told = part.matches?.("[data-dial]") ? part : part.querySelector("[data-dial]");
+  const range = document.getElementById("add-range"), number = document.getElementById("add-number");
+  if (!told || !range || number.value) return;
+  Object.assign(range, { min: told.dataset.step, max: told.dataset.most, step: told.dataset.step });
+  range.value = number.value = told.dataset.value;
+});
+
 /* Numbers with units, as the server writes them. */
 function shown(value, unit) {
   if (value === null || value === undefined) return "–";
