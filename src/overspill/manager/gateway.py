@@ -370,7 +370,11 @@ class Gateway:
         if engine.state is State.READY:
             return f"{name} is computing"
         doing = engine.phase or ("waiting for room" if engine.pid is None else "the process begins")
-        return f"{name} is {engine.state}: {doing}" if engine.state is State.STARTING else f"{name} is {engine.state}"
+        elapsed = f"for {time.time() - engine.since:.0f} s"
+        usual = f", {engine.start_s:.0f} s the last time" if engine.start_s is not None else ""
+        if engine.state is State.STARTING:
+            return f"{name} is starting {elapsed}{usual}: {doing}"
+        return f"{name} is {engine.state}"
 
 
 async def _body(exchange: Exchange) -> bytes | None:

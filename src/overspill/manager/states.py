@@ -160,6 +160,10 @@ class Snapshot:
     phases: tuple[tuple[str, float], ...] = ()
     messages: tuple[str, ...] = ()
     is_draining: bool = False
+    is_leaving: bool = False
+    """It drains because it was stopped: a second stop does not wait."""
+    start_s: float | None = None
+    """How long its last start took."""
     url: str | None = None
     served_names: tuple[str, ...] = ()
     pid: int | None = None

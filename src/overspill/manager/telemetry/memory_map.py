@@ -25,6 +25,7 @@ class Kind(StrEnum):
     SPILLED_KV = "spilled KV"
     OFFLOAD_POOL = "pool for idle KV"
     ENGINE_OTHER = "other of this engine"
+    JOB = "measurement"
     OTHER = "other programs"
     GRANTED_KV = "granted KV"
     """An elastic engine may take it at any moment."""
@@ -79,6 +80,7 @@ class EngineTiers:
 
 def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
     """Of each GPU, then of RAM."""
+    engine_names = {one.name for one in engines}
     running = [(one, sample.processes.get(one.name), one.plan.get("device") == "cpu") for one in engines if one.pid]
     maps = []
     for gpu in sample.gpus:
@@ -92,6 +94,9 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
             for one, process, on_cpu in running
             if not on_cpu
         ]
+        if gpu.index == 0:
+            held = [(name, one.gpu_bytes) for name, one in sample.processes.items() if name not in engine_names]
+            claims += [Claim(engine=name, parts=((Kind.JOB, size or 0),), taken_bytes=size) for name, size in held]
         parts = memory_map(gpu.total_bytes, gpu.used_bytes, claims)
         if gpu.index == 0:
             parts = with_granted(parts, engines)
@@ -106,6 +111,8 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
         )
         for one, process, on_cpu in running
     ]
+    jobs = [(name, one) for name, one in sample.processes.items() if name not in engine_names]
+    claims += [Claim(engine=name, parts=((Kind.JOB, one.ram_bytes),), taken_bytes=one.ram_bytes) for name, one in jobs]
     return [*maps, Map(title="RAM", total_bytes=total, parts=tuple(memory_map(total, used, claims)))]
 
 

@@ -127,9 +127,9 @@ class Actions:
         self.refusals.pop(name, None)
         async with self.audited(caller, "switch to" if action == "switch" else action, name):
             if action == "stop":
-                return await self._engines.stop(name, reason=f"it was stopped by {caller.who}")
+                return await self._engines.stop(name, reason=f"it was stopped by {caller.who}", drains=True)
             if action == "restart":
-                return await self._engines.restart(name)
+                return await self._engines.restart(name, drains=True)
             if action == "park":
                 return await self._engines.park(name, reason=f"it was parked by {caller.who}")
             return await self._engines.start(name, make_room=action in ("switch", "wake"))

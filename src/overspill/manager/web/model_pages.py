@@ -143,6 +143,7 @@ def _card(app: Application, name: str, running: Sequence[str]) -> "Card":
         speed=app.speeds.get(name),
         measured=latest.sample.processes.get(name) if (latest := app.watching.latest) is not None else None,
         others=[other for other in running if other != name],
+        held_by=app.engines.reserved_for,
     )
 
 
@@ -165,6 +166,8 @@ class Card:
     speed: Mapping[str, float] | None = None
     measured: ProcessSample | None = None
     """Its processes, as the kernel and the driver count them."""
+    held_by: str = ""
+    """Why nothing is started now."""
     others: Sequence[str] = ()
     """Other models with running engines, which may have to make room for it."""
 
@@ -185,7 +188,8 @@ class Card:
         starting = engine.phase or ("the process begins" if engine.pid is not None else "waiting for room")
         remarks = (
             (engine.state is State.STARTING, starting),
-            (engine.is_draining, "answers what it has, then stops for another model"),
+            (engine.is_leaving, f"answers what it has ({engine.traffic.in_flight}), then stops"),
+            (engine.is_draining and not engine.is_leaving, "answers what it has, then stops for another model"),
             (not engine.is_managed and engine.pid is not None, "started outside the manager"),
             (is_kept, "kept"),
             (is_preloaded, "starts with the manager"),
@@ -221,13 +225,38 @@ class Card:
                 )
                 return (
                     *((park,) if self.engine.can_park else ()),
-                    Button(action="stop", label="Stop", help="Ends it; requests that wait are refused"),
+                    self._stop_button,
                     Button(
                         action="restart", label="Restart", help="Stops it, and starts it with its settings of now",
                         is_main=bool(self.engine.needs_restart),
                     ),
                 )  # fmt: skip
         return ()
+
+    @property
+    def _stop_button(self) -> Button:
+        if not self.engine.is_leaving:
+            return Button(action="stop", label="Stop", help="Answers what it has, and ends")
+        cut = f"Stop {self.name} now? {self.engine.traffic.in_flight} requests in flight are cut off."
+        return Button(action="stop", label="Stop now", help="Cuts off what is in flight", confirm=cut)
+
+    @property
+    def start_ends_at(self) -> float | None:
+        """As the last one went."""
+        engine = self.engine
+        if engine.state is not State.STARTING or engine.start_s is None or not engine.phases:
+            return None
+        return engine.phases[0][1] + engine.start_s
+
+    @property
+    def timed_phases(self) -> list[tuple[str, float, float | None]]:
+        """Name, when it began, and how long it took; None for the one that goes on."""
+        begun = self.engine.phases
+        ends = [at for _, at in begun[1:]]
+        return [
+            (name, at, end - at if end is not None else None)
+            for (name, at), end in zip(begun, [*ends, None], strict=True)
+        ]
 
     @property
     def facts(self) -> list[tuple[str, Any, str]]:

@@ -63,6 +63,7 @@ def _live(app: Application, moment: Moment | None) -> dict[str, str]:
             panels=fragment(
                 "panels.html", now=overview(moment, engines), sample=moment.sample if moment is not None else None,
                 maps=memory_maps(moment.sample, engines) if moment is not None else (), requests=app.activity.recent,
+                held_by=app.engines.reserved_for,
             ),
             tiers=fragment("tiers.html", tiers=engine_tiers(moment, engines) if moment is not None else ()),
         )  # fmt: skip

@@ -101,6 +101,24 @@ htmx.onLoad((part) => {
   }
 });
 
+/* What goes on is told every second: for how long, and how much longer if it goes as the last time. */
+function duration(seconds) {
+  const whole = Math.max(0, Math.floor(seconds));
+  return whole < 60 ? whole + " s" : Math.floor(whole / 60) + " min " + (whole % 60) + " s";
+}
+function tick() {
+  const now = Date.now() / 1000;
+  document.querySelectorAll("[data-since]").forEach((one) => { one.textContent = duration(now - Number(one.dataset.since)); });
+  document.querySelectorAll("[data-left]").forEach((one) => {
+    const left = Number(one.dataset.left) - now;
+    one.textContent = left > 0 ? "about " + duration(left) + " left, as the last time" : "longer than the last time";
+  });
+  document.querySelectorAll("progress[data-ends]").forEach((one) => {
+    const { began, ends } = one.dataset;
+    one.value = Math.min(0.99, (now - began) / (ends - began));
+  });
+}
+
 /* A form that is of no use before something is ticked. */
 function allow(form) {
   form.querySelector("button").disabled = !form.querySelector("[name=" + form.dataset.needs + "]:checked");
@@ -444,7 +462,7 @@ document.addEventListener("DOMContentLoaded", () => {
   loadCharts();
   document.getElementById("range")?.addEventListener("change", () => { charts.names = ""; loadCharts(); });
   tryIt();
-  setInterval(showAge, 1000);
+  setInterval(() => { showAge(); tick(); }, 1000);
   let resizing = null;
   window.addEventListener("resize", () => {
     clearTimeout(resizing);
