@@ -79,10 +79,11 @@ def _prepare(page, path: str) -> None:  # type: ignore[no-untyped-def]
         page.get_by_role("link", name="Choose tiny").click()
         page.locator(".map.large").first.wait_for()
     elif path == "/try":
+        page.get_by_text("Options", exact=True).click()
         page.get_by_label("Longest answer, tokens").fill("24")
         page.get_by_label("Prompt", exact=True).fill("t20 t30 t40 t50")
         page.get_by_role("button", name="Send").click()
-        page.locator("#turns li").nth(1).wait_for(state="attached")
+        page.locator("#turns > li").nth(1).wait_for(state="attached")
         page.locator("#try-send:enabled").wait_for()
     elif path == "/logs":
         page.locator("[data-log]", has_text="Application startup").wait_for()

@@ -192,7 +192,7 @@ def test_a_plan_on_the_page_says_what_ram_makes_of_the_gpu(tmp_path: Path, monke
     told = planned.as_json()
     alone, warm = told["longest_on_gpu_tokens"], told["warm_tokens"]
     assert 0 < alone < told["longest_context"] and warm > 0
-    html = fragment("planned.html", planned=planned, plan=planned.plan)
+    html = fragment("planned.html", planned=planned, plan=planned.plan, save_url="", is_first=False)
     assert f"Longest context, 2 at once: {alone:,} tokens on the GPU alone" in html and f"{warm:,} tokens" in html
     assert "2 answers together" in html and "Weights on each of 2 GPUs" in html
     assert len(told["ranks"]) == 2 and len(replan(settings, {"vllm_args": ()}, Memory()).as_json()["ranks"]) == 1
@@ -230,7 +230,7 @@ def test_the_audit_log_records_an_unexpected_error_as_failed(registry: Registry)
     """Any error but ours and a client that left was written down as done."""
 
     async def run() -> None:
-        actions = Actions(registry, None, None, None, None)  # type: ignore[arg-type]
+        actions = Actions(registry, None, None, None, None, None)  # type: ignore[arg-type]
         with pytest.raises(OSError, match="Too many open files"):
             async with actions.audited(Caller(who="key x", address="127.0.0.1"), "stop", "qwen"):
                 raise OSError(24, "Too many open files")
@@ -266,7 +266,7 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_an_unknown_host_header_is_refused(manager: Managed) -> None:
     assert httpx.get(manager.url + "/", headers={"host": "evil.example"}, timeout=60).status_code == 421
-    assert httpx.get(manager.url + "/", headers={"host": "localhost"}, timeout=60).status_code == 200
+    assert httpx.get(manager.url + "/", headers={"host": "localhost"}, timeout=60).status_code == 303
 
 
 def test_the_grafana_dashboard_shows_series_that_exist(manager: Managed) -> None:

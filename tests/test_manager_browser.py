@@ -82,12 +82,14 @@ def add(page: "Page", manager: Managed, name: str) -> None:
 
 
 def ask(page: "Page", prompt: str, answer: str = "8") -> None:
+    if not page.locator("#try-tokens").is_visible():
+        page.get_by_text("Options", exact=True).click()
     page.get_by_label("Longest answer, tokens").fill(answer)
     page.get_by_label("Prompt", exact=True).fill(prompt)
-    turns = page.locator("#turns li").count()
+    turns = page.locator("#turns > li").count()
     page.get_by_role("button", name="Send").click()
     # Not wait_for_function, which needs eval, and the pages' policy has none.
-    page.locator("#turns li").nth(turns + 1).wait_for(state="attached")
+    page.locator("#turns > li").nth(turns + 1).wait_for(state="attached")
     page.locator("#try-send:enabled").wait_for(timeout=START_MS)
     notice = page.locator("#notice")
     assert notice.is_hidden(), notice.text_content()
@@ -190,7 +192,7 @@ def test_a_second_turn_takes_its_tokens_from_ram(page: "Page", manager: Managed)
             assert client.post("/v1/chat/completions", json=body).status_code == 200
     ask(page, words(2, 20))
     assert number(page, "try-ram") > 1000
-    assert page.locator("#turns li").count() == 4
+    assert page.locator("#turns > li").count() == 4
 
 
 def test_the_dashboard_is_live_and_shows_tiers(page: "Page") -> None:
