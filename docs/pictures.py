@@ -15,10 +15,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-PAGES = ("/", "/models", "/try", "/runs", "/logs", "/found", "/audit", "/api")
+PAGES = ("/", "/models", "/add", "/try", "/activity", "/runs", "/logs", "/found", "/audit", "/api")
 LOOKS = {
-    "light": {"color_scheme": "light", "viewport": {"width": 1200, "height": 800}},
-    "dark": {"color_scheme": "dark", "viewport": {"width": 1200, "height": 800}},
+    "light": {"color_scheme": "light", "viewport": {"width": 1440, "height": 900}},
+    "dark": {"color_scheme": "dark", "viewport": {"width": 1440, "height": 900}},
     "phone": {"color_scheme": "light", "viewport": {"width": 390, "height": 844}},
 }
 # All pages in light, and those that change most in the others.
@@ -75,11 +75,15 @@ def _prepare(page, path: str) -> None:  # type: ignore[no-untyped-def]
     elif path == "/models":
         page.locator("summary", has_text="Context").last.click()
         page.locator(".good", has_text="Fits:").wait_for()
+    elif path == "/add":
+        page.get_by_role("link", name="Choose tiny").click()
+        page.locator(".map.large").first.wait_for()
     elif path == "/try":
+        page.get_by_text("Options", exact=True).click()
         page.get_by_label("Longest answer, tokens").fill("24")
         page.get_by_label("Prompt", exact=True).fill("t20 t30 t40 t50")
         page.get_by_role("button", name="Send").click()
-        page.locator("#turns li").nth(1).wait_for(state="attached")
+        page.locator("#turns > li").nth(1).wait_for(state="attached")
         page.locator("#try-send:enabled").wait_for()
     elif path == "/logs":
         page.locator("[data-log]", has_text="Application startup").wait_for()

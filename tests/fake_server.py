@@ -138,9 +138,9 @@ class Server:
         try:
             words = [f"{self.name}-{i} " for i in range(asked.get("max_tokens", 4))]
             usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}
+            usage["prompt_tokens_details"] = {"cached_tokens": 2}
             if asked.get("stream"):
-                is_continuous = bool(asked.get("stream_options", {}).get("continuous_usage_stats"))
-                await self.stream(reader, writer, words, usage, is_continuous)
+                await self.stream(reader, writer, words, usage, asked.get("stream_options") or {})
             else:
                 for i, _ in enumerate(words):
                     await self.compute(reader, writer, i, b"")
@@ -156,21 +156,22 @@ class Server:
 
     async def stream(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: list[str], usage: dict[str, int],
-        is_continuous: bool,
+        options: dict[str, bool],
     ) -> None:  # fmt: skip
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         for i, word in enumerate(words):
             choice = {"index": 0, "text": word, "delta": {"content": word}, "finish_reason": None}
             event = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.name}
             so_far = {"prompt_tokens": 3, "total_tokens": 4 + i, "completion_tokens": 1 + i}
-            more = {"usage": so_far} if is_continuous else {}
+            more = {"usage": so_far} if options.get("continuous_usage_stats") else {}
             told = json.dumps({**event, "choices": [choice], **more}, separators=(",", ":"))
             data = b"data: " + told.encode() + b"\n\n"
             await self.compute(reader, writer, i, data)
             await chunk(writer, data)
         told = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.name, "choices": []}
         last = json.dumps({**told, "usage": usage}, separators=(",", ":")).encode()
-        await chunk(writer, b"data: " + last + b"\n\ndata: [DONE]\n\n")
+        last = b"data: " + last + b"\n\n" if options.get("include_usage") else b""
+        await chunk(writer, last + b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
@@ -278,6 +279,7 @@ def main() -> None:
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--log-file")
     parser.add_argument("--disable-access-log-for-endpoints")
+    parser.add_argument("--enable-prompt-tokens-details", action="store_true")
     given = parser.parse_args()
     told = json.loads(given.behaviours.read_text()) if given.behaviours.exists() else {}
     behaviour = Behaviour(**told.get(given.name, {}))

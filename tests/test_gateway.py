@@ -22,7 +22,7 @@ from overspill.kv.sizes import GiB
 from overspill.manager import logs
 from overspill.manager.backend import EngineProcess, Launched, Order, OwnProcesses, identify
 from overspill.manager.fleet import Engines
-from overspill.manager.messages import model_of, renamed
+from overspill.manager.messages import asked_of, renamed
 from overspill.manager.states import State
 from overspill.registry import add_model, edit_model
 from tests.certificates import make_certificate
@@ -106,7 +106,8 @@ def test_cumulative_usage_in_a_stream_is_counted_once(place: Place) -> None:
     """Each token came with the sum so far, and all sums were added."""
     place.add("a", behaviour={"token_s": 0.01})
     place.add("b", behaviour={"dies_after_tokens": 3})
-    asked: dict[str, Any] = {"stream": True, "max_tokens": 5, "stream_options": {"continuous_usage_stats": True}}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {"stream": True, "max_tokens": 5, "stream_options": options}
 
     def counted(served: Served, name: str) -> tuple[int, int]:
         traffic = served.engines.traffic(name)
@@ -304,7 +305,7 @@ def test_a_prompt_of_millions_of_numbers_stops_no_stream(place: Place) -> None:
     json.loads(body)
     objects_s = time.process_time() - began
     began = time.process_time()
-    assert model_of(body, kind) == "a"
+    assert asked_of(body, kind).model == "a"
     assert renamed(body, kind, "other") == body.replace(b'{"model": "a", "prompt": ', b'{"model":"other","prompt":')
     assert time.process_time() - began < objects_s
 

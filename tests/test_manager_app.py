@@ -33,7 +33,8 @@ from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
 from overspill.manager.web import server
 from overspill.manager.web.actions import Actions, Caller
 from overspill.manager.web.charts import charts_of
-from overspill.manager.web.model_pages import Card, changes_of, form_values
+from overspill.manager.web.forms import changes_of, form_values
+from overspill.manager.web.model_pages import Card
 from overspill.manager.web.rendering import duration, element_id, fragment, shown
 from overspill.manager.web.setup import limit, own_folder
 from overspill.processes import identity
@@ -191,7 +192,7 @@ def test_a_plan_on_the_page_says_what_ram_makes_of_the_gpu(tmp_path: Path, monke
     told = planned.as_json()
     alone, warm = told["longest_on_gpu_tokens"], told["warm_tokens"]
     assert 0 < alone < told["longest_context"] and warm > 0
-    html = fragment("planned.html", planned=planned, plan=planned.plan)
+    html = fragment("planned.html", planned=planned, plan=planned.plan, save_url="", is_first=False)
     assert f"Longest context, 2 at once: {alone:,} tokens on the GPU alone" in html and f"{warm:,} tokens" in html
     assert "2 answers together" in html and "Weights on each of 2 GPUs" in html
     assert len(told["ranks"]) == 2 and len(replan(settings, {"vllm_args": ()}, Memory()).as_json()["ranks"]) == 1
@@ -229,7 +230,7 @@ def test_the_audit_log_records_an_unexpected_error_as_failed(registry: Registry)
     """Any error but ours and a client that left was written down as done."""
 
     async def run() -> None:
-        actions = Actions(registry, None, None, None, None)  # type: ignore[arg-type]
+        actions = Actions(registry, None, None, None, None, None)  # type: ignore[arg-type]
         with pytest.raises(OSError, match="Too many open files"):
             async with actions.audited(Caller(who="key x", address="127.0.0.1"), "stop", "qwen"):
                 raise OSError(24, "Too many open files")
@@ -265,7 +266,7 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_an_unknown_host_header_is_refused(manager: Managed) -> None:
     assert httpx.get(manager.url + "/", headers={"host": "evil.example"}, timeout=60).status_code == 421
-    assert httpx.get(manager.url + "/", headers={"host": "localhost"}, timeout=60).status_code == 200
+    assert httpx.get(manager.url + "/", headers={"host": "localhost"}, timeout=60).status_code == 303
 
 
 def test_the_grafana_dashboard_shows_series_that_exist(manager: Managed) -> None:

@@ -65,29 +65,31 @@ def card(page: "Page", name: str) -> Any:
 
 
 def add(page: "Page", manager: Managed, name: str) -> None:
-    page.goto("/models")
+    page.goto("/add")
+    page.get_by_role("link", name=f"Choose {name}").click()
     form = page.locator("#add")
-    if not form.is_visible():
-        page.get_by_text("Add a model").click()
-    form.get_by_label("name", exact=True).fill(name)
-    form.get_by_label("source").fill(str(manager.models / name))
+    form.get_by_label("Name for clients").fill(name)
+    form.get_by_text("More settings").click()
+    form.locator("#add-plan [data-dial]").wait_for(state="attached")
     for setting, value in SETTINGS.items():
         field = form.locator(f"[name={setting}]")
         if setting == "enforce_eager":
             field.select_option("true")
         else:
             field.fill(str(value))
-    form.get_by_role("button", name="Add").click()
+    form.get_by_role("button", name="Add only").click()
     card(page, name).wait_for()
 
 
 def ask(page: "Page", prompt: str, answer: str = "8") -> None:
+    if not page.locator("#try-tokens").is_visible():
+        page.get_by_text("Options", exact=True).click()
     page.get_by_label("Longest answer, tokens").fill(answer)
     page.get_by_label("Prompt", exact=True).fill(prompt)
-    turns = page.locator("#turns li").count()
+    turns = page.locator("#turns > li").count()
     page.get_by_role("button", name="Send").click()
     # Not wait_for_function, which needs eval, and the pages' policy has none.
-    page.locator("#turns li").nth(turns + 1).wait_for(state="attached")
+    page.locator("#turns > li").nth(turns + 1).wait_for(state="attached")
     page.locator("#try-send:enabled").wait_for(timeout=START_MS)
     notice = page.locator("#notice")
     assert notice.is_hidden(), notice.text_content()
@@ -112,12 +114,10 @@ def test_models_are_added(page: "Page", manager: Managed) -> None:
 def test_a_model_from_elsewhere_is_refused_with_a_reason(browser: "Browser", manager: Managed) -> None:
     alone = Watched(browser, manager.url)
     page = alone.page()
-    page.goto("/models")
-    page.get_by_text("Add a model").click()
-    page.locator("#add").get_by_label("name", exact=True).fill("bad")
-    page.locator("#add").get_by_label("source").fill("/etc")
-    page.locator("#add").get_by_role("button", name="Add").click()
-    page.get_by_role("alert").filter(has_text="is not a folder within those that models may come from").wait_for()
+    page.goto("/add?source=/etc")
+    page.locator("#add-plan", has_text="is not a folder within those that models may come from").wait_for()
+    page.locator("#add").get_by_role("button", name="Add only").click()
+    page.locator("#notice", has_text="is not a folder within those that models may come from").wait_for()
     alone.close()
     # A browser tells every answer of 403 itself, and htmx does too.
     assert len(alone.problems) == 2 and all("403" in one for one in alone.problems)
@@ -133,15 +133,17 @@ def test_the_slider_replans_while_it_is_moved(page: "Page") -> None:
     slider.focus()
     for _ in range(4):  # by keyboard, 256 tokens a step
         page.keyboard.press("ArrowLeft")
-    tiny.locator("dd", has_text="3,072 tokens").wait_for()
+    tiny.locator("th", has_text="3,072 tokens").wait_for()
     slider.fill("8192")
     tiny.get_by_text(re.compile("does not fit with 8192 tokens.*Longest context that fits")).wait_for()
+    assert tiny.get_by_role("button", name="Save this context").count() == 0
     slider.fill("512")
-    tiny.get_by_text("Fits: everything on the GPU.").wait_for()
+    tiny.get_by_text("Fits: everything on RAM in the GPU's place.").wait_for()
+    assert tiny.locator(".map.large").count() == 2
     slider.fill("3840")
     tiny.get_by_text("Fits: KV spilled to RAM.").wait_for()
     tiny.get_by_role("button", name="Save this context").click()
-    tiny.get_by_text("Saved: max model len.").wait_for()
+    tiny.get_by_text("Saved: Context, tokens.").wait_for()
     tiny.locator("dd", has_text="3,840 tokens").first.wait_for()
 
 
@@ -161,19 +163,21 @@ def test_settings_that_need_a_restart_say_so(page: "Page") -> None:
     tiny.get_by_text("Settings", exact=True).click()
     tiny.locator("[name=max_num_seqs]").fill("5")
     tiny.get_by_role("button", name="Save", exact=True).click()
-    tiny.get_by_text("The running engine takes max num seqs after a restart only.").wait_for()
-    tiny.get_by_text("Changed since it was started, and taken after a restart only: max num seqs.").wait_for()
+    tiny.get_by_text("The running engine takes Requests at once, at most after a restart only.").wait_for()
+    tiny.get_by_text(
+        "Changed since it was started, and taken after a restart only: Requests at once, at most."
+    ).wait_for()
     tiny.locator("[name=max_num_seqs]").fill("4")
     tiny.get_by_role("button", name="Save", exact=True).click()
-    tiny.get_by_text("taken after a restart only: max num seqs.").wait_for(state="detached")
+    tiny.get_by_text("taken after a restart only: Requests at once, at most.").wait_for(state="detached")
     # The slider's save is seen by the form that is open, whose version would be old otherwise.
     tiny.get_by_label("Longest context, in tokens").fill("3584")
-    tiny.locator("dd", has_text="3,584 tokens").wait_for()
+    tiny.locator("th", has_text="3,584 tokens").wait_for()
     tiny.get_by_role("button", name="Save this context").click()
-    tiny.locator(".settings [name=max_model_len][value='3584']").wait_for()
-    tiny.locator(".settings [name=max_model_len]").fill("3840")
+    tiny.locator("fieldset [name=max_model_len][value='3584']").wait_for()
+    tiny.locator("fieldset [name=max_model_len]").fill("3840")
     tiny.get_by_role("button", name="Save", exact=True).click()
-    tiny.get_by_text("Saved: max model len.").last.wait_for()
+    tiny.get_by_text("Saved: Context, tokens.").last.wait_for()
 
 
 def test_a_second_turn_takes_its_tokens_from_ram(page: "Page", manager: Managed) -> None:
@@ -188,7 +192,7 @@ def test_a_second_turn_takes_its_tokens_from_ram(page: "Page", manager: Managed)
             assert client.post("/v1/chat/completions", json=body).status_code == 200
     ask(page, words(2, 20))
     assert number(page, "try-ram") > 1000
-    assert page.locator("#turns li").count() == 4
+    assert page.locator("#turns > li").count() == 4
 
 
 def test_the_dashboard_is_live_and_shows_tiers(page: "Page") -> None:
@@ -196,6 +200,7 @@ def test_the_dashboard_is_live_and_shows_tiers(page: "Page") -> None:
     page.get_by_text("live", exact=True).wait_for()
     page.locator(".chart canvas").first.wait_for()
     assert page.locator(".chart").count() >= 6
+    page.get_by_text("KV in numbers").click()
     page.get_by_role("heading", name="KV of tiny").wait_for()
     tier = page.locator(".tiles div", has=page.get_by_text("tokens from RAM, in all"))
     tier.filter(has_text=re.compile(r"1,\d{3} tokens")).wait_for()
@@ -207,7 +212,7 @@ def test_numbers_that_are_stale_are_greyed(watched: Watched) -> None:
     page.goto("/")
     page.get_by_text("live", exact=True).wait_for()
     page.evaluate("document.getElementById('live')['htmx-internal-data'].sseEventSource.close()")
-    page.get_by_text(re.compile("stale: the last numbers are")).wait_for()
+    page.get_by_text(re.compile("Stale: the last numbers are")).wait_for()
     page.locator("#live.stale").wait_for()
     page.close()
 
@@ -247,7 +252,7 @@ def test_a_bench_runs_with_progress_and_its_results_are_compared(page: "Page") -
     assert "first" in Path(download.value.path()).read_text()
 
 
-SHOWN = ("/", "/models", "/try", "/runs", "/logs", "/found", "/audit", "/api")
+SHOWN = ("/", "/models", "/add", "/try", "/activity", "/runs", "/logs", "/found", "/audit", "/api")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_a_context_is_saved_as_written_but_not_an_empty_one(client: httpx.Client
         assert "write how many tokens" in answer.text
     saved = client.post("/models/context/a", data={"max_model_len": "99999"})
     # A stand-in's model cannot be planned; it is saved all the same, and both are said.
-    assert "Saved: max model len." in saved.text and 'class="problem"' in saved.text
+    assert "Saved: Context, tokens." in saved.text and 'class="problem"' in saved.text
     assert saved.headers["hx-trigger"] == f"saved-{element_id('a')}"
     assert client.get("/api/models/a").json()["max_model_len"] == 99999
     assert client.post("/models/context/a", data={"max_model_len": ""}).status_code == 400

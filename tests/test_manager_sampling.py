@@ -252,9 +252,9 @@ def test_expired_series_are_dropped_and_their_number_is_bounded() -> None:
     ring.append(0.0, {"old": 1.0})
     for at in range(1, 8):
         ring.append(float(at), {"new": 1.0})
-    assert ring.names == ["new"]
+    assert ring.names() == ["new"]
     ring.append(8.0, {f"n{number}": 1.0 for number in range(2 * MAX_COLUMNS)})
-    assert len(ring.names) == MAX_COLUMNS
+    assert len(ring.columns()["series"]) == MAX_COLUMNS
 
 
 def test_history_has_seconds_then_averages_of_minutes() -> None:

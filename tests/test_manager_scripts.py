@@ -77,7 +77,7 @@ def test_the_eighth_tab_is_shown(watched: Watched) -> None:
     pages[0].goto("/")
     pages[0].get_by_text("live", exact=True).wait_for()
     hide(pages[0], is_hidden=True)
-    pages[0].get_by_text(re.compile("stale: the last numbers are")).wait_for()
+    pages[0].get_by_text(re.compile("Stale: the last numbers are")).wait_for()
     hide(pages[0], is_hidden=False)
     pages[0].get_by_text("live", exact=True).wait_for()
     assert watched.problems == []
@@ -103,7 +103,7 @@ def test_a_question_that_failed_is_taken_back_and_asked_again(watched: Watched, 
     send(page, "why")
     page.locator("#notice", has_text="the weights are broken").wait_for()
     is_done(page)
-    assert page.locator("#turns li").count() == 0 and page.locator("#try-prompt").input_value() == "why"
+    assert page.locator("#turns > li").count() == 0 and page.locator("#try-prompt").input_value() == "why"
     place.behave("a")
     with httpx.Client(base_url=watched.url, timeout=60) as client:
         client.post("/api/engines/start/a")
@@ -123,12 +123,13 @@ def test_a_stopped_answer_still_counts_as_a_turn(watched: Watched, place: Place)
     send(page, "one")
     page.locator("#turns li.assistant", has_text="a-1").wait_for()
     page.get_by_role("button", name="Stop").click()
-    page.locator("#notice", has_text="Stopped.").wait_for()
     is_done(page)
+    assert page.locator("#notice").is_hidden()  # it is what the user wanted
     assert page.evaluate("document.activeElement.id") == "try-prompt"
+    page.get_by_text("Options", exact=True).click()
     page.get_by_label("Longest answer, tokens").fill("2")
     send(page, "two")
-    page.locator("#turns li").nth(3).wait_for()
+    page.locator("#turns > li").nth(3).wait_for()
     is_done(page)
     assert sent == [["user"], ["user", "assistant", "user"]]
 
@@ -143,9 +144,9 @@ def test_a_model_that_starts_first_says_so_and_its_ttft_does_too(watched: Watche
     is_done(page)
     assert re.fullmatch(r"([5-9]|\d\d+)\.\d s, with the start", page.locator("#try-ttft").text_content() or "")
     assert "starting" not in (page.locator("#turns li.assistant").text_content() or "")
-    assert page.get_by_label("Model").locator("option[value=a]").text_content() == "a"
+    assert page.get_by_label("Model", exact=True).locator("option[value=a]").text_content() == "a"
     send(page, "two")
-    page.locator("#turns li").nth(3).wait_for()
+    page.locator("#turns > li").nth(3).wait_for()
     is_done(page)
     assert "start" not in (page.locator("#try-ttft").text_content() or "")
 
@@ -185,18 +186,15 @@ def test_the_context_shown_is_the_one_planned_and_saved(browser: "Browser", plac
         box.fill("99999")
         refused = re.compile("does not fit with 99999 tokens|99999")
         real.locator(".problem", has_text=refused).wait_for()
-        real.get_by_role("button", name="Save this context").click()
-        real.get_by_text("Saved: max model len.").wait_for()
-        real.get_by_text("With it the model cannot be started here.").wait_for()
+        assert real.get_by_role("button", name="Save this context").count() == 0
         assert real.get_by_label("Longest context, in tokens").input_value() == "32768"
-        assert box.input_value() == "99999" and client.get("/api/models/real").json()["max_model_len"] == 99999
         box.fill("")
         real.get_by_text("write how many tokens").wait_for()
         box.fill("1000")
-        real.locator("dd", has_text="1,000 tokens").wait_for()
+        real.locator("th", has_text="1,000 tokens").wait_for()
         assert real.get_by_label("Longest context, in tokens").input_value() == "1000"
         real.get_by_role("button", name="Save this context").click()
-        real.get_by_text("Saved: max model len.").wait_for()
+        real.get_by_text("Saved: Context, tokens.").wait_for()
         assert real.get_by_text("cannot be started").count() == 0
         assert client.get("/api/models/real").json()["max_model_len"] == 1000
         watched.close()

@@ -16,6 +16,7 @@ from overspill.registry import (  # noqa: F401 (their tables)
     ModelSettings,
     RegistryUnavailable,
     access,
+    activity,
     add_model,
     audit,
     get_model,
@@ -46,6 +47,7 @@ def connection(url: str) -> Iterator[Connection]:
 
 TABLES = {
     "models", "runs", "profiles", "results", "manager_keys", "manager_passwords", "manager_sessions", "manager_audit",
+    "manager_requests",
 }  # fmt: skip
 
 

@@ -144,6 +144,7 @@ class OwnProcesses:
         command = [
             *self.program, order.name, "--host", HOST, "--port", str(order.port), "--quiet",
             "--log-file", str(order.log_file), "--disable-access-log-for-endpoints", _POLLED,
+            "--enable-prompt-tokens-details",
         ]  # fmt: skip
         environment = {name: value for name, value in self.environment.items() if name not in _LEFT_OUT}
         try:

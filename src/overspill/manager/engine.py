@@ -20,7 +20,7 @@ from overspill.manager import logs
 from overspill.manager.backend import Backend, EngineProcess, Order, identify
 from overspill.manager.errors import StartFailed
 from overspill.manager.needs import NOTHING, Memory, holds_of
-from overspill.manager.records import Record, Records, end_killed_run, file_name, how_it_ended
+from overspill.manager.records import Past, Record, Records, end_killed_run, file_name, how_it_ended
 from overspill.manager.states import Seen, State, Step, Timing, Wanted, decide
 from overspill.processes import listeners, signal_name
 from overspill.registry import Registry, RegistryError
@@ -56,6 +56,7 @@ class World:
     backend: Backend
     folder: Path
     records: Records[Record]
+    pasts: Records[Past]
     upstream: Upstream
     timing: Timing
     registry: Registry
@@ -85,6 +86,10 @@ class Engine:
     held: int = 0
     """How many measure it, or otherwise need it not to be stopped for another model."""
     is_draining: bool = False
+    is_leaving: bool = False
+    """It drains because somebody stops it: it takes no new request."""
+    start_s: float | None = None
+    """How long its last start took that succeeded."""
     settings: dict[str, Any] = field(default_factory=dict)
     """With which to start it."""
     holds: Memory = NOTHING
@@ -115,6 +120,8 @@ class Engine:
     _scanned_at: float = float("-inf")
     _is_launching: bool = False
     _is_ending: bool = False
+    _past: Past | None = None
+    _was_woken: bool = False
     _was_asked_to_end: bool = False
 
     # Wishes: none of these waits, and each may be repeated.
@@ -146,6 +153,28 @@ class Engine:
             logger.info("Overspill: %s is being stopped: %s", self.name, reason)
         self.wanted, self.failure, self.stop_reason = Wanted.DOWN, None, reason
         self._observe_wish()
+
+    def remember(self, past: Past) -> None:
+        """Of a manager before this one; before anything else is known."""
+        self._past, self.start_s = past, past.start_s
+        if past.state == State.FAILED:
+            self.failure = Failure(reason=past.error, log_lines=past.log_lines, at=time.monotonic(), count=0)
+            self.state, self.since = State.FAILED, past.since
+        elif past.state == State.STOPPED:
+            self.stop_reason, self.since = past.stop_reason, past.since
+
+    def _leave_past(self) -> None:
+        failure = self.failure
+        past = Past(
+            name=self.name, state=str(self.state), since=self.since, stop_reason=self.stop_reason,
+            pid=self.record.pid if self.record is not None else None, start_s=self.start_s,
+            error=failure.reason if failure is not None else "",
+            log_lines=failure.log_lines if failure is not None else (),
+        )  # fmt: skip
+        try:
+            self.world.pasts.write(self.name, past)
+        except OSError as error:  # a full disk: the next manager shows less
+            logger.warning("Overspill: how %s is cannot be kept: %s", self.name, error)
 
     def adopt(self, record: Record, *, is_managed: bool) -> None:
         """A process that was found, and is not known yet."""
@@ -415,7 +444,7 @@ class Engine:
     async def _wake(self) -> None:
         told = await self._control("POST", "wake")
         if told is not None and told.get("state") == "running":
-            self._is_parked = False
+            self._is_parked, self._was_woken = False, True
             return
         self._knows_parked = told is not None
         self._refuse(f"{self.name} could not be woken: {_reason(told)}")
@@ -550,7 +579,7 @@ class Engine:
         self._launched_at = time.monotonic()
         self._answered_at = self._root_gone_at = None
         self._is_ending = self._was_asked_to_end = False
-        self._is_parked = self._knows_parked = False
+        self._is_parked = self._knows_parked = self._was_woken = False
         self._freed, self.refusal = NOTHING, ""
         with contextlib.suppress(OSError):
             self._handle = os.pidfd_open(record.pid)
@@ -590,14 +619,24 @@ class Engine:
     def _enter(self, state: State) -> None:
         if state is self.state:
             return
+        is_seen_again = self._past is not None and self.record is not None and self._past.pid == self.record.pid
+        was_starting = self.state is State.STARTING and self.last is not None and not is_seen_again
         self.state, self.since = state, time.time()
+        if state is State.READY and self.last is not None:
+            if was_starting and self._answered_at is not None and not self._was_woken:
+                self.start_s = self.since - self.last.started_at
+            if is_seen_again and self._past is not None and self._past.state == State.READY:
+                self.since = self._past.since
+            self._past = None
         if state is State.READY:
             self.ready_since = self.last_used = time.monotonic()
         elif state is not State.STOPPING:
             # While it ends it is still known for how long it served, or its end would count as a failed start.
             self.ready_since = None
         if state in (State.STOPPED, State.FAILED, State.PARKED):
-            self.is_draining = False
+            self.is_draining = self.is_leaving = False
+        if state in (State.READY, State.STOPPED, State.FAILED):
+            self._leave_past()
         if state is State.PARKED:
             # For its TTL: one that was found parked was last used at some time before.
             self.last_used = self.last_used if self.last_used > float("-inf") else time.monotonic()

@@ -7,7 +7,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from overspill.manager.engine import Engine, World
 from overspill.manager.errors import AlreadyManaged, NotParked, NotServed, StillLoading, Stopped
 from overspill.manager.grants import Grants, sessions_of
 from overspill.manager.needs import Memory, Need, free_memory, reckon
-from overspill.manager.records import Catalogue, Record, Records, model_of, phases_of, record_of, running_statuses
+from overspill.manager.records import Catalogue, Past, Record, Records, model_of, phases_of, record_of, running_statuses
 from overspill.manager.sse import Changes
 from overspill.manager.states import KV_FIELDS, Snapshot, State, Timing, Traffic
 from overspill.manager.swaps import Queue, Swaps
@@ -31,6 +31,7 @@ from overspill.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
+_DRAIN_LOOK_S = 0.05
 # Of elastic engines: how often the GPU is divided anew while there are any, and looked for the first one.
 _DIVIDE_EVERY_S, _LOOK_EVERY_S = 0.25, 1.0
 _REMEMBERED_NEED_S = 10.0
@@ -76,6 +77,7 @@ class Engines:
             backend=self.options.backend,
             folder=self.options.folder,
             records=Records(self.options.folder / "engines", Record),
+            pasts=Records(self.options.folder / "past", Past),
             upstream=self.upstream,
             timing=self.timing,
             registry=self._registry,
@@ -93,6 +95,8 @@ class Engines:
         gpus = (await asyncio.to_thread(detect)).gpus
         self._grants = Grants(ledger_file(gpus[0].uuid if gpus else ""))
         await self.catalogue.refresh()
+        for past in await asyncio.to_thread(self._world.pasts.read_all):
+            self._engine(past.name).remember(past)
         for record in await asyncio.to_thread(self._world.records.read_all):
             if record.identity.is_alive:
                 self._engine(record.name).adopt(record, is_managed=True)
@@ -117,7 +121,8 @@ class Engines:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not keep:
-            managed = [one for one in self._engines.values() if one.is_managed]
+            is_over = (State.STOPPED, State.FAILED)  # what failed keeps its reason for the next manager
+            managed = [one for one in self._engines.values() if one.is_managed and one.state not in is_over]
             for engine in managed:
                 engine.want_down("the manager is being stopped")
             await asyncio.gather(*(one.until(State.STOPPED, State.FAILED) for one in managed))
@@ -159,6 +164,8 @@ class Engines:
             is_registered=model is not None,
             is_managed=engine.is_managed,
             is_draining=engine.is_draining,
+            is_leaving=engine.is_leaving,
+            start_s=engine.start_s,
             url=engine.url,
             served_names=engine.served,
             holds=engine.holds,
@@ -169,6 +176,11 @@ class Engines:
             traffic=self.traffic(name),
             **known,
         )
+
+    def plan(self, name: str) -> Mapping[str, Any]:
+        """That its engine runs with; empty if that is not known."""
+        engine = self._engines.get(name)
+        return engine.status.plan if engine is not None and engine.status is not None else {}
 
     def traffic(self, name: str) -> Traffic:
         waiting, in_flight = self.queue.count(name), self._engine(name).in_flight
@@ -201,10 +213,17 @@ class Engines:
         await self._wait(engine, may_evict=make_room, within=None)
         return self.snapshot(name)
 
-    async def stop(self, name: str, *, reason: str = "it was stopped") -> Snapshot:
-        """Requests that wait for it are refused, and those in flight end."""
+    async def stop(self, name: str, *, reason: str = "it was stopped", drains: bool = False) -> Snapshot:
+        """Requests that wait for it are refused, and those in flight end; with `drains` they have some time to be
+        answered, unless it is stopped a second time."""
         engine = self._engines.get(name) or await self._known(name)
         self.queue.refuse(name, Stopped(f"{name} was stopped while the request waited"))
+        if drains and engine.state is State.READY and engine.in_flight and not engine.is_leaving:
+            engine.is_draining = engine.is_leaving = True
+            self._changed(engine)
+            deadline = time.monotonic() + self.timing.drain_s
+            while engine.in_flight and engine.is_leaving and time.monotonic() < deadline:
+                await asyncio.sleep(_DRAIN_LOOK_S)
         engine.want_down(reason)
         await engine.until(State.STOPPED, State.FAILED)
         return self.snapshot(name)
@@ -225,8 +244,8 @@ class Engines:
             raise NotParked(engine.refusal or f"{name} ended while it was being parked")
         return self.snapshot(name)
 
-    async def restart(self, name: str) -> Snapshot:
-        await self.stop(name, reason="it is being restarted")
+    async def restart(self, name: str, *, drains: bool = False) -> Snapshot:
+        await self.stop(name, reason="it is being restarted", drains=drains)
         return await self.start(name, make_room=True)
 
     async def ensure_ready(self, name: str, *, within: float | None = None) -> Engine:
@@ -258,11 +277,22 @@ class Engines:
     def reserved(self, why: str) -> Iterator[None]:
         """No engine is started until this is left; requests for one are refused with the reason."""
         self._swaps.reserved_for.append(why)
+        self._publish_all()
         try:
             yield
         finally:
             self._swaps.reserved_for.remove(why)
             self._swaps.wake()
+            self._publish_all()
+
+    @property
+    def reserved_for(self) -> str:
+        """Why no engine is started now; empty if they are."""
+        return self._swaps.reserved_for[-1] if self._swaps.reserved_for else ""
+
+    def _publish_all(self) -> None:
+        for one in self.snapshots():
+            self.changes.publish(one.name, one)
 
     def count(self, name: str) -> Traffic:
         return self.counts.setdefault(name, Traffic())
@@ -272,6 +302,8 @@ class Engines:
     async def _wait(self, engine: Engine, *, may_evict: bool, within: float | None) -> None:
         if self._is_closing:
             raise Stopped("the manager is being stopped")
+        if engine.is_leaving:
+            raise Stopped(f"{engine.name} is being stopped, and answers what it has")
         while engine.state is not State.READY or engine.is_draining:
             one = self.queue.join(engine.name, may_evict=may_evict)
             self._swaps.wake()

@@ -1,7 +1,7 @@
 """The gateway: OpenAI's API on one port, which loads the model that a request names and passes bytes through.
 
-A plain ASGI application. Of a request only the model's name is read, and of an answer only its count of tokens. How
-large a request may be, and how slowly it may come, is the body guard's business.
+A plain ASGI application. Of a request only the model's name is read and whether it is a stream, and of an answer only
+its count of tokens. How large a request may be, and how slowly it may come, is the body guard's business.
 """
 
 import asyncio
@@ -9,12 +9,14 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from overspill.kv.sizes import MiB
+from overspill.manager.activity import Activity
 from overspill.manager.engine import Engine
 from overspill.manager.errors import NotServed
 from overspill.manager.fleet import Engines
@@ -23,19 +25,31 @@ from overspill.manager.messages import (
     Header,
     Source,
     Usage,
+    asked_of,
     converted,
+    error_message,
     json_headers,
-    model_of,
     passed_back,
     passed_on,
     renamed,
+    with_usage,
+    without_usage,
 )  # fmt: skip
 from overspill.manager.states import State, Traffic
 from overspill.registry import RegistryError
+from overspill.registry.activity import Request, RequestOutcome
 from overspill.upstream import Connection, Head, UpstreamLost
 
 _KEPT_ANSWER_BYTES = 8 * MiB
 _LONGEST_EVENT_BYTES = MiB
+
+
+KEEP_ALIVE = b"x-overspill-keep-alive"
+"""Of a request that is not a stream: its headers come at once with 200, then blanks until there is an answer."""
+_STREAM_HEADERS: list[Header] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no"),
+]  # fmt: skip
+_JSON_HEADERS: list[Header] = [(b"content-type", b"application/json"), (b"x-accel-buffering", b"no")]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,9 +64,23 @@ class Exchange:
     sending_since: float | None = None
     is_abandoned: bool = False
     """The client is gone, or takes nothing any more."""
+    is_stream: bool = False
+    is_kept_alive: bool = False
+    """Its headers were sent before the engine's, and errors are a part of the body."""
+    is_inside_event: bool = False
+    model: str = ""
+    began: float = field(default_factory=time.monotonic)
+    began_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    wrote_at: float = 0.0
+    waited_s: float = 0.0
+    first_at: float | None = None
+    status: int | None = None
+    problem: str = ""
+    """Why it failed."""
+    usage: Usage = field(default_factory=Usage)
 
     async def begin(self, status: int, headers: list[Header]) -> None:
-        self.has_begun = True
+        self.has_begun, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, more: bool) -> None:
@@ -63,15 +91,31 @@ class Exchange:
         await self.begin(status, headers)
         await self.write(b"" if self.scope["method"] == "HEAD" else body, more=False)
 
+    async def refuse(self, error: GatewayError) -> None:
+        """Of a stream that has begun, or whose client waits: as an event, or as the body."""
+        if not self.has_begun:
+            await self.answer(error.status, error.headers, error.body)
+        elif self.is_stream or self.is_kept_alive:
+            await self.write(error.event if self.is_stream else error.body, more=False)
+
+    async def give_sign(self, text: str) -> None:
+        """Something that clients skip: a comment of a stream, or a blank before JSON."""
+        if not self.has_begun:
+            self.is_kept_alive = True
+            await self.begin(200, _STREAM_HEADERS if self.is_stream else _JSON_HEADERS)
+        if not self.is_done:
+            await self.write(f": {text}\n\n".encode() if self.is_stream else b" ", more=True)
+
     async def _send(self, message: Message) -> None:
         self.sending_since = time.monotonic()
         await self.send(message)
-        self.sending_since = None
+        self.sending_since, self.wrote_at = None, time.monotonic()
 
 
 @dataclass(eq=False, slots=True)
 class Gateway:
     engines: Engines
+    activity: Activity | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,9 +124,39 @@ class Gateway:
         try:
             await self._route(exchange)
         except (GatewayError, NotServed, RegistryError) as error:
+            refusal = error if isinstance(error, GatewayError) else converted(error)
+            exchange.status, exchange.problem = refusal.status, exchange.problem or refusal.message
             if not exchange.is_abandoned:
-                refusal = error if isinstance(error, GatewayError) else converted(error)
-                await exchange.answer(refusal.status, refusal.headers, refusal.body)
+                await exchange.refuse(refusal)
+        finally:
+            if self.activity is not None and scope["method"] == "POST":
+                self.activity.note(self._noted(exchange))
+
+    def _noted(self, exchange: Exchange) -> Request:
+        now, usage, identity = time.monotonic(), exchange.usage, exchange.scope.get("state", {}).get("identity")
+        if exchange.problem:
+            outcome = RequestOutcome.FAILED
+        else:
+            outcome = RequestOutcome.OK if exchange.is_done else RequestOutcome.CANCELLED
+        return Request(
+            at=exchange.began_at, model=exchange.model, who=identity.who if identity is not None else "",
+            path=exchange.scope["path"], outcome=outcome, reason=exchange.problem.partition("\n")[0] or None,
+            http_status=exchange.status, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.answered,
+            cached_tokens=usage.cached_tokens, spilled_tokens=self._spilled(exchange), waited_s=exchange.waited_s,
+            ttft_s=None if exchange.first_at is None else exchange.first_at - exchange.began,
+            duration_s=now - exchange.began,
+        )  # fmt: skip
+
+    def _spilled(self, exchange: Exchange) -> int | None:
+        """By the plan: what is longer than the KV on the GPU cannot have lain there."""
+        if exchange.usage.prompt_tokens is None:
+            return None
+        plan = self.engines.plan(exchange.model)
+        per_token = int(plan.get("kv_bytes_per_token") or 0)
+        if not per_token or not plan.get("spilled_kv_bytes"):
+            return 0
+        resident = int(plan.get("resident_kv_bytes") or 0) // per_token
+        return max(0, exchange.usage.prompt_tokens + (exchange.usage.completion_tokens or 0) - resident)
 
     async def _route(self, exchange: Exchange) -> None:
         path, method = exchange.scope["path"], exchange.scope["method"]
@@ -129,17 +203,24 @@ class Gateway:
     async def _pass_on(self, exchange: Exchange) -> None:
         if (body := await _body(exchange)) is None:
             return
-        kind = next((value for name, value in exchange.scope["headers"] if name == b"content-type"), b"")
-        name = model_of(body, kind)
+        headers = dict(exchange.scope["headers"])
+        kind = headers.get(b"content-type", b"")
+        asked = asked_of(body, kind)
+        name = exchange.model = asked.model
         await self.engines.require_known(name)
+        exchange.is_stream = asked.is_stream
         counts = self.engines.count(name)
         counts.requests += 1
         counts.last_used = time.time()
+        asks_usage = with_usage(body, asked, exchange.scope["path"])
         try:
-            async with self._watched(exchange), self.engines.using(name) as engine:
+            signs = asked.is_stream or KEEP_ALIVE in headers
+            async with self._watched(exchange, signs=signs), self.engines.using(name) as engine:
+                exchange.waited_s = time.monotonic() - exchange.began
+                body = body if asks_usage is None else asks_usage
                 if engine.served and name not in engine.served:
                     body = renamed(body, kind, engine.served[0])
-                await self._exchange(exchange, engine, body, counts)
+                await self._exchange(exchange, engine, body, counts, hides_usage=asks_usage is not None)
         except asyncio.CancelledError:
             counts.cancelled += 1
             if not exchange.is_abandoned:
@@ -150,20 +231,21 @@ class Gateway:
             counts.failed += 1
             raise
 
-    async def _exchange(self, exchange: Exchange, engine: Engine, body: bytes, counts: Traffic) -> None:
+    async def _exchange(
+        self, exchange: Exchange, engine: Engine, body: bytes, counts: Traffic, *, hides_usage: bool
+    ) -> None:
         connection, head = await self._ask(exchange, engine, body)
-        usage = Usage()
         try:
             if (head.value(b"content-type") or b"").startswith(b"text/event-stream"):
-                await self._stream(exchange, connection, engine, head, counts, usage)
+                await self._stream(exchange, connection, engine, head, counts, hides_usage=hides_usage)
             else:
-                await self._whole(exchange, connection, engine, head, counts, usage)
+                await self._whole(exchange, connection, engine, head, counts)
         except BaseException:
             connection.close()
             raise
         finally:  # also of what breaks off: it was computed
-            counts.prompt_tokens += usage.prompt_tokens
-            counts.completion_tokens += usage.completion_tokens
+            counts.prompt_tokens += exchange.usage.prompt_tokens or 0
+            counts.completion_tokens += exchange.usage.answered or 0
         self.engines.upstream.give_back(connection)
 
     async def _ask(self, exchange: Exchange, engine: Engine, body: bytes) -> tuple[Connection, Head]:
@@ -180,10 +262,13 @@ class Gateway:
             raise _lost(engine, error) from error
 
     async def _stream(
-        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic, usage: Usage
-    ) -> None:
+        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic, *,
+        hides_usage: bool,
+    ) -> None:  # fmt: skip
         """Events as they come, whole ones only: after the beginning of one that breaks off no error could be sent."""
-        await exchange.begin(head.status, passed_back(head.headers))
+        exchange.is_stream = True
+        if not exchange.has_begun:
+            await exchange.begin(head.status, passed_back(head.headers))
         rest = b""
         try:
             while (data := await connection.read()) is not None:
@@ -198,16 +283,24 @@ class Gateway:
                     continue
                 else:
                     rest = b""
-                usage.read(data)
-                await exchange.write(data, more=True)
+                exchange.is_inside_event = end != len(data)
+                if exchange.first_at is None:
+                    exchange.first_at = time.monotonic()
+                exchange.usage.read_events(data)
+                if hides_usage:
+                    data = without_usage(data)
+                if data:
+                    await exchange.write(data, more=True)
         except UpstreamLost as error:
             counts.failed += 1
-            await exchange.write(_lost(engine, error).event, more=False)
+            lost = _lost(engine, error)
+            exchange.problem = lost.message
+            await exchange.write(lost.event, more=False)
             return
         await exchange.write(rest, more=False)
 
     async def _whole(
-        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic, usage: Usage
+        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic
     ) -> None:
         """An answer that breaks off is an error, so none of it is passed on before its end, unless it is huge."""
         pieces, size = [], 0
@@ -215,38 +308,50 @@ class Gateway:
             while (data := await connection.read()) is not None:
                 pieces.append(data)
                 size += len(data)
-                if size > _KEPT_ANSWER_BYTES:
+                if size > _KEPT_ANSWER_BYTES and not exchange.is_stream:
+                    exchange.is_inside_event = True
                     if not exchange.has_begun:
                         await exchange.begin(head.status, passed_back(head.headers))
                     await exchange.write(b"".join(pieces), more=True)
                     pieces.clear()
         except UpstreamLost as error:
-            if exchange.has_begun:
+            if exchange.has_begun and not exchange.is_kept_alive:
+                exchange.problem = str(error)
                 raise  # the client's connection is closed before the announced length
             raise _lost(engine, error) from error
         body = b"".join(pieces)
-        usage.read(body)
+        exchange.usage.read(body)
         if head.status >= 500:
             counts.failed += 1
-        if exchange.has_begun:
-            await exchange.write(body, more=False)
+        if head.status >= 400:
+            exchange.problem = error_message(body) or f"the engine answered {head.status}"
+        if not exchange.has_begun:
+            await exchange.answer(head.status, passed_back(head.headers, length=len(body)), body)
             return
-        await exchange.answer(head.status, passed_back(head.headers, length=len(body)), body)
+        exchange.status = head.status
+        await exchange.write(b"data: " + body + b"\n\n" if exchange.is_stream else body, more=False)
 
     @contextlib.asynccontextmanager
-    async def _watched(self, exchange: Exchange) -> AsyncIterator[None]:
-        """A client that goes away ends what is done for it, wherever that waits."""
+    async def _watched(self, exchange: Exchange, *, signs: bool) -> AsyncIterator[None]:
+        """A client that goes away ends what is done for it, wherever that waits; `signs` tell it meanwhile that it is
+        not forgotten."""
         task = asyncio.current_task()
         assert task is not None
+        timing = self.engines.timing
 
         async def watch() -> None:
             gone = asyncio.ensure_future(_disconnected(exchange.receive))
+            pause_s = timing.stalled_client_s / 4
             try:
                 while not gone.done():
-                    await asyncio.wait({gone}, timeout=self.engines.timing.stalled_client_s / 4)
-                    since = exchange.sending_since
-                    if since is not None and time.monotonic() - since > self.engines.timing.stalled_client_s:
+                    sign_s = timing.sign_s if exchange.has_begun else timing.first_sign_s
+                    await asyncio.wait({gone}, timeout=min(pause_s, sign_s) if signs else pause_s)
+                    since, now = exchange.sending_since, time.monotonic()
+                    if since is not None and now - since > timing.stalled_client_s:
                         break
+                    is_free = since is None and not exchange.is_done and not exchange.is_inside_event
+                    if signs and is_free and not gone.done() and now - max(exchange.wrote_at, exchange.began) >= sign_s:
+                        await exchange.give_sign(self._doing(exchange.model))
             finally:
                 gone.cancel()
             if not exchange.is_done:
@@ -258,6 +363,18 @@ class Gateway:
             yield
         finally:
             watching.cancel()
+
+    def _doing(self, name: str) -> str:
+        """One line: a client may print it."""
+        engine = self.engines.snapshot(name)
+        if engine.state is State.READY:
+            return f"{name} is computing"
+        doing = engine.phase or ("waiting for room" if engine.pid is None else "the process begins")
+        elapsed = f"for {time.time() - engine.since:.0f} s"
+        usual = f", {engine.start_s:.0f} s the last time" if engine.start_s is not None else ""
+        if engine.state is State.STARTING:
+            return f"{name} is starting {elapsed}{usual}: {doing}"
+        return f"{name} is {engine.state}"
 
 
 async def _body(exchange: Exchange) -> bytes | None:

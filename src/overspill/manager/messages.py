@@ -38,6 +38,9 @@ _LONGEST_PART_HEAD_BYTES = 4096
 _USAGE = b'"usage":{'
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d+)')
 _COMPLETION = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+_CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)')
+_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
+"""Of which streams tell usage only to those who ask for it."""
 
 
 class Source(StrEnum):
@@ -81,6 +84,16 @@ class GatewayError(Exception):
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
         return headers
+
+
+def error_message(body: bytes) -> str:
+    """Of an engine's refusal, as far as it can be read."""
+    try:
+        told = msgspec.json.decode(body)
+        error = told.get("error", told)
+        return str(error.get("message") or error.get("detail") or "") if isinstance(error, dict) else str(error)
+    except (msgspec.MsgspecError, AttributeError):
+        return body[:200].decode("utf-8", "replace")
 
 
 def json_headers(body: bytes) -> list[Header]:
@@ -135,35 +148,91 @@ def _named_by_connection(headers: list[Header]) -> set[bytes]:
 
 class _Request(msgspec.Struct):
     model: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+    stream_options: msgspec.Raw = msgspec.Raw()
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[msgspec.Raw] | None = None
 
 
 _REQUEST = msgspec.json.Decoder(_Request)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def model_of(body: bytes, content_type: bytes) -> str:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is read of a request."""
+
+    model: str
+    is_stream: bool = False
+    stream_options: bytes = b""
+    """As JSON; empty if there are none."""
+
+    @property
+    def wants_usage(self) -> bool:
+        try:
+            options = msgspec.json.decode(self.stream_options or b"null", type=_StreamOptions | None)
+            return options is not None and options.include_usage
+        except msgspec.MsgspecError:  # the engine refuses it
+            return True
+
+
+def asked_of(body: bytes, content_type: bytes) -> Asked:
     if (boundary := _boundary(content_type)) is not None:
         begin, end = _model_part(body, boundary)
-        name = body[begin:end].decode("utf-8", "replace")
+        asked = Asked(body[begin:end].decode("utf-8", "replace"))
     else:
-        name = _model_in_json(body)
-    if not name:
+        asked = _asked_in_json(body)
+    if not asked.model:
         raise _no_model()
-    return name
+    return asked
+
+
+def with_usage(body: bytes, asked: Asked, path: str) -> bytes | None:
+    """Of a stream whose client asks for no usage: the request that does. None if it does already, or cannot."""
+    if not asked.is_stream or path not in _USAGE_PATHS or asked.wants_usage:
+        return None
+    if not asked.stream_options:
+        begin = body.index(b"{") + 1
+        return body[:begin] + b'"stream_options":{"include_usage":true},' + body[begin:]
+    return msgspec.json.encode({**_FIELDS.decode(body), "stream_options": {"include_usage": True}})
+
+
+def without_usage(events: bytes) -> bytes:
+    """Whole events, less the one that only a client gets who asked for it; all others as they came."""
+    if _USAGE not in events:
+        return events
+    return b"\n\n".join(one for one in events.split(b"\n\n") if not _tells_only_usage(one))
+
+
+def _tells_only_usage(event: bytes) -> bool:
+    if _USAGE not in event or not event.startswith(b"data: {"):
+        return False
+    try:
+        return msgspec.json.decode(event[6:], type=_Chunk).choices == []
+    except msgspec.MsgspecError:
+        return False
 
 
 def renamed(body: bytes, content_type: bytes, model: str) -> bytes:
-    """For an engine that serves its model by another name; `model_of` has been there before."""
+    """For an engine that serves its model by another name; `asked_of` has been there before."""
     if (boundary := _boundary(content_type)) is not None:
         begin, end = _model_part(body, boundary)
         return body[:begin] + model.encode() + body[end:]
     return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
 
 
-def _model_in_json(body: bytes) -> str:
+def _asked_in_json(body: bytes) -> Asked:
     try:
-        given = bytes(_REQUEST.decode(body).model)
-        return msgspec.json.decode(given, type=str) if given.startswith(b'"') else ""
+        given = _REQUEST.decode(body)
+        name = bytes(given.model)
+        model = msgspec.json.decode(name, type=str) if name.startswith(b'"') else ""
+        return Asked(model, is_stream=bytes(given.stream) == b"true", stream_options=bytes(given.stream_options))
     except msgspec.ValidationError:
         raise GatewayError(400, "the request is not a JSON object", code="bad_json") from None
     except (ValueError, RecursionError) as error:
@@ -215,14 +284,28 @@ class Usage:
     With `continuous_usage_stats` vLLM sends it with every token.
     """
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    num_events: int = 0
+
+    @property
+    def answered(self) -> int | None:
+        """Tokens of the answer; of one that broke off before its usage came, one for each event of a stream."""
+        return self.completion_tokens if self.completion_tokens is not None else (self.num_events or None)
+
+    def read_events(self, events: bytes) -> None:
+        # The first of a conversation holds no token.
+        self.num_events += events.count(b"data: {") - events.count(b'"role":"assistant"')
+        self.read(events)
 
     def read(self, answer: bytes) -> None:
         """A part of it, in whole events."""
         begin = answer.rfind(_USAGE)
         if begin < 0:
             return
+        if match := _CACHED.search(answer, begin):
+            self.cached_tokens = int(match[1])
         if match := _PROMPT.search(answer, begin):
             self.prompt_tokens = int(match[1])
         if match := _COMPLETION.search(answer, begin):

@@ -1,6 +1,7 @@
 """Memory that a model needs and would take, by its plan for the machine as it would be with other engines gone."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from overspill.registry import ModelSettings
 
 _LEAST_CONTEXT = 256
 _MOST_STEPS = 512
+SHORT_CONTEXT = 4096
+"""Of a usual request, beside the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +135,11 @@ class Replanned:
     plan: Plan
     limit: int
     """The longest context that the model was made for."""
+    short: Plan | None = None
+    """A short request on the same engine."""
+    ram_total_bytes: int = 0
+    ram_free_bytes: int = 0
+    """Before it is started."""
 
     @property
     def fits(self) -> bool:
@@ -160,12 +168,28 @@ class Replanned:
 
 def replan(settings: ModelSettings, changes: Mapping[str, Any], own: Memory) -> Replanned:
     """`changes` are parsed values; `own` is what the model's engine holds now. Reads files and looks at the machine."""
-    plan = _launch(settings.changed(changes), own).plan
-    return Replanned(plan=plan, limit=max(plan.facts.max_position_embeddings, plan.max_model_len))
+    hardware = with_more(detect(), own)
+    plan = _planned(settings.changed(changes), hardware).plan
+    short = None
+    if plan.chosen is not None and plan.max_model_len > SHORT_CONTEXT:
+        same = {"max_model_len": SHORT_CONTEXT, "weights_ram": plan.chosen.weights.ram_bytes * plan.num_ranks}
+        with suppress(OverspillError):
+            short = _planned(settings.changed({**changes, **same}), hardware).plan
+    return Replanned(
+        plan=plan,
+        limit=max(plan.facts.max_position_embeddings, plan.max_model_len),
+        short=short,
+        ram_total_bytes=hardware.machine.ram_total_bytes.value,
+        ram_free_bytes=hardware.machine.ram_available_bytes.value,
+    )
 
 
 def _launch(settings: ModelSettings, evictable: Memory) -> Launch:
-    return Launch.of(ModelRef.of_model(settings.source, settings), {}, found=with_more(detect(), evictable))
+    return _planned(settings, with_more(detect(), evictable))
+
+
+def _planned(settings: ModelSettings, hardware: Hardware) -> Launch:
+    return Launch.of(ModelRef.of_model(settings.source, settings), {}, found=hardware)
 
 
 def with_more(hardware: Hardware, evictable: Memory) -> Hardware:

@@ -52,6 +52,20 @@ class Record:
         return Identity(self.pid, self.process)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """A model's last state, for the next manager to show, and how long its last start took."""
+
+    name: str
+    state: str
+    since: float
+    pid: int | None = None
+    stop_reason: str = ""
+    error: str = ""
+    log_lines: tuple[str, ...] = ()
+    start_s: float | None = None
+
+
 class Records(Generic[T]):
     """JSON files of one kind in a folder of the manager's, by name."""
 

@@ -119,6 +119,10 @@ class Timing:
     """A driver frees memory a moment after the process is gone."""
     load_s: float = 900.0
     """The longest that a request waits for its model."""
+    first_sign_s: float = 1.0
+    """A stream whose model is not ready by then gets its headers: later, a refusal is an event of the stream."""
+    sign_s: float = 5.0
+    """How often a stream without anything to tell gets a comment, so that no proxy gives it up."""
     stalled_client_s: float = 120.0
     """A client that takes nothing for so long has left."""
 
@@ -156,6 +160,10 @@ class Snapshot:
     phases: tuple[tuple[str, float], ...] = ()
     messages: tuple[str, ...] = ()
     is_draining: bool = False
+    is_leaving: bool = False
+    """It drains because it was stopped: a second stop does not wait."""
+    start_s: float | None = None
+    """How long its last start took."""
     url: str | None = None
     served_names: tuple[str, ...] = ()
     pid: int | None = None

@@ -48,12 +48,12 @@ def record(
     """`who` is a key's name, a session, or "local". Texts are made fit to print: clients choose parts of them."""
     entry = AuditEntry(
         at=now(),
-        who=_printable(who),
-        action=_printable(action),
-        subject=_printable(subject),
-        address=_printable(address),
+        who=printable(who),
+        action=printable(action),
+        subject=printable(subject),
+        address=printable(address),
         outcome=AuditOutcome(outcome),
-        detail=_printable(detail) if detail is not None else None,
+        detail=printable(detail) if detail is not None else None,
     )
     with registry.writing() as session:
         session.add(entry)
@@ -72,7 +72,7 @@ def list_audit(registry: Registry, limit: int = 100, before: int | None = None) 
         return list(session.scalars(query))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """One line. What is not printable would let a client forge lines, or, as NUL, not be kept at all."""
     shown = text if text.isprintable() else "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
     return shown if len(shown) <= _MAX_LENGTH else shown[: _MAX_LENGTH - 1] + "…"

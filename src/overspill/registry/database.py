@@ -68,11 +68,12 @@ def _switch_to_wal(connection: Any) -> None:
 
 
 # The last of migrations/versions. Here, so that a registry that is up to date opens without loading Alembic.
-HEAD = "0007"
+HEAD = "0008"
 # Not Alembic's usual name: another program's migrations may live in the same PostgreSQL database.
 VERSION_TABLE = "overspill_registry"
 _TABLES = {
     "models", "runs", "profiles", "results", "manager_keys", "manager_passwords", "manager_sessions", "manager_audit",
+    "manager_requests",
 }  # fmt: skip
 # Any number will do that other programs are unlikely to lock.
 _POSTGRESQL_LOCK = 0x6F7665727370

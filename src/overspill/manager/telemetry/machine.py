@@ -42,6 +42,8 @@ class DiskSample:
     read_bytes_per_s: int | None
     """Of its device; None where the kernel does not count, as for some network folders."""
     write_bytes_per_s: int | None
+    device: int = 0
+    """Of its filesystem: two folders may be on one disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +94,21 @@ def chart_values(sample: Sample) -> dict[str, float]:
         "ram.swap_used_bytes": ram.swap_used_bytes,
     }
     groups: dict[str, Mapping[str, object]] = {
-        "gpu": {str(gpu.index): gpu for gpu in sample.gpus}, "disk.": sample.disks, "process.": sample.processes,
+        "gpu": {str(gpu.index): gpu for gpu in sample.gpus}, "disk.": _by_device(sample.disks),
+        "process.": sample.processes,
     }  # fmt: skip
     for group, members in groups.items():
         for label, member in members.items():
             values |= {f"{group}{label}.{name}": getattr(member, name) for name in _CHARTED[group]}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _by_device(disks: Mapping[str, DiskSample]) -> dict[str, DiskSample]:
+    """Each disk once, with the names of all folders on it."""
+    names: dict[int, list[str]] = {}
+    for name, disk in disks.items():
+        names.setdefault(disk.device, []).append(name)
+    return {" and ".join(shared): disks[shared[0]] for shared in names.values()}
 
 
 class Sampler:
@@ -168,6 +179,7 @@ class Sampler:
                 free_bytes=usage.free,
                 read_bytes_per_s=read,
                 write_bytes_per_s=written,
+                device=device,
             )
         return samples
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from overspill.manager.needs import Replanned
 from overspill.manager.states import Snapshot, State
 from overspill.manager.telemetry.machine import Sample
 from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
+from overspill.planning.attempts import PROCESS_RAM_BYTES
 
 Sizes = Mapping[str, int | None]
 """An engine's memory as its workers report it: fields of overspill.serve.status.Memory."""
@@ -23,6 +25,7 @@ class Kind(StrEnum):
     SPILLED_KV = "spilled KV"
     OFFLOAD_POOL = "pool for idle KV"
     ENGINE_OTHER = "other of this engine"
+    JOB = "measurement"
     OTHER = "other programs"
     GRANTED_KV = "granted KV"
     """An elastic engine may take it at any moment."""
@@ -77,6 +80,7 @@ class EngineTiers:
 
 def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
     """Of each GPU, then of RAM."""
+    engine_names = {one.name for one in engines}
     running = [(one, sample.processes.get(one.name), one.plan.get("device") == "cpu") for one in engines if one.pid]
     maps = []
     for gpu in sample.gpus:
@@ -90,6 +94,9 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
             for one, process, on_cpu in running
             if not on_cpu
         ]
+        if gpu.index == 0:
+            held = [(name, one.gpu_bytes) for name, one in sample.processes.items() if name not in engine_names]
+            claims += [Claim(engine=name, parts=((Kind.JOB, size or 0),), taken_bytes=size) for name, size in held]
         parts = memory_map(gpu.total_bytes, gpu.used_bytes, claims)
         if gpu.index == 0:
             parts = with_granted(parts, engines)
@@ -104,7 +111,46 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
         )
         for one, process, on_cpu in running
     ]
+    jobs = [(name, one) for name, one in sample.processes.items() if name not in engine_names]
+    claims += [Claim(engine=name, parts=((Kind.JOB, one.ram_bytes),), taken_bytes=one.ram_bytes) for name, one in jobs]
     return [*maps, Map(title="RAM", total_bytes=total, parts=tuple(memory_map(total, used, claims)))]
+
+
+def plan_maps(planned: Replanned) -> list[Map]:
+    """The GPU and RAM as they would be: of a plan without a way, as they are."""
+    plan, way = planned.plan, planned.plan.chosen
+    ranks, is_cpu = plan.num_ranks, plan.platform.is_cpu
+    device_bytes = plan.budget.limit_bytes.value
+    # On a CPU, a part of RAM plays the GPU's memory.
+    total, held = device_bytes, 0
+    if not is_cpu:
+        total = plan.gpu.total_bytes.value
+        held = max(0, total - plan.gpu.free_bytes.value)
+    sizes: Sizes = {}
+    in_ram: Sizes = {}
+    taken = 0
+    if way is not None:
+        sizes = {
+            "weights_bytes": plan.rank.weights.total_bytes - way.weights.saved_bytes,
+            "resident_kv_bytes": way.kv.resident_bytes,
+            "window_bytes": way.kv.window_bytes,
+            "activation_bytes": way.overheads.total.value + plan.budget.context_bytes.value,
+        }
+        in_ram = {
+            "weights_in_ram_bytes": ranks * (way.weights.pinned_bytes + (way.parked_bytes if way.parks else 0)),
+            "spilled_bytes": ranks * way.kv.spilled_bytes,
+            "pool_bytes": ranks * way.offload_bytes,
+        }
+        taken = ranks * PROCESS_RAM_BYTES + (ranks * device_bytes if is_cpu else 0)
+    on_device = Claim(engine="", parts=_device_parts(sizes), taken_bytes=sum(size or 0 for size in sizes.values()))
+    of_ram = ram_claim("", in_ram, sum(size or 0 for size in in_ram.values()) + taken)
+    ram_held = max(0, planned.ram_total_bytes - planned.ram_free_bytes)
+    title = "RAM in the GPU's place" if is_cpu else ("GPU" if ranks == 1 else f"Each of {ranks} GPUs")
+    maps = ((title, total, held, on_device), ("RAM", planned.ram_total_bytes, ram_held, of_ram))
+    return [
+        Map(title=name, total_bytes=size, parts=tuple(memory_map(size, others + (claim.taken_bytes or 0), [claim])))
+        for name, size, others, claim in maps
+    ]
 
 
 def _with_copy(engine: Snapshot) -> Sizes:
@@ -194,14 +240,8 @@ _TIERS = (
     ("KV in use", "kv_cache_use", "share"),
     ("resident blocks in use", "resident_blocks_used", ""),
     ("spilled blocks in use", "spilled_blocks_used", ""),
-    ("hits on the GPU", "prefix_hit_rate", "share"),
-    ("hits in RAM", "external_hit_rate", "share"),
     ("tokens from RAM, in all", "ram_hit_tokens", "tokens"),
-    ("requests running", "requests_running", ""),
-    ("requests waiting", "requests_waiting", ""),
-    ("answer tokens", "generation_tokens_per_s", "tok/s"),
     ("prompt tokens", "prompt_tokens_per_s", "tok/s"),
-    ("TTFT", "ttft_s", "s"),
     ("time per token", "tpot_s", "s"),
     ("RAM to GPU", "load_bytes_per_s", "bytes/s"),
     ("GPU to RAM", "store_bytes_per_s", "bytes/s"),

@@ -70,9 +70,12 @@ class Ring:
         }
         return {"time": [times[row] for row in rows], "series": series}
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._columns)
+    def names(self, *, after: float = -math.inf) -> list[str]:
+        """Of columns that have a value in a row newer than `after`."""
+        rows = [row for row, at in enumerate(self._times) if at > after]
+        return [
+            name for name, column in self._columns.items() if any(not math.isnan(column[row]) for row in reversed(rows))
+        ]
 
     def _in_order(self, column: "array[float]") -> "array[float]":
         """The oldest first."""
@@ -94,6 +97,10 @@ class History:
         self.by_second, self.by_minute = Ring(seconds), Ring(minutes)
         self._minute: int | None = None
         self._sums: dict[str, tuple[float, int]] = {}
+
+    def ring(self, seconds: float) -> Ring:
+        """The finest that goes back so far."""
+        return self.by_second if seconds <= SECONDS_KEPT else self.by_minute
 
     def add(self, at: float, values: Mapping[str, float]) -> None:
         """One row. What is missing in it was not measured then: charts show a gap, and the page greys the number."""

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from overspill.kv.errors import OverspillError
+from overspill.kv.sizes import format_size
 from overspill.manager.allowlist import confined_source, require_allowed
 from overspill.manager.errors import ManagerError, StartFailed
 from overspill.manager.fleet import Engines
 from overspill.manager.foreign import FoundServer, find_servers, look_at, stop_found
 from overspill.manager.job_commands import JobKind
 from overspill.manager.jobs import Job, Jobs, given_to_resume, measured
-from overspill.manager.needs import Replanned, replan
+from overspill.manager.library import Downloads, remove_cached
+from overspill.manager.needs import NOTHING, Replanned, replan
 from overspill.manager.states import Snapshot
 from overspill.manager.telemetry.watcher import Watching
 from overspill.manager.web.setup import Setup
@@ -48,9 +50,11 @@ class Caller:
 
 
 class Actions:
-    def __init__(self, registry: Registry, engines: Engines, setup: Setup, jobs: Jobs, watching: Watching) -> None:
+    def __init__(
+        self, registry: Registry, engines: Engines, setup: Setup, jobs: Jobs, watching: Watching, downloads: Downloads
+    ) -> None:
         self._registry, self._engines, self._setup = registry, engines, setup
-        self._jobs, self._watching = jobs, watching
+        self._jobs, self._watching, self._downloads = jobs, watching, downloads
         self._tasks: set[asyncio.Task[None]] = set()
         self.refusals: dict[str, str] = {}
         """Why the last start of a model was refused, where its state does not say it."""
@@ -88,6 +92,34 @@ class Actions:
         parsed = parse_settings({key: value for key, value in changes.items() if key != "source"})
         return await asyncio.to_thread(replan, model.settings, parsed, self._engines.snapshot(name).holds)
 
+    async def plan_new(self, source: str, changes: Mapping[str, object]) -> Replanned:
+        """Of a model that is not in the registry."""
+        checked = self._checked({"source": source, **changes}, None)
+        place = str(checked.pop("source"))
+        settings = ModelSettings(source=place)
+        return await asyncio.to_thread(replan, settings, parse_settings(checked), NOTHING)
+
+    # Files of models
+
+    async def download(self, caller: Caller, source: str) -> None:
+        async with self.audited(caller, "download", source):
+            await self._downloads.start(source)
+
+    async def stop_download(self, caller: Caller, source: str) -> None:
+        async with self.audited(caller, "stop download", source):
+            await asyncio.to_thread(self._downloads.stop, source)
+
+    async def remove_download(self, caller: Caller, source: str) -> None:
+        """Out of the hub's cache; not while an engine uses it."""
+        async with self.audited(caller, "remove files", source) as details:
+            users = [one.name for one in self._engines.catalogue.models() if one.settings.source == source]
+            running = [name for name in users if self._engines.snapshot(name).pid is not None]
+            if running:
+                raise ManagerError(f"{running[0]} runs with these files; stop it first")
+            await asyncio.to_thread(self._downloads.forget, source)
+            freed = await asyncio.to_thread(remove_cached, self._downloads.cache, source)
+            details.append(f"freed {format_size(freed)}")
+
     # Engines
 
     async def control(self, caller: Caller, action: EngineAction, name: str) -> Snapshot:
@@ -95,9 +127,9 @@ class Actions:
         self.refusals.pop(name, None)
         async with self.audited(caller, "switch to" if action == "switch" else action, name):
             if action == "stop":
-                return await self._engines.stop(name, reason=f"it was stopped by {caller.who}")
+                return await self._engines.stop(name, reason=f"it was stopped by {caller.who}", drains=True)
             if action == "restart":
-                return await self._engines.restart(name)
+                return await self._engines.restart(name, drains=True)
             if action == "park":
                 return await self._engines.park(name, reason=f"it was parked by {caller.who}")
             return await self._engines.start(name, make_room=action in ("switch", "wake"))

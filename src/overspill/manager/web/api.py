@@ -1,9 +1,12 @@
 """The API: everything that the pages do, as JSON, documented in /api/openapi.json."""
 
 import asyncio
+import csv
+import io
 import json
 import math
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path as File
@@ -15,7 +18,8 @@ from starlette.responses import StreamingResponse
 
 from overspill.manager import logs, sse
 from overspill.manager.errors import ManagerError
-from overspill.manager.job_commands import FIELDS, JobKind
+from overspill.manager.job_commands import FIELDS as JOB_FIELDS
+from overspill.manager.job_commands import JobKind
 from overspill.manager.jobs import Job
 from overspill.manager.telemetry.memory_map import engine_tiers, memory_maps
 from overspill.manager.telemetry.watcher import Moment
@@ -34,6 +38,7 @@ from overspill.registry import (
     list_results,
     list_runs,
 )
+from overspill.registry.activity import FIELDS, MAX_REQUESTS, Request, RequestOutcome, list_requests
 from overspill.registry.audit import list_audit
 
 Json = dict[str, Any]
@@ -195,8 +200,12 @@ async def history(
 
 
 @machine.get("/charts", response_model=list[Json], summary="The charts of the dashboard, by name")
-async def charts(app: App) -> list[Json]:
-    return [asdict(chart) for chart in charts_of(app.watching.history.by_second.names)]
+async def charts(
+    app: App,
+    seconds: Annotated[float, Query(gt=0, le=86400, description="Only of what was measured so recently.")] = 900.0,
+) -> list[Json]:
+    ring = app.watching.history.ring(seconds)
+    return [asdict(chart) for chart in charts_of(ring.names(after=time.time() - seconds))]
 
 
 @machine.get("/audit", response_model=list[Json], summary="Who did what, the newest first")
@@ -207,6 +216,36 @@ async def audit(
 ) -> list[Json]:
     entries = await asyncio.to_thread(list_audit, app.registry, limit, before)
     return [{**asdict(one), "at": one.at.isoformat()} for one in entries]
+
+
+@machine.get("/activity", response_class=Response, summary="Requests through the gateway, the newest first")
+async def activity(
+    app: App,
+    model: Annotated[str, Query(max_length=250)] = "",
+    who: Annotated[str, Query(max_length=250, description="As in the list: key NAME, or local.")] = "",
+    outcome: Annotated[str, Query(pattern=f"^({'|'.join(RequestOutcome)})?$")] = "",
+    limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100,
+    before: Annotated[int | None, Query(description="The number of the last one of the page above.")] = None,
+    form: Annotated[str, Query(pattern="^(json|csv)$")] = "json",
+) -> Response:
+    def made() -> str:
+        found = list_requests(app.registry, model=model, who=who, outcome=outcome, before=before, limit=limit)
+        return as_csv(found) if form == "csv" else json.dumps([one.as_json() for one in found])
+
+    headers = {"content-disposition": 'attachment; filename="overspill-activity.csv"'} if form == "csv" else {}
+    return Response(await asyncio.to_thread(made), media_type=_TYPES[form], headers=headers)
+
+
+def as_csv(requests: list[Request]) -> str:
+    written = io.StringIO()
+    table = csv.writer(written)
+    table.writerow(names := ("id", *(name for name in FIELDS if name != "id"), "tokens_per_s"))
+    for one in requests:
+        told = one.as_json()
+        # Clients choose some of the texts, and a spreadsheet computes what begins like a formula.
+        cells = (told[name] for name in names)
+        table.writerow(f"'{cell}" if isinstance(cell, str) and cell[:1] in tuple("=+-@") else cell for cell in cells)
+    return written.getvalue()
 
 
 def _moment(app: Application) -> Moment:
@@ -263,7 +302,8 @@ jobs = APIRouter(tags=["jobs"])
 @jobs.get("/job-kinds", response_model=dict[str, list[dict[str, str]]], summary="What can be run, and its fields")
 async def job_kinds() -> Json:
     return {
-        str(kind): [{"name": one.name, "kind": one.kind, "help": one.help} for one in FIELDS[kind]] for kind in JobKind
+        str(kind): [{"name": one.name, "kind": one.kind, "help": one.help} for one in JOB_FIELDS[kind]]
+        for kind in JobKind
     }
 
 

@@ -14,7 +14,7 @@ from overspill.manager.errors import NotParked, NotServed
 from overspill.manager.gateway import Gateway
 from overspill.manager.jobs import UnknownJob
 from overspill.manager.metrics import metrics_page
-from overspill.manager.web import api, model_pages, pages, run_pages
+from overspill.manager.web import add_pages, api, model_pages, pages, run_pages
 from overspill.manager.web.application import App, Application
 from overspill.manager.web.guards import GATEWAY, Guards
 from overspill.manager.web.rendering import PAGES, STATIC, page
@@ -40,11 +40,11 @@ _STATUS: dict[int, tuple[type[OverspillError], ...]] = {
 }
 _NOT_PAGES = ("/api/", "/v1/", "/static/", "/events/")
 # Results have no list of their own.
-_LISTED_AT = {"results": "runs", "compare": "runs"}
+_LISTED_AT = {"results": "runs", "compare": "runs", "add": "models"}
 
 
 def make_app(application: Application) -> ASGIApp:
-    gateway, web = Gateway(application.engines), make_web(application)
+    gateway, web = Gateway(application.engines, application.activity), make_web(application)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         """The gateway first, without what a web framework would cost each of its requests."""
@@ -67,7 +67,7 @@ def make_web(application: Application | None) -> FastAPI:
     )
     web.state.application = application
     web.include_router(api.router)
-    for part in (pages, model_pages, run_pages):
+    for part in (pages, add_pages, model_pages, run_pages):
         web.include_router(part.router, include_in_schema=False)
     web.mount("/static", StaticFiles(directory=STATIC), name="static")
     web.add_api_route("/metrics", _metrics, include_in_schema=False)

@@ -7,12 +7,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from overspill.manager.activity import Activity
 from overspill.manager.fleet import Engines, Options
 from overspill.manager.jobs import Jobs
+from overspill.manager.library import Downloads
 from overspill.manager.telemetry.watcher import Watching
 from overspill.manager.web.access import Access, LoginLimit
 from overspill.manager.web.actions import Actions, Caller
@@ -32,8 +34,12 @@ class Application:
     watching: Watching
     actions: Actions
     jobs: Jobs
+    activity: Activity
+    downloads: Downloads
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest measurement of each model, as of the last look at the page."""
+    rendered: dict[str, Any] = field(default_factory=dict)
+    """The live parts of the dashboard, and the moment they show."""
     limit: LoginLimit = field(default_factory=LoginLimit)
     since: float = field(default_factory=time.time)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,24 +66,28 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
     async with Engines(registry, options) as engines:
         jobs = Jobs(engines, setup.folder / "jobs")
         watching = Watching(engines, {"models": cache_folder(), "logs": setup.folder}, jobs.processes)
-        actions = Actions(registry, engines, setup, jobs, watching)
+        downloads = Downloads(cache_folder(), setup.folder / "downloads")
+        actions = Actions(registry, engines, setup, jobs, watching, downloads)
         application = Application(
             setup=setup, registry=registry, engines=engines, access=access, watching=watching, actions=actions,
-            jobs=jobs,
+            jobs=jobs, activity=Activity(registry), downloads=downloads,
         )  # fmt: skip
         tasks = [
             asyncio.create_task(watching.run(), name="watching"),
             asyncio.create_task(jobs.run(), name="jobs"),
+            asyncio.create_task(application.activity.run(), name="activity"),
             asyncio.create_task(_note_use(access), name="note use"),
         ]
         try:
             yield application
         finally:
             application.closing.set()
+            downloads.close()
             await actions.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await application.activity.write()
             with contextlib.suppress(Exception):
                 await access.note_use()
             if setup.keeps_engines:

@@ -19,8 +19,20 @@ class Chart:
     lines: tuple[Line, ...]
 
 
+RANGES = (("15 min", 900), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
+"""Names and seconds of what charts can show; of more than the first there are averages of minutes."""
+
 # Title, unit, and the lines' names, of which `*` is a GPU, a disk or an engine.
 _CHARTS = (
+    ("tokens", "Tokens", "tok/s", (
+        ("engine.*.generation_tokens_per_s", "answers"), ("engine.*.prompt_tokens_per_s", "prompts"),
+    )),
+    ("ttft", "Time to the first token", "s", (("engine.*.ttft_s", "TTFT"),)),
+    ("hits", "Hits", "share", (("engine.*.prefix_hit_rate", "on the GPU"), ("engine.*.external_hit_rate", "in RAM"))),
+    ("kv", "KV in use", "share", (("engine.*.kv_cache_use", "KV"),)),
+    ("requests", "Requests", "", (
+        ("engine.*.requests_running", "running"), ("engine.*.requests_waiting", "waiting"),
+    )),
     ("gpu-memory", "GPU memory", "bytes", (("gpu*.used_bytes", "used"), ("gpu*.total_bytes", "in all"))),
     ("gpu-use", "GPU use", "share", (("gpu*.use", "busy"),)),
     ("gpu-temperature", "GPU temperature", "°C", (("gpu*.temperature_c", "temperature"),)),
@@ -37,15 +49,6 @@ _CHARTS = (
     )),
     ("disk", "Disk", "bytes/s", (("disk.*.read_bytes_per_s", "read"), ("disk.*.write_bytes_per_s", "written"))),
     ("disk-free", "Disk, free", "bytes", (("disk.*.free_bytes", "free"),)),
-    ("tokens", "Tokens", "tok/s", (
-        ("engine.*.generation_tokens_per_s", "answers"), ("engine.*.prompt_tokens_per_s", "prompts"),
-    )),
-    ("ttft", "Time to the first token", "s", (("engine.*.ttft_s", "TTFT"),)),
-    ("hits", "Hits", "share", (("engine.*.prefix_hit_rate", "on the GPU"), ("engine.*.external_hit_rate", "in RAM"))),
-    ("kv", "KV in use", "share", (("engine.*.kv_cache_use", "KV"),)),
-    ("requests", "Requests", "", (
-        ("engine.*.requests_running", "running"), ("engine.*.requests_waiting", "waiting"),
-    )),
 )  # fmt: skip
 
 

@@ -1,25 +1,24 @@
 """The page of models: cards that follow their engines, settings, and a context that is planned while it is moved."""
 
 import asyncio
-import shlex
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from overspill.kv.errors import OverspillError
-from overspill.kv.sizes import exact_size
 from overspill.manager import sse
 from overspill.manager.errors import ManagerError
 from overspill.manager.states import Snapshot, State
 from overspill.manager.telemetry.machine import ProcessSample
 from overspill.manager.web.actions import EngineAction
 from overspill.manager.web.application import App, Application, Who
+from overspill.manager.web.forms import GROUPS, changes_of, form_values
 from overspill.manager.web.rendering import element_id, form_of, fragment, page, part, redirect
 from overspill.registry import Model, Registry, get_model, list_results
-from overspill.settings import MODEL_SETTINGS
 
 router = APIRouter()
 _NO_LENGTH = "that is not a length; write how many tokens, for example 4096"
@@ -34,8 +33,7 @@ async def models(request: Request, app: App) -> Response:
     running = _running(app)
     cards = [_card(app, name, running) for name in names]
     return page(
-        request, "models.html", cards=cards, problem=app.engines.catalogue.problem, settings=MODEL_SETTINGS,
-        values=form_values(None), folders=app.setup.models_folders,
+        request, "models.html", cards=cards, problem=app.engines.catalogue.problem,
     )  # fmt: skip
 
 
@@ -57,17 +55,10 @@ async def model_events(app: App) -> Response:
     return sse.stream(events(), app.closing)
 
 
-@router.post("/models")
-async def add(request: Request, app: App, who: Who) -> Response:
-    form = await form_of(request)
-    await app.actions.add(who, form.get("name", "").strip(), changes_of(form))
-    return redirect("/models")
-
-
 @router.get("/models/settings/{name:path}")
 async def settings(request: Request, app: App, name: str) -> Response:
     model = await asyncio.to_thread(get_model, app.registry, name)
-    return part("card_settings.html", model=model, settings=MODEL_SETTINGS, values=form_values(model), edited=None)
+    return part("card_settings.html", model=model, groups=GROUPS, values=form_values(model), edited=None)
 
 
 @router.post("/models/settings/{name:path}")
@@ -76,7 +67,7 @@ async def edit(request: Request, app: App, who: Who, name: str) -> Response:
     version = form.get("version", "")
     edited = await app.actions.edit(who, name, changes_of(form), int(version) if version.isdigit() else None)
     return part(
-        "card_settings.html", model=edited.after, settings=MODEL_SETTINGS, values=form_values(edited.after),
+        "card_settings.html", model=edited.after, groups=GROUPS, values=form_values(edited.after),
         edited=edited,
     )  # fmt: skip
 
@@ -90,7 +81,7 @@ async def save_context(request: Request, app: App, who: Who, name: str) -> Respo
     edited = await app.actions.edit(who, name, {"max_model_len": length}, None)
     try:
         planned = await app.actions.plan(name, {})
-        answer = part("saved_context.html", edited=edited, planned=planned, plan=planned.plan)
+        answer = part("saved_context.html", edited=edited, planned=planned, plan=planned.plan, **_saving(name))
     except OverspillError as error:  # it is saved all the same
         answer = part("saved_context.html", edited=edited, planned=None, problem=str(error))
     # The form of all settings, if it is open, has an older version now.
@@ -106,8 +97,12 @@ async def remove(app: App, who: Who, name: str) -> Response:
 
 @router.get("/models/slider/{name:path}")
 async def slider(app: App, name: str) -> Response:
-    planned = await app.actions.plan(name, {})
-    return part("slider.html", name=name, planned=planned, plan=planned.plan)
+    """A plan that fails says why where the plan would be."""
+    try:
+        planned = await app.actions.plan(name, {})
+    except OverspillError as error:
+        return part("notice.html", text=str(error))
+    return part("slider.html", name=name, planned=planned, plan=planned.plan, **_saving(name))
 
 
 @router.get("/models/plan/{name:path}")
@@ -120,7 +115,11 @@ async def plan(request: Request, app: App, name: str) -> Response:
         planned = await app.actions.plan(name, {"max_model_len": length})
     except OverspillError as error:
         return part("notice.html", text=str(error))
-    return part("planned.html", planned=planned, plan=planned.plan)
+    return part("planned.html", planned=planned, plan=planned.plan, **_saving(name))
+
+
+def _saving(name: str) -> dict[str, Any]:
+    return {"save_url": f"/models/context/{quote(name, safe='/')}", "is_first": False}
 
 
 @router.post("/models/{action}/{name:path}")
@@ -144,6 +143,7 @@ def _card(app: Application, name: str, running: Sequence[str]) -> "Card":
         speed=app.speeds.get(name),
         measured=latest.sample.processes.get(name) if (latest := app.watching.latest) is not None else None,
         others=[other for other in running if other != name],
+        held_by=app.engines.reserved_for,
     )
 
 
@@ -166,6 +166,8 @@ class Card:
     speed: Mapping[str, float] | None = None
     measured: ProcessSample | None = None
     """Its processes, as the kernel and the driver count them."""
+    held_by: str = ""
+    """Why nothing is started now."""
     others: Sequence[str] = ()
     """Other models with running engines, which may have to make room for it."""
 
@@ -186,7 +188,8 @@ class Card:
         starting = engine.phase or ("the process begins" if engine.pid is not None else "waiting for room")
         remarks = (
             (engine.state is State.STARTING, starting),
-            (engine.is_draining, "answers what it has, then stops for another model"),
+            (engine.is_leaving, f"answers what it has ({engine.traffic.in_flight}), then stops"),
+            (engine.is_draining and not engine.is_leaving, "answers what it has, then stops for another model"),
             (not engine.is_managed and engine.pid is not None, "started outside the manager"),
             (is_kept, "kept"),
             (is_preloaded, "starts with the manager"),
@@ -222,13 +225,38 @@ class Card:
                 )
                 return (
                     *((park,) if self.engine.can_park else ()),
-                    Button(action="stop", label="Stop", help="Ends it; requests that wait are refused"),
+                    self._stop_button,
                     Button(
                         action="restart", label="Restart", help="Stops it, and starts it with its settings of now",
                         is_main=bool(self.engine.needs_restart),
                     ),
                 )  # fmt: skip
         return ()
+
+    @property
+    def _stop_button(self) -> Button:
+        if not self.engine.is_leaving:
+            return Button(action="stop", label="Stop", help="Answers what it has, and ends")
+        cut = f"Stop {self.name} now? {self.engine.traffic.in_flight} requests in flight are cut off."
+        return Button(action="stop", label="Stop now", help="Cuts off what is in flight", confirm=cut)
+
+    @property
+    def start_ends_at(self) -> float | None:
+        """As the last one went."""
+        engine = self.engine
+        if engine.state is not State.STARTING or engine.start_s is None or not engine.phases:
+            return None
+        return engine.phases[0][1] + engine.start_s
+
+    @property
+    def timed_phases(self) -> list[tuple[str, float, float | None]]:
+        """Name, when it began, and how long it took; None for the one that goes on."""
+        begun = self.engine.phases
+        ends = [at for _, at in begun[1:]]
+        return [
+            (name, at, end - at if end is not None else None)
+            for (name, at), end in zip(begun, [*ends, None], strict=True)
+        ]
 
     @property
     def facts(self) -> list[tuple[str, Any, str]]:
@@ -279,26 +307,3 @@ def last_speeds(registry: Registry, names: Sequence[str]) -> dict[str, dict[str,
             numbers = {key: result.metrics.get(key) for key in _SPEEDS}
             found[name] = {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
     return found
-
-
-def form_values(model: Model | None) -> dict[str, str]:
-    """Settings as in a form: sizes as people write them, empty for unset ones."""
-    values = model.settings.as_json() if model is not None else {}
-    shown = {}
-    for setting in MODEL_SETTINGS:
-        value = values.get(setting.name)
-        if setting.name == "vllm_args":
-            shown[setting.name] = shlex.join(value or ())
-        elif value is None:
-            shown[setting.name] = ""
-        elif setting.is_size:
-            shown[setting.name] = exact_size(int(value))
-        else:
-            shown[setting.name] = str(value).lower() if isinstance(value, bool) else str(value)
-    return shown
-
-
-def changes_of(form: Mapping[str, str]) -> dict[str, object]:
-    """The settings of a form that was sent; empty ones are reset."""
-    known = {setting.name for setting in MODEL_SETTINGS}
-    return {name: value.strip() or None for name, value in form.items() if name in known}

@@ -6,7 +6,8 @@ import math
 import shlex
 from collections.abc import AsyncIterator
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
@@ -14,15 +15,19 @@ from starlette.responses import RedirectResponse, Response
 from overspill.manager import logs, sse
 from overspill.manager.errors import ManagerError
 from overspill.manager.telemetry.memory_map import engine_tiers, memory_maps
+from overspill.manager.telemetry.overview import overview
 from overspill.manager.telemetry.watcher import Moment
 from overspill.manager.web.access import set_cookie
 from overspill.manager.web.actions import Caller
 from overspill.manager.web.application import App, Application, Who
+from overspill.manager.web.charts import RANGES
 from overspill.manager.web.rendering import form_of, fragment, page, part, redirect
+from overspill.registry.activity import list_requests, request_choices
 from overspill.registry.audit import list_audit
 
 router = APIRouter()
 _SHOWN_LINES = 500
+_SHOWN_REQUESTS = 100
 _MAX_SECRET = 4096
 
 
@@ -31,8 +36,10 @@ _MAX_SECRET = 4096
 
 @router.get("/")
 async def dashboard(request: Request, app: App) -> Response:
-    panels = _panels(app, app.watching.latest) if app.watching.latest is not None else ""
-    return page(request, "dashboard.html", panels=panels)
+    await app.engines.catalogue.refresh(0.5)
+    if not app.engines.snapshots():
+        return RedirectResponse("/add", status_code=303)
+    return page(request, "dashboard.html", live=_live(app, app.watching.latest), ranges=RANGES)
 
 
 @router.get("/events/dashboard")
@@ -41,25 +48,26 @@ async def dashboard_events(app: App) -> Response:
         with app.watching.changes.listening() as listener:
             while True:
                 moment = (await listener.next())["moment"]
-                yield sse.event("sample", moment.event) + sse.event("panels", _panels(app, moment))
+                events = (("sample", moment.event), *_live(app, moment).items())
+                yield "".join(sse.event(name, text) for name, text in events)
 
     return sse.stream(events(), app.closing)
 
 
-def _panels(app: Application, moment: Moment) -> str:
-    """Rendered once for each moment: it is the same for every browser that watches."""
-    if _rendered.get(id(app), (None, ""))[0] is not moment:
+def _live(app: Application, moment: Moment | None) -> dict[str, str]:
+    """The parts of the page that follow engines; rendered once for each moment, the same for every browser."""
+    if app.rendered.get("moment") is not moment or moment is None:
         engines = app.engines.snapshots()
-        text = fragment(
-            "panels.html", sample=moment.sample, maps=memory_maps(moment.sample, engines),
-            tiers=engine_tiers(moment, engines), engines=engines,
+        app.rendered.update(
+            moment=moment,
+            panels=fragment(
+                "panels.html", now=overview(moment, engines), sample=moment.sample if moment is not None else None,
+                maps=memory_maps(moment.sample, engines) if moment is not None else (), requests=app.activity.recent,
+                held_by=app.engines.reserved_for,
+            ),
+            tiers=fragment("tiers.html", tiers=engine_tiers(moment, engines) if moment is not None else ()),
         )  # fmt: skip
-        _rendered.clear()
-        _rendered[id(app)] = (moment, text)
-    return _rendered[id(app)][1]
-
-
-_rendered: dict[int, tuple[Moment | None, str]] = {}
+    return {name: app.rendered[name] for name in ("panels", "tiers")}
 
 
 # Try it
@@ -69,6 +77,29 @@ _rendered: dict[int, tuple[Moment | None, str]] = {}
 async def try_it(request: Request, app: App) -> Response:
     await app.engines.catalogue.refresh()
     return page(request, "try.html", engines=app.engines.snapshots(), chosen=request.query_params.get("model", ""))
+
+
+# Activity
+
+
+@router.get("/activity")
+async def activity(request: Request, app: App) -> Response:
+    models, clients = await asyncio.to_thread(request_choices, app.registry)
+    return page(request, "activity.html", models=models, clients=clients, **await _requests(request, app))
+
+
+@router.get("/activity/list")
+async def activity_list(request: Request, app: App) -> Response:
+    return part("activity_list.html", **await _requests(request, app))
+
+
+async def _requests(request: Request, app: Application) -> dict[str, Any]:
+    wanted = {name: request.query_params.get(name, "")[:250] for name in ("model", "who", "outcome")}
+    before = request.query_params.get("before", "")
+    number = int(before) if before.isdigit() and len(before) < 12 else None
+    found = await asyncio.to_thread(list_requests, app.registry, **wanted, before=number, limit=_SHOWN_REQUESTS)
+    older = found[-1].id if len(found) == _SHOWN_REQUESTS else None
+    return {"requests": found, "wanted": wanted, "query": urlencode(wanted), "older": older, "before": number}
 
 
 # Logs

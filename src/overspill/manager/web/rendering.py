@@ -14,13 +14,16 @@ from starlette.responses import HTMLResponse, Response
 
 from overspill.kv.sizes import format_size
 from overspill.manager.errors import ManagerError
+from overspill.manager.telemetry.memory_map import plan_maps
 from overspill.manager.web.access import read_cookie, set_cookie
+from overspill.manager.web.forms import labels_of
 from overspill.manager.web.guards import csrf_token
 from overspill.registry.access import new_session_id
 
 STATIC = Path(__file__).parent / "static"
 PAGES = (
-    ("/", "Dashboard"), ("/models", "Models"), ("/try", "Try it"), ("/runs", "Runs"), ("/logs", "Logs"),
+    ("/", "Dashboard"), ("/models", "Models"), ("/try", "Try it"), ("/activity", "Activity"), ("/runs", "Runs"),
+    ("/logs", "Logs"),
     ("/found", "Found"), ("/audit", "Audit"), ("/api", "API"),
 )  # fmt: skip
 _MOST_FIELDS = 100
@@ -120,4 +123,6 @@ _environment.filters.update(
     moment=moment,
     element_id=element_id,
     in_path=lambda text: quote(text, safe="/"),
+    plan_maps=plan_maps,
+    labels=labels_of,
 )

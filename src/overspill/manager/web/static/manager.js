@@ -101,6 +101,24 @@ htmx.onLoad((part) => {
   }
 });
 
+/* What goes on is told every second: for how long, and how much longer if it goes as the last time. */
+function duration(seconds) {
+  const whole = Math.max(0, Math.floor(seconds));
+  return whole < 60 ? whole + " s" : Math.floor(whole / 60) + " min " + (whole % 60) + " s";
+}
+function tick() {
+  const now = Date.now() / 1000;
+  document.querySelectorAll("[data-since]").forEach((one) => { one.textContent = duration(now - Number(one.dataset.since)); });
+  document.querySelectorAll("[data-left]").forEach((one) => {
+    const left = Number(one.dataset.left) - now;
+    one.textContent = left > 0 ? "about " + duration(left) + " left, as the last time" : "longer than the last time";
+  });
+  document.querySelectorAll("progress[data-ends]").forEach((one) => {
+    const { began, ends } = one.dataset;
+    one.value = Math.min(0.99, (now - began) / (ends - began));
+  });
+}
+
 /* A form that is of no use before something is ticked. */
 function allow(form) {
   form.querySelector("button").disabled = !form.querySelector("[name=" + form.dataset.needs + "]:checked");
@@ -112,6 +130,15 @@ document.addEventListener("change", (event) => {
 });
 /* A browser that goes back ticks what was ticked, after everything else. */
 window.addEventListener("pageshow", () => document.querySelectorAll("form[data-needs]").forEach(allow));
+
+/* The first plan of a model knows how long its context may be, and what it would be without a choice. */
+htmx.onLoad((part) => {
+  const told = part.matches?.("[data-dial]") ? part : part.querySelector("[data-dial]");
+  const range = document.getElementById("add-range"), number = document.getElementById("add-number");
+  if (!told || !range || number.value) return;
+  Object.assign(range, { min: told.dataset.step, max: told.dataset.most, step: told.dataset.step });
+  range.value = number.value = told.dataset.value;
+});
 
 /* Numbers with units, as the server writes them. */
 function shown(value, unit) {
@@ -129,10 +156,21 @@ function shown(value, unit) {
 }
 
 /* Charts: the history once, then a row a second. */
-const charts = { list: [], names: "", lastAt: 0, rows: 900 };
+const charts = { list: [], names: "", lastAt: 0, seconds: 900, loadedAt: 0 };
+const finest = 900;  // seconds of which there is a row each; of longer ranges there is one for each minute
 
+/* Six that are easy to tell apart, then as many others as it takes: no two lines of a chart have the same. */
 function colour(index) {
-  return getComputedStyle(document.documentElement).getPropertyValue("--c" + (index % 6)).trim();
+  if (index < 6) return getComputedStyle(document.documentElement).getPropertyValue("--c" + index).trim();
+  const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
+  return "hsl(" + Math.round((index * 137.508) % 360) + " 50% " + (isDark ? 68 : 38) + "%)";
+}
+
+/* A value between two gaps is no line, and would not be seen. */
+function lonePoints(plot, series) {
+  const values = plot.data[series];
+  const isThere = (at) => values[at] !== null && values[at] !== undefined;
+  return values.map((_, at) => at).filter((at) => isThere(at) && !isThere(at - 1) && !isThere(at + 1));
 }
 
 /* As much room as the longest label takes. */
@@ -150,13 +188,13 @@ const least = { "": 1, "tok/s": 1, "s": 0.01, "bytes": 1024, "bytes/s": 1024, "�
 function makeChart(definition, history, place) {
   const section = document.createElement("section");
   section.className = "chart";
-  const title = document.createElement("h2");
+  const title = document.createElement("h3");
   title.textContent = definition.title;
   section.append(title);
   place.append(section);
   const style = getComputedStyle(document.documentElement);
   const axis = { stroke: style.getPropertyValue("--faint").trim(), grid: { stroke: style.getPropertyValue("--rule").trim(), width: 1 }, ticks: { show: false } };
-  const clock = (at) => new Date(1000 * at).toTimeString().slice(0, 8);
+  const clock = (at) => new Date(1000 * at).toTimeString().slice(0, charts.seconds > finest ? 5 : 8);
   /* Bytes are counted in powers of two, and so are the lines behind them; of requests there are whole ones only. */
   const steps = definition.unit.startsWith("bytes") ? { incrs: Array.from({ length: 50 }, (_, power) => 2 ** power) }
     : definition.unit === "" ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] } : {};
@@ -167,7 +205,7 @@ function makeChart(definition, history, place) {
     legend: { markers: { width: 3 } },
     axes: [{ ...axis, space: 80, values: (u, ticks) => ticks.map(clock) }, { ...axis, ...steps, size: labelRoom, values: (u, ticks) => ticks.map((tick) => shown(tick, definition.unit)) }],
     series: [{ label: "at", value: (u, at) => (at === null ? "–" : clock(at)) }, ...definition.lines.map((line, index) => ({
-      label: line.label, stroke: colour(index), width: 1.5, points: { show: false },
+      label: line.label, stroke: colour(index), width: 1.5, points: { show: true, size: 6, fill: colour(index), filter: lonePoints },
       value: (u, value) => shown(value, definition.unit),
     }))],
   };
@@ -180,23 +218,33 @@ function makeChart(definition, history, place) {
 async function loadCharts() {
   const place = document.getElementById("charts");
   if (!place) return;
-  const definitions = await (await fetch("/api/charts")).json();
+  const seconds = charts.seconds = Number(document.getElementById("range").value);
+  const definitions = await (await fetch("/api/charts?seconds=" + seconds)).json();
   const names = definitions.flatMap((chart) => chart.lines.map((line) => line.name));
-  if (names.join() === charts.names) return;
+  const isLive = seconds <= finest;
+  if (isLive && names.join() === charts.names) return;
+  const query = new URLSearchParams({ names: names.join(), by: isLive ? "second" : "minute", after: Date.now() / 1000 - seconds });
+  const history = await (await fetch("/api/history?" + query)).json();
+  if (seconds !== charts.seconds) return;  // another range was chosen meanwhile
   charts.names = names.join();
-  const history = await (await fetch("/api/history?names=" + encodeURIComponent(names.join()))).json();
+  charts.loadedAt = Date.now();
   charts.lastAt = history.time[history.time.length - 1] || 0;
   charts.list.forEach((one) => { one.plot.destroy(); one.section.remove(); });
   charts.list = definitions.map((definition) => makeChart(definition, history, place));
+  if (!definitions.length) place.textContent = isLive ? "" : "Nothing was measured for so long yet.";
 }
 
 function addSample(sample) {
+  if (charts.seconds > finest) {
+    if (Date.now() - charts.loadedAt > 60000) loadCharts();
+    return;
+  }
   if (sample.at <= charts.lastAt) return;
   charts.lastAt = sample.at;
   charts.list.forEach((one) => {
     one.data[0].push(sample.at);
     one.definition.lines.forEach((line, index) => one.data[index + 1].push(sample.values[line.name] ?? null));
-    if (one.data[0].length > charts.rows) one.data.forEach((column) => column.shift());
+    while (one.data[0][0] < sample.at - charts.seconds) one.data.forEach((column) => column.shift());
     one.plot.setData(one.data);
     if (one.plot.cursor.idx === null || one.plot.cursor.left < 0) one.plot.setLegend({ idx: one.data[0].length - 1 }, false);
   });
@@ -212,7 +260,8 @@ function showAge() {
   const seconds = (Date.now() - sampledAt) / 1000;
   const isStale = seconds > 4;
   document.getElementById("live").classList.toggle("stale", isStale);
-  age.textContent = isStale ? "stale: the last numbers are " + Math.round(seconds) + " s old" : "live";
+  age.classList.toggle("banner", isStale);
+  age.textContent = isStale ? "Stale: the last numbers are " + Math.round(seconds) + " s old" : "live";
 }
 
 document.addEventListener("htmx:sseBeforeMessage", (event) => {
@@ -253,166 +302,10 @@ document.addEventListener("input", (event) => {
   }
 });
 
-/* Try it. */
-function tryIt() {
-  const form = document.getElementById("try");
-  if (!form) return;
-  const at = (id) => document.getElementById(id);
-  let messages = [];
-  let stopping = null;
-
-  function turn(role, text) {
-    const item = document.createElement("li");
-    item.className = role;
-    item.textContent = text;
-    at("turns").append(item);
-    return item;
-  }
-
-  const inPath = (model) => model.split("/").map(encodeURIComponent).join("/");
-  const nothing = { ram_hit_tokens: 0, prefix_hits: 0 };
-  async function counted(model) {
-    const answer = await fetch("/api/engine-metrics/" + inPath(model)).catch(() => null);
-    return answer?.ok ? await answer.json() : null;
-  }
-
-  function grown(before, after, name) {
-    return after === null || after[name] === null ? null : after[name] - (before?.[name] ?? 0);
-  }
-
-  /* What is sent, as a conversation or as one text. */
-  function request(model, isChat, messages) {
-    const asked = { model, stream: true, stream_options: { include_usage: true }, max_tokens: Number(at("try-tokens").value) || 256 };
-    return isChat ? { ...asked, messages } : { ...asked, prompt: messages.map((one) => one.content).join("") };
-  }
-
-  function engineOf(model) {
-    return fetch("/api/engines/" + inPath(model))
-      .then((answer) => (answer.ok ? answer.json() : null), () => null);
-  }
-
-  /* What a model does before it can answer. */
-  function startOf(engine) {
-    if (engine.state === "starting") return "starting: " + (engine.phase || (engine.pid ? "the process begins" : "waiting for room"));
-    return engine.state === "ready" ? "" : engine.state + ": waiting for its turn to start";
-  }
-
-  async function tellStart(model, item, isOver) {
-    while (!isOver()) {
-      const engine = await engineOf(model);
-      if (isOver()) return;
-      item.textContent = engine ? startOf(engine) : "";
-      if (!engine || engine.state === "ready") return;
-      await new Promise((later) => setTimeout(later, 500));
-    }
-  }
-
-  async function ask(model, prompt) {
-    const control = stopping = new AbortController();
-    const isChat = at("try-kind").value === "chat";
-    const told = messages;  // a new conversation may be begun meanwhile
-    told.push({ role: "user", content: prompt });
-    const asked = turn("user", prompt), item = turn("assistant", "");
-    const answer = { text: "", first: null, last: null, usage: null };
-    const isReady = (await engineOf(model))?.state === "ready";
-    /* An engine that starts only now has taken nothing from RAM before. */
-    const before = isReady ? await counted(model) : nothing;
-    const began = performance.now();
-    if (!isReady) tellStart(model, item, () => answer.first !== null || !item.isConnected || control.signal.aborted);
-    try {
-      await hear(answer, item, isChat, request(model, isChat, told), control.signal);
-    } catch (error) {
-      /* What was answered before it was stopped is a turn; a question without an answer is none. */
-      if (error.name === "AbortError" && answer.text) {
-        told.push({ role: "assistant", content: answer.text });
-      } else {
-        told.pop();
-        asked.remove();
-        item.remove();
-        at("try-prompt").value ||= prompt;
-      }
-      throw error;
-    }
-    told.push({ role: "assistant", content: answer.text });
-    [...at("try-model").options].find((one) => one.value === model).textContent = model;  // it has started by now
-    await showNumbers(answer, model, before, began, isReady);
-  }
-
-  async function hear(answer, item, isChat, body, signal) {
-    const response = await fetch(isChat ? "/v1/chat/completions" : "/v1/completions", {
-      method: "POST", signal, headers: { "content-type": "application/json" }, body: JSON.stringify(body),
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) break;
-      const parts = (rest + value).split("\n\n");
-      rest = parts.pop();
-      for (const part of parts) {
-        if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
-        const told = JSON.parse(part.slice(6));
-        if (told.error) throw new Error(told.error.message);
-        if (told.usage) answer.usage = told.usage;
-        const delta = told.choices?.[0]?.delta;
-        const piece = told.choices?.[0]?.text || delta?.content || delta?.reasoning_content || delta?.reasoning || "";
-        if (!piece) continue;
-        answer.last = performance.now();
-        answer.first = answer.first ?? answer.last;
-        answer.text += piece;
-        item.textContent = answer.text;
-      }
-    }
-    item.textContent = answer.text;
-  }
-
-  async function showNumbers({ first, last, usage }, model, before, began, isReady) {
-    at("try-ttft").textContent = first === null ? "–" : shown((first - began) / 1000, "s") + (isReady ? "" : ", with the start");
-    const rate = usage && last > first ? (usage.completion_tokens - 1) / ((last - first) / 1000) : null;
-    at("try-speed").textContent = shown(rate, "tok/s");
-    at("try-prompt-tokens").textContent = shown(usage?.prompt_tokens ?? null, "tokens");
-    at("try-answer-tokens").textContent = shown(usage?.completion_tokens ?? null, "tokens");
-    const after = await counted(model);
-    const fromRam = grown(before, after, "ram_hit_tokens");
-    const onGpu = grown(before, after, "prefix_hits");
-    const cached = usage?.prompt_tokens_details?.cached_tokens ?? (fromRam === null && onGpu === null ? null : (fromRam ?? 0) + (onGpu ?? 0));
-    at("try-cached").textContent = shown(cached, "tokens");
-    at("try-ram").textContent = shown(fromRam, "tokens");
-  }
-
-  function busy(isBusy) {
-    at("try-send").disabled = isBusy;
-    at("try-stop").disabled = !isBusy;
-    at("try-numbers").classList.toggle("stale", isBusy);
-    /* The button that was pressed cannot be pressed now, and would take the focus with it. */
-    at("try-prompt").focus({ preventScroll: true });
-  }
-
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    const prompt = at("try-prompt").value;
-    notify("");
-    at("try-prompt").value = "";
-    busy(true);
-    try {
-      await ask(at("try-model").value, prompt);
-    } catch (error) {
-      notify(error.name === "AbortError" ? "Stopped." : String(error.message || error));
-    } finally {
-      busy(false);
-    }
-  });
-  at("try-stop").addEventListener("click", () => stopping?.abort());
-  at("try-new").addEventListener("click", () => { stopping?.abort(); messages = []; at("turns").replaceChildren(); });
-  at("try-kind").addEventListener("change", () => at("try-new").click());
-  at("try-model").addEventListener("change", () => at("try-new").click());
-}
-
 document.addEventListener("DOMContentLoaded", () => {
   loadCharts();
-  tryIt();
-  setInterval(showAge, 1000);
+  document.getElementById("range")?.addEventListener("change", () => { charts.names = ""; loadCharts(); });
+  setInterval(() => { showAge(); tick(); }, 1000);
   let resizing = null;
   window.addEventListener("resize", () => {
     clearTimeout(resizing);

@@ -1,0 +1,156 @@
+"""Requests through the manager's gateway: one row each, the newest ones only."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Double, Integer, Select, Text, delete, func, insert, select
+from sqlalchemy.orm import Mapped, mapped_column
+
+from overspill.registry.audit import printable
+from overspill.registry.database import Registry
+from overspill.registry.tables import Base, Word, now
+
+MAX_REQUESTS = 100_000
+MAX_AGE = timedelta(days=30)
+
+
+class RequestOutcome(StrEnum):
+    OK = "ok"
+    CANCELLED = "cancelled"
+    """By its client, or by a client that took nothing any more."""
+    FAILED = "failed"
+    """Refused by the gateway or the engine, or broken off."""
+
+
+class RequestRow(Base, kw_only=True):
+    __tablename__ = "manager_requests"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
+    at: Mapped[datetime]
+    model: Mapped[str] = mapped_column(Text)
+    who: Mapped[str] = mapped_column(Text)
+    path: Mapped[str] = mapped_column(Text)
+    outcome: Mapped[RequestOutcome] = mapped_column(Word(RequestOutcome))
+    reason: Mapped[str | None] = mapped_column(Text)
+    http_status: Mapped[int | None] = mapped_column(Integer)
+    prompt_tokens: Mapped[int | None] = mapped_column(Integer)
+    completion_tokens: Mapped[int | None] = mapped_column(Integer)
+    cached_tokens: Mapped[int | None] = mapped_column(Integer)
+    spilled_tokens: Mapped[int | None] = mapped_column(Integer)
+    waited_s: Mapped[float] = mapped_column(Double)
+    ttft_s: Mapped[float | None] = mapped_column(Double)
+    duration_s: Mapped[float] = mapped_column(Double)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    at: datetime
+    """When its head had come."""
+    model: str
+    """As the client wrote it; empty if it named none."""
+    who: str
+    path: str
+    outcome: RequestOutcome
+    reason: str | None = None
+    http_status: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    """Of an answer that broke off, what had come."""
+    cached_tokens: int | None = None
+    """Of the prompt, found on the GPU or in RAM; None if the engine does not say."""
+    spilled_tokens: int | None = None
+    """At least so many tokens of it had no room on the GPU."""
+    waited_s: float = 0.0
+    """For its model to be ready."""
+    ttft_s: float | None = None
+    """Of a stream."""
+    duration_s: float = 0.0
+    id: int = 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of a stream after its first token; else of the whole answer."""
+        if not self.completion_tokens:
+            return None
+        streamed = self.ttft_s is not None
+        tokens = self.completion_tokens - streamed
+        seconds = self.duration_s - (self.ttft_s if self.ttft_s is not None else self.waited_s)
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "at": self.at.isoformat(),
+            "outcome": str(self.outcome),
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+FIELDS = tuple(Request.__dataclass_fields__)
+
+
+def add_requests(registry: Registry, requests: Sequence[Request], keep: int = MAX_REQUESTS) -> None:
+    """In one transaction; the oldest rows go when there are more than `keep`."""
+    rows = [{name: getattr(one, name) for name in FIELDS if name != "id"} for one in requests]
+    for row in rows:
+        row |= {name: printable(row[name]) for name in ("model", "who", "path")}
+        row["reason"] = printable(row["reason"]) if row["reason"] is not None else None
+    with registry.writing() as session:
+        session.execute(insert(RequestRow), rows)
+        newest = session.scalar(select(func.max(RequestRow.id))) or 0
+        session.execute(delete(RequestRow).where(RequestRow.id <= newest - keep))
+
+
+def forget_old_requests(registry: Registry, age: timedelta = MAX_AGE) -> None:
+    with registry.writing() as session:
+        session.execute(delete(RequestRow).where(RequestRow.at < now() - age))
+
+
+def list_requests(
+    registry: Registry, *, model: str = "", who: str = "", outcome: str = "", before: int | None = None,
+    limit: int = 100,
+) -> list[Request]:  # fmt: skip
+    """The newest first; `before` is the number of the last one of the page above."""
+    query = _filtered(select(RequestRow), model=model, who=who, outcome=outcome)
+    if before is not None:
+        query = query.where(RequestRow.id < min(before, (1 << 31) - 1))
+    query = query.order_by(RequestRow.id.desc()).limit(max(0, min(limit, MAX_REQUESTS)))
+    with registry.reading() as session:
+        return [Request(**{name: getattr(row, name) for name in FIELDS}) for row in session.scalars(query)]
+
+
+def request_choices(registry: Registry) -> tuple[list[str], list[str]]:
+    """Models and clients that there are requests of."""
+    with registry.reading() as session:
+        models, clients = (
+            list(session.scalars(select(column).distinct())) for column in (RequestRow.model, RequestRow.who)
+        )
+    return sorted(models), sorted(clients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+def use_by_client(registry: Registry) -> dict[str, Use]:
+    """Of all requests that are kept."""
+    counted = (func.count(), func.sum(RequestRow.prompt_tokens), func.sum(RequestRow.completion_tokens))
+    with registry.reading() as session:
+        rows = session.execute(select(RequestRow.who, *counted).group_by(RequestRow.who)).all()
+    return {
+        who: Use(requests=number, prompt_tokens=int(prompt or 0), completion_tokens=int(completion or 0))
+        for who, number, prompt, completion in rows
+    }
+
+
+def _filtered(query: Select[tuple[RequestRow]], **wanted: str) -> Select[tuple[RequestRow]]:
+    for name, value in wanted.items():
+        if value:
+            query = query.where(getattr(RequestRow, name) == value)
+    return query
