@@ -76,9 +76,10 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         with set_current_vllm_config(config):
             if parallel_state._WORLD is None:
                 parallel_state.init_distributed_environment(1, 0, f"file://{SCRATCH.name}/store", 0, "gloo")
-            # Anew for each model: only those with experts get a group for them.
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(1, 1)
+            # Only models with experts get a group for them.
+            if parallel_state._TP is None or (parallel_state._EP is not None) != config.model_config.is_moe:
+                parallel_state.destroy_model_parallel()
+                parallel_state.initialize_model_parallel(1, 1)
             default = torch.get_default_dtype()
             torch.set_default_dtype(config.model_config.dtype)
             try:
@@ -129,6 +130,15 @@ def be_a_cpu_with_amx() -> None:
     type(current_platform).get_cpu_architecture = classmethod(lambda cls: CpuArchEnum.X86)
 
 
+def build_only() -> None:
+    """No model is ever run, or given weights."""
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.model_loader import utils
+
+    CustomOp.maybe_compile = lambda self, function, **_: function  # type: ignore[method-assign]
+    utils.record_metadata_for_reloading = lambda model: None
+
+
 def main() -> None:
     cases = json.load(sys.stdin)
     # What vLLM prints on the way does not belong to the answers.
@@ -138,6 +148,7 @@ def main() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()  # where torchvision would be missing again
+    build_only()
     found = []
     for case in cases:
         try:
