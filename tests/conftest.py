@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -53,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and starts_nothing(item):
             item.add_marker(pytest.mark.fast)
+
+
+def pytest_collection_finish() -> None:
+    """What vLLM and all tests consist of stays: nothing that collects garbage has to look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

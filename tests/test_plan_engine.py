@@ -22,6 +22,7 @@ from overspill.planning.setup import CPU
 from overspill.settings import resolve
 from overspill.tiny import make_llama
 from tests.engine import Engine, random_prompt, stop_engines
+from tests.engine_cost import without_collections
 
 Models = Callable[[str], Path]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these plans are for the CPU platform")
@@ -47,17 +48,18 @@ def started(plan: Plan, model: Path) -> Iterator[Engine]:
     # No more than is needed for a model without a tokenizer.
     arguments = ["--model", str(model), "--skip-tokenizer-init", *vllm_args(plan, way)]
     parsed = EngineArgs.from_cli_args(parser.parse_args(arguments))
-    try:
-        llm = LLM.from_engine_args(parsed)
-    except BaseException:
-        stop_engines()
-        raise
-    running = Engine(llm)
-    try:
-        yield running
-    finally:
-        del running.llm, llm
-        stop_engines()
+    with without_collections():
+        try:
+            llm = LLM.from_engine_args(parsed)
+        except BaseException:
+            stop_engines()
+            raise
+        running = Engine(llm)
+        try:
+            yield running
+        finally:
+            del running.llm, llm
+            stop_engines(everything=False)
 
 
 def num_blocks(running: Engine) -> int:
