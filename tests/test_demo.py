@@ -30,10 +30,9 @@ def changed(**values: object) -> Answer:
 
 @pytest.fixture(scope="module")
 def finished() -> subprocess.CompletedProcess[str]:
-    with cold():  # libraries are quiet only where they are told so before they are loaded
-        return subprocess.run(
-            [sys.executable, "-m", "overspill.demo"], capture_output=True, text=True, timeout=880, check=False
-        )
+    return subprocess.run(
+        [sys.executable, "-m", "overspill.demo"], capture_output=True, text=True, timeout=880, check=False
+    )
 
 
 def test_it_ends_well_and_shows_what_moved(finished: subprocess.CompletedProcess[str]) -> None:
@@ -80,9 +79,35 @@ def parts(finished: subprocess.CompletedProcess[str]) -> list[str]:
     return re.split(r"^(?:Offload|Spill|A/B): ", finished.stdout, flags=re.MULTILINE)[1:]
 
 
-def test_it_is_quiet_and_short(finished: subprocess.CompletedProcess[str]) -> None:
-    assert finished.stderr == ""
+def test_it_is_short(finished: subprocess.CompletedProcess[str]) -> None:
     assert len(finished.stdout.splitlines()) < 48
+
+
+# The demo, but for most of what it asks of its engines.
+BRIEF = """
+import sys
+from overspill import demo
+
+def run(folder):
+    from overspill.tiny import make_llama
+
+    model = make_llama(folder / "llama")
+    for blocks, options in ((20, demo.OFFLOAD_OPTIONS), (None, demo.SPILL_OPTIONS)):
+        with demo.start(model, blocks, options, max_model_len=608) as engine:
+            demo.Conversations([[7] * 100]).turns(engine, 2)
+    return ""
+
+demo.run = run
+sys.exit(demo.main())
+"""
+
+
+def test_it_is_quiet() -> None:
+    """Libraries are quiet only where they are told so before they are loaded: hence a process that has loaded none."""
+    with cold():
+        done = subprocess.run([sys.executable, "-c", BRIEF], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "ok: every answer is the one that stock vLLM gives"
 
 
 def test_the_quick_start_shows_this_output(finished: subprocess.CompletedProcess[str]) -> None:
