@@ -27,7 +27,6 @@ from overspill.tiny import VOCAB, make_llama
 from tests.command import run_overspill
 from tests.dying_core import DEATH_S, dying_after_loading, engine_cores
 from tests.engine import engine, random_prompt
-from tests.zygote import cold
 
 START_S = 240
 MAX_MODEL_LEN = 4096
@@ -154,12 +153,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """By its name in the registry; executed, as a user would."""
+    """By its name in the registry. tests/test_unpacked.py executes one, as a user would."""
     folder = tmp_path_factory.mktemp("server")
     with open_registry(environ={"XDG_STATE_HOME": str(folder / "state")}) as registry:
         add_model(registry, "tiny", {"source": str(model), "vllm_args": ["--seed", "7"]})
-    with cold():
-        running = Serve("tiny", folder=folder)
+    running = Serve("tiny", folder=folder)
     try:
         running.wait_for("/v1 serves")
         yield running
