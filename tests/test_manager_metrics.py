@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -110,11 +111,13 @@ print(json.dumps([re.findall(r'name="(vllm:[a-z_]+)"', inspect.getsource(loggers
 """
 
 
-def test_every_series_is_one_that_vllm_or_overspill_has() -> None:
+def test_every_series_is_one_that_vllm_or_overspill_has(tmp_path: Path) -> None:
     """In a process of its own: the manager's do without vLLM."""
     import json
 
-    done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, timeout=240, check=True)
+    script = tmp_path / "names.py"
+    script.write_text(NAMES)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=True)
     of_vllm, counters, gauges = json.loads(done.stdout.splitlines()[-1])
     for series in SERIES:
         name = series.decode()

@@ -48,7 +48,7 @@ PRELOADED = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
-_FORKED_MODULES = ("overspill", "tests.vllm_specs", "vllm.entrypoints")
+_FORKED_MODULES = ("overspill", "tests.disk_script", "tests.vllm_specs", "vllm.entrypoints")
 _FORKED_CODE = ("from multiprocessing.spawn import spawn_main", "from multiprocessing.forkserver import main")
 _PR_SET_CHILD_SUBREAPER = 36
 _FREE_FD = 300
