@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -40,34 +41,42 @@ def imported(path: Path) -> set[str]:
     return {name for name in found if name.startswith("overspill.")}
 
 
-IMPORTS = {module: imported(path) for module, path in modules() if module != "overspill"}
-ARROWS = {
-    (part_of(module), part_of(name), module)
-    for module, names in IMPORTS.items()
-    for name in names
-    if part_of(name) in FLOOR and part_of(name) != part_of(module)
-}
+@cache
+def imports() -> dict[str, set[str]]:
+    """By module; read when it is asked for, not in every process that collects tests."""
+    return {module: imported(path) for module, path in modules() if module != "overspill"}
+
+
+def arrows() -> set[tuple[str, str, str]]:
+    return {
+        (part_of(module), part_of(name), module)
+        for module, names in imports().items()
+        for name in names
+        if part_of(name) in FLOOR and part_of(name) != part_of(module)
+    }
 
 
 def test_the_picture_shows_every_part() -> None:
     drawn = [name for layer in LAYERS for name in layer]
-    parts = {part_of(module) for module in IMPORTS} - {"__main__"}
+    parts = {part_of(module) for module in imports()} - {"__main__"}
     assert sorted(drawn) == sorted(parts)
 
 
 def test_imports_run_down_the_picture() -> None:
-    up = [f"{module} imports {to}" for of, to, module in sorted(ARROWS) if of != "__main__" and FLOOR[of] <= FLOOR[to]]
+    up = [
+        f"{module} imports {to}" for of, to, module in sorted(arrows()) if of != "__main__" and FLOOR[of] <= FLOOR[to]
+    ]
     assert not up
 
 
 def test_kv_imports_nothing_else_of_ours() -> None:
-    assert not [arrow for arrow in ARROWS if arrow[0] == "kv"]
+    assert not [arrow for arrow in arrows() if arrow[0] == "kv"]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    known = set(IMPORTS)
+    known = set(imports())
     graph = {}
-    for module, names in IMPORTS.items():
+    for module, names in imports().items():
         targets = {name if name in known else name.rpartition(".")[0] for name in names}
         graph[module] = {target for target in targets if target in known and target != module}
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
