@@ -37,7 +37,7 @@ from record import Json, say
 from servers import started
 
 ENGINES = ("a", "b", "c")
-LOOK_SECONDS = 0.25  # as the manager looks
+LOOK_SECONDS = 0.1  # as the manager looks
 
 
 @contextlib.contextmanager

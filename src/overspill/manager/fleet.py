@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_LOOK_S = 0.05
 # Of elastic engines: how often the GPU is divided anew while there are any, and looked for the first one.
-_DIVIDE_EVERY_S, _LOOK_EVERY_S = 0.25, 1.0
+_DIVIDE_EVERY_S, _LOOK_EVERY_S = 0.1, 1.0
 _REMEMBERED_NEED_S = 10.0
 # Memory of an engine that ends comes back within seconds.
 _REMEMBERED_REFUSAL_S = 1.0

@@ -14,9 +14,9 @@ from overspill.kv.ledger import Account, Ledger
 _WORTH_GRANTING = 1 / 32
 _TOLERATED_SHORTAGE = 1 / 16
 # An engine reports memory before it takes it, and after it gave it back: what is free counts when nothing moved.
-_QUIET_LOOKS = 4
+_QUIET_LOOKS = 10
 # Demand that pauses for a moment comes back: memory that nobody needs is evened out when nothing has moved for longer.
-_EVEN_LOOKS = 40
+_EVEN_LOOKS = 100
 
 
 def shares(accounts: Mapping[int, Account], capacity: int) -> dict[int, int]:
