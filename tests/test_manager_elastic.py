@@ -276,6 +276,7 @@ def test_the_bar_of_a_card_moves_with_its_engines(place: Place, monkeypatch: pyt
         after = float(bar.locator("rect", has_text="KV cache of b").first.get_attribute("width") or 0)
         assert before > 4 * after > 0
         asking.join()
+        page.get_by_text("KV in numbers").click()
         page.get_by_text("KV granted").first.wait_for()
         told = client.get("/api/engines/a").json()["kv"]
         assert told["held"] == 900 * MiB and told["floor"] == FLOOR
