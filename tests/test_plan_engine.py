@@ -105,6 +105,32 @@ def test_idle_kv_gets_the_ram_it_was_given(models: Models) -> None:
         assert running.scheduler.host.num_slots == (64 << 20) // made.recommended.geometry.bytes_per_block
 
 
+@pytest.mark.parametrize(("given", "loads"), [("", True), ("store=eager", False)])
+def test_a_pool_smaller_than_the_gpus_holds_what_it_drops(models: Models, given: str, loads: bool) -> None:
+    """Prompts that together are larger than the KV cache: the first one comes back when others have pushed it out.
+    Copies of what the cache still had were all that an eager pool of that size held."""
+    made = planned(
+        models("llama"),
+        gpu_memory="14MiB",
+        max_model_len=2048,
+        offload_ram="5MiB",
+        kv_options=given or None,
+        max_num_batched_tokens=256,
+    )
+    way = made.recommended
+    assert way is not None and way.name == "everything on the GPU" and way.offload_bytes < way.kv.resident_bytes
+    length = 1536
+    on_gpu = way.kv.resident_bytes // way.geometry.request_bytes(length)
+    with started(made, models("llama")) as running:
+        first, *others = (random_prompt(seed, length) for seed in range(on_gpu + 1))
+        answer = running.ask_one(first)
+        for prompt in others:
+            running.ask_one(prompt)
+        again = running.ask_one(first)
+        assert again.tokens == answer.tokens
+        assert (running.metric("hit_tokens") > 0) == loads
+
+
 def test_the_engine_refuses_one_token_beyond_the_longest_context(models: Models) -> None:
     """The longest context comes from the same arithmetic as the engine's own check."""
     tight: dict[str, Any] = {"gpu_memory": "6MiB", "max_model_len": 32768}

@@ -10,11 +10,11 @@ from overspill.figures import as_json
 from overspill.flags import read_flags
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size
-from overspill.planning.arguments import kv_transfer_config, stores_lazily, vllm_args
+from overspill.planning.arguments import kv_transfer_config, vllm_args
 from overspill.planning.connector_options import read_options
 from overspill.planning.parameters import pinned_share
 from overspill.planning.planner import Plan
-from overspill.planning.ways import Way
+from overspill.planning.ways import Way, stores_lazily
 from overspill.planning.weights import WeightOffload, groupings, uva_offloads
 from overspill.settings import as_flags
 

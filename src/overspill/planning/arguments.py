@@ -10,7 +10,7 @@ from overspill.planning.device_share import DeviceShare
 from overspill.planning.drafts import speculative_config
 from overspill.planning.memory import gpu_budget
 from overspill.planning.planner import Plan, is_elastic
-from overspill.planning.ways import Way
+from overspill.planning.ways import Way, stores_lazily
 from overspill.planning.weights import PREFETCH_STEP, WeightOffload
 
 # With these set, vLLM would not do what the flags say: its CPU platform takes the first for --kv-cache-memory-bytes.
@@ -50,13 +50,6 @@ def kv_transfer_config(
     lazy = {"store": "lazy"} if stores_lazily(way, options) and not elastic else {}
     extra = {**sizes, **lazy, **options, **(elastic or {})}
     return {"kv_connector": "OverspillConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
-def stores_lazily(way: Way, options: Mapping[str, Any]) -> bool:
-    """A pool smaller than the GPU's KV would only mirror it, so it gets what the GPU drops; unless the user says how,
-    the GPU's KV is given up at times, or other engines are to find it."""
-    is_smaller = 0 < way.offload_bytes < way.kv.resident_bytes
-    return is_smaller and not options.keys() & {"store", "remote", "park"}
 
 
 def elastic_options(plan: Plan, way: Way) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from typing import Any
 from overspill.figures import Known, as_json
 from overspill.hardware.stated import AS_ON
 from overspill.kv.sizes import format_size
-from overspill.planning.arguments import stores_lazily, vllm_args
+from overspill.planning.arguments import vllm_args
 from overspill.planning.cards import smallest_card
 from overspill.planning.connector_options import read_options
 from overspill.planning.planner import Plan, is_elastic
 from overspill.planning.refusal import CPU_BUILD, need_and_have, remedies
-from overspill.planning.ways import LEAST_OFFLOAD_BYTES, SHORT_TOKENS, Way
+from overspill.planning.ways import LEAST_OFFLOAD_BYTES, SHORT_TOKENS, Way, stores_lazily
 from overspill.planning.weights import WeightOffload
 
 CONCURRENCY_TOKENS = 8192
@@ -300,8 +300,11 @@ def _concurrency(plan: Plan, way: Way) -> list[str]:
     if way.warm_tokens:
         lines.append(f"Idle KV that RAM holds: {way.warm_tokens:,} tokens.")
     elif plan.wishes.offload_ram_bytes is None:
-        least = format_size(plan.num_ranks * LEAST_OFFLOAD_BYTES)
-        lines.append(f"No idle KV is kept: less than {least} of RAM is left for it.")
+        useful = min(way.kv.resident_bytes, 2 * way.front_bytes)
+        least = format_size(plan.num_ranks * max(LEAST_OFFLOAD_BYTES, useful))
+        lines.append(
+            f"No idle KV is kept: RAM for less than {least} is left, which the GPU still has for the most part."
+        )
     if way.ram_bytes and plan.least_ram_bytes is not None:
         lines.append(f"Least RAM for this context: {format_size(plan.least_ram_bytes)}, the engine's process included.")
     return lines

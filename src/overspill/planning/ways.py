@@ -1,6 +1,8 @@
 """One way to serve a context: where everything lies, and how fast it will be."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from overspill.figures import Known, derived
 from overspill.kv.sizes import GiB
@@ -8,6 +10,7 @@ from overspill.model.facts import LatentAttention, ModelFacts, active_bytes
 from overspill.model.kv import KVGeometry
 from overspill.model.pages import Kind
 from overspill.planning.attempts import PROCESS_RAM_BYTES, Attempt, Fit, peak_ram_bytes
+from overspill.planning.connector_options import read_options
 from overspill.planning.memory import KvSplit
 from overspill.planning.parameters import parameters_per_token
 from overspill.planning.setup import Setup, attends_to_all, runs_spilled_graphs, shares_with_cpu
@@ -77,6 +80,12 @@ class Way(Attempt):
     @property
     def num_mechanisms(self) -> int:
         return bool(self.weights.ram_bytes) + bool(self.kv.spilled_bytes)
+
+    @property
+    def front_bytes(self) -> int:
+        """KV near eviction, of which lazy stores keep copies while the GPU still has it (overspill.kv.scheduler)."""
+        blocks = 2 * sum(-(-self.max_num_batched_tokens // group.block_size) for group in self.geometry.groups)
+        return min(blocks * self.geometry.bytes_per_block, self.kv.resident_bytes // 2)
 
     @property
     def name(self) -> str:
@@ -161,7 +170,25 @@ def _offload_bytes(setup: Setup, way: Way) -> int:
     taken = way.weights.pinned_bytes + way.parked_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
     free = setup.ram_bytes.value
     left = min(free - taken, free if setup.wishes.ram_given else free // 2) // GiB * GiB
-    return left if left >= LEAST_OFFLOAD_BYTES else 0
+    options = read_options(setup.wishes.kv_options)
+    is_mirror = is_small_mirror(replace(way, offload_bytes=left), options) and not setup.wishes.elastic
+    return 0 if left < LEAST_OFFLOAD_BYTES or is_mirror else left
+
+
+def is_small_mirror(way: Way, options: Mapping[str, Any]) -> bool:
+    """Whether a pool would hold next to nothing but what the GPU still has; parked engines, and others that are to find
+    it, have a use for that."""
+    return way.offload_bytes < min(way.kv.resident_bytes, 2 * way.front_bytes) and not _needs_mirror(options)
+
+
+def stores_lazily(way: Way, options: Mapping[str, Any]) -> bool:
+    """Whether a pool that is smaller than the GPU's KV is to get what the GPU drops, and not copies of all."""
+    is_smaller = 2 * way.front_bytes <= way.offload_bytes < way.kv.resident_bytes
+    return is_smaller and "store" not in options and not _needs_mirror(options)
+
+
+def _needs_mirror(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("remote") or options.get("park"))
 
 
 def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) -> Load:
