@@ -113,6 +113,8 @@ class Guards:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if not scope["path"].startswith(GATEWAY):
+            headers.pop("x-api-key", None)  # Anthropic's clients send it there, and nobody elsewhere
         send = self._with_security_headers(scope, send)
         try:
             require_host(_values(scope, b"host"), self._names)
