@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from overspill.manager.activity import Activity
-from overspill.manager.messages import asked_of, with_usage, without_usage
+from overspill.manager.messages import asked_of, one_shape, with_usage, without_usage
 from overspill.registry import Registry, RegistryUnavailable, open_registry
 from overspill.registry.activity import (
     Request,
@@ -222,3 +222,26 @@ def test_the_page_shows_new_requests_and_filters_them(here: Here) -> None:
         assert "there is no model" in Path(download.value.path()).read_text()
         assert watched.problems == [] and watched.elsewhere == []
         watched.close()
+
+
+def test_an_engines_refusal_has_the_shape_of_all_others() -> None:
+    for body, message in (
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b"oh no", "oh no"),
+        (b"", "the engine answered 404"),
+    ):
+        told = json.loads(one_shape(404, body))
+        assert told["error"]["message"] == message and told["source"] == "engine"
+        assert set(told["error"]) == {"message", "type", "param", "code"}
+    known = b'{"error": {"message": "no such path", "type": "NotFoundError", "code": 404}}'
+    assert one_shape(404, known) == known
+
+
+def test_a_name_may_have_a_tag(place: Place) -> None:
+    place.add("qwen3:8b")
+    with managed_here(place) as here, program(here) as client:
+        assert (
+            client.post("/v1/completions", json=body("qwen3:8b")).json()["choices"][0]["text"].startswith("qwen3:8b-0")
+        )
+        assert client.get("/v1/models/qwen3:8b").json()["state"] == "ready"
+        assert client.post("/api/engines/stop/qwen3:8b").json()["state"] == "stopped"

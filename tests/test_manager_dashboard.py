@@ -181,3 +181,35 @@ def test_an_empty_manager_leads_to_adding_a_model(tmp_path: Path, place: Place) 
     with managed_here(place) as empty, program(empty) as client:
         answer = client.get("/", follow_redirects=False)
         assert (answer.status_code, answer.headers["location"]) == (303, "/add")
+
+
+AXE = Path(__file__).parent / "vendor/axe-core-4.14.0.min.js"
+PATHS = (
+    "/", "/models", "/add", "/add?source=org/none", "/try", "/activity", "/runs", "/logs", "/found", "/audit", "/api",
+    "/nowhere",
+)  # fmt: skip
+
+
+@needs_chromium
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 390)])
+def test_axe_finds_nothing_on_any_page(here: Here, scheme: Any, width: int) -> None:
+    with program(here) as client, chromium() as browser:
+        client.post("/api/engines/start/bad")
+        assert client.post("/v1/completions", json={"model": "a", "prompt": "x"}).is_success
+        # The page's own policy lets no script in from outside, not even the test's.
+        context = browser.new_context(
+            base_url=here.url, color_scheme=scheme, bypass_csp=True, viewport={"width": width, "height": 900}
+        )
+        page = context.new_page()
+        found = []
+        for path in PATHS:
+            page.goto(path)
+            page.wait_for_timeout(300)
+            page.eval_on_selector_all("main details", "all => all.forEach(one => { one.open = true; })")
+            page.wait_for_timeout(700)
+            page.add_script_tag(path=AXE)
+            told = page.evaluate("axe.run()")
+            assert len(told["passes"]) > 10, path
+            found += [(path, one["id"], one["nodes"][0]["html"][:200]) for one in told["violations"]]
+        context.close()
+        assert found == []

@@ -224,6 +224,11 @@ def test_unknown_clients_get_a_login_or_401_and_keys_their_scope(registry: Regis
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return asked(app, method, path, headers={**named, **({"Authorization": f"Bearer {key}"} if key else {})})
 
+    metrics, _ = create_key(registry, "metrics", KeyScope.METRICS)
+    assert ask("GET", "/metrics", metrics).status_code == 200
+    assert all(ask("GET", path, metrics).status_code == 403 for path in ("/v1/x", "/api/x", "/"))
+    assert ask("POST", "/v1/x", X_API_Key=gateway).status_code == 200
+    assert ask("POST", "/v1/x", X_API_Key="wrong").status_code == 401
     assert ask("GET", "/api/x").status_code == 401 and ask("POST", "/v1/x", "wrong").status_code == 401
     assert ask("GET", "/api/x").headers["www-authenticate"] == "Bearer"
     page = ask("GET", "/models", Accept="text/html,*/*")

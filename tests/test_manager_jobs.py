@@ -135,7 +135,7 @@ def test_engines_stopped_for_a_job_stay_stopped_until_it_ends(place: Place, prog
         assert (await asyncio.gather(asking, return_exceptions=True))[0] is not None
         for name in ("a", "b"):
             assert engines.snapshot(name).state is State.STOPPED
-            with pytest.raises(NoRoom, match=f"job {job.id}, a verify of a, .*ask again"):
+            with pytest.raises(NoRoom, match=rf"job {job.id} \(verify of a\) .*ask again"):
                 await engines.ensure_ready(name)
             with pytest.raises(NoRoom):
                 await engines.start(name)
@@ -262,7 +262,7 @@ def test_a_left_behind_job_keeps_its_reservations(place: Place, program: list[st
     async def verify(engines: Engines) -> None:
         async with queued(engines, place.folder / "jobs"):
             await eventually(lambda: engines._swaps.reserved_for)
-            with pytest.raises(NoRoom, match="job 1, a verify of a"):
+            with pytest.raises(NoRoom, match=r"job 1 \(verify of a\)"):
                 await engines.ensure_ready("b")
         await engines.ensure_ready("b")
 

@@ -118,9 +118,9 @@ def test_a_page_that_cannot_be_shown_is_a_page_with_a_way_back(client: httpx.Cli
         assert shown.status_code == status and shown.headers["content-type"].startswith("text/html"), path
         assert why in shown.text and f'<a href="{back}">Back to' in shown.text and "<nav" in shown.text, path
         for other in ({"accept": "*/*"}, {**HTML, "hx-request": "true"}):
-            assert client.get(path, headers=other).json()["error"]["code"] == status
-    assert client.get("/api/jobs/9", headers=HTML).json()["error"]["code"] == 404
-    assert client.post("/models/start/gone", headers=HTML).json()["error"]["code"] == 404
+            assert client.get(path, headers=other).json()["source"] == "manager"
+    assert client.get("/api/jobs/9", headers=HTML).json()["error"]["code"] == "not_found"
+    assert client.post("/models/start/gone", headers=HTML).json()["error"]["code"] == "not_found"
 
 
 def test_a_login_form_that_is_refused_is_a_page(place: Place) -> None:

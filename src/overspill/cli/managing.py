@@ -29,6 +29,7 @@ KeyName = Annotated[str, typer.Argument(help="The key's name.")]
 class Scope(StrEnum):
     ALL = "all"
     GATEWAY = "gateway"
+    METRICS = "metrics"
 
 
 of_the_manager = with_flags("given", [
@@ -84,7 +85,9 @@ def password(
 @keys.command(epilog="Example: overspill manager keys add laptop --scope gateway")
 def add(
     name: KeyName,
-    scope: Annotated[Scope, typer.Option(help="Everything, or requests to models under /v1 only.")] = Scope.ALL,
+    scope: Annotated[
+        Scope, typer.Option(help="Everything, requests to models under /v1 only, or /metrics only.")
+    ] = Scope.ALL,
 ) -> None:
     """Makes an API key and prints it, once."""
     from overspill.registry.access import KeyScope, create_key

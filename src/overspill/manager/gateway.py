@@ -29,6 +29,7 @@ from overspill.manager.messages import (
     converted,
     error_message,
     json_headers,
+    one_shape,
     passed_back,
     passed_on,
     renamed,
@@ -325,6 +326,7 @@ class Gateway:
             counts.failed += 1
         if head.status >= 400:
             exchange.problem = error_message(body) or f"the engine answered {head.status}"
+            body = one_shape(head.status, body) if not exchange.is_inside_event else body
         if not exchange.has_begun:
             await exchange.answer(head.status, passed_back(head.headers, length=len(body)), body)
             return

@@ -201,11 +201,11 @@ class Jobs:
             async with self._engines.using(job.model, hold=True) as engine:
                 yield engine
         elif job.stops_others:
-            why = f"job {job.id}, a {job.kind} of {job.model}, has the memory of all; stop it, or ask again after it"
+            why = f"job {job.id} ({job.kind} of {job.model}) has the memory of all; stop it, or ask again after it"
             with self._engines.reserved(why):
                 over = (State.STOPPED, State.FAILED)
                 running = [one.name for one in self._engines.snapshots() if one.state not in over]
-                reason = f"job {job.id}, a {job.kind} of {job.model}, needs its memory"
+                reason = f"job {job.id} ({job.kind} of {job.model}) needs its memory"
                 await asyncio.gather(*(self._engines.stop(name, reason=reason) for name in running))
                 yield None
         else:

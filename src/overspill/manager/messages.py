@@ -86,6 +86,17 @@ class GatewayError(Exception):
         return headers
 
 
+def one_shape(status: int, body: bytes) -> bytes:
+    """An engine's refusal as all others are: vLLM has several."""
+    try:
+        if isinstance(msgspec.json.decode(body)["error"]["message"], str):
+            return body
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        pass
+    message = error_message(body) or f"the engine answered {status}"
+    return GatewayError(status, message, code="engine_error", source=Source.ENGINE).body
+
+
 def error_message(body: bytes) -> str:
     """Of an engine's refusal, as far as it can be read."""
     try:

@@ -98,6 +98,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,99}")
 class KeyScope(StrEnum):
     GATEWAY = "gateway"
     """Requests to models under /v1, and nothing else."""
+    METRICS = "metrics"
+    """The numbers at /metrics, for Prometheus, and nothing else."""
     ALL = "all"
     """Everything the page does as well: starting, stopping, editing."""
 

@@ -18,7 +18,7 @@ from overspill.settings import nearest, parse_settings
 
 MAX_NAME_LENGTH = 200
 # Parts begin with a letter, a digit or an underscore: no `..`, no hidden file, nothing that looks like a flag.
-_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._:-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")
 # Beside a model's settings in its row; no setting has this name.
 _BEFORE_TUNE = "before_tune"
@@ -37,8 +37,8 @@ def parse_name(name: object) -> str:
         )
     if not is_name(name):
         raise RegistryError(
-            f"{name!r} is not a name for a model: letters, digits and . _ - are accepted, with / between parts that "
-            "begin with a letter or a digit; write for example qwen or Qwen/Qwen3-8B"
+            f"{name!r} is not a name for a model: letters, digits and . _ : - are accepted, with / between parts that "
+            "begin with a letter or a digit; write for example qwen3:8b or Qwen/Qwen3-8B"
         )
     return name
 

@@ -38,6 +38,10 @@ _STATUS: dict[int, tuple[type[OverspillError], ...]] = {
     403: (NotAllowed,),
     400: (OverspillError,),
 }
+_CODES = {
+    400: "bad_request", 403: "forbidden", 404: "not_found", 405: "not_allowed", 409: "conflict", 422: "invalid",
+    503: "unavailable",
+}  # fmt: skip
 _NOT_PAGES = ("/api/", "/v1/", "/static/", "/events/")
 # Results have no list of their own.
 _LISTED_AT = {"results": "runs", "compare": "runs", "add": "models"}
@@ -99,8 +103,8 @@ def _answer(request: Request, status: int, message: str) -> Response:
     if is_navigation and is_page and "text/html" in request.headers.get("accept", ""):
         return page(request, "refused.html", status, message=message, back=_way_back(path))
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"src": "overspill", "error": error}, status_code=status)
+    error = {"message": message, "type": kind, "param": None, "code": _CODES.get(status, "refused")}
+    return JSONResponse({"error": error, "source": "manager"}, status_code=status)
 
 
 def _way_back(path: str) -> tuple[str, str]:

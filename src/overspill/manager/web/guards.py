@@ -35,6 +35,8 @@ _SLOWEST_BYTES_PER_S = 16 * 1024
 _PUBLIC = ("/login", "/static/", "/healthz")
 # The gateway serves scripts of allowed sites, and the login form has no script: neither can send our page's token.
 _TOKEN_FREE = (GATEWAY, "/login")
+# Where keys that are not for everything may be used.
+_PLACES = {KeyScope.GATEWAY: GATEWAY, KeyScope.METRICS: "/metrics"}
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
 # "none" is a typed address or a bookmark. Not "same-site": other ports of this host are that.
 _OWN_SITES = {"same-origin", "none"}
@@ -111,6 +113,8 @@ class Guards:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if not scope["path"].startswith(GATEWAY):
+            headers.pop("x-api-key", None)  # Anthropic's clients send it there, and nobody elsewhere
         send = self._with_security_headers(scope, send)
         try:
             require_host(_values(scope, b"host"), self._names)
@@ -195,8 +199,9 @@ class Guards:
         if path.startswith(_PUBLIC):
             return identity
         if identity is not None:
-            if identity.scope is KeyScope.GATEWAY and not path.startswith(GATEWAY):
-                raise Refusal(403, f"{identity.who} is for {GATEWAY} only; use a key for everything")
+            place = _PLACES.get(identity.scope, "/")
+            if not path.startswith(place):
+                raise Refusal(403, f"{identity.who} is for {place} only; use a key for everything")
             return identity
         if not is_protected:
             # The last one was removed while it ran: a login page would ask for a secret that nobody has.
@@ -207,12 +212,15 @@ class Guards:
             )
         if scope["type"] == "http" and scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
             raise Refusal(303, "log in", [(b"location", b"/login")])
-        needed = "an API key is needed: send it as Authorization: Bearer KEY, or log in"
+        needed = "an API key is needed: send it as Authorization: Bearer KEY or as X-API-Key: KEY, or log in"
         raise Refusal(401, needed, [(b"www-authenticate", b"Bearer")])
 
     async def _identify(self, headers: Mapping[str, str], *, is_use: bool = True) -> Identity | None:
         session_id = read_cookie(headers.get("cookie"), is_tls=self._is_tls)
-        return await self._access.identify(headers.get("authorization") or None, session_id, is_use=is_use)
+        authorization = headers.get("authorization") or None
+        if authorization is None and (key := headers.get("x-api-key")):  # as Anthropic's clients send it
+            authorization = f"Bearer {key}"
+        return await self._access.identify(authorization, session_id, is_use=is_use)
 
     async def _is_still(self, identity: Identity, headers: Mapping[str, str]) -> bool:
         try:
@@ -391,14 +399,12 @@ async def _refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
         await _answer(send, status, headers=refusal.headers)
         return
     kind = "invalid_request_error" if status < 500 else "server_error"
-    is_gateway = scope["path"].startswith(GATEWAY)
-    code = _CODES.get(status, "refused") if is_gateway else status
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    source = {"source": "gateway"} if is_gateway else {"src": "overspill"}
+    error = {"message": message, "type": kind, "param": None, "code": _CODES.get(status, "refused")}
+    source = "gateway" if scope["path"].startswith(GATEWAY) else "manager"
     await _answer(
         send,
         status,
-        json.dumps({"error": error, **source}).encode(),
+        json.dumps({"error": error, "source": source}).encode(),
         [(b"content-type", b"application/json"), *refusal.headers],
     )
 

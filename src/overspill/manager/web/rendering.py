@@ -1,5 +1,6 @@
 """Templates, numbers and times as pages show them, and the parts that every page has."""
 
+import shlex
 import time
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -124,5 +125,6 @@ _environment.filters.update(
     element_id=element_id,
     in_path=lambda text: quote(text, safe="/"),
     plan_maps=plan_maps,
+    command=shlex.join,
     labels=labels_of,
 )

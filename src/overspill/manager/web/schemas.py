@@ -116,14 +116,14 @@ class Error(BaseModel):
     message: str
     type: str
     param: str | None
-    code: int
+    code: str
 
 
 class Refusal(BaseModel):
     """Every error has this shape."""
 
-    src: str
     error: Error
+    source: str = Field(description="Who refused it: manager, gateway or engine.")
 
 
 _REFUSALS = {
