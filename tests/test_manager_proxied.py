@@ -40,7 +40,9 @@ def test_a_browser_logs_in_and_acts_through_the_proxy(manager: Managed) -> None:
         cookie = entered.headers["set-cookie"]
         assert cookie.startswith("__Host-overspill=") and "; Secure" in cookie
         kept = {"Cookie": cookie.partition(";")[0]}
-        token = re.search(r'"X-CSRF-Token": "([0-9a-f]+)"', browser.get("/", headers=kept).text.replace("&#34;", '"'))
+        token = re.search(
+            r'"X-CSRF-Token": "([0-9a-f]+)"', browser.get("/models", headers=kept).text.replace("&#34;", '"')
+        )
         assert token is not None
         acted = {**kept, "X-CSRF-Token": token[1]}
         assert browser.post("/api/plan", json={"name": "none"}, headers=acted).status_code == 404, "it was let in"

@@ -44,7 +44,8 @@ def returning(
 
 def only_when_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is without any of this."""
-    monkeypatch.setattr("overspill.kv.worker._ANNOUNCE_AHEAD_S", 0.0)
+    for name in ("_ANNOUNCE_AHEAD_S", "_IDLE_AHEAD_S"):
+        monkeypatch.setattr(f"overspill.kv.worker.{name}", 0.0)
 
 
 @MODES

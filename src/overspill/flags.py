@@ -178,9 +178,7 @@ VARIABLES = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
 # vLLM's parser completes the beginnings of names, where only one begins so.
 _SHORTEST = {"--api-key": "--api-k", "--hf-token": "--hf-t"}
 # Of other programs too: those are shown as well. vLLM's watermark is a secret by its own list.
-_SECRET_NAME = re.compile(
-    r"--([\w.-]*[-.])?(password|passwd|passphrase|secret|token|api-key|access-key|secret-key)|--watermark-config.*"
-)
+_SECRET_NAME = re.compile(r"--([\w.-]*[-.])?(password|passwd|passphrase|secret|token|key)|--watermark-config.*")
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _SECRET_IN_JSON = re.compile(
     r'("[\w.-]*(?:password|passwd|secret|api[_-]?key|access[_-]?key|(?:auth|access|hf|bearer)[_-]?token)[\w.-]*"\s*:\s*")'

@@ -1,7 +1,7 @@
 """Bodies and answers of the API, for validation and for its documentation."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -17,7 +17,10 @@ def _field(setting: Setting) -> tuple[Any, Any]:
     kind = setting.kind
     description = f"{setting.help} {kind.note}".strip()
     examples = [kind.example] if kind.example is not None else None
-    return kind.json | None, Field(None, description=description, examples=examples, max_length=kind.max_length)
+    # Of texts only: numbers have no length.
+    text = Annotated[str, Field(max_length=kind.max_length)]
+    json: Any = Union[tuple(text if one is str else one for one in get_args(kind.json) or (kind.json,))]  # noqa: UP007
+    return json | None, Field(None, description=description, examples=examples)
 
 
 if TYPE_CHECKING:
