@@ -71,5 +71,8 @@ class Watched:
             self.elsewhere.append(url)
 
     def _said(self, kind: str, text: str) -> None:
-        if kind in ("error", "warning"):
+        if kind == "error" and text.startswith("htmx:sendAbort"):
+            # Going to another page cuts off a poll in flight, which htmx says in two lines.
+            self.problems.remove(f"error: {text.replace('sendAbort', 'afterRequest')}")
+        elif kind in ("error", "warning"):
             self.problems.append(f"{kind}: {text}")

@@ -221,7 +221,7 @@ def test_a_parked_engine_lends_its_kv_and_gets_it_back(place: Place) -> None:
             await eventually(lambda: kv(engines, "b").held == CARD)
             await engines.ensure_ready("a")
             await eventually(lambda: committed(engines._grants.look().values()) == CARD)
-            assert kv(engines, "a").held == held and kv(engines, "b").held == CARD - held
+            await eventually(lambda: kv(engines, "a").held == held and kv(engines, "b").held == CARD - held)
             assert len(place.starts("a")) == len(place.starts("b")) == 1, "none was stopped"
 
     with watched(place):
