@@ -52,7 +52,8 @@ class Behaviour:
     device: str = "cpu"
     """Of the plan of an elastic engine."""
     elastic: dict[str, int] | None = None
-    """Of a row in the CPU's ledger: held, floor, most and weight; and what each request needs."""
+    """Of a row in the CPU's ledger: held, floor, most and weight; what each request needs; and `late_ms`, from its wake
+    until it has its memory."""
     prefers_taken_port: int | None = None
     """Listens there instead, at the first start only: as if somebody had taken the port meanwhile."""
 
@@ -187,8 +188,10 @@ class Server:
             raise ConnectionResetError
 
 
-async def follow_ledger(server: Server, held: int, floor: int, most: int, request: int, weight: int = 1) -> None:
-    """As an elastic engine does; it gives back in steps."""
+async def follow_ledger(
+    server: Server, held: int, floor: int, most: int, request: int, weight: int = 1, late_ms: int = 20
+) -> None:
+    """As an elastic engine does; it gives back in steps, and takes what it had so long after it was woken."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
     from overspill.kv.ledger import Ledger
 
@@ -202,6 +205,8 @@ async def follow_ledger(server: Server, held: int, floor: int, most: int, reques
             ledger.write(row, held=server.held, used=min(used, server.held), wanted=min(most, max(floor, used)))
         else:
             ledger.write(row, held=0, used=0, wanted=0)
+            await server.awake.wait()
+            await asyncio.sleep(late_ms / 1000)
         await asyncio.sleep(0.02)
 
 

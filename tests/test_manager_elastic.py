@@ -20,6 +20,7 @@ from overspill.manager.fleet import Engines
 from overspill.manager.grants import committed
 from overspill.manager.needs import Memory, Need
 from overspill.manager.states import State
+from overspill.manager.swaps import Swaps
 from overspill.manager.telemetry import machine
 from overspill.manager.telemetry.gpus import GpuSampler
 from overspill.registry import Model
@@ -207,8 +208,18 @@ def test_an_engine_that_is_measured_keeps_its_memory(place: Place) -> None:
         asyncio.run(run())
 
 
-def test_a_parked_engine_lends_its_kv_and_gets_it_back(place: Place) -> None:
-    place.add("a", behaviour={**elastic(), "parks": 0})
+@pytest.mark.parametrize("late_ms", [0, 500])
+def test_a_parked_engine_lends_its_kv_and_gets_it_back(
+    place: Place, late_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Swaps.free_for_kv
+
+    async def look_slowly(swaps: Swaps) -> int:
+        await asyncio.sleep(0.3)  # in which an engine is woken
+        return await look(swaps)
+
+    monkeypatch.setattr(Swaps, "free_for_kv", look_slowly)
+    place.add("a", behaviour={**elastic(late_ms=late_ms), "parks": 0})
     place.add("b", behaviour=elastic())
 
     async def run() -> None:
@@ -222,6 +233,7 @@ def test_a_parked_engine_lends_its_kv_and_gets_it_back(place: Place) -> None:
             await engines.ensure_ready("a")
             await eventually(lambda: committed(engines._grants.look().values()) == CARD)
             await eventually(lambda: kv(engines, "a").held == held and kv(engines, "b").held == CARD - held)
+            await asyncio.sleep(1)  # in which the GPU is divided again
             assert len(place.starts("a")) == len(place.starts("b")) == 1, "none was stopped"
 
     with watched(place):

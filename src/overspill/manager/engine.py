@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -231,6 +231,12 @@ class Engine:
     def is_sharing(self) -> bool:
         """Whether its KV follows the manager's grants; it is not disturbed while it is measured."""
         return self.account is not None and self.state is State.READY and not self.held
+
+    def is_taking_memory(self, accounts: Collection[Account]) -> bool:
+        """Whether it starts or wakes, or was just woken and its row does not show yet what it holds."""
+        if self.state is State.READY:
+            return self.account is not None and self.account not in accounts
+        return self.state is State.STARTING or (self.state is State.PARKED and self.wanted is Wanted.UP)
 
     @property
     def record(self) -> Record | None:

@@ -405,7 +405,7 @@ class Engines:
         shares = [one.account for one in engines.values() if one.is_sharing]
         rows = {row: one for row, one in accounts.items() if one in shares}
         if rows:
-            starting = [one.name for one in self._engines.values() if one.state is State.STARTING]
+            starting = [one.name for one in self._engines.values() if one.is_taking_memory(accounts.values())]
             self._grants.grant(rows, free, claimed=self._swaps.claimed_bytes, starting=starting)
         return bool(accounts)
 
