@@ -9,12 +9,14 @@ change it in between.
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
 import ssl
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,10 +246,19 @@ def write_status(name: str, url: str, behaviour: Behaviour) -> None:
     new.replace(at.with_suffix(".json"))
 
 
+def write_start(name: str, seconds: float) -> None:
+    """How long it took, as `overspill serve` keeps it."""
+    folder = Path(os.environ["XDG_STATE_HOME"]) / "overspill/serving"
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    (folder / f"{os.uname().nodename}-{digest}.start").write_text(json.dumps({"model": name, "seconds": seconds}))
+
+
 async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
     if behaviour.has_child:
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
         subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+    began = time.monotonic()
     await asyncio.sleep(behaviour.start_s)
     if behaviour.dies_at_start:
         sys.exit("error: the weights are broken")
@@ -256,6 +267,7 @@ async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(behaviour.certificate)
     server = Server(name, behaviour)
+    write_start(name, time.monotonic() - began)
     try:
         await asyncio.start_server(server.handle, host, port, limit=1 << 20, ssl=tls)
     except OSError:

@@ -159,6 +159,10 @@ class Units:
         return -(-self.num_blocks // self.blocks_per_unit)
 
     @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
     def unit_bytes(self) -> int:
         return self.blocks_per_unit * self.block_bytes
 

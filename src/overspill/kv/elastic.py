@@ -107,7 +107,7 @@ class Elastic:
         self._ledger = Ledger(Path(options.ledger))
         self._row = self._ledger.take(
             os.getpid(), held=self._bytes(self.mapped), floor=self._bytes(range(self._floor)),
-            most=self._bytes(range(self.units.count)), weight=options.ledger_weight,
+            most=self.units.num_bytes, weight=options.ledger_weight,
         )  # fmt: skip
         self._leaving: dict[int, Leaving] = {}
         self._out: set[int] = set()  # blocks that vLLM does not see
@@ -150,7 +150,7 @@ class Elastic:
         granted = self._ledger.read(self._row).granted
         if not granted:  # no manager has written yet
             return len(self.mapped) - len(self._leaving)
-        if granted >= self._bytes(range(self.units.count)):
+        if granted >= self.units.num_bytes:
             return self.units.count
         return max(self._floor, granted // self.units.unit_bytes)
 

@@ -41,7 +41,7 @@ class BelowRam(KVCacheBlock):
         self.content = content  # its key there
 
 
-FindOnDisk = Callable[[BlockHashWithGroupId], BelowRam | None]
+FindBelow = Callable[[BlockHashWithGroupId], BelowRam | None]
 
 
 class HostPool(BlockPool):
@@ -60,7 +60,7 @@ class HostPool(BlockPool):
         # Hashes of the prefix that the request being looked up hits on the GPU. Lookups must see the whole prefix,
         # not only the part beyond: chunked attention counts positions from its start.
         self.on_gpu: frozenset[BlockHash] = frozenset()
-        self.find_on_disk: FindOnDisk | None = None  # in lookups that go on to disk
+        self.find_on_disk: FindBelow | None = None  # in lookups that go on to disk
         # By block id: what it holds, and whether that was used after it was stored.
         self.items: list[Stored | None] = [None] * num_blocks
         self.used_again = bytearray(num_blocks)
@@ -151,7 +151,7 @@ class HostCache:
         block_hashes: Sequence[BlockHash],
         num_local_tokens: int,
         max_tokens: int,
-        find_on_disk: FindOnDisk | None = None,
+        find_on_disk: FindBelow | None = None,
     ) -> Hit | None:
         """The longest prefix of at most `max_tokens` that the GPU and RAM hold together, if RAM adds to it; with
         `find_on_disk`, blocks that only the disk has count, too.
@@ -193,7 +193,7 @@ class HostCache:
         return (blocks,), len(blocks) * self.block_size
 
     def lookup_below(
-        self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int, find: FindOnDisk, most: int
+        self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int, find: FindBelow, most: int
     ) -> Hit | None:
         """The same with at most `most` blocks that RAM lacks and `find` knows, and one at least: what is read into RAM
         must not push out its own head."""

@@ -25,7 +25,7 @@ from overspill.manager.states import Seen, State, Step, Timing, Wanted, decide
 from overspill.processes import listeners, signal_name
 from overspill.registry import Registry, RegistryError
 from overspill.serve.control import HEADER, PATH, secret_of
-from overspill.serve.status import Status, leave_reason, take_reason
+from overspill.serve.status import Status, last_start_s, leave_reason, take_reason
 from overspill.upstream import Upstream, UpstreamLost, address
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Engine:
     is_leaving: bool = False
     """It drains because somebody stops it: it takes no new request."""
     start_s: float | None = None
-    """How long its last start took that succeeded."""
+    """How long its last start took that succeeded, as `overspill serve` keeps it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """With which to start it."""
     holds: Memory = NOTHING
@@ -121,7 +121,6 @@ class Engine:
     _is_launching: bool = False
     _is_ending: bool = False
     _past: Past | None = None
-    _was_woken: bool = False
     _was_asked_to_end: bool = False
 
     # Wishes: none of these waits, and each may be repeated.
@@ -156,7 +155,7 @@ class Engine:
 
     def remember(self, past: Past) -> None:
         """Of a manager before this one; before anything else is known."""
-        self._past, self.start_s = past, past.start_s
+        self._past, self.start_s = past, last_start_s(self.name)
         if past.state == State.FAILED:
             self.failure = Failure(reason=past.error, log_lines=past.log_lines, at=time.monotonic(), count=0)
             self.state, self.since = State.FAILED, past.since
@@ -167,7 +166,7 @@ class Engine:
         failure = self.failure
         past = Past(
             name=self.name, state=str(self.state), since=self.since, stop_reason=self.stop_reason,
-            pid=self.record.pid if self.record is not None else None, start_s=self.start_s,
+            pid=self.record.pid if self.record is not None else None,
             error=failure.reason if failure is not None else "",
             log_lines=failure.log_lines if failure is not None else (),
         )  # fmt: skip
@@ -450,7 +449,7 @@ class Engine:
     async def _wake(self) -> None:
         told = await self._control("POST", "wake")
         if told is not None and told.get("state") == "running":
-            self._is_parked, self._was_woken = False, True
+            self._is_parked = False
             return
         self._knows_parked = told is not None
         self._refuse(f"{self.name} could not be woken: {_reason(told)}")
@@ -585,7 +584,7 @@ class Engine:
         self._launched_at = time.monotonic()
         self._answered_at = self._root_gone_at = None
         self._is_ending = self._was_asked_to_end = False
-        self._is_parked = self._knows_parked = self._was_woken = False
+        self._is_parked = self._knows_parked = False
         self._freed, self.refusal = NOTHING, ""
         with contextlib.suppress(OSError):
             self._handle = os.pidfd_open(record.pid)
@@ -626,11 +625,8 @@ class Engine:
         if state is self.state:
             return
         is_seen_again = self._past is not None and self.record is not None and self._past.pid == self.record.pid
-        was_starting = self.state is State.STARTING and self.last is not None and not is_seen_again
-        self.state, self.since = state, time.time()
+        self.state, self.since, self.start_s = state, time.time(), last_start_s(self.name)
         if state is State.READY and self.last is not None:
-            if was_starting and self._answered_at is not None and not self._was_woken:
-                self.start_s = self.since - self.last.started_at
             if is_seen_again and self._past is not None and self._past.state == State.READY:
                 self.since = self._past.since
             self._past = None

@@ -54,7 +54,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """A model's last state, for the next manager to show, and how long its last start took."""
+    """A model's last state, for the next manager to show."""
 
     name: str
     state: str
@@ -63,7 +63,6 @@ class Past:
     stop_reason: str = ""
     error: str = ""
     log_lines: tuple[str, ...] = ()
-    start_s: float | None = None
 
 
 class Records(Generic[T]):
