@@ -280,6 +280,7 @@ def test_sigterm_ends_everything(server: Serve) -> None:
     assert server.status() is None
     (recorded,) = server.runs()
     assert recorded.end is RunEnd.STOPPED and recorded.exit_code == 0 and not recorded.is_running
+    assert "Starting vLLM server" in run("logs", "tiny", "--lines", "10000", **server.home).stdout  # it outlives it
 
 
 def test_sigkill_of_serve_ends_the_engine_too(model: Path, tmp_path: Path) -> None:

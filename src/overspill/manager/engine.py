@@ -25,7 +25,7 @@ from overspill.manager.states import Seen, State, Step, Timing, Wanted, decide
 from overspill.processes import listeners, signal_name
 from overspill.registry import Registry, RegistryError
 from overspill.serve.control import HEADER, PATH, secret_of
-from overspill.serve.status import Status, last_start_s, leave_reason, take_reason
+from overspill.serve.status import Status, last_start, leave_reason, take_reason
 from overspill.upstream import Upstream, UpstreamLost, address
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Engine:
 
     def remember(self, past: Past) -> None:
         """Of a manager before this one; before anything else is known."""
-        self._past, self.start_s = past, last_start_s(self.name)
+        self._past, self.start_s = past, last_start(self.name).seconds
         if past.state == State.FAILED:
             self.failure = Failure(reason=past.error, log_lines=past.log_lines, at=time.monotonic(), count=0)
             self.state, self.since = State.FAILED, past.since
@@ -625,7 +625,7 @@ class Engine:
         if state is self.state:
             return
         is_seen_again = self._past is not None and self.record is not None and self._past.pid == self.record.pid
-        self.state, self.since, self.start_s = state, time.time(), last_start_s(self.name)
+        self.state, self.since, self.start_s = state, time.time(), last_start(self.name).seconds
         if state is State.READY and self.last is not None:
             if is_seen_again and self._past is not None and self._past.state == State.READY:
                 self.since = self._past.since

@@ -21,11 +21,12 @@ from overspill.processes import identity
 from overspill.serve.engine_report import Phase, Report
 from overspill.serve.status import (
     Reached,
+    Start,
     Status,
     folder_of,
     forget_ended,
     keep_start,
-    last_start_s,
+    last_start,
     memory_of,
     read_statuses,
     remove_status,
@@ -49,7 +50,7 @@ class Reporter:
     def __init__(self, prepared: Prepared, *, log_file: Path | None, can_park: bool = False) -> None:
         self._prepared = prepared
         self._began = self._said = time.monotonic()
-        self._earlier_s = last_start_s(prepared.name)
+        self._earlier_s = last_start(prepared.name).seconds
         self._folder = folder_of()
         self._status = Status(
             pid=os.getpid(),
@@ -92,7 +93,7 @@ class Reporter:
         if phase is Phase.READY:
             self._earlier_s = None
             try:
-                keep_start(self._status.model, self.seconds)
+                keep_start(self._status.model, Start(round(self.seconds, 1), self._status.log_file))
             except OSError as error:
                 self.say(f"warning: how long this start took is not kept ({error})")
         self._change(phase=phase, phases=(*self._status.phases, Reached(phase=phase, at=at)), **ready)

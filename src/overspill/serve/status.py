@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -156,19 +156,27 @@ def clear_ended(environ: Mapping[str, str] = os.environ) -> None:
                 remove_status(one, folder)
 
 
-def keep_start(model: str, seconds: float, environ: Mapping[str, str] = os.environ) -> None:
-    """How long a start took until the server answered, for the next one of the same model on this machine."""
+class Start(NamedTuple):
+    """The last start of a model on this machine until its server answered."""
+
+    seconds: float | None = None
+    log_file: str | None = None
+
+
+def keep_start(model: str, start: Start, environ: Mapping[str, str] = os.environ) -> None:
+    """For the next start of the same model, and for its log when it has ended."""
     if (path := _start_path(model, environ)) is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, json.dumps({"model": model, "seconds": round(seconds, 1)}) + "\n")
+        replace_file(path, json.dumps({"model": model, **start._asdict()}) + "\n")
 
 
-def last_start_s(model: str, environ: Mapping[str, str] = os.environ) -> float | None:
-    """None if no start of it is known."""
+def last_start(model: str, environ: Mapping[str, str] = os.environ) -> Start:
+    """With nothing in it if no start of it is known."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         if (path := _start_path(model, environ)) is not None:
-            return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
-    return None
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return Start(float(kept["seconds"]), kept.get("log_file"))
+    return Start()
 
 
 def _start_path(model: str, environ: Mapping[str, str]) -> Path | None:

@@ -22,7 +22,7 @@ from overspill.manager.states import State
 from overspill.manager.web.setup import own_folder
 from overspill.processes import wait_until_none
 from overspill.serve.control import HEADER, PATH, secret_of
-from overspill.serve.status import Status, read_statuses
+from overspill.serve.status import Status, last_start, read_statuses
 from overspill.settings import nearest
 
 # Stopping waits for requests in flight, and for processes that do not end by themselves.
@@ -162,8 +162,9 @@ def _log_file(name: str) -> Path:
         return Path(_find(name, known).log_file or "")
     # A manager may have served it.
     kept = own_folder() / "logs" / f"{file_name(name)}.log"
-    if kept.exists():
-        return kept
+    ended = Path(last_start(name).log_file or kept)
+    if ended.exists():
+        return ended
     hint = nearest(name, [one.model for one in known]) or "none is known here"
     raise ManagerError(f"there is no log of {name!r:.220}; {hint}")
 
