@@ -510,8 +510,18 @@ def test_tokens_that_are_kept_warm_are_those_that_the_pool_holds() -> None:
     made = plan(LLAMA_8B, "24GiB", "128GiB", 131072, offload_ram_bytes=10 * GIB)
     assert plan_as_json(made)["warm_tokens"] == 10 * GIB // 131072 == 81920
     assert "Idle KV that RAM holds: 81,920 tokens" in plan_as_text(made)
+    assert plan_as_json(made)["disk_tokens"] == 0 and "disk" not in plan_as_text(made).lower()
     nothing = plan(LLAMA_8B, "8GiB", "4GiB", 131072)
     assert nothing.chosen is None and plan_as_json(nothing)["warm_tokens"] == 0
+
+
+def test_tokens_that_the_disk_holds_need_a_pool() -> None:
+    disk = f"disk_bytes={200 * GIB}"
+    made = plan(LLAMA_8B, "24GiB", "128GiB", 131072, offload_ram_bytes=10 * GIB, kv_options=disk)
+    assert plan_as_json(made)["disk_tokens"] == 200 * GIB // 131072 == 1_638_400
+    assert "Disk                 200 GiB" in plan_as_text(made) and "over restarts: 1,638,400." in plan_as_text(made)
+    without = plan(LLAMA_8B, "24GiB", "128GiB", 131072, offload_ram_bytes=0, kv_options=disk)
+    assert plan_as_json(without)["disk_bytes"] == 0 and "Disk" not in plan_as_text(without)
 
 
 # Several at once.

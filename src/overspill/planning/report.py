@@ -86,6 +86,8 @@ def _way_as_json(plan: Plan, way: Way) -> dict[str, Any]:
         "parked_bytes": ranks * way.parked_bytes if way.parks else 0,
         "elastic": is_elastic(plan, way),
         "warm_tokens": way.warm_tokens,
+        "disk_bytes": (disk_bytes := _disk_bytes(plan, way)),
+        "disk_tokens": way.tokens_in(disk_bytes // ranks),
         "overheads": as_json(way.overheads),
         "decode_tokens_per_s": way.decode_tokens_per_s.value,
         "ttft_s": way.ttft_s.value,
@@ -173,7 +175,7 @@ Plan.__str__ = plan_as_text  # type: ignore[method-assign, assignment]
 def _division(plan: Plan, way: Way) -> list[str]:
     overheads, budget = way.overheads, plan.budget
     on_gpu = plan.rank.weights.total_bytes - way.weights.saved_bytes
-    is_cpu, ranks = plan.platform.is_cpu, plan.num_ranks
+    is_cpu, ranks, disk_bytes = plan.platform.is_cpu, plan.num_ranks, _disk_bytes(plan, way)
     device = "Memory" if is_cpu else "GPU"
     rows = [
         (device if ranks == 1 else f"{device} of each rank", budget.limit_bytes.value, budget.limit_bytes.note),
@@ -198,12 +200,18 @@ def _division(plan: Plan, way: Way) -> list[str]:
         ),
         ("  idle KV", ranks * way.offload_bytes, _idle_note(plan, way)),
         ("  weights' copy", ranks * way.parked_bytes if way.parks else 0, "for the time that the engine is parked"),
+        *([("Disk", disk_bytes, "for idle KV that RAM drops, and for the next start")] if disk_bytes else ()),
     ]
     return [
         f"{label:{_LABEL}}{format_size(size):>{_VALUE}}   {note}".rstrip()
         for label, size, note in rows
         if size or not label.startswith(" ")
     ]
+
+
+def _disk_bytes(plan: Plan, way: Way) -> int:
+    """Every block on disk passes through the pool."""
+    return int(read_options(plan.wishes.kv_options).get("disk_bytes") or 0) if way.offload_bytes else 0
 
 
 def _idle_note(plan: Plan, way: Way) -> str:
@@ -298,7 +306,9 @@ def _concurrency(plan: Plan, way: Way) -> list[str]:
         lines.append(f"{way.short_requests} at once of {tokens:,} tokens: {speed:,.0f} t/s together.")
     lines.append(longest_as_text(plan))
     if way.warm_tokens:
-        lines.append(f"Idle KV that RAM holds: {way.warm_tokens:,} tokens.")
+        disk_tokens = way.tokens_in(_disk_bytes(plan, way) // plan.num_ranks)
+        disk = f"; the disk, over restarts: {disk_tokens:,}" if disk_tokens else ""
+        lines.append(f"Idle KV that RAM holds: {way.warm_tokens:,} tokens{disk}.")
     elif plan.wishes.offload_ram_bytes is None:
         useful = min(way.kv.resident_bytes, 2 * way.front_bytes)
         least = format_size(plan.num_ranks * max(LEAST_OFFLOAD_BYTES, useful))

@@ -104,9 +104,13 @@ class Way(Attempt):
 
     @property
     def warm_tokens(self) -> int:
-        """Of idle conversations, that the pool for them keeps; windows and states take some of it beside."""
+        """Of idle conversations, that the pool for them keeps."""
+        return self.tokens_in(self.offload_bytes)
+
+    def tokens_in(self, num_bytes: int) -> int:
+        """Whose KV fits, of one rank; windows and states take some of it beside."""
         per_token = self.geometry.kv_bytes_per_token
-        return self.offload_bytes // per_token if per_token else 0
+        return num_bytes // per_token if per_token else 0
 
     def requests_at_once(self, num_tokens: int) -> int:
         """Of so many tokens each, in resident and spilled KV; one block is vLLM's null block."""
