@@ -53,6 +53,8 @@ class Behaviour:
     """What it answers, with this word in its path, is a refusal: park, or wake."""
     device: str = "cpu"
     """Of the plan of an elastic engine."""
+    gpu: tuple[int, str] = (0, "cpu")
+    """Of an elastic engine: its number, and the name of its ledger."""
     elastic: dict[str, int] | None = None
     """Of a row in the CPU's ledger: held, floor, most and weight; what each request needs; and `late_ms`, from its wake
     until it has its memory."""
@@ -197,7 +199,7 @@ async def follow_ledger(
     sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
     from overspill.kv.ledger import Ledger
 
-    ledger = Ledger(Path(os.environ["XDG_STATE_HOME"]) / "overspill/ledgers/cpu.ledger")
+    ledger = Ledger(Path(os.environ["XDG_STATE_HOME"]) / f"overspill/ledgers/{server.behaviour.gpu[1]}.ledger")
     row = ledger.take(os.getpid(), held=held, floor=floor, most=most, weight=weight)
     server.held = held
     while True:
@@ -239,7 +241,10 @@ def write_status(name: str, url: str, behaviour: Behaviour) -> None:
     }  # fmt: skip
     if behaviour.elastic is not None:
         held = behaviour.elastic["held"]
-        told["plan"] = {"device": behaviour.device, "elastic": True, "gpu_bytes": held, "resident_kv_bytes": held}
+        told["plan"] = {
+            "device": behaviour.device, "elastic": True, "gpu_bytes": held, "resident_kv_bytes": held,
+            "ranks": [{"index": behaviour.gpu[0]}],
+        }  # fmt: skip
     at.with_suffix(".secret").write_text(json.dumps({"process": told["process"], "secret": "secret of a launch"}))
     new = at.with_suffix(".new")
     new.write_text(json.dumps(told))

@@ -32,7 +32,7 @@ from tests.test_hardware_nvml import Device, FakeNvml, used
 CARD = 1000 * MiB
 REQUEST = 300 * MiB
 FLOOR = 100 * MiB
-MEMORY = Memory(gpu_bytes=CARD, ram_bytes=64 * GiB)
+MEMORY = Memory(gpus=(CARD,), ram_bytes=64 * GiB)
 
 
 def elastic(held: int = CARD // 2, **more: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def elastic(held: int = CARD // 2, **more: int) -> dict[str, Any]:
 
 def reckon(model: Model, evictable: Memory) -> Need:
     """A model's GPU memory, as its settings say."""
-    need = Memory(gpu_bytes=model.settings.gpu_memory or FLOOR)
+    need = Memory(gpus=(model.settings.gpu_memory or FLOOR,))
     return Need(least=need, takes=need)
 
 
@@ -214,9 +214,9 @@ def test_a_parked_engine_lends_its_kv_and_gets_it_back(
 ) -> None:
     look = Swaps.free_for_kv
 
-    async def look_slowly(swaps: Swaps) -> int:
+    async def look_slowly(swaps: Swaps, gpu: int) -> int:
         await asyncio.sleep(0.3)  # in which an engine is woken
-        return await look(swaps)
+        return await look(swaps, gpu)
 
     monkeypatch.setattr(Swaps, "free_for_kv", look_slowly)
     place.add("a", behaviour={**elastic(late_ms=late_ms), "parks": 0})
@@ -231,7 +231,7 @@ def test_a_parked_engine_lends_its_kv_and_gets_it_back(
             assert engines.snapshot("a").holds.gpu_bytes == 0
             await eventually(lambda: kv(engines, "b").held == CARD)
             await engines.ensure_ready("a")
-            await eventually(lambda: committed(engines._grants.look().values()) == CARD)
+            await eventually(lambda: committed(engines._grants[0].look().values()) == CARD)
             await eventually(lambda: kv(engines, "a").held == held and kv(engines, "b").held == CARD - held)
             await asyncio.sleep(1)  # in which the GPU is divided again
             assert len(place.starts("a")) == len(place.starts("b")) == 1, "none was stopped"

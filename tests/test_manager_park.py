@@ -46,11 +46,11 @@ async def complete(url: str, model: str, **more: Any) -> httpx.Response:
 
 def test_parking_is_enough_only_where_ram_allows() -> None:
     gpu, ram = 20 * GiB, 30 * GiB
-    need = Memory(gpu_bytes=gpu, ram_bytes=ram)
-    frees = [Memory(gpu_bytes=gpu)]
-    assert may_park(need, Memory(gpu_bytes=GiB, ram_bytes=ram), [], frees)
-    assert not may_park(need, Memory(gpu_bytes=GiB, ram_bytes=ram - 1), [], frees), "the parked one keeps its RAM"
-    assert may_park(need, Memory(gpu_bytes=GiB), [Memory(ram_bytes=ram)], frees), "another one leaves"
+    need = Memory(gpus=(gpu,), ram_bytes=ram)
+    frees = [Memory(gpus=(gpu,))]
+    assert may_park(need, Memory(gpus=(GiB,), ram_bytes=ram), [], frees)
+    assert not may_park(need, Memory(gpus=(GiB,), ram_bytes=ram - 1), [], frees), "the parked one keeps its RAM"
+    assert may_park(need, Memory(gpus=(GiB,)), [Memory(ram_bytes=ram)], frees), "another one leaves"
 
 
 def test_a_swap_parks_and_a_request_wakes(place: Place) -> None:

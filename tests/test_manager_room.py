@@ -92,7 +92,7 @@ def test_a_refusal_reports_only_the_kind_of_memory_that_is_short(place: Place) -
     place.add("huge", ram=8 * GiB)
 
     async def run() -> None:
-        async with managing(place, memory=Memory(gpu_bytes=1 << 60, ram_bytes=2 * GiB)) as engines:
+        async with managing(place, memory=Memory(gpus=(1 << 60,), ram_bytes=2 * GiB)) as engines:
             with pytest.raises(NoRoom, match=r"^huge needs 8 GiB of RAM; 2 GiB of RAM is free, "):
                 await engines.ensure_ready("huge")
 

@@ -123,10 +123,10 @@ def test_a_model_that_would_not_fit_anyway_evicts_nothing() -> None:
 
 
 def test_memory_of_the_gpu_and_ram_must_both_be_enough() -> None:
-    need = Memory(gpu_bytes=4, ram_bytes=4)
+    need = Memory(gpus=(4,), ram_bytes=4)
     ram_only = Running(name="a", holds=Memory(ram_bytes=8), in_flight=0, last_used=0, ready_since=0)
-    gpu_only = Running(name="b", holds=Memory(gpu_bytes=8), in_flight=0, last_used=1, ready_since=0)
-    free = Memory(gpu_bytes=0, ram_bytes=4)
+    gpu_only = Running(name="b", holds=Memory(gpus=(8,)), in_flight=0, last_used=1, ready_since=0)
+    free = Memory(gpus=(0,), ram_bytes=4)
     assert choose(need, free, [ram_only, gpu_only], now=9, least_service_s=0).victims == ("b",)
 
 

@@ -41,7 +41,7 @@ of_the_manager = with_flags("given", [
     flag("allow_origin", typer.Option(help="A site whose scripts may use the gateway; may be repeated."),
          list[str] | None),
     flag("ram", typer.Option(help="RAM that all engines together may hold; without it, what is free.")),
-    flag("gpu_memory", typer.Option(help="GPU memory that all engines together may hold; without it, what is free.")),
+    flag("gpu_memory", typer.Option(help="The same of the memory of each GPU.")),
     flag("any_vllm_flag", typer.Option("--any-vllm-flag", help="Allow vLLM's flags that run code or open files over "
          "the web."), bool, False),
     flag("keep_engines", typer.Option("--keep-engines", help="Leave engines running when the manager ends."), bool,

@@ -19,7 +19,7 @@ from overspill.kv.ledger import Account
 from overspill.manager import logs
 from overspill.manager.backend import Backend, EngineProcess, Order, identify
 from overspill.manager.errors import StartFailed
-from overspill.manager.needs import NOTHING, Memory, holds_of
+from overspill.manager.needs import NOTHING, Memory, gpus_of, holds_of, on_gpus
 from overspill.manager.records import Past, Record, Records, end_killed_run, file_name, how_it_ended
 from overspill.manager.states import Seen, State, Step, Timing, Wanted, decide
 from overspill.processes import listeners, signal_name
@@ -217,14 +217,20 @@ class Engine:
         """What it was planned to take, with the KV that it has by now."""
         if self.account is None or self.status is None:
             return self._takes
-        return self._takes + Memory(gpu_bytes=self.account.held - int(self.status.plan.get("resident_kv_bytes") or 0))
+        grown = self.account.held - int(self.status.plan.get("resident_kv_bytes") or 0)
+        return self._takes + on_gpus(grown, self.gpus)
 
     @property
     def could_release(self) -> Memory:
         """KV that an elastic engine gives back when others need its memory."""
         if self.account is None or not self.is_sharing or self.is_draining:
             return NOTHING
-        return Memory(gpu_bytes=max(0, self.account.held - self.account.floor))
+        return on_gpus(max(0, self.account.held - self.account.floor), self.gpus)
+
+    @property
+    def gpus(self) -> list[int]:
+        """Of each of its ranks."""
+        return gpus_of(self.status.plan if self.status is not None else {})
 
     @property
     def is_sharing(self) -> bool:
@@ -293,8 +299,9 @@ class Engine:
         """On a CPU, RAM plays the GPU's memory; of it, KV that engines share is counted apart."""
         if self.account is not None and self.status is not None and self.status.plan.get("device") == "cpu":
             shared = min(num_bytes, self.account.held)
-            return Memory(gpu_bytes=shared, ram_bytes=num_bytes - shared)
-        return Memory(gpu_bytes=num_bytes) if self._takes.gpu_bytes else Memory(ram_bytes=num_bytes)
+            return on_gpus(shared, ram_bytes=num_bytes - shared)
+        # Of all ranks together.
+        return on_gpus(num_bytes // len(self.gpus), self.gpus) if self._takes.gpu_bytes else Memory(ram_bytes=num_bytes)
 
     @property
     def has_process(self) -> bool:

@@ -83,6 +83,7 @@ class Engines:
             registry=self._registry,
             changed=self._changed,
         )
+        gpus, memory = (await asyncio.to_thread(detect)).gpus, self.options.memory
         self._swaps = Swaps(
             queue=self.queue,
             timing=self.timing,
@@ -90,10 +91,9 @@ class Engines:
             find_model=self.catalogue.get,
             reckon=self._reckon,
             free=free_memory,
-            budget=self.options.memory,
+            budget=None if memory is None else dataclasses.replace(memory, gpus=memory.gpus * max(1, len(gpus))),
         )
-        gpus = (await asyncio.to_thread(detect)).gpus
-        self._grants = Grants(ledger_file(gpus[0].uuid if gpus else ""))
+        self._grants = {gpu.index: Grants(ledger_file(gpu.uuid)) for gpu in gpus} or {0: Grants(ledger_file(""))}
         await self.catalogue.refresh()
         for past in await asyncio.to_thread(self._world.pasts.read_all):
             self._engine(past.name).remember(past)
@@ -128,7 +128,8 @@ class Engines:
             await asyncio.gather(*(one.until(State.STOPPED, State.FAILED) for one in managed))
         for engine in self._engines.values():
             await engine.leave()
-        self._grants.close()
+        for grants in self._grants.values():
+            grants.close()
         self.upstream.close()
         await asyncio.sleep(0)  # connections are closed at the loop's next turn
         if self._lock is not None:
@@ -395,19 +396,21 @@ class Engines:
 
     async def _divide(self) -> bool:
         """Whether there is anything to divide."""
-        accounts = await asyncio.to_thread(self._grants.look)
-        by_session = sessions_of(accounts)
+        by_gpu = {gpu: await asyncio.to_thread(grants.look) for gpu, grants in self._grants.items()}
+        by_session = sessions_of(one for accounts in by_gpu.values() for one in accounts.values())
         engines = {one.status.session: one for one in self._engines.values() if one.status is not None}
         for session, engine in engines.items():
             engine.follow(by_session.get(session) if session is not None else None)
-        free = await self._swaps.free_for_kv() if accounts else 0
-        # Others keep what they have: those that start, are parked or measured, and those of nobody here.
-        shares = [one.account for one in engines.values() if one.is_sharing]
-        rows = {row: one for row, one in accounts.items() if one in shares}
-        if rows:
-            starting = [one.name for one in self._engines.values() if one.is_taking_memory(accounts.values())]
-            self._grants.grant(rows, free, claimed=self._swaps.claimed_bytes, starting=starting)
-        return bool(accounts)
+        for gpu, accounts in by_gpu.items():
+            free = await self._swaps.free_for_kv(gpu) if accounts else 0
+            # Others keep what they have: those that start, are parked or measured, and those of nobody here.
+            shares = [one.account for one in engines.values() if one.is_sharing]
+            rows = {row: one for row, one in accounts.items() if one in shares}
+            if rows:
+                known = by_session.values()
+                starting = [one.name for one in self._engines.values() if one.is_taking_memory(known)]
+                self._grants[gpu].grant(rows, free, claimed=self._swaps.claimed.of_gpu(gpu), starting=starting)
+        return any(by_gpu.values())
 
     async def _look_around(self) -> None:
         """For what others do: models that are added, engines that are started by hand, logs that grow."""

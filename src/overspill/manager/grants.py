@@ -4,7 +4,7 @@ The division is a pure function. Revoked memory is granted on only when its engi
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -130,10 +130,10 @@ class Grants:
             self._ledger = None
 
 
-def sessions_of(accounts: Mapping[int, Account]) -> dict[int, Account]:
+def sessions_of(accounts: Iterable[Account]) -> dict[int, Account]:
     """By the session of their processes, which `overspill serve` begins."""
     found = {}
-    for one in accounts.values():
+    for one in accounts:
         with suppress(ProcessLookupError):
             found[os.getsid(one.pid)] = one
     return found

@@ -1,8 +1,10 @@
 """Memory that a model needs and would take, by its plan for the machine as it would be with other engines gone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from operator import add, sub
 from typing import Any
 
 from overspill.figures import Known, derived
@@ -26,29 +28,57 @@ SHORT_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory in two places: needed, held or free."""
+    """Memory in several places: needed, held or free."""
 
-    gpu_bytes: int = 0
+    gpus: tuple[int, ...] = ()
+    """Of each GPU, as NVML numbers them; those left out have none. On a CPU, the RAM in place of one."""
     ram_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        last = max((at for at, size in enumerate(self.gpus) if size), default=-1)
+        object.__setattr__(self, "gpus", self.gpus[: last + 1])  # one way of writing it: memory is compared
+
+    @property
+    def gpu_bytes(self) -> int:
+        return sum(self.gpus)
+
+    def of_gpu(self, index: int) -> int:
+        return self.gpus[index] if index < len(self.gpus) else 0
+
     def __add__(self, other: "Memory") -> "Memory":
-        return Memory(gpu_bytes=self.gpu_bytes + other.gpu_bytes, ram_bytes=self.ram_bytes + other.ram_bytes)
+        return Memory(gpus=_each(add, self.gpus, other.gpus), ram_bytes=self.ram_bytes + other.ram_bytes)
 
     def __sub__(self, other: "Memory") -> "Memory":
-        return Memory(gpu_bytes=self.gpu_bytes - other.gpu_bytes, ram_bytes=self.ram_bytes - other.ram_bytes)
+        return Memory(gpus=_each(sub, self.gpus, other.gpus), ram_bytes=self.ram_bytes - other.ram_bytes)
 
     def holds(self, need: "Memory") -> bool:
-        return need.gpu_bytes <= max(0, self.gpu_bytes) and need.ram_bytes <= max(0, self.ram_bytes)
+        fits = _each(lambda have, want: want <= max(0, have), self.gpus, need.gpus)
+        return all(fits) and need.ram_bytes <= max(0, self.ram_bytes)
 
     def where_needed(self, need: "Memory") -> "Memory":
-        """Without the place of which nothing is needed, and which may have no limit."""
-        return Memory(
-            gpu_bytes=self.gpu_bytes if need.gpu_bytes else 0, ram_bytes=self.ram_bytes if need.ram_bytes else 0
-        )
+        """Without places of which nothing is needed, and which may have no limit."""
+        gpus = tuple(self.of_gpu(index) if size else 0 for index, size in enumerate(need.gpus))
+        return Memory(gpus=gpus, ram_bytes=self.ram_bytes if need.ram_bytes else 0)
 
     def __str__(self) -> str:
-        parts = [(self.gpu_bytes, "of GPU memory"), (self.ram_bytes, "of RAM")]
-        return " and ".join(f"{format_size(max(0, size))} {where}" for size, where in parts if size) or "no memory"
+        is_first = len(self.gpus) == 1
+        parts = [
+            f"{format_size(max(0, size))} of GPU memory" + ("" if is_first else f" on GPU {index}")
+            for index, size in enumerate(self.gpus)
+            if size
+        ]
+        parts += [f"{format_size(max(0, self.ram_bytes))} of RAM"] if self.ram_bytes else []
+        return " and ".join(parts) or "no memory"
+
+
+def _each(how: Callable[[int, int], int], left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(how(one, other) for one, other in zip_longest(left, right, fillvalue=0))
+
+
+def on_gpus(num_bytes: int, indices: Iterable[int] = (0,), ram_bytes: int = 0) -> Memory:
+    """So much on each of these GPUs."""
+    chosen = set(indices)
+    return Memory(gpus=tuple(num_bytes * (at in chosen) for at in range(max(chosen) + 1)), ram_bytes=ram_bytes)
 
 
 NOTHING = Memory()
@@ -98,13 +128,14 @@ def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
         kv = way.kv.device_bytes if is_elastic else 0
         least = _on_cpu(plan.num_ranks * device, least_ram, kv - (limit - device))
         return Need(least=least, takes=_on_cpu(plan.num_ranks * limit, takes_ram, kv))
-    return Need(least=Memory(gpu_bytes=device, ram_bytes=least_ram), takes=Memory(gpu_bytes=limit, ram_bytes=takes_ram))
+    gpus = [gpu.index for gpu in plan.gpus]
+    return Need(least=on_gpus(device, gpus, least_ram), takes=on_gpus(limit, gpus, takes_ram))
 
 
 def _on_cpu(device_bytes: int, ram_bytes: int, elastic_bytes: int) -> Memory:
     """RAM plays the GPU's memory. KV that engines share is counted apart, as a GPU's would be."""
     shared = max(0, elastic_bytes)
-    return Memory(gpu_bytes=shared, ram_bytes=ram_bytes + device_bytes - shared)
+    return on_gpus(shared, ram_bytes=ram_bytes + device_bytes - shared)
 
 
 def holds_of(plan: Mapping[str, Any]) -> Memory:
@@ -112,20 +143,27 @@ def holds_of(plan: Mapping[str, Any]) -> Memory:
     if not plan:
         return NOTHING
     parts = ("weights_pinned_bytes", "spilled_kv_bytes", "offload_bytes", "parked_bytes")
-    ranks = len(plan.get("ranks") or [None])
+    gpus = gpus_of(plan)
+    ranks = len(gpus)
     ram = sum(int(plan.get(name) or 0) for name in parts) + ranks * PROCESS_RAM_BYTES
     given = plan.get("gpu_bytes")
     device = int(given["value"] if isinstance(given, Mapping) else given or 0)
     if plan.get("device") == "cpu":
         return _on_cpu(ranks * device, ram, int(plan.get("resident_kv_bytes") or 0) if plan.get("elastic") else 0)
-    return Memory(gpu_bytes=device, ram_bytes=ram)
+    return on_gpus(device, gpus, ram)
+
+
+def gpus_of(plan: Mapping[str, Any]) -> list[int]:
+    """The GPU of each rank of an engine, by its plan as JSON."""
+    return [rank.get("index") or 0 for rank in plan.get("ranks") or [{}]]
 
 
 def free_memory() -> Memory:
-    """Now, on this machine: of the GPU an engine would take, or of the RAM in its place, and of RAM."""
+    """Now, on this machine: of each GPU, or of the RAM in its place, and of RAM."""
     hardware = detect()
     ram = hardware.machine.ram_available_bytes.value
-    return Memory(gpu_bytes=hardware.gpus[0].free_bytes.value if hardware.gpus else ram, ram_bytes=ram)
+    gpus = [on_gpus(gpu.free_bytes.value, [gpu.index]) for gpu in hardware.gpus]
+    return total([*(gpus or [on_gpus(ram)]), Memory(ram_bytes=ram)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,12 +232,13 @@ def _planned(settings: ModelSettings, hardware: Hardware) -> Launch:
 
 def with_more(hardware: Hardware, evictable: Memory) -> Hardware:
     """As if engines that hold so much were gone."""
-    machine, gpus = hardware.machine, hardware.gpus
+    machine = hardware.machine
     ram = _more(machine.ram_available_bytes, evictable.ram_bytes, machine.ram_total_bytes.value)
-    if gpus:
-        first = replace(gpus[0], free_bytes=_more(gpus[0].free_bytes, evictable.gpu_bytes, gpus[0].total_bytes.value))
-        gpus = (first, *gpus[1:])
-    return replace(hardware, machine=replace(machine, ram_available_bytes=ram), gpus=gpus)
+    freer = tuple(
+        replace(gpu, free_bytes=_more(gpu.free_bytes, evictable.of_gpu(gpu.index), gpu.total_bytes.value))
+        for gpu in hardware.gpus
+    )
+    return replace(hardware, machine=replace(machine, ram_available_bytes=ram), gpus=freer)
 
 
 def _more(figure: Known[int], num_bytes: int, most: int) -> Known[int]:

@@ -14,7 +14,7 @@ from itertools import chain, combinations
 
 from overspill.manager.engine import Engine
 from overspill.manager.errors import NoRoom, NotServed, QueueFull, StartFailed
-from overspill.manager.needs import Memory, Need, total
+from overspill.manager.needs import NOTHING, Memory, Need, total
 from overspill.manager.states import State, Timing
 from overspill.planning.memory import SLACK_BYTES
 from overspill.registry import Model
@@ -200,8 +200,8 @@ class Swaps:
     """What all engines together may hold, instead of what is free."""
     reserved_for: list[str] = field(default_factory=list)
     """Why no engine is started now, if there are reasons."""
-    _claim: tuple[str, int] = ("", 0)
-    """The model for which elastic engines shrink, and the GPU memory that it needs."""
+    _claim: tuple[str, Memory] = ("", NOTHING)
+    """The model for which elastic engines shrink, and the memory that it needs."""
     _draining: dict[str, tuple[str, float, bool]] = field(default_factory=dict)
     """Engines that take no new requests, for which model, until when they are waited for, and whether parking them is
     enough."""
@@ -211,18 +211,18 @@ class Swaps:
         self.woken.set()
 
     @property
-    def claimed_bytes(self) -> int:
+    def claimed(self) -> Memory:
         """GPU memory that elastic engines are to leave free, for a model that waits."""
-        name, num_bytes = self._claim
+        name, need = self._claim
         waits = self.queue.count(name) and self.engines[name].state not in (State.STARTING, State.READY)
-        return num_bytes if waits else 0
+        return need if waits else NOTHING
 
-    async def free_for_kv(self) -> int:
+    async def free_for_kv(self, gpu: int) -> int:
         """GPU memory that elastic engines may be granted beside what they hold: neither promised nor beyond the budget,
         and less than is free, since engines take some more at times."""
-        free = (await asyncio.to_thread(self.free)).gpu_bytes - SLACK_BYTES
-        free -= sum(one.holds.gpu_bytes for one in self.engines.values() if one.state is State.STARTING)
-        return free if self.budget is None else min(free, (await self._free()).gpu_bytes)
+        free = (await asyncio.to_thread(self.free)).of_gpu(gpu) - SLACK_BYTES
+        free -= sum(one.holds.of_gpu(gpu) for one in self.engines.values() if one.state is State.STARTING)
+        return free if self.budget is None else min(free, (await self._free()).of_gpu(gpu))
 
     async def turn(self) -> None:
         self._stop_idle()
@@ -295,7 +295,7 @@ class Swaps:
         now, least_service_s = time.monotonic(), self.timing.least_service_s
         choice = choose(need.least, could_be_free, running, now=now, least_service_s=least_service_s)
         if choice.verdict is Verdict.FITS and not free.holds(need.least):
-            self._claim = (name, need.least.gpu_bytes)
+            self._claim = (name, need.least)
             return False
         return self._carry_out(choice, engine, model, need, could_be_free)
 

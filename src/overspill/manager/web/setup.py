@@ -96,11 +96,11 @@ def own_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def limit(ram: str | None, gpu_memory: str | None) -> Memory | None:
-    """None if neither is given; if one is, only the machine limits the other."""
+    """None if neither is given; if one is, only the machine limits the other. GPU memory is that of each GPU."""
     if ram is None and gpu_memory is None:
         return None
     return Memory(
-        gpu_bytes=_NO_LIMIT if gpu_memory is None else parse_size(gpu_memory),
+        gpus=(_NO_LIMIT if gpu_memory is None else parse_size(gpu_memory),),
         ram_bytes=_NO_LIMIT if ram is None else parse_size(ram),
     )
 
