@@ -41,6 +41,7 @@ class Sharing:
         self.manager, self.ledger = manager, ledger
         self.expected: dict[str, list[list[int]]] = {}
         self.most_committed = 0
+        self.refused = ""
         self._end = threading.Event()
 
     def add(self, name: str, seed: int) -> None:
@@ -78,6 +79,7 @@ class Sharing:
         except httpx.TransportError:
             return False
         if answer.status_code != 200:
+            self.refused = answer.text
             return False
         assert answer.json()["choices"][0]["token_ids"] == self.expected[name][number], (name, number)
         return True
@@ -174,6 +176,6 @@ def test_bursts_and_kills_lose_nothing_but_the_killed_engines_requests(tmp_path:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(both.account(victim).pid, signal.SIGKILL)
                 for name, burst in bursts.items():
-                    assert all(burst.result()) or victim in ("manager", name), (victim, name)
+                    assert all(burst.result()) or victim in ("manager", name), (victim, name, both.refused)
             for name in names:
                 until(lambda name=name: both.ask(name, 0))

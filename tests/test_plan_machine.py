@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from overspill.cli import app, main
-from overspill.figures import Origin, measured
+from overspill.figures import Known, Origin, assumed, measured
 from overspill.hardware import Gpu, detect, parse_gpu
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options
@@ -199,6 +199,34 @@ def test_the_cpu_is_stated_or_assumed(has: Has, monkeypatch: pytest.MonkeyPatch)
     assert find_device({"gpu": "rtx4090"}).cpu_attention.origin is Origin.ASSUMED, "another machine's"
     has(vllm=Vllm("0.32.0", is_cpu=True))
     assert not find_device({}).cpu_attention.value, "there is no second reader beside the CPU"
+
+
+def test_a_plan_that_spills_has_the_cpu_measured(
+    has: Has, llama_8b: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    has(replace(parse_gpu("rtx4090"), uuid="GPU-1"), ram=64 * GIB)
+    kept, threads = [10**9], []
+
+    def measure(number: int | None) -> bool:
+        threads.append(number)
+        kept[0] = 80 * 10**9
+        return True
+
+    def known(number: int | None) -> Known[int]:
+        return measured(kept[0]) if threads else assumed(kept[0])
+
+    monkeypatch.setattr(machine, "measure_attention", measure)
+    monkeypatch.setattr(machine, "cpu_attention", known)
+    assert not plan_for(str(llama_8b), {"max_model_len": 8192}).chosen.kv.spilled_bytes and not threads
+    long = {"max_model_len": 131072, "spill_threads": 3}
+    stated = plan_for(str(llama_8b), {**long, "cpu_attention": "20GB/s"})
+    assert stated.chosen is not None and stated.chosen.kv.spilled_bytes and not threads, "what is stated is known"
+    made = plan_for(str(llama_8b), long)
+    assert threads == [3] and made.cpu_attention == measured(80 * 10**9)
+    assert plan_for(str(llama_8b), long).chosen is not None and threads == [3], "once"
+    there = {**long, "gpu": "rtx4090", "ram": 64 * GIB}
+    assert plan_for(str(llama_8b), there).cpu_attention is not None and threads == [3], "another machine's"
 
 
 def test_the_vllm_here_is_found_without_loading_it() -> None:

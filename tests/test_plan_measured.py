@@ -1,4 +1,4 @@
-"""What plans say today of engines that were measured (benchmarks/results/prediction-h200.json)."""
+"""What plans say today of engines that were measured (prediction-h200.json and spill-ways-h200.json)."""
 
 import json
 from dataclasses import replace
@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from overspill.hardware import parse_gpu, parse_ram
+from overspill.hardware.cpu import BESIDE_LINK
 from overspill.hardware.stated import parse_link
 from overspill.kv.sizes import parse_size
 from overspill.model.config import Config
 from overspill.model.description import describe
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.setup import Wishes
+from overspill.planning.speed import Load, Machine, decode_step_s
 from overspill.planning.ways import Way
 from tests import model_configs as models
 
@@ -74,3 +76,36 @@ def test_decoding_is_as_fast_as_was_measured(case: dict[str, Any], request: pyte
         request.applymarker(pytest.mark.xfail(strict=True))
     _, way = planned(case)
     assert way.decode_tokens_per_s.value == pytest.approx(case["measured"]["decode_tokens_per_s"], rel=0.15)
+
+
+WAYS = json.loads((RESULT.parent / "spill-ways-h200.json").read_text())
+KERNEL = json.loads((RESULT.parent / "attention-kernel-h200.json").read_text())
+
+
+@pytest.mark.parametrize("way", ["shared", "graphs", "pieces"])
+@pytest.mark.parametrize("length", [39000, 52000, 131072])
+def test_steps_with_spilled_kv_are_as_fast_as_was_measured(length: int, way: str) -> None:
+    """The CPU's speed is what a plan would have taken there: that of its threads alone, less a part for the link."""
+    life = next(one for one in WAYS["lives"] if one["name"] == "spill")
+    (row,) = (one for one in WAYS["summary"][0]["lengths"] if one["length"] == length)
+    alone = next(
+        one["attend_bytes_per_s"] for one in KERNEL["rates"]
+        if (one["shape"], one["kernel"], one["threads"], one["queries"]) == ("Llama-3.1-8B", "avx512bf16", 14, 1)
+    )  # fmt: skip
+    kv_bytes = length * life["kv_bytes_per_token"]
+    spilled = kv_bytes - life["resident_bytes"]
+    facts = describe(Config(CONFIGS["llama-3.1-8b"], where="config.json"), None, name="llama-3.1-8b")
+    card = parse_gpu("h200")
+    assert card.memory_bytes_per_second is not None and card.bf16_flops is not None
+    machine = Machine(
+        memory_bytes_per_s=card.memory_bytes_per_second.value, flops=card.bf16_flops.value,
+        link_bytes_per_s=life["link"]["h2d_bytes_per_second"],
+        cpu_bytes_per_s=alone * BESIDE_LINK if way == "shared" else 0,
+    )  # fmt: skip
+    load = Load(
+        weight_bytes=facts.weights.total_bytes, kv_bytes=kv_bytes, spilled_kv_bytes=spilled, num_layers=32,
+        shared_kv_bytes=spilled if way == "shared" else 0, is_graphed=way != "pieces",
+        parameters_per_token=facts.weights.total_bytes // 2,
+    )  # fmt: skip
+    measured = row["ways"][way]["tpot"]
+    assert decode_step_s(machine, load) == pytest.approx(measured["median"], rel=0.15)

@@ -365,7 +365,8 @@ TABLE = (
     ),
     Setting(
         "cpu_attention", TEXT, None,
-        "How fast the CPU attends to KV in RAM, such as `80GB/s`; without it, by its cores.", Scope.COMMANDS,
+        "How fast the CPU attends to KV in RAM, such as `80GB/s`; without it, measured, or by its cores.",
+        Scope.COMMANDS,
     ),
     Setting(
         "dtype", Kind(_one_of("auto", "bfloat16", "float16", "float32", "half", "float"), example="auto"), "auto",

@@ -1,7 +1,18 @@
-"""How fast a CPU attends to KV in RAM; assumed from its cores, as the link's speed is from PCIe, or stated."""
+"""How fast a CPU attends to KV in RAM: measured once on a machine, else assumed from its cores, or stated."""
 
-from overspill.figures import Known, assumed
+import json
+import logging
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+from overspill.figures import Known, assumed, measured
+from overspill.files import replace_file, state_folder
 from overspill.kv.attention.library import AttentionUnavailable, default_threads, load
+from overspill.kv.sizes import MiB
+
+logger = logging.getLogger(__name__)
 
 # The slowest core that was measured, a Neoverse N1, attends to 3.7 GB/s; those of a Xeon with AVX-512 BF16 to 8 to 10.
 # Two channels of memory also serve the link, and leave about this much beside it. Servers have more: eight channels
@@ -9,6 +20,9 @@ from overspill.kv.attention.library import AttentionUnavailable, default_threads
 _THREAD_BYTES_PER_S, _MEMORY_BYTES_PER_S = 3 * 10**9, 20 * 10**9
 # A machine that is only stated: eight cores, two of which are left to the engine.
 _STATED_THREADS = 6
+# Beside a link of 55 GB/s the same 14 threads kept 63 to 74 of their 99 GB/s (benchmarks/spill.py).
+BESIDE_LINK = 0.7
+_MEASURED_BYTES, _REPEATS = 256 * MiB, 3
 
 
 def cpu_attention(threads: int | None = None) -> Known[int]:
@@ -17,9 +31,60 @@ def cpu_attention(threads: int | None = None) -> Known[int]:
         load()
     except AttentionUnavailable as error:
         return assumed(0, str(error))
-    return assumed_attention(threads or default_threads())
+    threads = threads or default_threads()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if (path := _path()) is not None:
+            rate = int(json.loads(path.read_text(encoding="utf-8"))[_key(threads)])
+            return measured(int(rate * BESIDE_LINK), f"{_threads(threads)}, less what the link takes of the memory")
+    return assumed_attention(threads)
 
 
 def assumed_attention(threads: int = _STATED_THREADS) -> Known[int]:
     rate = min(threads * _THREAD_BYTES_PER_S, _MEMORY_BYTES_PER_S)
-    return assumed(rate, f"{threads} thread{'s' if threads > 1 else ''} and two channels of memory")
+    return assumed(rate, f"{_threads(threads)} and two channels of memory")
+
+
+def measure_attention(threads: int | None = None) -> bool:
+    """Measure it, which takes seconds, and keep it for plans of this user on this machine; whether that was done. Not
+    while other programs compute: what they leave is not what the CPU can do."""
+    threads, path = threads or default_threads(), _path()
+    cores = len(os.sched_getaffinity(0))
+    if path is None or os.getloadavg()[0] > max(1, cores - threads):
+        return False
+    try:
+        rate = _measured_rate(threads)
+        kept = {}
+        with suppress(OSError, ValueError):
+            kept = dict(json.loads(path.read_text(encoding="utf-8")))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, json.dumps({**kept, _key(threads): rate}) + "\n")
+    except (ImportError, OSError, MemoryError, AttentionUnavailable) as error:
+        logger.warning("Overspill: how fast this CPU attends to KV is assumed; measuring it failed: %s", error)
+        return False
+    return True
+
+
+def _measured_rate(threads: int) -> int:
+    # torch takes seconds to load, and most plans need none of it.
+    from overspill.kv.attention.pool import Pool, StepFailed
+    from overspill.kv.attention.rates import measure_rates
+
+    try:
+        with Pool(threads) as pool:
+            return int(measure_rates(pool, num_bytes=_MEASURED_BYTES, repeats=_REPEATS).attend_bytes_per_s)
+    except StepFailed as error:
+        raise AttentionUnavailable(str(error)) from error
+
+
+def _path() -> Path | None:
+    folder = state_folder()
+    return None if folder is None else folder / "cpu-attention.json"
+
+
+def _key(threads: int) -> str:
+    """A home may be shared between machines."""
+    return f"{platform.node()}, {threads}"
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"

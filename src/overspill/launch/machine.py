@@ -3,14 +3,15 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from overspill.figures import Known, assumed, derived
+from overspill.figures import Known, Origin, assumed, derived
 from overspill.files import ledger_file
 from overspill.hardware import Gpu, Hardware, detect, with_stated
 from overspill.hardware.cards import CARDS
-from overspill.hardware.cpu import assumed_attention, cpu_attention
+from overspill.hardware.cpu import assumed_attention, cpu_attention, measure_attention
 from overspill.hardware.gpu import visible_gpus, weakest
 from overspill.hardware.machine import Machine, read_numa_nodes
 from overspill.hardware.stated import parse_cpu_attention
@@ -84,11 +85,15 @@ def plan_for(
         wishes = _on_ledger(wishes, gpu, is_cpu=device.platform.is_cpu)
     require_possible(wishes, gpu, device.platform)
     rank = rank_facts(facts, wishes.tensor_parallel_size, wishes.pipeline_parallel_size)
-    profiles = _measured_profiles(rank, gpu, wishes)
-    return make_plan(
-        facts, device.gpus, device.ram_bytes, wishes, platform=device.platform, profiles=profiles,
-        cpu_attention=device.cpu_attention,
+    make = partial(
+        make_plan, facts, device.gpus, device.ram_bytes, wishes, platform=device.platform,
+        profiles=_measured_profiles(rank, gpu, wishes),
     )  # fmt: skip
+    plan = make(cpu_attention=device.cpu_attention)
+    spills = plan.chosen is not None and plan.chosen.kv.spilled_bytes > 0
+    if spills and plan.cpu_attention is not None and not gpu.is_stated and _measures_attention(settings):
+        return make(cpu_attention=_cpu_attention(settings))
+    return plan
 
 
 def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
@@ -224,7 +229,19 @@ def _cpu_attention(settings: Mapping[str, Any]) -> Known[int]:
         return parse_cpu_attention(stated)
     if settings.get("gpu") is not None:  # a card that is stated is another machine's
         return assumed_attention()
-    return cpu_attention(read_options(_kv_options(settings)).get("spill_threads"))
+    return cpu_attention(_spill_threads(settings))
+
+
+def _measures_attention(settings: Mapping[str, Any]) -> bool:
+    """Whether the CPU's speed, so far assumed, was measured now."""
+    known = _cpu_attention(settings)
+    is_assumed = settings.get("cpu_attention") is None and known.value > 0 and known.origin is Origin.ASSUMED
+    return is_assumed and measure_attention(_spill_threads(settings))
+
+
+def _spill_threads(settings: Mapping[str, Any]) -> int | None:
+    threads: int | None = read_options(_kv_options(settings)).get("spill_threads")
+    return threads
 
 
 def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> Device:
