@@ -177,5 +177,6 @@ def test_bursts_and_kills_lose_nothing_but_the_killed_engines_requests(tmp_path:
                         os.kill(both.account(victim).pid, signal.SIGKILL)
                 for name, burst in bursts.items():
                     assert all(burst.result()) or victim in ("manager", name), (victim, name, both.refused)
-            for name in names:
+            # One that was killed soon after its start is not started again at once.
+            for name in {*names, victim} & {"a", "b"}:
                 until(lambda name=name: both.ask(name, 0))
