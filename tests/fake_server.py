@@ -56,8 +56,8 @@ class Behaviour:
     gpu: tuple[int, str] = (0, "cpu")
     """Of an elastic engine: its number, and the name of its ledger."""
     elastic: dict[str, int] | None = None
-    """Of a row in the CPU's ledger: held, floor, most and weight; what each request needs; and `late_ms`, from its wake
-    until it has its memory."""
+    """Of a row in the CPU's ledger: held, floor, most and weight; what each request needs; `late_ms`, from its wake
+    until it has its memory; and `slow_ms`, from a grant until then."""
     prefers_taken_port: int | None = None
     """Listens there instead, at the first start only: as if somebody had taken the port meanwhile."""
 
@@ -193,9 +193,11 @@ class Server:
 
 
 async def follow_ledger(
-    server: Server, held: int, floor: int, most: int, request: int, weight: int = 1, late_ms: int = 20
-) -> None:
-    """As an elastic engine does; it gives back in steps, and takes what it had so long after it was woken."""
+    server: Server, held: int, floor: int, most: int, request: int, weight: int = 1, late_ms: int = 20,
+    slow_ms: int = 0,
+) -> None:  # fmt: skip
+    """As an elastic engine does; it gives back in steps, takes what it had so long after it was woken, and what it is
+    granted so long after that."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
     from overspill.kv.ledger import Ledger
 
@@ -205,6 +207,8 @@ async def follow_ledger(
     while True:
         if server.awake.is_set():
             used, granted = server.running * request, max(floor, min(most, ledger.read(row).granted or server.held))
+            if granted > server.held:
+                await asyncio.sleep(slow_ms / 1000)
             server.held = granted if granted > server.held else max(granted, server.held - most // 50)
             ledger.write(row, held=server.held, used=min(used, server.held), wanted=min(most, max(floor, used)))
         else:

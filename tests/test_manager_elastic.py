@@ -125,6 +125,23 @@ def test_a_start_shrinks_elastic_engines_and_stops_none(place: Place) -> None:
         asyncio.run(run())
 
 
+def test_memory_that_was_granted_is_not_free(place: Place) -> None:
+    place.add("a", behaviour=elastic(slow_ms=1500))
+    place.add("b", behaviour=elastic(400 * MiB), gpu_memory=400 * MiB)
+
+    async def run() -> None:
+        async with sharing(place) as engines:
+            await engines.ensure_ready("a")
+            await eventually(lambda: engines._engine("a").account is not None)
+            await eventually(lambda: kv(engines, "a").granted == CARD)
+            assert kv(engines, "a").held == CARD // 2, "it takes its time"
+            await engines.ensure_ready("b")
+            await eventually(lambda: len(engines._grants[0].look()) == 2)
+
+    with watched(place):
+        asyncio.run(run())
+
+
 def test_a_model_that_needs_more_than_engines_give_back_stops_one(place: Place) -> None:
     place.add("a", behaviour=elastic(), keep=True)
     place.add("b", behaviour=elastic())

@@ -214,10 +214,10 @@ class Engine:
 
     @property
     def _awake_takes(self) -> Memory:
-        """What it was planned to take, with the KV that it has by now."""
+        """What it was planned to take, with the KV that it has or may take by now."""
         if self.account is None or self.status is None:
             return self._takes
-        grown = self.account.held - int(self.status.plan.get("resident_kv_bytes") or 0)
+        grown = self._kv_bytes - int(self.status.plan.get("resident_kv_bytes") or 0)
         return self._takes + on_gpus(grown, self.gpus)
 
     @property
@@ -225,7 +225,19 @@ class Engine:
         """KV that an elastic engine gives back when others need its memory."""
         if self.account is None or not self.is_sharing or self.is_draining:
             return NOTHING
-        return on_gpus(max(0, self.account.held - self.account.floor), self.gpus)
+        return on_gpus(max(0, self._kv_bytes - self.account.floor), self.gpus)
+
+    @property
+    def promised(self) -> Memory:
+        """KV that it was granted and does not have yet."""
+        if self.account is None or not self.is_sharing:
+            return NOTHING
+        return on_gpus(self._kv_bytes - self.account.held, self.gpus)
+
+    @property
+    def _kv_bytes(self) -> int:
+        """KV that it holds, or takes at any moment: it was granted that."""
+        return max(self.account.held, self.account.granted) if self.account is not None else 0
 
     @property
     def gpus(self) -> list[int]:
@@ -238,10 +250,10 @@ class Engine:
         return self.account is not None and self.state is State.READY and not self.held
 
     def is_taking_memory(self, accounts: Collection[Account]) -> bool:
-        """Whether it starts or wakes, or was just woken and its row does not show yet what it holds."""
+        """Whether it starts or wakes, or is about to, or was just woken and its row does not show yet what it holds."""
         if self.state is State.READY:
             return self.account is not None and self.account not in accounts
-        return self.state is State.STARTING or (self.state is State.PARKED and self.wanted is Wanted.UP)
+        return self.state is State.STARTING or self.wanted is Wanted.UP
 
     @property
     def record(self) -> Record | None:

@@ -107,14 +107,14 @@ class Grants:
         return self._ledger.accounts() if self._ledger is not None else {}
 
     def grant(self, accounts: Mapping[int, Account], free: int, *, claimed: int, starting: Collection[str]) -> None:
-        """Divide the GPU anew. `free` is beside what they hold, `claimed` is to be left of it, and while engines are
-        starting nothing more is given out: what they will have taken is not known yet."""
+        """Divide the GPU anew. `free` is beside what they hold or were granted, `claimed` is to be left of it. While
+        engines are starting nothing more is given out: what they will have taken is not known yet."""
         assert self._ledger is not None
         seen = tuple((one.pid, one.granted, one.held) for one in accounts.values())
         self._num_quiet = self._num_quiet + 1 if seen == self._seen else 0
         self._seen = seen
         of = (frozenset(one.pid for one in accounts.values()), frozenset(starting))
-        capacity = free + sum(one.held for one in accounts.values())
+        capacity = free + committed(accounts.values())
         is_worth_it = capacity < self._capacity or capacity - self._capacity > self._capacity * _WORTH_GRANTING
         if of != self._of:
             self._of, self._capacity = of, committed(accounts.values())

@@ -218,10 +218,9 @@ class Swaps:
         return need if waits else NOTHING
 
     async def free_for_kv(self, gpu: int) -> int:
-        """GPU memory that elastic engines may be granted beside what they hold: neither promised nor beyond the budget,
-        and less than is free, since engines take some more at times."""
-        free = (await asyncio.to_thread(self.free)).of_gpu(gpu) - SLACK_BYTES
-        free -= sum(one.holds.of_gpu(gpu) for one in self.engines.values() if one.state is State.STARTING)
+        """GPU memory that elastic engines may be granted beside what they hold or were granted: neither promised nor
+        beyond the budget, and less than is free, since engines take some more at times."""
+        free = (await self._unpromised()).of_gpu(gpu) - SLACK_BYTES
         return free if self.budget is None else min(free, (await self._free()).of_gpu(gpu))
 
     async def turn(self) -> None:
@@ -377,12 +376,17 @@ class Swaps:
                     self.queue.join(name).ready.add_done_callback(asyncio.Future.exception)
 
     async def _free(self) -> Memory:
-        """What starting engines will take is theirs already, whether they have it yet or not."""
+        if self.budget is None:
+            return await self._unpromised()
         holding = [one for one in self.engines.values() if one.state in _HOLDING or one.has_process]
-        if self.budget is not None:
-            return self.budget - total([one.holds for one in holding])
-        measured = await asyncio.to_thread(self.free)
-        return measured - total([one.holds for one in holding if one.state is State.STARTING])
+        return self.budget - total([one.holds for one in holding])
+
+    async def _unpromised(self) -> Memory:
+        """What starting engines will take is theirs already, and so is what was granted: they may take it now."""
+        free = await asyncio.to_thread(self.free)
+        return free - total(
+            [one.holds if one.state is State.STARTING else one.promised for one in self.engines.values()]
+        )
 
     def _evictable(self) -> Memory:
         """Of engines that may go, all; of the others, what they would give back."""
