@@ -173,6 +173,8 @@ def test_marks_are_explained_where_they_are_used() -> None:
         assert "Marks: better and worse: the interval of the ratio lies on one side of 1; no difference above" in told
         assert "no difference shown: it includes 1" not in told, "it is not said of anything here"
     assert "a dot one of them" in report.as_html()
+    once = Report.of_results(results[:2])
+    assert "one repeat of each\n" in once.as_text() and "a dot one of them" not in once.as_html()
 
 
 def test_an_interval_that_is_cut_off_has_no_end() -> None:

@@ -268,6 +268,10 @@ class Column:
         return tuple(repeat for repeat in self.repeats if repeat.is_complete)
 
     @property
+    def has_repeats(self) -> bool:
+        return len(self.finished) > 1
+
+    @property
     def problem(self) -> str | None:
         """Why the last attempt came to nothing, if so."""
         unfinished = [repeat.problem for repeat in self.repeats if not repeat.is_complete]

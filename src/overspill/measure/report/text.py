@@ -111,7 +111,7 @@ def notes(comparison: Comparison) -> list[str]:
             "two have."
         )
     # How two starts of the same engine differ is in no interval then, and a verdict does not know of it.
-    if comparison.shares_starts and any(len(column.finished) > 1 for column in comparison.columns):
+    if comparison.shares_starts and any(column.has_repeats for column in comparison.columns):
         lines.append(
             "With --keep, the repeats of a configuration share one start of its engine: differences of a few percent "
             "are not to be trusted, whatever is said of them here."
@@ -151,8 +151,9 @@ def headline(comparison: Comparison) -> str:
     for index in comparison.others:
         shown = [(rows[key], ratio) for key in _FIRST if key in rows and (ratio := rows[key].ratios[index]) is not None]
         said = [f"{row.measure.name} × {ratio.value:.3g}{_mark(row, ratio)}" for row, ratio in shown]
+        once = "; one repeat of each" if not any(column.has_repeats for column in comparison.columns) else ""
         if said:
-            lines.append(f"{comparison.columns[index].label} against {comparison.first.label}: {', '.join(said)}")
+            lines.append(f"{comparison.columns[index].label} against {comparison.first.label}: {', '.join(said)}{once}")
     return "\n".join(lines)
 
 
