@@ -57,7 +57,7 @@ def fake_hub() -> Iterator[FakeHub]:
             files = hub.repositories.get("/".join(parts[:2]), {})
             if len(parts) >= 5 and parts[2] == "resolve" and parts[4] in files:
                 return self.file(files[parts[4]])
-            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+            return self.answer(404, b"", {"X-Error-Code": "EntryNotFound" if files else "RepoNotFound"})
 
         def file(self, content: bytes) -> None:
             etag = hashlib.sha256(content).hexdigest()

@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Managed:
-    def __init__(self, folder: Path, *flags: str, port: int | None = None) -> None:
+    def __init__(self, folder: Path, *flags: str, port: int | None = None, **variables: str) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder, self.out = folder, folder / "manager.out"
@@ -35,6 +35,7 @@ class Managed:
         self.environment = {
             **clean, "XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": "/nonexistent", "COLUMNS": "200",
             "HF_HUB_CACHE": str(folder / "hub"), "VLLM_LOGGING_LEVEL": "INFO",
+            **variables,
         }  # fmt: skip
         self.command = [
             sys.executable, "-m", "overspill", "manager", "--port", str(self.port), "--models-folder",
@@ -94,8 +95,8 @@ class Managed:
 
 
 @contextlib.contextmanager
-def managed(folder: Path, *flags: str) -> Iterator[Managed]:
-    running = Managed(folder, *flags)
+def managed(folder: Path, *flags: str, **variables: str) -> Iterator[Managed]:
+    running = Managed(folder, *flags, **variables)
     try:
         running.wait_until_it_answers()
         yield running

@@ -160,10 +160,26 @@ def test_a_failed_start_is_reported_and_other_configurations_run(
     report = run(asked(model, "none", "broken = vllm --refuse"), registry, told.append, logs=tmp_path / "logs")
     assert stored(registry) == [("none", 1, True), ("broken", 1, False), ("none", 2, True)], "and not tried twice"
     assert not report.is_complete and report.exit_code == 1
-    assert re.search(
-        r"broken is not complete: vLLM ended with exit code 3 after \d+ s while starting vLLM", report.as_text()
+    first = (
+        r"broken failed: vLLM ended with exit code 3 after \d+ s while starting vLLM: ValueError: no memory for so much"
     )
+    assert re.match(f"{first}\n\nExperiment ab-", report.as_text()), "which one failed, and why, before all else"
+    assert re.search(f'<h1>Experiment .*</h1>\n<p class="problem">{first}</p>', report.as_html())
     assert any("ValueError: no memory for so much" in line and "broken-1.log" in line for line in told)
+
+
+def test_a_failed_comparison_ends_with_an_error(
+    model: Path, stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of the manager shows the last error as its reason, and there was none."""
+    monkeypatch.setenv("OVERSPILL_DATABASE_URL", f"sqlite:///{tmp_path}/registry.db")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    words = [str(model), "--a", "broken = vllm --refuse", "--b", "worse = vllm --refuse", "--repeats", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main(lambda: app(["ab", *words]))
+    *_, first, second = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and first.startswith("error: broken failed: vLLM ended with exit code 3 after ")
+    assert second.startswith("error: worse failed: ") and second.endswith(": ValueError: no memory for so much")
 
 
 def test_advice_without_a_plan_names_flags_vllm_accepts(

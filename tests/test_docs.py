@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -145,11 +146,16 @@ def test_commands_answering_vllm_messages_use_known_flags() -> None:
 # Generated parts.
 
 
-def test_generated_reference_is_fresh() -> None:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / f"docs/{name}.py")
     assert spec is not None and spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_generated_reference_is_fresh() -> None:
+    generate = script("generate")
     for path in generate.PAGES:
         text = path.read_text()
         assert generate.MARKED.search(text), f"{path.name} has no generated part"
@@ -338,3 +344,19 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_the_readme_links_to_every_page() -> None:
     for other in PAGES[1:]:
         assert f"](docs/{other.name})" in TEXT[ROOT / "README.md"]
+
+
+def test_pictures_are_taken_of_every_page_and_kept_if_shown() -> None:
+    pictures = script("pictures")
+    templates = (ROOT / "src/overspill/manager/web/templates").glob("*.html")
+    whole = {path.stem for path in templates if '{% extends "base.html" %}' in path.read_text()}
+    assert len(whole) > 10 and whole <= set(pictures.PAGES), whole - set(pictures.PAGES)
+    assert {path.name for path in (ROOT / "docs/pictures").iterdir()} == pictures.shown_in_docs()
+
+
+def test_the_recording_names_nothing_of_the_machine_it_was_made_on() -> None:
+    recording, text = script("recording"), (ROOT / "docs/pictures/first-minute.svg").read_text()
+    assert recording.COMMAND in text and recording.ANSWER.partition(",")[0] in text.replace("&#x27;", "'")
+    for word in ("/tmp", "/root", "/home", "/work", "file:", "<script", "@import", "url("):
+        assert word not in text
+    assert set(re.findall(r"https?://[^\s\"<:/]+", text)) == {"http://127.0.0.1", "http://www.w3.org"}

@@ -149,6 +149,63 @@ def test_the_text_has_units_ratios_and_the_command() -> None:
     assert "TTFT, mean" in only and "512" in only and "throughput" not in only
 
 
+def test_a_report_begins_with_what_users_came_for() -> None:
+    """Load time was the first row and the first chart."""
+    results = four_results()
+    for one in results:
+        one.metrics["load_s"] = 30.0 + one.id  # type: ignore[index]
+    report = Report.of_results(results)
+    first = "native against none: output throughput × 1.99 (better), TTFT, mean × 0.502 (better)"
+    names = ("output throughput", "TTFT, mean", "load time")
+    for told in (report.as_text(), report.as_html()):
+        places = [told.index(part) for part in (first, *names)]
+        assert places[0] < told.index("H200") and places[1:] == sorted(places[1:])
+    table = report.as_html().partition("<h2>Numbers")[2]
+    assert [table.index(f'row">{name}<') for name in names] == sorted(table.index(f'row">{name}<') for name in names)
+
+
+def test_marks_are_explained_where_they_are_used() -> None:
+    results = four_results()
+    for one, rate in zip(results, (10.0, 10.0, 10.01, 10.01)):
+        one.metrics["output_throughput"] = rate  # type: ignore[index]
+    report = Report.of_results(results)
+    for told in (report.as_text(), report.as_html()):
+        assert "Marks: better and worse: the interval of the ratio lies on one side of 1; no difference above" in told
+        assert "no difference shown: it includes 1" not in told, "it is not said of anything here"
+    assert "a dot one of them" in report.as_html()
+    once = Report.of_results(results[:2])
+    assert "one repeat of each\n" in once.as_text() and "a dot one of them" not in once.as_html()
+
+
+def test_an_interval_that_is_cut_off_has_no_end() -> None:
+    """Its cap at the edge of the chart looked like its end."""
+    results = four_results()
+    results[3].metrics["mean_ttft_ms"] = 400.0  # type: ignore[index]
+    chart = Report.of_results(results).as_html().partition("TTFT, mean (lower is better)</title>")[2]
+    whiskers = re.findall(r'class="whisker" d="([^"]+)"', chart.partition("</svg>")[0])
+    assert [each.endswith("m-5 0l5 4l-5 4") for each in whiskers] == [False, True]
+
+
+def test_a_single_result_shows_how_its_times_are_distributed() -> None:
+    metrics = {"mean_ttft_ms": 80.0, "median_ttft_ms": 60.0, "p90_ttft_ms": 120.0, "p99_ttft_ms": 200.0,
+               "ttfts": [0.06, 0.2], "output_throughput": 44.0, "prompt_tokens": 1000, "tokens_from_gpu_cache": 300,
+               "tokens_from_ram": 500}  # fmt: skip
+    page = Report.of_results([result(1, "x", 1, 1.0, experiment=None, metrics=metrics)]).as_html()
+    Page(page)
+    charts = dict(re.findall(r"<svg [^>]*><title>([^<]+)</title>(.*?)</svg>", page, re.DOTALL))
+    assert list(charts) == [
+        "Time to the first token (TTFT)",
+        "Prompt tokens",
+        "TTFT: share of requests answered by then",
+    ]
+    widths = {
+        name: [float(each) for each in re.findall(r'width="([\d.]+)" height="14"', charts[name])] for name in charts
+    }
+    assert widths["Time to the first token (TTFT)"] == [153.6, 115.2, 230.4, 384.0]
+    assert widths["Prompt tokens"] == [153.6, 230.4, 384.0]
+    assert "<dt>output throughput</dt><dd>44 tok/s</dd>" in page and "against" not in page
+
+
 def test_results_of_different_experiments_get_prefixed_columns() -> None:
     other = result(7, "none", 1, 80.0, experiment="ab-2")
     alone = result(8, "x", 1, 90.0, experiment=None)

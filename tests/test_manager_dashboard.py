@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from overspill.manager.job_commands import JobKind
+from overspill.manager.jobs import JobState
 from overspill.manager.states import Snapshot, State, Traffic
 from overspill.manager.telemetry.engine_metrics import Metrics, Rates
 from overspill.manager.telemetry.machine import CpuSample, DiskSample, RamSample, Sample, chart_values
@@ -16,7 +18,7 @@ from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment, 
 from tests.chromium import Watched, chromium, needs_chromium
 from tests.managed_here import Here, managed_here
 from tests.manager_process import Place
-from tests.pages import program
+from tests.pages import old_job, program, save
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -92,6 +94,10 @@ def here(place: Place) -> Iterator[Here]:
     place.add("a", behaviour={"metrics_file": str(metrics)})
     place.add("bad", behaviour={"dies_at_start": True})
     place.add("idle")
+    ttfts = {"ttfts": [0.1, 0.2], "p99_ttft_ms": 200.0, "mean_ttft_ms": 150.0, "output_throughput": 5.0}
+    for label in ("first", "second"):
+        number = save(place, experiment="mine", label=label, metrics=ttfts)
+    old_job(place, JobKind.BENCH, JobState.FAILED, f"error: too slow\nsaved as result {number}\n")
     with managed_here(place) as one:
         yield one
 
@@ -186,7 +192,7 @@ def test_an_empty_manager_leads_to_adding_a_model(tmp_path: Path, place: Place) 
 AXE = Path(__file__).parent / "vendor/axe-core-4.14.0.min.js"
 PATHS = (
     "/", "/models", "/add", "/add?source=org/none", "/try", "/activity", "/runs", "/logs", "/found", "/audit", "/api",
-    "/nowhere",
+    "/nowhere", "/login", "/runs/jobs/1", "/results/1", "/compare?ids=mine",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from overspill.registry import Model
 from tests.chromium import Watched, chromium, needs_chromium
 from tests.managed_here import managed_here
 from tests.manager_process import Place, eventually, gateway, managing
+from tests.shared_card import WEIGHTS, shared_card
 from tests.test_hardware_nvml import Device, FakeNvml, used
 
 CARD = 1000 * MiB
@@ -309,5 +310,35 @@ def test_the_bar_of_a_card_moves_with_its_engines(place: Place, monkeypatch: pyt
         page.get_by_text("KV granted").first.wait_for()
         told = client.get("/api/engines/a").json()["kv"]
         assert told["held"] == 900 * MiB and told["floor"] == FLOOR
+        watched_page.close()
+    assert not watched_page.problems and not watched_page.elsewhere
+
+
+@needs_chromium
+def test_a_model_of_three_on_a_card_is_parked_and_woken_from_the_page() -> None:
+    with shared_card() as card, chromium() as browser:
+        watched_page = Watched(browser, card.here.url)
+        page = watched_page.page()
+        legend = page.locator("figure.map", has_text="GPU 0").locator("li")
+
+        def press(button: str, state: str) -> None:
+            page.goto("/models")
+            model = page.locator("article.card", has=page.get_by_role("heading", name="llama-3.2-3b"))
+            model.get_by_role("button", name=button).click()
+            model.locator(f".state.{state}").wait_for()
+            card.look()
+            page.goto("/")
+            page.locator("article.engine", has_text="llama-3.2-3b").locator(f".state.{state}").wait_for()
+
+        page.goto("/")
+        for name in WEIGHTS:
+            legend.filter(has_text=f"weights of {name}").wait_for()
+        press("Park", "parked")
+        legend.filter(has_text="weights of llama-3.2-3b").wait_for(state="detached")
+        legend.filter(has_text="other of this engine of llama-3.2-3b 500 MiB").wait_for()
+        assert legend.filter(has_text="weights of qwen3-1.7b 3.29 GiB").is_visible()
+        press("Wake", "ready")
+        legend.filter(has_text="weights of llama-3.2-3b 6 GiB").wait_for()
+        assert [len(card.place.starts(name)) for name in WEIGHTS] == [1, 1, 1], "none was started again"
         watched_page.close()
     assert not watched_page.problems and not watched_page.elsewhere

@@ -14,7 +14,8 @@ import pytest
 
 from overspill.kv.sizes import GiB, MiB
 from overspill.manager.job_commands import FIELDS, JobKind
-from overspill.manager.jobs import Job, JobState, given_to_resume
+from overspill.manager.jobs import Job, JobState, given_to_resume, progress
+from overspill.manager.records import Records
 from overspill.manager.states import Snapshot, State
 from overspill.manager.web.model_pages import Card
 from overspill.manager.web.rendering import element_id, fragment, moment
@@ -173,6 +174,38 @@ def test_a_bench_that_is_over_links_its_result(place: Place) -> None:
     with managed_here(place) as here, program(here) as client:
         shown = client.get("/runs/jobs/1").text
     assert f'href="/results/{number}"' in shown and 'href="/compare?ids=mine"' in shown and "Resume" not in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "share"),
+    [
+        ("12/48 requests in 5 s, 2.40/s, 15 s left, RAM 1 GiB", "0.250"),
+        ("[3/4] b, repeat 2 of 2: 10/20 requests in 5 s, 2.00/s, 5 s left; 20 s left in all", "0.625"),
+        ("[2/4] b, repeat 1 of 2: starting vLLM", "0.250"),
+        ("reading the weights", None),
+    ],
+)
+def test_a_running_job_shows_a_bar(place: Place, line: str, share: str | None) -> None:
+    old_job(place, JobKind.AB, JobState.RUNNING, f"something\n{line}\n")
+    (job,) = Records(place.folder / "manager/jobs", Job).read_all()
+    shown = fragment("job_state.html", job=job, memory=[], progress=progress(job))
+    value = "" if share is None else f' value="{share}"'
+    assert f'<progress aria-label="Progress of the job"{value}></progress>' in shown and line in shown
+
+
+def test_a_failed_comparison_says_first_which_side_failed(place: Place) -> None:
+    """ "Not complete. To go on: overspill ab --resume" was all that its page and the list of jobs said."""
+    place.add("a")
+    repeat(place, "ab-1", "none", 1, metrics={"output_throughput": 40.0})
+    why = "vLLM ended with exit code 3 after 1 s while starting vLLM\nthe last lines of x.log:\n  ValueError: too large"
+    repeat(place, "ab-1", "native", 1, is_complete=False, metrics={"problem": why})
+    old_job(place, JobKind.AB, JobState.FAILED, "experiment ab-1: 4 measurements, 0 of them done")
+    with managed_here(place) as here, program(here) as client:
+        job, compared = client.get("/runs/jobs/1").text, client.get("/compare?ids=ab-1").text
+    first = "native failed: vLLM ended with exit code 3 after 1 s while starting vLLM: ValueError: too large"
+    for shown in (job, compared):
+        assert first in shown and shown.index(first) < shown.index("output throughput")
+        assert "native / none" not in shown
 
 
 def repeat(place: Place, name: str, label: str, number: int, **more: Any) -> None:

@@ -119,6 +119,8 @@ def ab(
             write_text(json_file, json.dumps(report.as_json(), indent=2) + "\n")
         if html_file is not None:
             write_text(html_file, report.as_html())
+    for sentence in report.failures:
+        to_stderr(f"error: {sentence}")
     raise typer.Exit(report.exit_code)
 
 

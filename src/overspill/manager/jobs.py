@@ -36,6 +36,9 @@ _OUTLIVED = "it outlived the manager that began it, so its exit code is not know
 # terminal at the same time, so that neither the time nor the model would show whose a result is.
 _EXPERIMENT = re.compile(r"^(?:experiment|tuning) (\S+): ", re.MULTILINE)
 _RESULT = re.compile(r"^saved as result (\d+)$")
+# Of several measurements the one under way, and how far a measurement is.
+_STEP = re.compile(r"^\[(\d+)/(\d+)\] ")
+_REQUESTS = re.compile(r"(?:^|: )(\d+)/(\d+) requests in ")
 _HEAD_BYTES = 64 * 1024
 _LAST_LINES = 50
 _LISTED = 20
@@ -339,6 +342,18 @@ def measured(registry: Registry, job: Job) -> Measured:
         return Measured()
     numbers = tuple(sorted(one.id for one in results)[-_LISTED:])
     return Measured(results=numbers, experiment=name, can_go_on=_is_cut_short(job, results))
+
+
+def progress(job: Job) -> tuple[float | None, str] | None:
+    """The share of its work that is done, where its output tells, and the last line; None before the first."""
+    lines = _last_lines(Path(job.log_file))
+    if not lines:
+        return None
+    step, requests = _STEP.match(lines[-1]), _REQUESTS.search(lines[-1])
+    share = int(requests[1]) / max(1, int(requests[2])) if requests else None
+    if step is not None:
+        share = (int(step[1]) - 1 + (share or 0.0)) / int(step[2])
+    return share, lines[-1]
 
 
 def experiment_of(log: Path) -> str | None:

@@ -63,13 +63,12 @@ def _rate(key: str, name: str, unit: str) -> Measure:
     return Measure(key=key, name=name, unit=unit, better=Better.HIGHER)
 
 
+# What users ask for first; how long it took to get there last.
 MEASURES = (
-    Measure(key="load_s", name="load time", unit="s", better=Better.LOWER, begins_cold=True),
-    Measure(key="duration", name="duration", unit="s"),
+    _rate("output_throughput", "output throughput", "tok/s"),
     _rate("request_throughput", "request throughput", "req/s"),
     _rate("request_goodput", "goodput", "req/s"),
     _rate("goodput_percent", "  of the requests", "%"),
-    _rate("output_throughput", "output throughput", "tok/s"),
     _rate("total_token_throughput", "total throughput", "tok/s"),
     _time("mean_ttft_ms", "TTFT, mean", "ttfts"),
     _time("median_ttft_ms", "TTFT, median"),
@@ -91,10 +90,13 @@ MEASURES = (
     Measure(key="draft_tokens", name="drafts", unit=""),
     Measure(key="accepted_tokens", name="  accepted", unit=""),
     Measure(key="spill_in_bytes", name="streamed from RAM", unit="bytes"),
+    Measure(key="duration", name="duration", unit="s"),
+    Measure(key="load_s", name="load time", unit="s", better=Better.LOWER, begins_cold=True),
 )
 BY_KEY = {measure.key: measure for measure in MEASURES}
 
 
+NOT_FINISHED = "not finished"
 CONFIDENCE = 0.95
 # Between two starts of the same engine lie differences that no number of repeats takes out: clocks, memory placement,
 # the order of the configurations. Less than one percent cannot be distinguished from them, and not worth acting on.
@@ -266,10 +268,14 @@ class Column:
         return tuple(repeat for repeat in self.repeats if repeat.is_complete)
 
     @property
+    def has_repeats(self) -> bool:
+        return len(self.finished) > 1
+
+    @property
     def problem(self) -> str | None:
         """Why the last attempt came to nothing, if so."""
         unfinished = [repeat.problem for repeat in self.repeats if not repeat.is_complete]
-        return (unfinished[-1] or "not finished") if unfinished else None
+        return (unfinished[-1] or NOT_FINISHED) if unfinished else None
 
     def values(self, measure: Measure) -> dict[int, float]:
         found = {repeat.number: measure.value(repeat.metrics) for repeat in self.finished}

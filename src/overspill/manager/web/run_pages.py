@@ -7,15 +7,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from overspill.manager.job_commands import FIELDS, JobKind
-from overspill.manager.jobs import Job, measured
+from overspill.manager.jobs import Job, measured, progress
 from overspill.manager.telemetry.machine import ProcessSample
 from overspill.manager.web.api import report_of
 from overspill.manager.web.application import App, Application, Who
 from overspill.manager.web.rendering import form_of, page, part, redirect
 from overspill.measure.compare import BY_KEY
-from overspill.measure.report.page import bar_charts, table_heads, table_rows
-from overspill.measure.report.text import LISTED, listed_values, result_as_text
-from overspill.registry import get_result, list_results, list_runs
+from overspill.measure.report.text import LISTED, listed_values
+from overspill.registry import list_results, list_runs
 
 router = APIRouter()
 _MOST_LISTED = 100
@@ -60,13 +59,13 @@ async def add(request: Request, app: App, who: Who) -> Response:
 @router.get("/runs/jobs/{number}")
 async def job(request: Request, app: App, number: int) -> Response:
     one = app.jobs.get(number)
-    return page(request, "job.html", **await _doing(app, one), memory=_memory(app, one))
+    return page(request, "job.html", **await _doing(app, one), **_state(app, one))
 
 
 @router.get("/runs/jobs/{number}/state")
 async def job_state(app: App, number: int) -> Response:
     one = app.jobs.get(number)
-    answer = part("job_state.html", job=one, memory=_memory(app, one))
+    answer = part("job_state.html", job=one, **_state(app, one))
     if one.is_over:
         answer.status_code = _STOP_POLLING
         answer.headers["hx-trigger"] = "job-over"
@@ -101,8 +100,9 @@ async def resume(app: App, who: Who, number: int) -> Response:
 
 @router.get("/results/{number}")
 async def result(request: Request, app: App, number: int) -> Response:
-    one = await asyncio.to_thread(get_result, app.registry, number)
-    return page(request, "result.html", result=one, text=result_as_text(one))
+    report = await asyncio.to_thread(report_of, app.registry, str(number))
+    one = report.results[0]
+    return page(request, "compare.html", title=f"Result {number}", result=one, ids=str(number), body=report.as_body())
 
 
 @router.get("/compare")
@@ -110,10 +110,7 @@ async def compare(request: Request, app: App) -> Response:
     named = request.query_params.getlist("ids")
     ids = ",".join(named)
     report = await asyncio.to_thread(report_of, app.registry, ids)
-    return page(
-        request, "compare.html", report=report, ids=ids, heads=table_heads(report.comparison),
-        rows=table_rows(report.comparison), charts=bar_charts(report.comparison),
-    )  # fmt: skip
+    return page(request, "compare.html", title=report.title, result=None, ids=ids, body=report.as_body())
 
 
 def _accepted() -> Response:
@@ -141,7 +138,15 @@ async def _results(app: Application) -> dict[str, Any]:
 async def _doing(app: Application, one: Job) -> dict[str, Any]:
     """The actions that a job offers, and its results."""
     left = await asyncio.to_thread(measured, app.registry, one) if one.is_over else None
-    return {"job": one, "measured": left, "is_stopping": app.jobs.is_stopping(one.id)}
+    body = ""
+    if left is not None and left.results:
+        shown = str(left.results[-1]) if one.needs_engine or not left.experiment else left.experiment
+        body = (await asyncio.to_thread(report_of, app.registry, shown)).as_body()
+    return {"job": one, "measured": left, "body": body, "is_stopping": app.jobs.is_stopping(one.id)}
+
+
+def _state(app: Application, one: Job) -> dict[str, Any]:
+    return {"memory": _memory(app, one), "progress": None if one.is_over else progress(one)}
 
 
 def _memory(app: Application, one: Job) -> list[tuple[str, ProcessSample | None]]:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from markupsafe import Markup
+
 from overspill.measure.compare import MEASURES, Comparison, Row, verdict_words
 from overspill.measure.experiment import Experiment
-from overspill.measure.report.page import comparison_as_page
-from overspill.measure.report.text import comparison_as_text
+from overspill.measure.report.page import comparison_as_body, comparison_as_page
+from overspill.measure.report.text import comparison_as_text, failures, headline
 from overspill.measure.results import are_all, compare_results, definition_of, find_results, is_number
 from overspill.registry import Registry, Result
 
@@ -59,6 +61,11 @@ class Report:
         return list(dict.fromkeys(f"{label}: {problem}" for label, problem in found if problem))
 
     @property
+    def failures(self) -> list[str]:
+        """Configurations that were not measured to the end, and why."""
+        return failures(self.comparison)
+
+    @property
     def exit_code(self) -> int:
         return 0 if self.is_complete and not self.unused_tiers else 1
 
@@ -88,8 +95,9 @@ class Report:
     def as_text(self) -> str:
         facts = [f"{name:14}{value}" for name, value in self._facts().items() if value]
         configurations = [f"  {column.label}: {column.text}" for column in self.comparison.columns]
-        parts = [self.title, *facts, *configurations, "", comparison_as_text(self.comparison), *self.warnings]
-        return "\n".join(parts)
+        first = [headline(self.comparison), ""] if headline(self.comparison) else []
+        table = comparison_as_text(self.comparison)
+        return "\n".join([*first, self.title, *facts, *configurations, "", table, *self.warnings])
 
     def as_table(self, *keys: str) -> str:
         """A part of the text: these measures, by key, and the notes on them."""
@@ -97,7 +105,11 @@ class Report:
         return comparison_as_text(replace(self.comparison, rows=rows))
 
     def as_html(self) -> str:
-        return comparison_as_page(self.title, self._facts(), self.comparison, self.warnings)
+        return comparison_as_page(self.title, self.as_body())
+
+    def as_body(self) -> Markup:
+        """The part of the page that the manager's pages show too."""
+        return comparison_as_body(self._facts(), self.comparison, self.warnings)
 
     def as_json(self) -> dict[str, Any]:
         compared = self.comparison

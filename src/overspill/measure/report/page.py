@@ -1,4 +1,5 @@
-"""A comparison as charts, a table, and one page that holds everything needed to repeat it."""
+"""A comparison as charts, a table and facts: a part that the manager's pages show, and one file that needs nothing
+else."""
 
 import json
 import shlex
@@ -9,12 +10,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from overspill.kv.sizes import format_size
-from overspill.measure.compare import BY_KEY, Comparison, Row, own_interval, verdict_words
-from overspill.measure.report.text import notes, ratio_as_text, result_facts
+from overspill.measure.compare import BY_KEY, Column, Comparison, own_interval, verdict_words
+from overspill.measure.report.text import failures, headline, notes, ratio_as_text, result_facts
 from overspill.registry import Result
 
-_CHARTED = ("mean_ttft_ms", "returning_mean_ttft_ms", "mean_tpot_ms", "output_throughput", "request_throughput",
+_CHARTED = ("output_throughput", "mean_ttft_ms", "returning_mean_ttft_ms", "mean_tpot_ms", "request_throughput",
             "tokens_from_ram", "load_s")  # fmt: skip
+_TILES = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "request_throughput", "goodput_percent",
+          "peak_ram_bytes", "peak_gpu_bytes")  # fmt: skip
+_TIMES = {"ttft": "Time to the first token (TTFT)", "tpot": "Time per token after it (TPOT)",
+          "e2el": "Time of a whole request (E2EL)"}  # fmt: skip
 # On a light page, and on a dark one.
 _COLOURS = (
     ("#3b6fb6", "#7fb0f0"), ("#c2571a", "#f0a060"), ("#2f8f5b", "#6fd09a"), ("#8b4fb0", "#c59be8"),
@@ -27,71 +32,106 @@ _templates = Environment(
 )  # fmt: skip
 
 Points = Sequence[tuple[float, float]]
+Bar = tuple[int, str, float, Sequence[float]]
+"""Its colour, its label, its value, and what that is the centre of."""
 
 
-def comparison_as_page(
-    title: str, facts: Mapping[str, str], comparison: Comparison, warnings: Sequence[str] = ()
-) -> str:
-    """`facts` stand on top, by name, and then the warnings."""
+def comparison_as_page(title: str, body: Markup) -> str:
+    return _templates.get_template("page.html").render(title=title, body=body, colours=_COLOURS)
+
+
+def comparison_as_body(facts: Mapping[str, str], comparison: Comparison, warnings: Sequence[str] = ()) -> Markup:
+    """As HTML, whose texts are escaped. Of a single measurement it shows how its times are distributed."""
+    columns = comparison.columns
+    is_one = len(columns) == len(columns[0].repeats) == 1
+    charts = _charts_of_one(columns[0]) if is_one else _bar_charts(comparison)
+    rows = {row.measure.key: row for row in comparison.rows}
     measured = [
         (column, [(repeat, repeat.source and _details(repeat.source)) for repeat in column.repeats])
-        for column in comparison.columns
+        for column in columns
     ]
-    return _templates.get_template("page.html").render(
-        title=title, facts=facts, comparison=comparison, warnings=warnings, notes=notes(comparison), measured=measured,
-        heads=table_heads(comparison), rows=table_rows(comparison), colours=_COLOURS,
-        charts=[*bar_charts(comparison), *_line_charts(comparison)],
+    return Markup(
+        _templates.get_template("body.html").render(
+            facts=facts, comparison=comparison, warnings=warnings, notes=notes(comparison), measured=measured,
+            headline=headline(comparison), has_failed=bool(failures(comparison)), is_one=is_one,
+            tiles=[(rows[key].measure, rows[key].values[0]) for key in _TILES if is_one and key in rows],
+            heads=_table_heads(comparison), rows=_table_rows(comparison), colours=len(_COLOURS),
+            charts=[*charts, *_line_charts(comparison)],
+        )
     )  # fmt: skip
 
 
-def table_heads(comparison: Comparison) -> list[str]:
+def _compared(comparison: Comparison) -> list[int]:
+    return [index for index in comparison.others if comparison.columns[index].finished]
+
+
+def _table_heads(comparison: Comparison) -> list[str]:
     labels = [column.label for column in comparison.columns]
-    return [*labels, *(f"{labels[index]} / {comparison.first.label}" for index in comparison.others)]
+    return [*labels, *(f"{labels[index]} / {comparison.first.label}" for index in _compared(comparison))]
 
 
-def table_rows(comparison: Comparison) -> list[tuple[str, list[tuple[str, str, str]]]]:
+def _table_rows(comparison: Comparison) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Each measure's name and cells: text, verdict, and its class. Values come first, then ratios to the first."""
     rows = []
     for row in comparison.rows:
         cells = [(row.measure.shown(value), "", "") for value in row.values]
-        for ratio in (row.ratios[index] for index in comparison.others):
+        for ratio in (row.ratios[index] for index in _compared(comparison)):
             words = "" if ratio is None else verdict_words(row.measure, ratio)
             cells.append((ratio_as_text(ratio), words, words if words in ("better", "worse") else ""))
         rows.append((row.measure.name.strip(), cells))
     return rows
 
 
-def bar_charts(comparison: Comparison) -> list[Markup]:
-    """As SVG, whose texts are escaped."""
+def _bar_charts(comparison: Comparison) -> list[Markup]:
     rows = {row.measure.key: row for row in comparison.rows}
-    return [_bar_chart(rows[key], comparison) for key in _CHARTED if key in rows]
+    charts = []
+    for row in (rows[key] for key in _CHARTED if key in rows):
+        measure = row.measure
+        better = f" ({measure.better} is better)" if measure.better else ""
+        name = f"prompt tokens {measure.name.strip()}" if measure.name.startswith(" ") else measure.name
+        bars = [
+            (index, comparison.columns[index].label, value, points)
+            for index, (value, points) in enumerate(zip(row.values, row.points))
+            if value is not None
+        ]
+        charts.append(_bar_chart(f"{name}{better}", bars, measure.shown))
+    return charts
 
 
-def _bar_chart(row: Row, comparison: Comparison) -> Markup:
-    measure = row.measure
-    found = [
-        (index, value, points, own_interval(points))
-        for index, (value, points) in enumerate(zip(row.values, row.points))
-        if value is not None
-    ]
+def _charts_of_one(column: Column) -> list[Markup]:
+    metrics = column.finished[0].metrics if column.finished else {}
+    charts = []
+    for name, title in _TIMES.items():
+        found = [(each, metrics.get(f"{each}_{name}_ms")) for each in ("mean", "median", "p90", "p99")]
+        bars: list[Bar] = [(0, each, value, ()) for each, value in found if isinstance(value, int | float)]
+        if any(value for _, _, value, _ in bars):
+            charts.append(_bar_chart(title, bars, BY_KEY["mean_ttft_ms"].shown))
+    if prompts := BY_KEY["prompt_tokens"].value(metrics):
+        gpu, ram = (BY_KEY[key].value(metrics) or 0.0 for key in ("tokens_from_gpu_cache", "tokens_from_ram"))
+        parts = (("computed", prompts - gpu - ram), ("from the KV cache", gpu), ("from RAM", ram))
+        bars = [(index, label, value, ()) for index, (label, value) in enumerate(parts)]
+        charts.append(_bar_chart("Prompt tokens", bars, BY_KEY["prompt_tokens"].shown))
+    return charts
+
+
+def _bar_chart(title: str, bars: Sequence[Bar], shown: Callable[[float], str]) -> Markup:
+    intervals = [own_interval(points) for _, _, _, points in bars]
     # A very wide interval would leave nothing of the bars.
-    ends = [end for _, value, points, interval in found for end in (value, *points, *(interval or ()))]
-    top = min(max(ends), 2 * max(value for _, value, _, _ in found)) or 1.0
+    ends = [end for (_, _, value, points), each in zip(bars, intervals) for end in (value, *points, *(each or ()))]
+    top = min(max(ends), 2 * max(value for _, _, value, _ in bars)) or 1.0
 
     def x(value: float) -> float:
         return _LEFT + _WIDTH * min(max(0.0, value), top) / top
 
-    bars = [
+    drawn = [
         {
-            "series": index % len(_COLOURS), "label": comparison.columns[index].label, "shown": measure.shown(value),
-            "end": x(value), "interval": interval and tuple(map(x, interval)),
+            "series": index % len(_COLOURS), "label": label, "shown": shown(value), "end": x(value),
+            "interval": interval and (*map(x, interval), interval[1] > top),
             "points": [x(point) for point in points] if len(points) > 1 else [],
         }
-        for index, value, points, interval in found
+        for (index, label, value, points), interval in zip(bars, intervals)
     ]  # fmt: skip
-    better = f" ({measure.better} is better)" if measure.better else ""
-    name = f"prompt tokens {measure.name.strip()}" if measure.name.startswith(" ") else measure.name
-    return _chart("bars", f"{name}{better}", bars)
+    return _chart("bars", title, drawn)
 
 
 def _line_charts(comparison: Comparison) -> list[Markup]:

@@ -1,17 +1,36 @@
 """Measurements as text for a terminal: comparisons, single outcomes, and lists of results, by one table renderer."""
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from overspill.kv.sizes import format_size
-from overspill.measure.compare import BY_KEY, MEASURES, Basis, Comparison, Ratio, Row, Verdict, verdict_words
+from overspill.measure.compare import (
+    BY_KEY,
+    MEASURES,
+    NOT_FINISHED,
+    Basis,
+    Comparison,
+    Ratio,
+    Row,
+    Verdict,
+    verdict_words,
+)
 from overspill.measure.measurement import Outcome
 from overspill.measure.metrics import LATENCIES
+from overspill.measure.trial import INTERRUPTED
 from overspill.registry import Result
 
 LISTED = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "tokens_from_ram")
+_FIRST = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
+_MARKS = (
+    ({Verdict.HIGHER, Verdict.LOWER}, "better and worse: the interval of the ratio lies on one side of 1"),
+    ({Verdict.NO_DIFFERENCE}, "no difference above 5 %: all of it is that close to 1"),
+    ({Verdict.NOT_SHOWN}, "no difference shown: it includes 1 and more, and more --repeats would tell"),
+    ({Verdict.ONE_RUN}, "one run: it is over requests, and the next run may differ by more"),
+)
 _STATISTICS = ("mean", "median", "p90", "p99", "std")
 
 
@@ -79,12 +98,12 @@ def notes(comparison: Comparison) -> list[str]:
     if bases - {Basis.NONE}:
         over = "; ".join(basis for basis in (Basis.PAIRS, Basis.GROUPS, Basis.REQUESTS) if basis in bases)
         lines.append(f"In brackets: 95 % confidence intervals, {over}.")
+    if meant := [meaning for verdicts, meaning in _MARKS if verdicts & {ratio.verdict for ratio in ratios}]:
+        lines.append(f"Marks: {'; '.join(meant)}.")
     if bases & {Basis.NONE, Basis.REQUESTS}:
         fewest = min(len(column.finished) for column in comparison.columns)
         little = "One repeat of each tells nothing" if fewest < 2 else f"{fewest} repeats of each tell too little"
         lines.append(f"{little} about how they vary; --repeats 3 and more does.")
-    if Verdict.NOT_SHOWN in {ratio.verdict for ratio in ratios}:
-        lines.append("Where no difference is shown there may be one; more --repeats would tell.")
     if comparison.uneven:
         had = "; ".join(f"{label} has {', '.join(map(str, each))}" for label, each in comparison.uneven.items())
         lines.append(
@@ -92,20 +111,54 @@ def notes(comparison: Comparison) -> list[str]:
             "two have."
         )
     # How two starts of the same engine differ is in no interval then, and a verdict does not know of it.
-    if comparison.shares_starts and any(len(column.finished) > 1 for column in comparison.columns):
+    if comparison.shares_starts and any(column.has_repeats for column in comparison.columns):
         lines.append(
             "With --keep, the repeats of a configuration share one start of its engine: differences of a few percent "
             "are not to be trusted, whatever is said of them here."
         )
-    if (label := comparison.cold_start) is not None:
+    if len(comparison.columns) > 1 and (label := comparison.cold_start) is not None:
         lines.append(
             f"The first start of all, of {label}, reads its weights from disk and may compile what others then find: "
             "its load time is not compared."
         )
-    for column in comparison.columns:
-        if column.problem is not None:
-            lines.append(f"{column.label} is not complete: {column.problem.splitlines()[0]}")
     return lines
+
+
+def failures(comparison: Comparison) -> list[str]:
+    """Configurations that were not measured to the end, and why."""
+    found = [(column.label, column.problem) for column in comparison.columns if column.problem is not None]
+    ended = (INTERRUPTED, NOT_FINISHED)
+    return [
+        f"{label} is not complete: {problem}." if problem in ended else f"{label} failed: {_last_error(problem)}"
+        for label, problem in found
+    ]
+
+
+def _last_error(problem: str) -> str:
+    """The first line, and what the log said last where that line gives no reason."""
+    first, *log = map(str.strip, problem.splitlines())
+    said = [line for line in log[1:] if re.search(r"(Error|Exception)\b", line)] or log[1:]
+    has_reason = ": " in first.rpartition("vLLM ended")[2]
+    return first if has_reason or not said else f"{first}: {said[-1]}"
+
+
+def headline(comparison: Comparison) -> str:
+    """What a reader came for: which configuration failed, or how the others compare with the first."""
+    if found := failures(comparison):
+        return "\n".join(found)
+    rows = {row.measure.key: row for row in comparison.rows}
+    lines = []
+    for index in comparison.others:
+        shown = [(rows[key], ratio) for key in _FIRST if key in rows and (ratio := rows[key].ratios[index]) is not None]
+        said = [f"{row.measure.name} × {ratio.value:.3g}{_mark(row, ratio)}" for row, ratio in shown]
+        once = "; one repeat of each" if not any(column.has_repeats for column in comparison.columns) else ""
+        if said:
+            lines.append(f"{comparison.columns[index].label} against {comparison.first.label}: {', '.join(said)}{once}")
+    return "\n".join(lines)
+
+
+def _mark(row: Row, ratio: Ratio) -> str:
+    return "" if ratio.verdict is Verdict.UNKNOWN else f" ({verdict_words(row.measure, ratio)})"
 
 
 def outcome_as_text(outcome: Outcome) -> str:
