@@ -41,6 +41,7 @@ class Sharing:
         self.manager, self.ledger = manager, ledger
         self.expected: dict[str, list[list[int]]] = {}
         self.most_committed = 0
+        self.worst: list[Account] = []
         self.refused = ""
         self._end = threading.Event()
 
@@ -54,7 +55,9 @@ class Sharing:
 
     def watch(self) -> None:
         while not self._end.wait(0.005):
-            self.most_committed = max(self.most_committed, committed(self.ledger.accounts().values()))
+            accounts = list(self.ledger.accounts().values())
+            if (now := committed(accounts)) > self.most_committed:
+                self.most_committed, self.worst = now, accounts
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -65,7 +68,7 @@ class Sharing:
         finally:
             self._end.set()
             thread.join()
-        assert 0 < self.most_committed <= CARD, self.most_committed / MiB
+        assert 0 < self.most_committed <= CARD, self.worst
 
     def ask(self, name: str, number: int) -> bool:
         """Whether it was answered; the answer is what an engine alone gives."""
