@@ -53,6 +53,8 @@ class Behaviour:
     """What it answers, with this word in its path, is a refusal: park, or wake."""
     device: str = "cpu"
     """Of the plan of an elastic engine."""
+    plan: dict[str, Any] | None = None
+    """That it reports as its own."""
     elastic: dict[str, int] | None = None
     """Of a row in the CPU's ledger: held, floor, most and weight; what each request needs; and `late_ms`, from its wake
     until it has its memory."""
@@ -237,6 +239,8 @@ def write_status(name: str, url: str, behaviour: Behaviour) -> None:
         "can_park": behaviour.parks is not None, "memory": {"weights_bytes": behaviour.parks},
         "session": os.getsid(0),
     }  # fmt: skip
+    if behaviour.plan is not None:
+        told["plan"] = behaviour.plan
     if behaviour.elastic is not None:
         held = behaviour.elastic["held"]
         told["plan"] = {"device": behaviour.device, "elastic": True, "gpu_bytes": held, "resident_kv_bytes": held}
@@ -273,7 +277,7 @@ async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
     except OSError:
         sys.exit(f"error: port {port} is in use: another program listens there. Stop it, or give another --port")
     follows = asyncio.create_task(follow_ledger(server, **behaviour.elastic)) if behaviour.elastic else None
-    if behaviour.parks is not None or behaviour.elastic is not None:
+    if (behaviour.parks, behaviour.elastic, behaviour.plan) != (None, None, None):
         write_status(name, f"http://{host}:{port}", behaviour)
     print(f"serves {name} on port {port}", flush=True)
     stop = asyncio.Event()

@@ -32,7 +32,7 @@ from overspill.manager.messages import (
     one_shape,
     passed_back,
     passed_on,
-    renamed,
+    rewritten,
     with_usage,
     without_usage,
 )  # fmt: skip
@@ -178,23 +178,26 @@ class Gateway:
 
     async def _models(self, exchange: Exchange) -> None:
         await self.engines.catalogue.refresh(0.5)
-        listed = {"object": "list", "data": [self._described(name) for name in self.engines.catalogue.names()]}
-        await _answer_json(exchange, listed)
+        called = sorted(self.engines.catalogue.called().items())
+        await _answer_json(exchange, {"object": "list", "data": [self._described(*one) for one in called]})
 
     async def _model(self, exchange: Exchange, name: str) -> None:
-        if await self.engines.catalogue.find(name) is None:
-            await self.engines.require_known(name)
-        await _answer_json(exchange, self._described(name))
+        model, _ = await self.engines.catalogue.resolve(name)
+        await self.engines.require_known(model)
+        await _answer_json(exchange, self._described(name, model))
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _described(self, called: str, name: str) -> dict[str, Any]:
         engine, model = self.engines.snapshot(name), self.engines.catalogue.get(name)
+        # What the plan found is known once the engine is planned: a model may leave its context to it.
+        length = engine.plan.get("max_model_len") or (model.settings.max_model_len if model is not None else None)
         return {
-            "id": name,
+            "id": called,
             "object": "model",
             "created": int(model.created_at.timestamp()) if model is not None else int(engine.since),
             "owned_by": "overspill",
             "root": model.settings.source if model is not None else name,
-            "max_model_len": model.settings.max_model_len if model is not None else None,
+            "parent": name if called != name else None,
+            "max_model_len": length if isinstance(length, int) else None,
             "state": str(engine.state),
             "error": engine.error or None,
         }
@@ -207,8 +210,12 @@ class Gateway:
         headers = dict(exchange.scope["headers"])
         kind = headers.get(b"content-type", b"")
         asked = asked_of(body, kind)
-        name = exchange.model = asked.model
+        exchange.model = asked.model
+        name, changes = await self.engines.catalogue.resolve(asked.model)
         await self.engines.require_known(name)
+        exchange.model = name
+        if changes or name != asked.model:
+            body = rewritten(body, kind, name, changes)
         exchange.is_stream = asked.is_stream
         counts = self.engines.count(name)
         counts.requests += 1
@@ -220,7 +227,7 @@ class Gateway:
                 exchange.waited_s = time.monotonic() - exchange.began
                 body = body if asks_usage is None else asks_usage
                 if engine.served and name not in engine.served:
-                    body = renamed(body, kind, engine.served[0])
+                    body = rewritten(body, kind, engine.served[0])
                 await self._exchange(exchange, engine, body, counts, hides_usage=asks_usage is not None)
         except asyncio.CancelledError:
             counts.cancelled += 1

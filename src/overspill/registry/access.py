@@ -16,7 +16,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.tables import Base, Word, now
-from overspill.settings import nearest
+from overspill.settings import among
 
 _KEY_PREFIX = "osk"
 _PREFIX_BYTES, _SECRET_BYTES = 6, 32
@@ -148,7 +148,7 @@ def remove_key(registry: Registry, name: str) -> Key:
     with registry.writing() as session:
         key = session.scalar(select(Key).where(Key.name == name)) if _NAME.fullmatch(name) else None
         if key is None:
-            hint = nearest(name, session.scalars(select(Key.name)).all()) or "there are none"
+            hint = among(name, session.scalars(select(Key.name)).all(), "there are none")
             raise UnknownRecord(f"there is no key {name!r:.110}; {hint}")
         session.delete(key)
         session.execute(delete(Login).where(Login.who == key.who))
