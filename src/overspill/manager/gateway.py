@@ -178,11 +178,12 @@ class Gateway:
 
     async def _models(self, exchange: Exchange) -> None:
         await self.engines.catalogue.refresh(0.5)
-        called = sorted(self.engines.catalogue.called().items())
+        called = [one for one in sorted(self.engines.catalogue.called().items()) if _may_use(exchange, *one)]
         await _answer_json(exchange, {"object": "list", "data": [self._described(*one) for one in called]})
 
     async def _model(self, exchange: Exchange, name: str) -> None:
         model, _ = await self.engines.catalogue.resolve(name)
+        _require_right(exchange, name, model)
         await self.engines.require_known(model)
         await _answer_json(exchange, self._described(name, model))
 
@@ -212,6 +213,7 @@ class Gateway:
         asked = asked_of(body, kind)
         exchange.model = asked.model
         name, changes = await self.engines.catalogue.resolve(asked.model)
+        _require_right(exchange, asked.model, name)
         await self.engines.require_known(name)
         exchange.model = name
         if changes or name != asked.model:
@@ -396,6 +398,22 @@ async def _body(exchange: Exchange) -> bytes | None:
         pieces.append(message.get("body", b""))
         if not message.get("more_body"):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _may_use(exchange: Exchange, *names: str) -> bool:
+    """Whether its key is for all models, or for the one that has these names."""
+    identity = exchange.scope.get("state", {}).get("identity")
+    return identity is None or not identity.models or any(name in identity.models for name in names)
+
+
+def _require_right(exchange: Exchange, *names: str) -> None:
+    if not _may_use(exchange, *names):
+        identity = exchange.scope["state"]["identity"]
+        allowed = ", ".join(identity.models)
+        raise GatewayError(
+            403, f"the {identity.who} may not use {names[0]!r:.220}; it is for {allowed}", code="model_not_allowed",
+            param="model",
+        )  # fmt: skip
 
 
 async def _disconnected(receive: Receive) -> None:

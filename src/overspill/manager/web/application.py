@@ -67,7 +67,7 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
         jobs = Jobs(engines, setup.folder / "jobs")
         watching = Watching(engines, {"models": cache_folder(), "logs": setup.folder}, jobs.processes)
         downloads = Downloads(cache_folder(), setup.folder / "downloads")
-        actions = Actions(registry, engines, setup, jobs, watching, downloads)
+        actions = Actions(registry, engines, setup, jobs, watching, downloads, access)
         application = Application(
             setup=setup, registry=registry, engines=engines, access=access, watching=watching, actions=actions,
             jobs=jobs, activity=Activity(registry), downloads=downloads,

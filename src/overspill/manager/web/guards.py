@@ -21,7 +21,7 @@ from overspill.address import is_loopback
 from overspill.kv.sizes import MiB, format_size
 from overspill.manager.web.access import LOCAL, Access, Identity, Revocable, read_cookie
 from overspill.manager.web.setup import ADD_KEY, SET_PASSWORD, Setup
-from overspill.registry.access import KeyScope
+from overspill.registry.access import KeyExpired, KeyScope
 from overspill.registry.errors import RegistryUnavailable
 
 GATEWAY = "/v1/"
@@ -195,6 +195,8 @@ class Guards:
             is_protected = identity is not None or await self._access.is_protected()
         except RegistryUnavailable as error:
             raise Refusal(503, f"nobody can be let in: {error}") from error
+        except KeyExpired as error:
+            raise Refusal(401, str(error), [(b"www-authenticate", b"Bearer")]) from error
         path = scope["path"]
         if path.startswith(_PUBLIC):
             return identity
@@ -225,7 +227,7 @@ class Guards:
     async def _is_still(self, identity: Identity, headers: Mapping[str, str]) -> bool:
         try:
             return await self._identify(headers, is_use=False) == identity
-        except RegistryUnavailable:
+        except (RegistryUnavailable, KeyExpired):
             return False
 
     def _require_small_body(self, scope: Scope) -> None:
