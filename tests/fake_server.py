@@ -62,6 +62,12 @@ class Behaviour:
     """Listens there instead, at the first start only: as if somebody had taken the port meanwhile."""
 
 
+# vLLM's, as they are there: some with /v1, some without, some both.
+ECHOED = (
+    "/v1/echo", "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
+    "/v2/rerank", "/tokenize", "/detokenize", "/generative_scoring", "/v1/audio/transcriptions",
+    "/v1/audio/translations", "/v1/responses", "/v1/messages",
+)  # fmt: skip
 # The second is between neighbours, and the last as vLLM sends it.
 ECHO_HEADERS = "connection: x-private\r\nx-private: 1\r\naccess-control-allow-origin: *\r\n"
 
@@ -121,8 +127,8 @@ class Server:
             await asyncio.sleep(self.behaviour.metrics_s)
             page = self.behaviour.metrics_file
             await send(writer, 200, told.encode() if page is None else Path(page).read_bytes())
-        elif path == "/v1/echo":
-            told = {"headers": headers, "body": body.decode()}
+        elif path in ECHOED:
+            told = {"path": path, "headers": headers, "body": body.decode()}
             await send(writer, 200, json.dumps(told).encode(), ECHO_HEADERS)
         elif path in ("/v1/completions", "/v1/chat/completions"):
             try:

@@ -45,6 +45,16 @@ _KEPT_ANSWER_BYTES = 8 * MiB
 _LONGEST_EVENT_BYTES = MiB
 
 
+# What vLLM serves without /v1, and of these what it does not serve with it; the gateway takes both.
+_BARE_ONLY = frozenset({"/classify", "/detokenize", "/generative_scoring", "/pooling", "/tokenize"})
+_BARE = _BARE_ONLY | {"/rerank", "/score", "/v2/embed", "/v2/rerank"}
+
+
+def is_gateways(path: str) -> bool:
+    """Whether requests to it go to models."""
+    return path.startswith("/v1/") or path in _BARE
+
+
 KEEP_ALIVE = b"x-overspill-keep-alive"
 """Of a request that is not a stream: its headers come at once with 200, then blanks until there is an answer."""
 _STREAM_HEADERS: list[Header] = [
@@ -263,6 +273,8 @@ class Gateway:
         end. A client that goes away is noticed meanwhile, and so is an engine that hangs, by its health."""
         scope = exchange.scope
         target = scope.get("raw_path") or scope["path"].encode()
+        if scope["path"].removeprefix("/v1") in _BARE_ONLY:
+            target = target.removeprefix(b"/v1")
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         headers = passed_on(scope["headers"])
