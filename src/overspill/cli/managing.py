@@ -43,6 +43,10 @@ of_the_manager = with_flags("given", [
          list[str] | None),
     flag("ram", typer.Option(help="RAM that all engines together may hold; without it, what is free.")),
     flag("gpu_memory", typer.Option(help="GPU memory that all engines together may hold; without it, what is free.")),
+    flag("upstream", typer.Option(help="Another server of OpenAI's API, as NAME=URL, whose models are served as "
+         "NAME/MODEL; may be repeated."), list[str] | None),
+    flag("upstream_key", typer.Option(help="The variable of the environment that holds its key, as NAME=VARIABLE; may "
+         "be repeated."), list[str] | None),
     flag("any_vllm_flag", typer.Option("--any-vllm-flag", help="Allow vLLM's flags that run code or open files over "
          "the web."), bool, False),
     flag("keep_engines", typer.Option("--keep-engines", help="Leave engines running when the manager ends."), bool,

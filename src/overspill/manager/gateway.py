@@ -37,6 +37,7 @@ from overspill.manager.messages import (
     without_usage,
 )  # fmt: skip
 from overspill.manager.states import State, Traffic
+from overspill.manager.upstreams import Server, Servers
 from overspill.registry import RegistryError
 from overspill.registry.activity import Request, RequestOutcome
 from overspill.upstream import Connection, Head, UpstreamLost
@@ -127,6 +128,7 @@ class Exchange:
 class Gateway:
     engines: Engines
     activity: Activity | None = None
+    servers: Servers | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -189,9 +191,15 @@ class Gateway:
     async def _models(self, exchange: Exchange) -> None:
         await self.engines.catalogue.refresh(0.5)
         called = [one for one in sorted(self.engines.catalogue.called().items()) if _may_use(exchange, *one)]
-        await _answer_json(exchange, {"object": "list", "data": [self._described(*one) for one in called]})
+        remote = [one for one in self.servers.names() if _may_use(exchange, one)] if self.servers is not None else []
+        data = [*(self._described(*one) for one in called), *(self._described_remote(one) for one in remote)]
+        await _answer_json(exchange, {"object": "list", "data": data})
 
     async def _model(self, exchange: Exchange, name: str) -> None:
+        if self._remote(name) is not None:
+            _require_right(exchange, name)
+            await _answer_json(exchange, self._described_remote(name))
+            return
         model, _ = await self.engines.catalogue.resolve(name)
         _require_right(exchange, name, model)
         await self.engines.require_known(model)
@@ -213,6 +221,19 @@ class Gateway:
             "error": engine.error or None,
         }
 
+    def _described_remote(self, name: str) -> dict[str, Any]:
+        server, model = self._remote(name) or (None, name)
+        problem = server.problem if server is not None else ""
+        return {
+            "id": name, "object": "model", "created": 0, "owned_by": name.partition("/")[0], "root": model,
+            "parent": None, "max_model_len": None, "state": "upstream", "error": problem or None,
+        }  # fmt: skip
+
+    def _remote(self, name: str) -> tuple[Server, str] | None:
+        """The upstream of a model, and its name there; a model of the registry comes first."""
+        is_own = self.servers is None or self.engines.catalogue.is_called(name)
+        return None if is_own or self.servers is None else self.servers.find(name)
+
     # Everything else
 
     async def _pass_on(self, exchange: Exchange) -> None:
@@ -222,23 +243,30 @@ class Gateway:
         kind = headers.get(b"content-type", b"")
         asked = asked_of(body, kind)
         exchange.model = asked.model
-        name, changes = await self.engines.catalogue.resolve(asked.model)
-        _require_right(exchange, asked.model, name)
-        await self.engines.require_known(name)
-        exchange.model = name
-        if changes or name != asked.model:
-            body = rewritten(body, kind, name, changes)
+        server: Server | None = None
+        if (remote := self._remote(asked.model)) is not None:
+            _require_right(exchange, asked.model)
+            name, (server, there) = asked.model, remote
+            body = rewritten(body, kind, there)
+        else:
+            name, changes = await self.engines.catalogue.resolve(asked.model)
+            _require_right(exchange, asked.model, name)
+            await self.engines.require_known(name)
+            exchange.model = name
+            if changes or name != asked.model:
+                body = rewritten(body, kind, name, changes)
         exchange.is_stream = asked.is_stream
-        counts = self.engines.count(name)
+        counts = server.traffic if server is not None else self.engines.count(name)
+        using = contextlib.nullcontext(server) if server is not None else self.engines.using(name)
         counts.requests += 1
         counts.last_used = time.time()
         asks_usage = with_usage(body, asked, exchange.scope["path"])
         try:
             signs = asked.is_stream or KEEP_ALIVE in headers
-            async with self._watched(exchange, signs=signs), self.engines.using(name) as engine:
+            async with self._watched(exchange, signs=signs), using as engine:
                 exchange.waited_s = time.monotonic() - exchange.began
                 body = body if asks_usage is None else asks_usage
-                if engine.served and name not in engine.served:
+                if isinstance(engine, Engine) and engine.served and name not in engine.served:
                     body = rewritten(body, kind, engine.served[0])
                 await self._exchange(exchange, engine, body, counts, hides_usage=asks_usage is not None)
         except asyncio.CancelledError:
@@ -252,7 +280,7 @@ class Gateway:
             raise
 
     async def _exchange(
-        self, exchange: Exchange, engine: Engine, body: bytes, counts: Traffic, *, hides_usage: bool
+        self, exchange: Exchange, engine: Engine | Server, body: bytes, counts: Traffic, *, hides_usage: bool
     ) -> None:
         connection, head = await self._ask(exchange, engine, body)
         try:
@@ -268,7 +296,7 @@ class Gateway:
             counts.completion_tokens += exchange.usage.answered or 0
         self.engines.upstream.give_back(connection)
 
-    async def _ask(self, exchange: Exchange, engine: Engine, body: bytes) -> tuple[Connection, Head]:
+    async def _ask(self, exchange: Exchange, engine: Engine | Server, body: bytes) -> tuple[Connection, Head]:
         """Until the answer begins. That may be hours: vLLM sends nothing of an answer that is not a stream before its
         end. A client that goes away is noticed meanwhile, and so is an engine that hangs, by its health."""
         scope = exchange.scope
@@ -278,13 +306,15 @@ class Gateway:
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         headers = passed_on(scope["headers"])
+        if isinstance(engine, Server):
+            target, headers = engine.path.encode() + target, [*headers, *engine.headers]
         try:
             return await self.engines.upstream.request(engine.url or "", scope["method"], target, headers, body)
         except UpstreamLost as error:
             raise _lost(engine, error) from error
 
     async def _stream(
-        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic, *,
+        self, exchange: Exchange, connection: Connection, engine: Engine | Server, head: Head, counts: Traffic, *,
         hides_usage: bool,
     ) -> None:  # fmt: skip
         """Events as they come, whole ones only: after the beginning of one that breaks off no error could be sent."""
@@ -322,7 +352,7 @@ class Gateway:
         await exchange.write(rest, more=False)
 
     async def _whole(
-        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic
+        self, exchange: Exchange, connection: Connection, engine: Engine | Server, head: Head, counts: Traffic
     ) -> None:
         """An answer that breaks off is an error, so none of it is passed on before its end, unless it is huge."""
         pieces, size = [], 0
@@ -346,8 +376,9 @@ class Gateway:
         if head.status >= 500:
             counts.failed += 1
         if head.status >= 400:
-            exchange.problem = error_message(body) or f"the engine answered {head.status}"
-            body = one_shape(head.status, body) if not exchange.is_inside_event else body
+            source = Source.UPSTREAM if isinstance(engine, Server) else Source.ENGINE
+            exchange.problem = error_message(body) or f"the {source} answered {head.status}"
+            body = one_shape(head.status, body, source) if not exchange.is_inside_event else body
         if not exchange.has_begun:
             await exchange.answer(head.status, passed_back(head.headers, length=len(body)), body)
             return
@@ -389,6 +420,8 @@ class Gateway:
 
     def _doing(self, name: str) -> str:
         """One line: a client may print it."""
+        if self._remote(name) is not None:
+            return f"{name} is computing"
         engine = self.engines.snapshot(name)
         if engine.state is State.READY:
             return f"{name} is computing"
@@ -438,8 +471,11 @@ async def _answer_json(exchange: Exchange, value: dict[str, Any]) -> None:
     await exchange.answer(200, json_headers(body), body)
 
 
-def _lost(engine: Engine, error: UpstreamLost) -> GatewayError:
+def _lost(engine: Engine | Server, error: UpstreamLost) -> GatewayError:
     """Who ended it, as far as is known by now."""
+    if isinstance(engine, Server):
+        why = f"the upstream {engine.name} does not answer, or not to the end: {error}"
+        return GatewayError(502, why, code="upstream_lost", source=Source.UPSTREAM, retry_after_s=5.0)
     if engine.state is State.STOPPING and engine.stop_reason:
         why = f"{engine.name} ended while it answered: {engine.stop_reason}"
         return GatewayError(502, why, code="engine_stopped", retry_after_s=5.0)

@@ -49,6 +49,7 @@ _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 class Source(StrEnum):
     GATEWAY = "gateway"
     ENGINE = "engine"
+    UPSTREAM = "upstream"
 
 
 class GatewayError(Exception):
@@ -89,15 +90,15 @@ class GatewayError(Exception):
         return headers
 
 
-def one_shape(status: int, body: bytes) -> bytes:
+def one_shape(status: int, body: bytes, source: Source = Source.ENGINE) -> bytes:
     """An engine's refusal as all others are: vLLM has several."""
     try:
         if isinstance(msgspec.json.decode(body)["error"]["message"], str):
             return body
     except (msgspec.MsgspecError, KeyError, TypeError):
         pass
-    message = error_message(body) or f"the engine answered {status}"
-    return GatewayError(status, message, code="engine_error", source=Source.ENGINE).body
+    message = error_message(body) or f"the {source} answered {status}"
+    return GatewayError(status, message, code=f"{source}_error", source=source).body
 
 
 def error_message(body: bytes) -> str:

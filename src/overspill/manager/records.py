@@ -120,6 +120,9 @@ class Catalogue:
         """Every name by which a model may be called, and the model's own."""
         return {name: model for name, (model, _) in self._called.items()}
 
+    def is_called(self, name: str) -> bool:
+        return name in self._called
+
     async def resolve(self, name: str) -> tuple[str, dict[str, Any]]:
         """The model that a client calls so, and what to change in its request; the same name if there is none."""
         if name not in self._called:

@@ -152,6 +152,11 @@ async def engine_events(app: App) -> StreamingResponse:
     return sse.stream(events(), app.closing)
 
 
+@engines.get("/upstreams", response_model=list[Json], summary="Other servers whose models the gateway serves")
+async def upstreams(app: App) -> list[Json]:
+    return [one.as_json() for one in app.servers.all.values()]
+
+
 # The machine, and the manager itself
 
 machine = APIRouter(tags=["machine"])

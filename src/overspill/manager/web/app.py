@@ -48,7 +48,7 @@ _LISTED_AT = {"results": "runs", "compare": "runs", "add": "models"}
 
 
 def make_app(application: Application) -> ASGIApp:
-    gateway, web = Gateway(application.engines, application.activity), make_web(application)
+    gateway, web = Gateway(application.engines, application.activity, application.servers), make_web(application)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         """The gateway first, without what a web framework would cost each of its requests."""

@@ -41,7 +41,7 @@ _SCOPES = {
 @router.get("/")
 async def dashboard(request: Request, app: App) -> Response:
     await app.engines.catalogue.refresh(0.5)
-    if not app.engines.snapshots():
+    if not app.engines.snapshots() and not app.servers.all:
         return RedirectResponse("/add", status_code=303)
     return page(request, "dashboard.html", live=_live(app, app.watching.latest), ranges=RANGES)
 
@@ -67,7 +67,7 @@ def _live(app: Application, moment: Moment | None) -> dict[str, str]:
             panels=fragment(
                 "panels.html", now=overview(moment, engines), sample=moment.sample if moment is not None else None,
                 maps=memory_maps(moment.sample, engines) if moment is not None else (), requests=app.activity.recent,
-                held_by=app.engines.reserved_for,
+                held_by=app.engines.reserved_for, upstreams=app.servers.all.values(),
             ),
             tiers=fragment("tiers.html", tiers=engine_tiers(moment, engines) if moment is not None else ()),
         )  # fmt: skip
