@@ -8,7 +8,9 @@ import pytest
 
 from overspill.registry import DuplicateModel, add_model, edit_model, get_model, import_models, read_models_file
 from overspill.settings import SettingsError, parse_settings
+from tests.managed_here import managed_here
 from tests.manager_process import Place, eventually
+from tests.pages import program
 from tests.test_gateway import Served, error_of, with_gateway
 
 VARIANTS = {
@@ -140,6 +142,23 @@ def test_a_file_lists_aliases_and_variants_as_yaml(place: Place, tmp_path: Path)
         found = get_model(registry, "org/a")
         assert list(found.names) == ["org/a:cold", "chat:cold", "c:cold", "org/a", "chat", "c"]
         assert [str(one.outcome) for one in import_models(registry, read_models_file(file))] == ["unchanged"]
+
+
+def test_names_are_given_by_api_and_form(place: Place) -> None:
+    place.add("a")
+    place.add("b", aliases="taken")
+    with managed_here(place) as here, program(here) as client:
+        edited = client.patch("/api/models/a", json={"aliases": ["chat"], "variants": {"cold": {"temperature": 0}}})
+        assert edited.json()["changed"] == ["aliases", "variants"] and edited.json()["needs_restart"] == []
+        assert client.post("/v1/completions", json={"model": "chat:cold"}).json()["model"] == "a"
+        form = client.get("/models/settings/a").text
+        assert 'value="chat"' in form and "{&#34;cold&#34;: {&#34;temperature&#34;: 0}}" in form
+        saved = client.post("/models/settings/a", data={"aliases": "other", "variants": '{"hot": {"temperature": 2}}'})
+        assert "Saved: Other names, Variants of requests." in saved.text
+        assert client.post("/v1/completions", json={"model": "other:hot"}).is_success
+        assert client.post("/v1/completions", json={"model": "chat"}).status_code == 404
+        refused = client.patch("/api/models/a", json={"aliases": "taken"})
+        assert refused.status_code == 409 and "overspill models edit b" in refused.json()["error"]["message"]
 
 
 def test_the_context_is_listed_once_it_is_known(place: Place) -> None:

@@ -191,14 +191,16 @@ class Gateway:
     async def _models(self, exchange: Exchange) -> None:
         await self.engines.catalogue.refresh(0.5)
         called = [one for one in sorted(self.engines.catalogue.called().items()) if _may_use(exchange, *one)]
-        remote = [one for one in self.servers.names() if _may_use(exchange, one)] if self.servers is not None else []
-        data = [*(self._described(*one) for one in called), *(self._described_remote(one) for one in remote)]
+        data = [self._described(*one) for one in called]
+        for name in self.servers.names() if self.servers is not None else ():
+            if (remote := self._remote(name)) is not None and _may_use(exchange, name):
+                data.append(_described_remote(name, *remote))
         await _answer_json(exchange, {"object": "list", "data": data})
 
     async def _model(self, exchange: Exchange, name: str) -> None:
-        if self._remote(name) is not None:
+        if (remote := self._remote(name)) is not None:
             _require_right(exchange, name)
-            await _answer_json(exchange, self._described_remote(name))
+            await _answer_json(exchange, _described_remote(name, *remote))
             return
         model, _ = await self.engines.catalogue.resolve(name)
         _require_right(exchange, name, model)
@@ -221,18 +223,11 @@ class Gateway:
             "error": engine.error or None,
         }
 
-    def _described_remote(self, name: str) -> dict[str, Any]:
-        server, model = self._remote(name) or (None, name)
-        problem = server.problem if server is not None else ""
-        return {
-            "id": name, "object": "model", "created": 0, "owned_by": name.partition("/")[0], "root": model,
-            "parent": None, "max_model_len": None, "state": "upstream", "error": problem or None,
-        }  # fmt: skip
-
     def _remote(self, name: str) -> tuple[Server, str] | None:
         """The upstream of a model, and its name there; a model of the registry comes first."""
-        is_own = self.servers is None or self.engines.catalogue.is_called(name)
-        return None if is_own or self.servers is None else self.servers.find(name)
+        if self.servers is None or self.engines.catalogue.is_called(name):
+            return None
+        return self.servers.find(name)
 
     # Everything else
 
@@ -443,6 +438,13 @@ async def _body(exchange: Exchange) -> bytes | None:
         pieces.append(message.get("body", b""))
         if not message.get("more_body"):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _described_remote(name: str, server: Server, model: str) -> dict[str, Any]:
+    return {
+        "id": name, "object": "model", "created": 0, "owned_by": server.name, "root": model, "parent": None,
+        "max_model_len": None, "state": "upstream", "error": server.problem or None,
+    }  # fmt: skip
 
 
 def _may_use(exchange: Exchange, *names: str) -> bool:
