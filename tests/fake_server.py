@@ -55,6 +55,8 @@ class Behaviour:
     """Of the plan of an elastic engine."""
     gpu: tuple[int, str] = (0, "cpu")
     """Of an elastic engine: its number, and the name of its ledger."""
+    plan: dict[str, Any] | None = None
+    """That it reports as its own."""
     elastic: dict[str, int] | None = None
     """Of a row in the CPU's ledger: held, floor, most and weight; what each request needs; `late_ms`, from its wake
     until it has its memory; and `slow_ms`, from a grant until then."""
@@ -62,6 +64,12 @@ class Behaviour:
     """Listens there instead, at the first start only: as if somebody had taken the port meanwhile."""
 
 
+# vLLM's, as they are there: some with /v1, some without, some both.
+ECHOED = (
+    "/v1/echo", "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
+    "/v2/rerank", "/tokenize", "/detokenize", "/generative_scoring", "/v1/audio/transcriptions",
+    "/v1/audio/translations", "/v1/responses", "/v1/messages",
+)  # fmt: skip
 # The second is between neighbours, and the last as vLLM sends it.
 ECHO_HEADERS = "connection: x-private\r\nx-private: 1\r\naccess-control-allow-origin: *\r\n"
 
@@ -121,8 +129,8 @@ class Server:
             await asyncio.sleep(self.behaviour.metrics_s)
             page = self.behaviour.metrics_file
             await send(writer, 200, told.encode() if page is None else Path(page).read_bytes())
-        elif path == "/v1/echo":
-            told = {"headers": headers, "body": body.decode()}
+        elif path in ECHOED:
+            told = {"path": path, "headers": headers, "body": body.decode()}
             await send(writer, 200, json.dumps(told).encode(), ECHO_HEADERS)
         elif path in ("/v1/completions", "/v1/chat/completions"):
             try:
@@ -243,6 +251,8 @@ def write_status(name: str, url: str, behaviour: Behaviour) -> None:
         "can_park": behaviour.parks is not None, "memory": {"weights_bytes": behaviour.parks},
         "session": os.getsid(0),
     }  # fmt: skip
+    if behaviour.plan is not None:
+        told["plan"] = behaviour.plan
     if behaviour.elastic is not None:
         held = behaviour.elastic["held"]
         told["plan"] = {
@@ -282,7 +292,7 @@ async def serve(name: str, host: str, port: int, behaviour: Behaviour) -> None:
     except OSError:
         sys.exit(f"error: port {port} is in use: another program listens there. Stop it, or give another --port")
     follows = asyncio.create_task(follow_ledger(server, **behaviour.elastic)) if behaviour.elastic else None
-    if behaviour.parks is not None or behaviour.elastic is not None:
+    if (behaviour.parks, behaviour.elastic, behaviour.plan) != (None, None, None):
         write_status(name, f"http://{host}:{port}", behaviour)
     print(f"serves {name} on port {port}", flush=True)
     stop = asyncio.Event()

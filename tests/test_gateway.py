@@ -22,7 +22,7 @@ from overspill.kv.sizes import GiB
 from overspill.manager import logs
 from overspill.manager.backend import EngineProcess, Launched, Order, OwnProcesses, identify
 from overspill.manager.fleet import Engines
-from overspill.manager.messages import asked_of, renamed
+from overspill.manager.messages import asked_of, rewritten
 from overspill.manager.states import State
 from overspill.registry import add_model, edit_model
 from tests.certificates import make_certificate
@@ -306,7 +306,7 @@ def test_a_prompt_of_millions_of_numbers_stops_no_stream(place: Place) -> None:
     objects_s = time.process_time() - began
     began = time.process_time()
     assert asked_of(body, kind).model == "a"
-    assert renamed(body, kind, "other") == body.replace(b'{"model": "a", "prompt": ', b'{"model":"other","prompt":')
+    assert rewritten(body, kind, "other") == body.replace(b'{"model": "a", "prompt": ', b'{"model":"other","prompt":')
     assert time.process_time() - began < objects_s
 
 

@@ -230,7 +230,7 @@ def test_the_audit_log_records_an_unexpected_error_as_failed(registry: Registry)
     """Any error but ours and a client that left was written down as done."""
 
     async def run() -> None:
-        actions = Actions(registry, None, None, None, None, None)  # type: ignore[arg-type]
+        actions = Actions(registry, None, None, None, None, None, None)  # type: ignore[arg-type]
         with pytest.raises(OSError, match="Too many open files"):
             async with actions.audited(Caller(who="key x", address="127.0.0.1"), "stop", "qwen"):
                 raise OSError(24, "Too many open files")

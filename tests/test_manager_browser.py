@@ -252,7 +252,7 @@ def test_a_bench_runs_with_progress_and_its_results_are_compared(page: "Page") -
     assert "first" in Path(download.value.path()).read_text()
 
 
-SHOWN = ("/", "/models", "/add", "/try", "/activity", "/runs", "/logs", "/found", "/audit", "/api")
+SHOWN = ("/", "/models", "/add", "/try", "/activity", "/runs", "/logs", "/found", "/keys", "/audit", "/api")
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,8 @@ def test_an_empty_manager_leads_to_adding_a_model(tmp_path: Path, place: Place) 
 
 AXE = Path(__file__).parent / "vendor/axe-core-4.14.0.min.js"
 PATHS = (
-    "/", "/models", "/add", "/add?source=org/none", "/try", "/activity", "/runs", "/logs", "/found", "/audit", "/api",
-    "/nowhere", "/login", "/runs/jobs/1", "/results/1", "/compare?ids=mine",
+    "/", "/models", "/add", "/add?source=org/none", "/try", "/activity", "/runs", "/logs", "/found", "/keys", "/audit",
+    "/api", "/nowhere", "/login", "/runs/jobs/1", "/results/1", "/compare?ids=mine",
 )  # fmt: skip
 
 

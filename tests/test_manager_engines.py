@@ -572,6 +572,8 @@ def test_an_unknown_model_suggests_the_nearest_name(place: Place) -> None:
         async with managing(place) as engines:
             with pytest.raises(UnknownModel, match="did you mean qwen"):
                 await engines.ensure_ready("qwem")
+            with pytest.raises(UnknownModel, match=r"known here: qwen$"):  # and not "did you mean qwen?"
+                await engines.ensure_ready("nope")
             place.add("qwem")  # found a moment later, without a restart
             await asyncio.sleep(0.3)
             assert (await engines.ensure_ready("qwem")).state is State.READY

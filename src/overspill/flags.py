@@ -171,6 +171,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {found[0]}?" if found else ""
 
 
+def among(name: str, known: Iterable[str], if_none: str) -> str:
+    """For names that users gave: one that is near, else some that there are."""
+    names = list(known)
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"did you mean {near[0]}?"
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"known here: {', '.join(names[:_MOST_NAMED])}{more}" if names else if_none
+
+
+_MOST_NAMED = 5
 HIDDEN = "***"
 # vLLM and huggingface_hub read these as well. A process's environment is its user's to read, its command line
 # everybody's.

@@ -4,6 +4,7 @@ A flag wins over what the registry sets for a model, that over the environment (
 that over the default; each value remembers which it was.
 """
 
+import json
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from overspill.flags import among as among  # noqa: PLC0414
 from overspill.flags import choices_of, hide_in_text, read_flags, refuse_secrets, refuse_unknown
 from overspill.flags import nearest as nearest  # noqa: PLC0414
 from overspill.kv.errors import OverspillError
@@ -27,6 +29,13 @@ from overspill.planning.setup import AT_ONCE, MAX_NUM_SEQS
 
 _REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _DURATION = re.compile(r"(\d+)\s*([smhd]?)", re.ASCII)
+# Parts begin with a letter, a digit or an underscore: no `..`, no hidden file, nothing that looks like a flag.
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._:-]*"
+_NAME = re.compile(rf"{_PART}(/{_PART})*")
+_VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+MAX_NAME_LENGTH = 200
+# The gateway reads these of a request before it is changed.
+_READ_BEFORE = ("model", "stream", "stream_options")
 _GPU = re.compile(r"\d{1,3}|(?:GPU|MIG)-[0-9A-Za-z/-]{1,60}", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_TEXT = 10_000
@@ -206,6 +215,40 @@ def _vllm_args(given: object) -> tuple[str, ...]:
             raise OverspillError(f"{flag.name} is a setting of its own here; use {own.flag} ({own.name})")
     refuse_unknown(flags, [setting.flag for setting in MODEL_SETTINGS])
     return words
+
+
+def is_name(name: str) -> bool:
+    """Whether a model can be called so."""
+    return len(name) <= MAX_NAME_LENGTH and _NAME.fullmatch(name) is not None
+
+
+def _aliases(given: object) -> str:
+    """A list of names, or a text with commas between them."""
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(one, str) and is_name(one.strip()) for one in names):
+        raise OverspillError(f"{given!r:.80} are not names, with commas between them; write for example gpt-4o,chat")
+    return ",".join(dict.fromkeys(one.strip() for one in names))
+
+
+def _variants(given: object) -> str:
+    try:
+        variants = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(variants, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OverspillError(f"{given!r:.80} is not JSON: {error}; {_WRITE_VARIANTS}") from error
+    if not isinstance(variants, dict) or not all(isinstance(one, dict) and one for one in variants.values()):
+        raise OverspillError(f"variants are an object with an object for each of their names; {_WRITE_VARIANTS}")
+    for name, changes in variants.items():
+        if _VARIANT.fullmatch(name) is None:
+            raise OverspillError(f"{name!r:.80} is not a name for a variant: letters, digits and . _ - are accepted")
+        if read := sorted(changes.keys() & set(_READ_BEFORE)):
+            raise OverspillError(f"the variant {name} changes {read[0]}, which only the client can; leave it out")
+    if len(text) > _MAX_TEXT:
+        raise OverspillError(f"variants have at most {_MAX_TEXT} characters, and these have {len(text)}")
+    return text
+
+
+_WRITE_VARIANTS = """write for example {"fast": {"chat_template_kwargs": {"enable_thinking": false}}}"""
 
 
 def parse_duration(text: object) -> int:
@@ -450,6 +493,18 @@ TABLE = (
         "preload", YES_OR_NO, None, "Start it with the manager, if there is room.", Scope.MODELS, takes_restart=False
     ),
     Setting(
+        "aliases", Kind(_aliases, list[str] | str, example="gpt-4o,chat", max_length=_MAX_TEXT), None,
+        "Other names by which the manager's gateway serves it, with commas between them: `gpt-4o,chat`.",
+        Scope.MODELS, takes_restart=False,
+    ),
+    Setting(
+        "variants", Kind(_variants, dict[str, dict[str, Any]] | str, example={"cold": {"temperature": 0}},
+                         max_length=_MAX_TEXT), None,
+        "Names after a colon, and what the gateway changes in requests to them, as JSON; null strips a parameter: "
+        '`{"cold": {"temperature": 0, "top_p": null}}`.',
+        Scope.MODELS, takes_restart=False,
+    ),
+    Setting(
         "notes", Kind(_notes, max_length=_MAX_TEXT), None, "Anything worth knowing about it.", Scope.MODELS,
         takes_restart=False,
     ),
@@ -474,6 +529,9 @@ _OWN_FLAGS = {
 }
 
 
+_STRUCTURED: dict[str, type | tuple[type, ...]] = {"vllm_args": (dict, list), "aliases": list, "variants": dict}
+
+
 def parse_settings(given: Mapping[str, object], where: str = "") -> dict[str, Any]:
     """Settings of a model, checked; None takes one back. `where` is the place in a file, for messages."""
     known = {setting.name: setting for setting in MODEL_SETTINGS}
@@ -494,7 +552,7 @@ def parse_settings(given: Mapping[str, object], where: str = "") -> dict[str, An
 def _parse_kept(setting: Setting, value: object, where: str) -> Any:
     place = f"{where}: {setting.name}" if where else setting.flag
     # What parsers repeat in their messages must be short; a file can hold anything.
-    if isinstance(value, dict | list) and setting.name != "vllm_args":
+    if isinstance(value, dict | list) and not isinstance(value, _STRUCTURED.get(setting.name, ())):
         raise SettingsError(f"{place}: a single value is needed here, not a {type(value).__name__}")
     # A command passes dtypes that the plan does not know on to vLLM without a plan; a model is always planned.
     parse = _one_of("auto", *KV_CACHE_DTYPE_BYTES) if setting.name == "kv_cache_dtype" else setting.parse

@@ -255,14 +255,14 @@ class Upstream:
         self._idle.clear()
 
     async def get(
-        self, url: str, path: str, timeout: float, *, most_bytes: int = _MOST_PAGE_BYTES
+        self, url: str, path: str, timeout: float, *, most_bytes: int = _MOST_PAGE_BYTES, headers: Headers = ()
     ) -> tuple[int, bytes] | None:
         """Status and body; None if nobody answers in time, or the body is larger. It may be anybody's program."""
         connection = None
         try:
             async with asyncio.timeout(timeout):
                 connection = await self.connect(url, fresh=True)
-                connection.send("GET", path.encode(), [(b"connection", b"close")], b"")
+                connection.send("GET", path.encode(), [(b"connection", b"close"), *headers], b"")
                 head = await connection.head()
                 return head.status, await connection.read_all(most_bytes)
         except (UpstreamLost, TimeoutError):

@@ -2,13 +2,14 @@
 
 import getpass
 import sys
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import Commands, failing, flag, opened_registry, to_stderr, with_flags
+from overspill.cli.flags import Commands, failing, flag, opened_registry, print_table, to_stderr, with_flags
 from overspill.kv.errors import OverspillError
 
 manager = typer.Typer(
@@ -42,6 +43,10 @@ of_the_manager = with_flags("given", [
          list[str] | None),
     flag("ram", typer.Option(help="RAM that all engines together may hold; without it, what is free.")),
     flag("gpu_memory", typer.Option(help="The same of the memory of each GPU.")),
+    flag("upstream", typer.Option(help="Another server of OpenAI's API, as NAME=URL, whose models are served as "
+         "NAME/MODEL; may be repeated."), list[str] | None),
+    flag("upstream_key", typer.Option(help="The variable of the environment that holds its key, as NAME=VARIABLE; may "
+         "be repeated."), list[str] | None),
     flag("any_vllm_flag", typer.Option("--any-vllm-flag", help="Allow vLLM's flags that run code or open files over "
          "the web."), bool, False),
     flag("keep_engines", typer.Option("--keep-engines", help="Leave engines running when the manager ends."), bool,
@@ -88,28 +93,39 @@ def add(
     scope: Annotated[
         Scope, typer.Option(help="Everything, requests to models under /v1 only, or /metrics only.")
     ] = Scope.ALL,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model that it may use, with --scope gateway; may be repeated.")
+    ] = None,
+    expires_in: Annotated[
+        str | None, typer.Option(help="How long it is valid, such as 30d; without it, always.")
+    ] = None,
 ) -> None:
     """Makes an API key and prints it, once."""
     from overspill.registry.access import KeyScope, create_key
 
     with opened_registry() as registry:
-        secret, _ = create_key(registry, name, KeyScope(scope))
+        secret, _ = create_key(registry, name, KeyScope(scope), models=model or (), expires_in=expires_in)
     print(secret)
     to_stderr("it is shown this once; send it as: Authorization: Bearer KEY")
 
 
 @keys.command("list", epilog="Example: overspill manager keys list")
 def list_all() -> None:
-    """All keys by name, without their secrets."""
-    from overspill.registry.access import list_keys
+    """All keys by name, without their secrets, and what was used with each."""
+    from overspill.registry.activity import keys_and_use
 
     with opened_registry() as registry:
-        found = list_keys(registry)
+        found = keys_and_use(registry)
     if not found:
         print("no keys yet; make one with: overspill manager keys add NAME")
-    for key in found:
-        used = f"{key.last_used_at:%Y-%m-%d %H:%M} UTC" if key.last_used_at is not None else "never"
-        print(f"{key.name:24} {key.prefix}…  {key.scope:8} last used: {used}")
+        return
+    rows = [["name", "begins with", "for", "models", "expires", "last used", "requests", "tokens in", "tokens out"]]
+    for key, use in found:
+        models, over = ",".join(key.models or ("all",)), ", over" if key.is_expired else ""
+        counted = [str(use.requests), str(use.prompt_tokens), str(use.completion_tokens)]
+        row = [key.name, f"osk_{key.prefix}", str(key.scope), models, _time(key.expires_at) + over]
+        rows.append([*row, _time(key.last_used_at), *counted])
+    print_table(rows)
 
 
 @keys.command(epilog="Example: overspill manager keys rm laptop")
@@ -120,6 +136,10 @@ def rm(name: KeyName) -> None:
     with opened_registry() as registry:
         remove_key(registry, name)
     print(f"removed {name}")
+
+
+def _time(at: datetime | None) -> str:
+    return f"{at:%Y-%m-%d %H:%M} UTC" if at is not None else "never"
 
 
 def _new_password() -> str:

@@ -26,7 +26,7 @@ from overspill.manager.sse import Changes
 from overspill.manager.states import KV_FIELDS, Snapshot, State, Timing, Traffic
 from overspill.manager.swaps import Queue, Swaps
 from overspill.registry import Model, ModelSettings, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
-from overspill.settings import nearest
+from overspill.settings import among
 from overspill.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -324,7 +324,7 @@ class Engines:
 
     async def _known(self, name: str) -> Engine:
         if await self.catalogue.find(name) is None and not (name in self._engines and self._engines[name].has_process):
-            hint = nearest(name, self.catalogue.names()) or "there are none yet; add it with: overspill models add"
+            hint = among(name, self.catalogue.called(), "there are none yet; add it with: overspill models add")
             problem = f" ({self.catalogue.problem})" if self.catalogue.problem else ""
             raise UnknownModel(f"there is no model {name!r:.220} in the registry{problem}; {hint}")
         return self._engine(name)

@@ -32,17 +32,28 @@ from overspill.manager.messages import (
     one_shape,
     passed_back,
     passed_on,
-    renamed,
+    rewritten,
     with_usage,
     without_usage,
 )  # fmt: skip
 from overspill.manager.states import State, Traffic
+from overspill.manager.upstreams import Server, Servers
 from overspill.registry import RegistryError
 from overspill.registry.activity import Request, RequestOutcome
 from overspill.upstream import Connection, Head, UpstreamLost
 
 _KEPT_ANSWER_BYTES = 8 * MiB
 _LONGEST_EVENT_BYTES = MiB
+
+
+# What vLLM serves without /v1, and of these what it does not serve with it; the gateway takes both.
+_BARE_ONLY = frozenset({"/classify", "/detokenize", "/generative_scoring", "/pooling", "/tokenize"})
+_BARE = _BARE_ONLY | {"/rerank", "/score", "/v2/embed", "/v2/rerank"}
+
+
+def is_gateways(path: str) -> bool:
+    """Whether requests to it go to models."""
+    return path.startswith("/v1/") or path in _BARE
 
 
 KEEP_ALIVE = b"x-overspill-keep-alive"
@@ -117,6 +128,7 @@ class Exchange:
 class Gateway:
     engines: Engines
     activity: Activity | None = None
+    servers: Servers | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -178,26 +190,44 @@ class Gateway:
 
     async def _models(self, exchange: Exchange) -> None:
         await self.engines.catalogue.refresh(0.5)
-        listed = {"object": "list", "data": [self._described(name) for name in self.engines.catalogue.names()]}
-        await _answer_json(exchange, listed)
+        called = [one for one in sorted(self.engines.catalogue.called().items()) if _may_use(exchange, *one)]
+        data = [self._described(*one) for one in called]
+        for name in self.servers.names() if self.servers is not None else ():
+            if (remote := self._remote(name)) is not None and _may_use(exchange, name):
+                data.append(_described_remote(name, *remote))
+        await _answer_json(exchange, {"object": "list", "data": data})
 
     async def _model(self, exchange: Exchange, name: str) -> None:
-        if await self.engines.catalogue.find(name) is None:
-            await self.engines.require_known(name)
-        await _answer_json(exchange, self._described(name))
+        if (remote := self._remote(name)) is not None:
+            _require_right(exchange, name)
+            await _answer_json(exchange, _described_remote(name, *remote))
+            return
+        model, _ = await self.engines.catalogue.resolve(name)
+        _require_right(exchange, name, model)
+        await self.engines.require_known(model)
+        await _answer_json(exchange, self._described(name, model))
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _described(self, called: str, name: str) -> dict[str, Any]:
         engine, model = self.engines.snapshot(name), self.engines.catalogue.get(name)
+        # What the plan found is known once the engine is planned: a model may leave its context to it.
+        length = engine.plan.get("max_model_len") or (model.settings.max_model_len if model is not None else None)
         return {
-            "id": name,
+            "id": called,
             "object": "model",
             "created": int(model.created_at.timestamp()) if model is not None else int(engine.since),
             "owned_by": "overspill",
             "root": model.settings.source if model is not None else name,
-            "max_model_len": model.settings.max_model_len if model is not None else None,
+            "parent": name if called != name else None,
+            "max_model_len": length if isinstance(length, int) else None,
             "state": str(engine.state),
             "error": engine.error or None,
         }
+
+    def _remote(self, name: str) -> tuple[Server, str] | None:
+        """The upstream of a model, and its name there; a model of the registry comes first."""
+        if self.servers is None or self.engines.catalogue.is_called(name):
+            return None
+        return self.servers.find(name)
 
     # Everything else
 
@@ -207,20 +237,32 @@ class Gateway:
         headers = dict(exchange.scope["headers"])
         kind = headers.get(b"content-type", b"")
         asked = asked_of(body, kind)
-        name = exchange.model = asked.model
-        await self.engines.require_known(name)
+        exchange.model = asked.model
+        server: Server | None = None
+        if (remote := self._remote(asked.model)) is not None:
+            _require_right(exchange, asked.model)
+            name, (server, there) = asked.model, remote
+            body = rewritten(body, kind, there)
+        else:
+            name, changes = await self.engines.catalogue.resolve(asked.model)
+            _require_right(exchange, asked.model, name)
+            await self.engines.require_known(name)
+            exchange.model = name
+            if changes or name != asked.model:
+                body = rewritten(body, kind, name, changes)
         exchange.is_stream = asked.is_stream
-        counts = self.engines.count(name)
+        counts = server.traffic if server is not None else self.engines.count(name)
+        using = contextlib.nullcontext(server) if server is not None else self.engines.using(name)
         counts.requests += 1
         counts.last_used = time.time()
         asks_usage = with_usage(body, asked, exchange.scope["path"])
         try:
             signs = asked.is_stream or KEEP_ALIVE in headers
-            async with self._watched(exchange, signs=signs), self.engines.using(name) as engine:
+            async with self._watched(exchange, signs=signs), using as engine:
                 exchange.waited_s = time.monotonic() - exchange.began
                 body = body if asks_usage is None else asks_usage
-                if engine.served and name not in engine.served:
-                    body = renamed(body, kind, engine.served[0])
+                if isinstance(engine, Engine) and engine.served and name not in engine.served:
+                    body = rewritten(body, kind, engine.served[0])
                 await self._exchange(exchange, engine, body, counts, hides_usage=asks_usage is not None)
         except asyncio.CancelledError:
             counts.cancelled += 1
@@ -233,7 +275,7 @@ class Gateway:
             raise
 
     async def _exchange(
-        self, exchange: Exchange, engine: Engine, body: bytes, counts: Traffic, *, hides_usage: bool
+        self, exchange: Exchange, engine: Engine | Server, body: bytes, counts: Traffic, *, hides_usage: bool
     ) -> None:
         connection, head = await self._ask(exchange, engine, body)
         try:
@@ -249,21 +291,25 @@ class Gateway:
             counts.completion_tokens += exchange.usage.answered or 0
         self.engines.upstream.give_back(connection)
 
-    async def _ask(self, exchange: Exchange, engine: Engine, body: bytes) -> tuple[Connection, Head]:
+    async def _ask(self, exchange: Exchange, engine: Engine | Server, body: bytes) -> tuple[Connection, Head]:
         """Until the answer begins. That may be hours: vLLM sends nothing of an answer that is not a stream before its
         end. A client that goes away is noticed meanwhile, and so is an engine that hangs, by its health."""
         scope = exchange.scope
         target = scope.get("raw_path") or scope["path"].encode()
+        if scope["path"].removeprefix("/v1") in _BARE_ONLY:
+            target = target.removeprefix(b"/v1")
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         headers = passed_on(scope["headers"])
+        if isinstance(engine, Server):
+            target, headers = engine.path.encode() + target, [*headers, *engine.headers]
         try:
             return await self.engines.upstream.request(engine.url or "", scope["method"], target, headers, body)
         except UpstreamLost as error:
             raise _lost(engine, error) from error
 
     async def _stream(
-        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic, *,
+        self, exchange: Exchange, connection: Connection, engine: Engine | Server, head: Head, counts: Traffic, *,
         hides_usage: bool,
     ) -> None:  # fmt: skip
         """Events as they come, whole ones only: after the beginning of one that breaks off no error could be sent."""
@@ -301,7 +347,7 @@ class Gateway:
         await exchange.write(rest, more=False)
 
     async def _whole(
-        self, exchange: Exchange, connection: Connection, engine: Engine, head: Head, counts: Traffic
+        self, exchange: Exchange, connection: Connection, engine: Engine | Server, head: Head, counts: Traffic
     ) -> None:
         """An answer that breaks off is an error, so none of it is passed on before its end, unless it is huge."""
         pieces, size = [], 0
@@ -325,8 +371,9 @@ class Gateway:
         if head.status >= 500:
             counts.failed += 1
         if head.status >= 400:
-            exchange.problem = error_message(body) or f"the engine answered {head.status}"
-            body = one_shape(head.status, body) if not exchange.is_inside_event else body
+            source = Source.UPSTREAM if isinstance(engine, Server) else Source.ENGINE
+            exchange.problem = error_message(body) or f"the {source} answered {head.status}"
+            body = one_shape(head.status, body, source) if not exchange.is_inside_event else body
         if not exchange.has_begun:
             await exchange.answer(head.status, passed_back(head.headers, length=len(body)), body)
             return
@@ -368,6 +415,8 @@ class Gateway:
 
     def _doing(self, name: str) -> str:
         """One line: a client may print it."""
+        if self._remote(name) is not None:
+            return f"{name} is computing"
         engine = self.engines.snapshot(name)
         if engine.state is State.READY:
             return f"{name} is computing"
@@ -391,6 +440,29 @@ async def _body(exchange: Exchange) -> bytes | None:
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+def _described_remote(name: str, server: Server, model: str) -> dict[str, Any]:
+    return {
+        "id": name, "object": "model", "created": 0, "owned_by": server.name, "root": model, "parent": None,
+        "max_model_len": None, "state": "upstream", "error": server.problem or None,
+    }  # fmt: skip
+
+
+def _may_use(exchange: Exchange, *names: str) -> bool:
+    """Whether its key is for all models, or for the one that has these names."""
+    identity = exchange.scope.get("state", {}).get("identity")
+    return identity is None or not identity.models or any(name in identity.models for name in names)
+
+
+def _require_right(exchange: Exchange, *names: str) -> None:
+    if not _may_use(exchange, *names):
+        identity = exchange.scope["state"]["identity"]
+        allowed = ", ".join(identity.models)
+        raise GatewayError(
+            403, f"the {identity.who} may not use {names[0]!r:.220}; it is for {allowed}", code="model_not_allowed",
+            param="model",
+        )  # fmt: skip
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -401,8 +473,11 @@ async def _answer_json(exchange: Exchange, value: dict[str, Any]) -> None:
     await exchange.answer(200, json_headers(body), body)
 
 
-def _lost(engine: Engine, error: UpstreamLost) -> GatewayError:
+def _lost(engine: Engine | Server, error: UpstreamLost) -> GatewayError:
     """Who ended it, as far as is known by now."""
+    if isinstance(engine, Server):
+        why = f"the upstream {engine.name} does not answer, or not to the end: {error}"
+        return GatewayError(502, why, code="upstream_lost", source=Source.UPSTREAM, retry_after_s=5.0)
     if engine.state is State.STOPPING and engine.stop_reason:
         why = f"{engine.name} ended while it answered: {engine.stop_reason}"
         return GatewayError(502, why, code="engine_stopped", retry_after_s=5.0)

@@ -7,11 +7,13 @@ which no stream goes on: so the rest of JSON is skipped, and passed on as it cam
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import HeaderParser
 from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -34,6 +36,7 @@ _NOT_PASSED_BACK = _HOP_BY_HOP | {b"date", b"server", b"set-cookie"}
 # vLLM lets every site read its answers; who may read the gateway's is not for an engine to say.
 _NOT_FOR_ENGINES = b"access-control-"
 _MOST_PARTS = 100
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _LONGEST_PART_HEAD_BYTES = 4096
 _USAGE = b'"usage":{'
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d+)')
@@ -46,6 +49,7 @@ _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 class Source(StrEnum):
     GATEWAY = "gateway"
     ENGINE = "engine"
+    UPSTREAM = "upstream"
 
 
 class GatewayError(Exception):
@@ -86,15 +90,15 @@ class GatewayError(Exception):
         return headers
 
 
-def one_shape(status: int, body: bytes) -> bytes:
+def one_shape(status: int, body: bytes, source: Source = Source.ENGINE) -> bytes:
     """An engine's refusal as all others are: vLLM has several."""
     try:
         if isinstance(msgspec.json.decode(body)["error"]["message"], str):
             return body
     except (msgspec.MsgspecError, KeyError, TypeError):
         pass
-    message = error_message(body) or f"the engine answered {status}"
-    return GatewayError(status, message, code="engine_error", source=Source.ENGINE).body
+    message = error_message(body) or f"the {source} answered {status}"
+    return GatewayError(status, message, code=f"{source}_error", source=source).body
 
 
 def error_message(body: bytes) -> str:
@@ -230,12 +234,37 @@ def _tells_only_usage(event: bytes) -> bool:
         return False
 
 
-def renamed(body: bytes, content_type: bytes, model: str) -> bytes:
-    """For an engine that serves its model by another name; `asked_of` has been there before."""
+def rewritten(body: bytes, content_type: bytes, model: str, changes: Mapping[str, Any] = _NONE) -> bytes:
+    """With the name by which the engine serves the model, and a variant's changes; `asked_of` has been there before."""
     if (boundary := _boundary(content_type)) is not None:
+        if changes:
+            raise GatewayError(
+                400, "a variant changes requests in JSON, and this is a form; name the model without the variant",
+                code="variant_of_form", param="model",
+            )  # fmt: skip
         begin, end = _model_part(body, boundary)
         return body[:begin] + model.encode() + body[end:]
-    return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
+    fields: dict[str, Any] = _FIELDS.decode(body)
+    try:
+        inside = {
+            name: msgspec.json.decode(fields[name])
+            for name, one in changes.items()
+            if name in fields and isinstance(one, dict)
+        }
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(400, f"the request is not JSON: {error}", code="bad_json") from None
+    kept = {name: value for name, value in fields.items() if name not in changes}
+    return msgspec.json.encode({**kept, **_merged(inside, changes), "model": model})
+
+
+def _merged(value: object, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """As a JSON merge patch (RFC 7396): null removes, and objects are merged."""
+    before = value if isinstance(value, dict) else {}
+    return {name: one for name, one in before.items() if name not in changes} | {
+        name: _merged(before.get(name), one) if isinstance(one, dict) else one
+        for name, one in changes.items()
+        if one is not None
+    }
 
 
 def _asked_in_json(body: bytes) -> Asked:

@@ -103,6 +103,7 @@ class Catalogue:
         self.problem = ""
         """Why the registry could not be read the last time."""
         self._models: dict[str, Model] = {}
+        self._called: dict[str, tuple[str, dict[str, Any]]] = {}
         self._read_at = float("-inf")
         self._reading = asyncio.Lock()
 
@@ -114,6 +115,19 @@ class Catalogue:
 
     def models(self) -> list[Model]:
         return list(self._models.values())
+
+    def called(self) -> dict[str, str]:
+        """Every name by which a model may be called, and the model's own."""
+        return {name: model for name, (model, _) in self._called.items()}
+
+    def is_called(self, name: str) -> bool:
+        return name in self._called
+
+    async def resolve(self, name: str) -> tuple[str, dict[str, Any]]:
+        """The model that a client calls so, and what to change in its request; the same name if there is none."""
+        if name not in self._called:
+            await self.find(name)
+        return self._called.get(name, (name, {}))
 
     async def find(self, name: str) -> Model | None:
         """One that was added a moment ago is found too."""
@@ -142,6 +156,9 @@ class Catalogue:
         else:
             self.problem = ""
             self._models = {model.name: model for model in models}
+            called = {name: (model.name, changes) for model in models for name, changes in model.names.items()}
+            # A model's own name wins, should two processes have given the same one at once.
+            self._called = {**called, **{model.name: (model.name, {}) for model in models}}
             self._read_at = began
 
 

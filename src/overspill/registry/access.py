@@ -6,9 +6,10 @@ import re
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import Any
 
 from sqlalchemy import Integer, String, Text, delete, select, update
 from sqlalchemy.orm import Mapped, mapped_column
@@ -16,7 +17,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.tables import Base, Word, now
-from overspill.settings import nearest
+from overspill.settings import among, is_name, parse_duration
 
 _KEY_PREFIX = "osk"
 _PREFIX_BYTES, _SECRET_BYTES = 6, 32
@@ -95,6 +96,13 @@ def _scrypt(password: str, salt: bytes, log2_n: int, r: int, p: int) -> bytes:
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,99}")
 
 
+_LONGEST_KEY_S = 100 * 365 * 86400
+
+
+class KeyExpired(RegistryError):
+    """A key that was right until its time was over."""
+
+
 class KeyScope(StrEnum):
     GATEWAY = "gateway"
     """Requests to models under /v1, and nothing else."""
@@ -114,25 +122,53 @@ class Key(Base, kw_only=True):
     scope: Mapped[KeyScope] = mapped_column(Word(KeyScope))
     created_at: Mapped[datetime]
     last_used_at: Mapped[datetime | None] = mapped_column(default=None)
+    expires_at: Mapped[datetime | None] = mapped_column(default=None)
+    models: Mapped[list[str] | None] = mapped_column(default=None)
+    """Those that it may use, by their names or others that they have; None for all."""
 
     @property
     def who(self) -> str:
         """Its user, as sessions and the audit log have it."""
         return f"key {self.name}"
 
+    @property
+    def is_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= now()
 
-def create_key(registry: Registry, name: str, scope: KeyScope = KeyScope.ALL) -> tuple[str, Key]:
-    """The key itself, which is kept nowhere and cannot be had again, and its record."""
+    def as_json(self) -> dict[str, Any]:
+        """Without its hash."""
+        times = {name: getattr(self, name) for name in ("created_at", "last_used_at", "expires_at")}
+        told = {name: at.isoformat() if at is not None else None for name, at in times.items()}
+        return {"name": self.name, "prefix": self.prefix, "scope": str(self.scope), "models": self.models, **told}
+
+
+def create_key(
+    registry: Registry, name: str, scope: KeyScope = KeyScope.ALL, *, models: Sequence[str] = (),
+    expires_in: object = None,
+) -> tuple[str, Key]:  # fmt: skip
+    """The key itself, which is kept nowhere and cannot be had again, and its record. `expires_in` as for a TTL."""
     if _NAME.fullmatch(name) is None:
         raise RegistryError(
             f"{name!r:.110} is not a name for a key: letters, digits and . _ @ - are accepted, at most 100 of them; "
             "write for example laptop"
         )
+    if models and scope is not KeyScope.GATEWAY:
+        raise RegistryError("a key for some models is one for the gateway only; give it the scope gateway")
+    if wrong := [one for one in models if not is_name(one)]:
+        raise RegistryError(f"{wrong[0]!r:.80} is not a model's name; write for example qwen")
+    lasts_s = parse_duration(expires_in) if expires_in is not None else None
+    if lasts_s is not None and lasts_s > _LONGEST_KEY_S:
+        raise RegistryError("a key lasts for 36500d at most; leave the time out for one that does not expire")
+    at = now()
+    expires_at = at + timedelta(seconds=lasts_s) if lasts_s is not None else None
     secret, prefix = new_key()
     with registry.writing() as session:
         if session.scalar(select(Key.id).where(Key.name == name)) is not None:
             raise RegistryError(f"there is a key {name} already; choose another name, or remove that key first")
-        key = Key(name=name, prefix=prefix, digest=digest(secret), scope=KeyScope(scope), created_at=now())
+        key = Key(
+            name=name, prefix=prefix, digest=digest(secret), scope=KeyScope(scope), created_at=at,
+            expires_at=expires_at, models=list(models) or None,
+        )  # fmt: skip
         session.add(key)
     return secret, key
 
@@ -148,7 +184,7 @@ def remove_key(registry: Registry, name: str) -> Key:
     with registry.writing() as session:
         key = session.scalar(select(Key).where(Key.name == name)) if _NAME.fullmatch(name) else None
         if key is None:
-            hint = nearest(name, session.scalars(select(Key.name)).all()) or "there are none"
+            hint = among(name, session.scalars(select(Key.name)).all(), "there are none")
             raise UnknownRecord(f"there is no key {name!r:.110}; {hint}")
         session.delete(key)
         session.execute(delete(Login).where(Login.who == key.who))

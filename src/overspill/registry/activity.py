@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Double, Integer, Select, Text, delete, func, insert, select
 from sqlalchemy.orm import Mapped, mapped_column
 
+from overspill.registry.access import Key, list_keys
 from overspill.registry.audit import printable
 from overspill.registry.database import Registry
 from overspill.registry.tables import Base, Word, now
@@ -139,7 +140,7 @@ class Use:
 
 
 def use_by_client(registry: Registry) -> dict[str, Use]:
-    """Of all requests that are kept."""
+    """Of all requests that are kept; by `who`, as a key has it."""
     counted = (func.count(), func.sum(RequestRow.prompt_tokens), func.sum(RequestRow.completion_tokens))
     with registry.reading() as session:
         rows = session.execute(select(RequestRow.who, *counted).group_by(RequestRow.who)).all()
@@ -147,6 +148,12 @@ def use_by_client(registry: Registry) -> dict[str, Use]:
         who: Use(requests=number, prompt_tokens=int(prompt or 0), completion_tokens=int(completion or 0))
         for who, number, prompt, completion in rows
     }
+
+
+def keys_and_use(registry: Registry) -> list[tuple[Key, Use]]:
+    """By name."""
+    used = use_by_client(registry)
+    return [(key, used.get(key.who, Use())) for key in list_keys(registry)]
 
 
 def _filtered(query: Select[tuple[RequestRow]], **wanted: str) -> Select[tuple[RequestRow]]:

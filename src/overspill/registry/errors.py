@@ -8,7 +8,7 @@ class RegistryError(OverspillError):
 
 
 class UnknownModel(RegistryError):
-    """No model of that name; the message names the nearest."""
+    """No model of that name; the message names one that is near, or some that there are."""
 
 
 class DuplicateModel(RegistryError):

@@ -1,6 +1,6 @@
 """Models: what they are called, where they are, and how they are to be served."""
 
-import re
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,18 +14,10 @@ from overspill.registry.database import Registry
 from overspill.registry.errors import ChangedMeanwhile, DuplicateModel, RegistryError, StillRunning, UnknownModel
 from overspill.registry.runs import Run, running_in
 from overspill.registry.tables import ModelRow, ModelSettings, copied, needs_restart, now, storable
-from overspill.settings import nearest, parse_settings
+from overspill.settings import MAX_NAME_LENGTH, among, is_name, parse_settings
 
-MAX_NAME_LENGTH = 200
-# Parts begin with a letter, a digit or an underscore: no `..`, no hidden file, nothing that looks like a flag.
-_PART = r"[A-Za-z0-9_][A-Za-z0-9._:-]*"
-_NAME = re.compile(rf"{_PART}(/{_PART})*")
 # Beside a model's settings in its row; no setting has this name.
 _BEFORE_TUNE = "before_tune"
-
-
-def is_name(name: str) -> bool:
-    return len(name) <= MAX_NAME_LENGTH and _NAME.fullmatch(name) is not None
 
 
 def parse_name(name: object) -> str:
@@ -51,6 +43,11 @@ class Model:
     """Counts the changes; give it to `edit_model` to change only what was seen."""
     created_at: datetime
     updated_at: datetime
+
+    @property
+    def names(self) -> dict[str, dict[str, Any]]:
+        """All by which clients may call it, and what each changes in a request."""
+        return _names(self.name, self.settings)
 
     def as_json(self) -> dict[str, Any]:
         times = {"created_at": self.created_at.isoformat(), "updated_at": self.updated_at.isoformat()}
@@ -79,6 +76,7 @@ def add_model(registry: Registry, name: str, settings: Mapping[str, object]) -> 
     at = now()
     row = ModelRow(name=name, settings=_kept(ModelSettings(**parsed)), created_at=at, updated_at=at)
     with registry.writing() as session:
+        _refuse_taken_names(session, name, ModelSettings(**parsed))
         session.add(row)
         try:
             session.flush()
@@ -136,7 +134,8 @@ def _edit(
         before = _model(row)
         _refuse_other_version(before, version)
         changed = change(row, before.settings)
-        if ModelSettings.from_json(changed) != before.settings:
+        if (settings := ModelSettings.from_json(changed)) != before.settings:
+            _refuse_taken_names(session, name, settings)
             row.settings, row.updated_at = changed, now()
         session.flush()
         after, running = _model(row), running_in(session, row.id)
@@ -167,9 +166,25 @@ def _row(session: Session, name: str) -> ModelRow:
     row = session.scalar(query.with_for_update() if writes else query) if is_name(name) else None
     if row is None:
         known = session.scalars(select(ModelRow.name)).all()
-        hint = nearest(name, known) or "there are none yet; add it with: overspill models add"
+        hint = among(name, known, "there are none yet; add it with: overspill models add")
         raise UnknownModel(f"there is no model {name!r:.220} in the registry; {hint}")
     return row
+
+
+def _names(name: str, settings: ModelSettings) -> dict[str, dict[str, Any]]:
+    plain = [name, *(settings.aliases.split(",") if settings.aliases else ())]
+    variants = json.loads(settings.variants) if settings.variants else {}
+    changed = {f"{one}:{variant}": changes for one in plain for variant, changes in variants.items()}
+    return {**changed, **{one: {} for one in plain}}
+
+
+def _refuse_taken_names(session: Session, name: str, settings: ModelSettings) -> None:
+    own = _names(name, settings)
+    for row in session.scalars(select(ModelRow).where(ModelRow.name != name)):
+        if taken := sorted(own.keys() & _names(row.name, ModelSettings.from_json(row.settings)).keys()):
+            what = "a model of its own" if taken[0] == row.name else f"another name of {row.name}"
+            free = "" if taken[0] == row.name else f", or give that model others with: overspill models edit {row.name}"
+            raise DuplicateModel(f"{taken[0]} is {what} already; choose another name{free}")
 
 
 def _refuse_other_version(model: Model, version: int | None) -> None:

@@ -16,6 +16,7 @@ from overspill.registry.access import (
     BY_PASSWORD,
     MAX_PASSWORD_LENGTH,
     Key,
+    KeyExpired,
     KeyScope,
     Login,
     digest,
@@ -66,6 +67,8 @@ class Identity:
     who: str
     """As in the audit log."""
     scope: KeyScope
+    models: tuple[str, ...] = ()
+    """The only ones that it may use; empty for all."""
     session: str | None = None
     """The session's digest, for a client that logged in."""
 
@@ -123,6 +126,12 @@ class Access:
         known = await self._fresh()
         return bool(known.keys) or known.password is not None
 
+    async def has_way_in(self) -> bool:
+        """Whether somebody can log in."""
+        known = await self._fresh()
+        is_full = (key.scope is KeyScope.ALL and not key.is_expired for key in known.keys.values())
+        return known.password is not None or any(is_full)
+
     async def log_in(self, secret: str, address: str) -> str | None:
         """A new session's id for the password, or for a key with all rights. LoginLimit decides who may try."""
         who = await self._who_may_log_in(secret)
@@ -169,14 +178,17 @@ class Access:
         known = (await self._fresh()).keys.get(prefix)
         if known is None or not same(known.digest, digest(key)):
             return None
+        if known.is_expired:
+            raise KeyExpired(f"the {known.who} expired at {known.expires_at:%Y-%m-%d %H:%M} UTC; make another one")
         if is_use:
             self._used_keys[prefix] = now()
-        return Identity(who=known.who, scope=known.scope)
+        return Identity(who=known.who, scope=known.scope, models=tuple(known.models or ()))
 
     async def _by_session(self, session_id: str, *, is_use: bool = True) -> Identity | None:
         hashed = digest(session_id)
-        login = (await self._fresh()).sessions.get(hashed)
-        if login is None:
+        known = await self._fresh()
+        login = known.sessions.get(hashed)
+        if login is None or any(key.who == login.who and key.is_expired for key in known.keys.values()):
             return None
         at = now()
         seen_at = max(login.seen_at, self._seen_sessions.get(hashed, login.seen_at))

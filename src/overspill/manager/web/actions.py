@@ -21,7 +21,8 @@ from overspill.manager.library import Downloads, remove_cached
 from overspill.manager.needs import NOTHING, Replanned, replan
 from overspill.manager.states import Snapshot
 from overspill.manager.telemetry.watcher import Watching
-from overspill.manager.web.setup import Setup
+from overspill.manager.web.access import Access
+from overspill.manager.web.setup import SET_PASSWORD, Setup
 from overspill.registry import (
     CannotNow,
     Edit,
@@ -34,6 +35,7 @@ from overspill.registry import (
     get_model,
     remove_model,
 )
+from overspill.registry.access import Key, KeyScope, create_key, remove_key
 from overspill.registry.audit import AuditOutcome, record
 from overspill.settings import parse_settings
 
@@ -51,9 +53,10 @@ class Caller:
 
 class Actions:
     def __init__(
-        self, registry: Registry, engines: Engines, setup: Setup, jobs: Jobs, watching: Watching, downloads: Downloads
-    ) -> None:
-        self._registry, self._engines, self._setup = registry, engines, setup
+        self, registry: Registry, engines: Engines, setup: Setup, jobs: Jobs, watching: Watching, downloads: Downloads,
+        access: Access,
+    ) -> None:  # fmt: skip
+        self._registry, self._engines, self._setup, self._access = registry, engines, setup, access
         self._jobs, self._watching, self._downloads = jobs, watching, downloads
         self._tasks: set[asyncio.Task[None]] = set()
         self.refusals: dict[str, str] = {}
@@ -177,6 +180,27 @@ class Actions:
         """A second time kills it."""
         async with self.audited(caller, action, str(number)):
             return await self._jobs.stop(number)
+
+    # Keys
+
+    async def add_key(self, caller: Caller, name: str, scope: KeyScope, **limits: Any) -> tuple[str, Key]:
+        """The key itself, for this one time; limits are those of `create_key`."""
+        async with self.audited(caller, "add key", name) as details:
+            if scope is not KeyScope.ALL and not await self._access.has_way_in():
+                raise ManagerError(
+                    f"with a first key everybody needs one, and one for {scope} cannot log in to this page; make one "
+                    f"for everything first, or set a password with: {SET_PASSWORD}"
+                )
+            made = await asyncio.to_thread(create_key, self._registry, name, scope, **limits)
+            details.append(f"for {scope}")
+        self._access.forget()
+        return made
+
+    async def remove_key(self, caller: Caller, name: str) -> Key:
+        async with self.audited(caller, "revoke key", name):
+            key = await asyncio.to_thread(remove_key, self._registry, name)
+        self._access.forget()
+        return key
 
     # vLLM servers that Overspill did not start
 

@@ -38,7 +38,7 @@ from overspill.registry import (
     list_results,
     list_runs,
 )
-from overspill.registry.activity import FIELDS, MAX_REQUESTS, Request, RequestOutcome, list_requests
+from overspill.registry.activity import FIELDS, MAX_REQUESTS, Request, RequestOutcome, keys_and_use, list_requests
 from overspill.registry.audit import list_audit
 
 Json = dict[str, Any]
@@ -150,6 +150,11 @@ async def engine_events(app: App) -> StreamingResponse:
                 yield sse.event("engine", json.dumps(one.as_json()))
 
     return sse.stream(events(), app.closing)
+
+
+@engines.get("/upstreams", response_model=list[Json], summary="Other servers whose models the gateway serves")
+async def upstreams(app: App) -> list[Json]:
+    return [one.as_json() for one in app.servers.all.values()]
 
 
 # The machine, and the manager itself
@@ -389,6 +394,28 @@ def _short(metrics: Any) -> Json:
     return {name: value for name, value in metrics.items() if name not in _LONG and not isinstance(value, list)}
 
 
+# Keys
+
+keys = APIRouter(tags=["keys"])
+
+
+@keys.get("/keys", response_model=list[schemas.Key], summary="Keys by name, and what was used with each")
+async def all_keys(app: App) -> list[Json]:
+    return [{**key.as_json(), **asdict(use)} for key, use in await asyncio.to_thread(keys_and_use, app.registry)]
+
+
+@keys.post("/keys", response_model=schemas.Key, status_code=201, summary="Make a key; the answer has it, once")
+async def add_key(app: App, who: Who, body: schemas.NewKey) -> Json:
+    limits = {"models": body.models, "expires_in": body.expires_in}
+    secret, key = await app.actions.add_key(who, body.name, body.scope, **limits)
+    return {**key.as_json(), "key": secret}
+
+
+@keys.delete("/keys/{name}", response_model=schemas.Key, summary="Revoke a key")
+async def remove_key(app: App, who: Who, name: str) -> Json:
+    return (await app.actions.remove_key(who, name)).as_json()
+
+
 # vLLM servers that Overspill did not start: shown, watched, and stopped by their name
 
 found = APIRouter(tags=["found services"])
@@ -417,5 +444,5 @@ async def stop_found(app: App, who: Who, pid: Pid, body: schemas.Confirmation) -
 
 
 router = APIRouter(prefix="/api", responses=schemas.REFUSALS)
-for part in (models, engines, machine, log_files, jobs, results, found):
+for part in (models, engines, machine, log_files, jobs, results, keys, found):
     router.include_router(part)

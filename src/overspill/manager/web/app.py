@@ -11,12 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from overspill.kv.errors import OverspillError
 from overspill.manager.allowlist import NotAllowed
 from overspill.manager.errors import NotParked, NotServed
-from overspill.manager.gateway import Gateway
+from overspill.manager.gateway import Gateway, is_gateways
 from overspill.manager.jobs import UnknownJob
 from overspill.manager.metrics import metrics_page
 from overspill.manager.web import add_pages, api, model_pages, pages, run_pages
 from overspill.manager.web.application import App, Application
-from overspill.manager.web.guards import GATEWAY, Guards
+from overspill.manager.web.guards import Guards
 from overspill.manager.web.rendering import PAGES, STATIC, page
 from overspill.registry import (
     CannotNow,
@@ -48,11 +48,11 @@ _LISTED_AT = {"results": "runs", "compare": "runs", "add": "models"}
 
 
 def make_app(application: Application) -> ASGIApp:
-    gateway, web = Gateway(application.engines, application.activity), make_web(application)
+    gateway, web = Gateway(application.engines, application.activity, application.servers), make_web(application)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         """The gateway first, without what a web framework would cost each of its requests."""
-        is_gateway = scope["type"] == "http" and (scope["path"].startswith(GATEWAY) or scope["path"] == "/v1")
+        is_gateway = scope["type"] == "http" and (is_gateways(scope["path"]) or scope["path"] == "/v1")
         await (gateway if is_gateway else web)(scope, receive, send)
 
     return Guards(routed, application.access, application.setup)

@@ -16,6 +16,7 @@ from overspill.manager.fleet import Engines, Options
 from overspill.manager.jobs import Jobs
 from overspill.manager.library import Downloads
 from overspill.manager.telemetry.watcher import Watching
+from overspill.manager.upstreams import Servers
 from overspill.manager.web.access import Access, LoginLimit
 from overspill.manager.web.actions import Actions, Caller
 from overspill.manager.web.setup import Setup
@@ -36,6 +37,7 @@ class Application:
     jobs: Jobs
     activity: Activity
     downloads: Downloads
+    servers: Servers
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest measurement of each model, as of the last look at the page."""
     rendered: dict[str, Any] = field(default_factory=dict)
@@ -67,15 +69,17 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
         jobs = Jobs(engines, setup.folder / "jobs")
         watching = Watching(engines, {"models": cache_folder(), "logs": setup.folder}, jobs.processes)
         downloads = Downloads(cache_folder(), setup.folder / "downloads")
-        actions = Actions(registry, engines, setup, jobs, watching, downloads)
+        actions = Actions(registry, engines, setup, jobs, watching, downloads, access)
         application = Application(
             setup=setup, registry=registry, engines=engines, access=access, watching=watching, actions=actions,
             jobs=jobs, activity=Activity(registry), downloads=downloads,
+            servers=Servers(setup.upstreams, engines.upstream),
         )  # fmt: skip
         tasks = [
             asyncio.create_task(watching.run(), name="watching"),
             asyncio.create_task(jobs.run(), name="jobs"),
             asyncio.create_task(application.activity.run(), name="activity"),
+            asyncio.create_task(application.servers.run(), name="upstreams"),
             asyncio.create_task(_note_use(access), name="note use"),
         ]
         try:

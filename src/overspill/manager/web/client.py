@@ -23,7 +23,7 @@ from overspill.manager.web.setup import own_folder
 from overspill.processes import wait_until_none
 from overspill.serve.control import HEADER, PATH, secret_of
 from overspill.serve.status import Status, last_start, read_statuses
-from overspill.settings import nearest
+from overspill.settings import among
 
 # Stopping waits for requests in flight, and for processes that do not end by themselves.
 _MANAGER_STOP_S = 300.0
@@ -165,7 +165,7 @@ def _log_file(name: str) -> Path:
     ended = Path(last_start(name).log_file or kept)
     if ended.exists():
         return ended
-    hint = nearest(name, [one.model for one in known]) or "none is known here"
+    hint = among(name, [one.model for one in known], "none is known here")
     raise ManagerError(f"there is no log of {name!r:.220}; {hint}")
 
 
@@ -173,7 +173,7 @@ def _find(name: str, statuses: list[Status]) -> Status:
     for one in reversed(statuses):
         if name in (one.model, one.served_name):
             return one
-    hint = nearest(name, [one.model for one in statuses]) or "no server of this user runs here"
+    hint = among(name, [one.model for one in statuses], "no server of this user runs here")
     raise ManagerError(f"there is no server of {name!r:.220}; {hint}")
 
 

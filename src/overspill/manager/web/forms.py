@@ -10,7 +10,7 @@ from overspill.settings import MODEL_SETTINGS, Setting
 _GROUPS: dict[str, dict[str, str]] = {
     "Model": {
         "source": "Source", "max_model_len": "Context, tokens", "min_speed": "Speed that an automatic context keeps",
-        "dtype": "Number format", "notes": "Notes",
+        "dtype": "Number format", "aliases": "Other names", "variants": "Variants of requests", "notes": "Notes",
     },
     "Memory": {
         "gpu_memory": "GPU memory, at most", "gpu_memory_utilization": "Share of the GPU", "ram": "RAM, at most",

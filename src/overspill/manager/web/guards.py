@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overspill.address import is_loopback
 from overspill.kv.sizes import MiB, format_size
+from overspill.manager.gateway import is_gateways
 from overspill.manager.web.access import LOCAL, Access, Identity, Revocable, read_cookie
 from overspill.manager.web.setup import ADD_KEY, SET_PASSWORD, Setup
-from overspill.registry.access import KeyScope
+from overspill.registry.access import KeyExpired, KeyScope
 from overspill.registry.errors import RegistryUnavailable
 
-GATEWAY = "/v1/"
 MAX_BODY_BYTES = 64 * MiB
 """A prompt of a million tokens is some 5 MB; pictures in it may be more."""
 BODY_PAUSE_S = 20.0
@@ -33,10 +33,6 @@ TOKEN_HEADER = "X-CSRF-Token"
 _SLOWEST_BYTES_PER_S = 16 * 1024
 # The login page, its files, and the health check.
 _PUBLIC = ("/login", "/static/", "/healthz")
-# The gateway serves scripts of allowed sites, and the login form has no script: neither can send our page's token.
-_TOKEN_FREE = (GATEWAY, "/login")
-# Where keys that are not for everything may be used.
-_PLACES = {KeyScope.GATEWAY: GATEWAY, KeyScope.METRICS: "/metrics"}
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
 # "none" is a typed address or a bookmark. Not "same-site": other ports of this host are that.
 _OWN_SITES = {"same-origin", "none"}
@@ -113,7 +109,7 @@ class Guards:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if not scope["path"].startswith(GATEWAY):
+        if not is_gateways(scope["path"]):
             headers.pop("x-api-key", None)  # Anthropic's clients send it there, and nobody elsewhere
         send = self._with_security_headers(scope, send)
         try:
@@ -163,7 +159,7 @@ class Guards:
         """Of a request to the gateway by a script of one of --allow-origin's sites."""
         origins = _values(scope, b"origin")
         is_allowed = len(origins) == 1 and origins[0] in self._allowed_origins
-        return origins[0] if is_allowed and scope["type"] == "http" and scope["path"].startswith(GATEWAY) else None
+        return origins[0] if is_allowed and scope["type"] == "http" and is_gateways(scope["path"]) else None
 
     def _require_own_page(self, scope: Scope, headers: Mapping[str, str]) -> None:
         """Refuses changes made by a page of another site, or by a browser without our page's token.
@@ -173,7 +169,7 @@ class Guards:
         path = scope["path"]
         if scope["type"] == "http" and scope["method"] in _SAFE_METHODS:
             return
-        allowed = self._own_origins | self._allowed_origins if path.startswith(GATEWAY) else self._own_origins
+        allowed = self._own_origins | self._allowed_origins if is_gateways(path) else self._own_origins
         # A proxy speaks TLS with the browser, and not with us.
         is_public = bool(self._public.netloc) and headers.get("host", "").lower() == self._public.netloc
         scheme = self._public.scheme if is_public else scope.get("scheme", "http").replace("ws", "http")
@@ -183,7 +179,8 @@ class Guards:
             )
         # Browsers send an Authorization header for another site only if a server allows it: this one, for the gateway.
         is_browser = "origin" in headers or "sec-fetch-site" in headers or "cookie" in headers
-        if headers.get("authorization") or not is_browser or path.startswith(_TOKEN_FREE):
+        # The gateway serves scripts of allowed sites, and the login form has no script: neither can send the token.
+        if headers.get("authorization") or not is_browser or is_gateways(path) or path.startswith("/login"):
             return
         cookie = read_cookie(headers.get("cookie"), is_tls=self._is_tls)
         if not token_matches(cookie, headers.get(TOKEN_HEADER.lower())):
@@ -195,13 +192,16 @@ class Guards:
             is_protected = identity is not None or await self._access.is_protected()
         except RegistryUnavailable as error:
             raise Refusal(503, f"nobody can be let in: {error}") from error
+        except KeyExpired as error:
+            raise Refusal(401, str(error), [(b"www-authenticate", b"Bearer")]) from error
         path = scope["path"]
         if path.startswith(_PUBLIC):
             return identity
         if identity is not None:
-            place = _PLACES.get(identity.scope, "/")
-            if not path.startswith(place):
-                raise Refusal(403, f"{identity.who} is for {place} only; use a key for everything")
+            if identity.scope is KeyScope.GATEWAY and not is_gateways(path):
+                raise Refusal(403, f"{identity.who} is for /v1/ only; use a key for everything")
+            if identity.scope is KeyScope.METRICS and not path.startswith("/metrics"):
+                raise Refusal(403, f"{identity.who} is for /metrics only; use a key for everything")
             return identity
         if not is_protected:
             # The last one was removed while it ran: a login page would ask for a secret that nobody has.
@@ -225,7 +225,7 @@ class Guards:
     async def _is_still(self, identity: Identity, headers: Mapping[str, str]) -> bool:
         try:
             return await self._identify(headers, is_use=False) == identity
-        except RegistryUnavailable:
+        except (RegistryUnavailable, KeyExpired):
             return False
 
     def _require_small_body(self, scope: Scope) -> None:
@@ -400,7 +400,7 @@ async def _refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
         return
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": _CODES.get(status, "refused")}
-    source = "gateway" if scope["path"].startswith(GATEWAY) else "manager"
+    source = "gateway" if is_gateways(scope["path"]) else "manager"
     await _answer(
         send,
         status,

@@ -22,13 +22,17 @@ from overspill.manager.web.actions import Caller
 from overspill.manager.web.application import App, Application, Who
 from overspill.manager.web.charts import RANGES
 from overspill.manager.web.rendering import form_of, fragment, page, part, redirect
-from overspill.registry.activity import list_requests, request_choices
+from overspill.registry.access import KeyExpired, KeyScope
+from overspill.registry.activity import keys_and_use, list_requests, request_choices
 from overspill.registry.audit import list_audit
 
 router = APIRouter()
 _SHOWN_LINES = 500
 _SHOWN_REQUESTS = 100
 _MAX_SECRET = 4096
+_SCOPES = {
+    KeyScope.GATEWAY: "requests to models", KeyScope.ALL: "everything, this page too", KeyScope.METRICS: "metrics only",
+}  # fmt: skip
 
 
 # Dashboard
@@ -37,7 +41,7 @@ _MAX_SECRET = 4096
 @router.get("/")
 async def dashboard(request: Request, app: App) -> Response:
     await app.engines.catalogue.refresh(0.5)
-    if not app.engines.snapshots():
+    if not app.engines.snapshots() and not app.servers.all:
         return RedirectResponse("/add", status_code=303)
     return page(request, "dashboard.html", live=_live(app, app.watching.latest), ranges=RANGES)
 
@@ -63,7 +67,7 @@ def _live(app: Application, moment: Moment | None) -> dict[str, str]:
             panels=fragment(
                 "panels.html", now=overview(moment, engines), sample=moment.sample if moment is not None else None,
                 maps=memory_maps(moment.sample, engines) if moment is not None else (), requests=app.activity.recent,
-                held_by=app.engines.reserved_for,
+                held_by=app.engines.reserved_for, upstreams=app.servers.all.values(),
             ),
             tiers=fragment("tiers.html", tiers=engine_tiers(moment, engines) if moment is not None else ()),
         )  # fmt: skip
@@ -179,6 +183,36 @@ async def stop_found(request: Request, app: App, who: Who, pid: int) -> Response
     return redirect("/found")
 
 
+# Keys
+
+
+@router.get("/keys")
+async def keys(request: Request, app: App) -> Response:
+    return page(request, "keys.html", **await _keys(app))
+
+
+@router.post("/keys")
+async def add_key(request: Request, app: App, who: Who) -> Response:
+    """Answers with the list and the new key, which is shown this once."""
+    form = await form_of(request)
+    if (scope := form.get("scope", "")) not in list(KeyScope):
+        raise ManagerError(f"{scope!r:.40} is none of {', '.join(KeyScope)}")
+    names = [one.strip() for one in form.get("models", "").split(",") if one.strip()]
+    limits = {"models": names, "expires_in": form.get("expires_in", "").strip() or None}
+    secret, _ = await app.actions.add_key(who, form.get("name", "").strip(), KeyScope(scope), **limits)
+    return part("keys_list.html", made=secret, **await _keys(app))
+
+
+@router.post("/keys/revoke/{name}")
+async def revoke_key(app: App, who: Who, name: str) -> Response:
+    await app.actions.remove_key(who, name)
+    return part("keys_list.html", **await _keys(app))
+
+
+async def _keys(app: Application) -> dict[str, Any]:
+    return {"keys": await asyncio.to_thread(keys_and_use, app.registry), "scopes": _SCOPES}
+
+
 # Audit and API
 
 
@@ -213,9 +247,12 @@ async def log_in(request: Request, app: App) -> Response:
         refused.headers["retry-after"] = str(wait)
         return refused
     secret = (await form_of(request)).get("secret", "")[:_MAX_SECRET]
-    session = await app.access.log_in(secret, address)
-    identity = await app.access.identify(None, session) if session is not None else None
     problem = "that is neither the password nor a key for everything"
+    try:
+        session = await app.access.log_in(secret, address)
+    except KeyExpired as error:
+        session, problem = None, str(error)
+    identity = await app.access.identify(None, session) if session is not None else None
     caller = Caller(who=identity.who if identity is not None else "nobody", address=address)
     with contextlib.suppress(ManagerError):
         async with app.actions.audited(caller, "log in", ""):

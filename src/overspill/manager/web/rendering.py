@@ -25,7 +25,7 @@ STATIC = Path(__file__).parent / "static"
 PAGES = (
     ("/", "Dashboard"), ("/models", "Models"), ("/try", "Try it"), ("/activity", "Activity"), ("/runs", "Runs"),
     ("/logs", "Logs"),
-    ("/found", "Found"), ("/audit", "Audit"), ("/api", "API"),
+    ("/found", "Found"), ("/keys", "Keys"), ("/audit", "Audit"), ("/api", "API"),
 )  # fmt: skip
 _MOST_FIELDS = 100
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hint
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from overspill.manager.states import Snapshot
+from overspill.registry.access import KeyScope
 from overspill.settings import MODEL_SETTINGS, Setting
 
 
@@ -92,6 +93,24 @@ class NewJob(Strict):
     model: str = Field(max_length=250, examples=["qwen"])
     given: dict[str, str] = Field(default_factory=dict, examples=[{"workload": "multi-turn:conversations=8"}])
     stops_others: bool = Field(False, description="Stop the engines that run first, for their memory.")
+
+
+class NewKey(Strict):
+    name: str = Field(max_length=100, examples=["laptop"])
+    scope: KeyScope = KeyScope.ALL
+    models: list[str] = Field(default_factory=list, description="Those that it may use; all if empty.")
+    expires_in: int | str | None = Field(None, examples=["30d"], description="Seconds, or for example 30d.")
+
+
+class Key(Open):
+    """A key and what was used with it."""
+
+    name: str
+    prefix: str = Field(description="Its beginning; the rest is kept as a hash only.")
+    scope: KeyScope
+    models: list[str] | None
+    expires_at: str | None
+    last_used_at: str | None
 
 
 class Confirmation(Strict):

@@ -12,6 +12,7 @@ from overspill.files import state_folder
 from overspill.kv.sizes import parse_size
 from overspill.manager.errors import ManagerError
 from overspill.manager.needs import Memory
+from overspill.manager.upstreams import Server, parse_servers
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 7999
 SET_PASSWORD = "overspill manager password"
@@ -38,6 +39,8 @@ class Setup:
     """Whether vLLM's flags that run code or open files may be set over the web."""
     memory: Memory | None = None
     """What all engines together may hold; without it, what is free on the machine."""
+    upstreams: tuple[Server, ...] = ()
+    """Other servers, whose models the gateway serves too."""
     keeps_engines: bool = False
     """Whether engines go on when the manager ends."""
 
@@ -56,7 +59,8 @@ class Setup:
 
 def make_setup(
     *, models_folder: Sequence[Path] | None, public_url: str | None, allow_host: Iterable[str] | None,
-    allow_origin: Iterable[str] | None, ram: str | None, gpu_memory: str | None, keep_engines: bool, **same: Any,
+    allow_origin: Iterable[str] | None, ram: str | None, gpu_memory: str | None, keep_engines: bool,
+    upstream: Iterable[str] | None = None, upstream_key: Iterable[str] | None = None, **same: Any,
 ) -> Setup:  # fmt: skip
     """From the flags of `overspill manager`, by their names; `same` are fields as they are."""
     for folder in models_folder or ():
@@ -69,6 +73,7 @@ def make_setup(
         allowed_hosts=tuple(allow_host or ()),
         allowed_origins=tuple(origin_of(one, "--allow-origin") for one in allow_origin or ()),
         memory=limit(ram, gpu_memory),
+        upstreams=parse_servers(upstream or (), upstream_key or ()),
         keeps_engines=keep_engines,
         **same,
     )

@@ -1,0 +1,113 @@
+"""Upstreams: other servers of OpenAI's API, whose models the gateway serves beside its own."""
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from overspill.manager.errors import ManagerError
+from overspill.manager.messages import Header
+from overspill.manager.states import Traffic
+from overspill.upstream import Upstream
+
+_LOOK_S = 10.0
+_PATIENCE_S = 5.0
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(slots=True)
+class Server:
+    """One of them; its model M is served as NAME/M."""
+
+    name: str
+    url: str
+    """Scheme, host and port."""
+    path: str = ""
+    """Before /v1."""
+    key_variable: str = ""
+    """Of the environment, which holds its key; nothing else does."""
+    traffic: Traffic = field(default_factory=Traffic)
+    models: tuple[str, ...] = ()
+    """Those that it listed last."""
+    problem: str = "it was not asked yet"
+    """Why it cannot be used; empty if it can."""
+
+    @property
+    def headers(self) -> list[Header]:
+        key = os.environ.get(self.key_variable, "")
+        return [(b"authorization", b"Bearer " + key.encode())] if key else []
+
+    def as_json(self) -> dict[str, Any]:
+        """Without its key."""
+        told = {"name": self.name, "url": f"{self.url}{self.path}", "is_reachable": not self.problem}
+        models = [f"{self.name}/{one}" for one in self.models]
+        return {**told, "problem": self.problem, "models": models, "requests": self.traffic.requests}
+
+
+def parse_servers(given: Iterable[str], keys: Iterable[str]) -> tuple[Server, ...]:
+    """From `--upstream NAME=URL`, and `--upstream-key NAME=VARIABLE`: a key on a command line would be everybody's."""
+    servers: dict[str, Server] = {}
+    for one in given:
+        name, _, url = one.partition("=")
+        parts, is_url = urlsplit(""), False
+        with suppress(ValueError):  # of a port that is not a number
+            parts, is_url = urlsplit(url), urlsplit(url).port != 0
+        is_url = is_url and parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
+        if not is_url or _NAME.fullmatch(name) is None or name in servers:
+            raise ManagerError(
+                f"--upstream {name}={parts.hostname or ''} is not a name of its own and an address; write for example "
+                "--upstream remote=http://gpu2:8000, and its key with --upstream-key"
+            )
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        servers[name] = Server(name, f"{parts.scheme}://{parts.netloc}", path)
+    for one in keys:
+        name, _, variable = one.partition("=")
+        if name not in servers or _VARIABLE.fullmatch(variable) is None:
+            raise ManagerError(
+                f"--upstream-key {name!r:.40} needs the name of an --upstream and that of a variable which "
+                "holds its key; write for example --upstream-key remote=REMOTE_KEY"
+            )
+        servers[name].key_variable = variable
+    return tuple(servers.values())
+
+
+class Servers:
+    """All of them, by name."""
+
+    def __init__(self, servers: Iterable[Server], upstream: Upstream) -> None:
+        self.all = {one.name: one for one in servers}
+        self._upstream = upstream
+
+    def find(self, model: str) -> tuple[Server, str] | None:
+        """Whose model that is, and what it is called there."""
+        name, slash, there = model.partition("/")
+        return (self.all[name], there) if slash and there and name in self.all else None
+
+    def names(self) -> list[str]:
+        return [f"{one.name}/{model}" for one in self.all.values() for model in one.models]
+
+    async def run(self) -> None:
+        """Looks now and then whether they answer."""
+        while self.all:
+            await asyncio.gather(*map(self.look, self.all.values()))
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self, server: Server) -> None:
+        if server.key_variable and not server.headers:
+            server.problem = f"the variable {server.key_variable} that should hold its key is not set"
+            return
+        answer = await self._upstream.get(server.url, f"{server.path}/v1/models", _PATIENCE_S, headers=server.headers)
+        if answer is None:
+            server.problem = f"{server.url} does not answer"
+            return
+        server.problem = f"{server.url}{server.path}/v1/models answers {answer[0]}, and no list of models"
+        with suppress(ValueError, KeyError, TypeError):
+            if answer[0] == 200:
+                server.models = tuple(str(one["id"]) for one in json.loads(answer[1])["data"])
+                server.problem = ""
