@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 PAGES = {
     "dashboard": "/", "models": "/models", "add": "/add", "try": "/try", "activity": "/activity", "runs": "/runs",
     "job": "/runs/jobs/1", "result": "/results/1", "compare": "/compare?ids=1&ids=2", "logs": "/logs",
-    "found": "/found", "audit": "/audit", "api": "/api", "login": "/login", "refused": "/nowhere",
+    "found": "/found", "keys": "/keys", "audit": "/audit", "api": "/api", "login": "/login", "refused": "/nowhere",
 }  # fmt: skip
 LOOKS = {
     "light": {"color_scheme": "light", "viewport": {"width": 1440, "height": 900}},
