@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from overspill.kv.sizes import GiB, MiB
-from overspill.manager.needs import Memory, Need
+from overspill.manager.needs import Memory, Need, on_gpus
 from overspill.manager.telemetry import machine
 from overspill.manager.telemetry.gpus import GpuSampler
 from overspill.registry import Model
@@ -25,12 +25,12 @@ TOTAL, CONTEXT = 24 * GiB, 500 * MiB
 
 
 def _reckon(model: Model, evictable: Memory) -> Need:
-    return Need(least=Memory(gpu_bytes=FLOOR), takes=Memory(gpu_bytes=FLOOR))
+    return Need(least=on_gpus(FLOOR), takes=on_gpus(FLOOR))
 
 
 class _Shared(Place):
     def options(self, **more: Any) -> Any:
-        memory = Memory(gpu_bytes=KV, ram_bytes=64 * GiB)
+        memory = Memory(gpus=(KV,), ram_bytes=64 * GiB)
         return super().options(**{"memory": memory, "reckon": _reckon, **more})
 
 

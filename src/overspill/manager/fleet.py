@@ -409,7 +409,12 @@ class Engines:
             if rows:
                 known = by_session.values()
                 starting = [one.name for one in self._engines.values() if one.is_taking_memory(known)]
-                self._grants[gpu].grant(rows, free, claimed=self._swaps.claimed.of_gpu(gpu), starting=starting)
+                claimed = self._swaps.claimed.of_gpu(gpu)
+                changed = self._grants[gpu].grant(rows, free, claimed=claimed, starting=starting)
+                for session, engine in engines.items():  # at once: a model that is started next must not count on it
+                    if session is not None and engine.account in changed:
+                        by_session[session] = changed[engine.account]
+                        engine.follow(by_session[session])
         return any(by_gpu.values())
 
     async def _look_around(self) -> None:

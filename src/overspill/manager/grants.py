@@ -106,9 +106,12 @@ class Grants:
             self._ledger = Ledger(self._path)
         return self._ledger.accounts() if self._ledger is not None else {}
 
-    def grant(self, accounts: Mapping[int, Account], free: int, *, claimed: int, starting: Collection[str]) -> None:
+    def grant(
+        self, accounts: Mapping[int, Account], free: int, *, claimed: int, starting: Collection[str]
+    ) -> dict[Account, Account]:
         """Divide the GPU anew. `free` is beside what they hold or were granted, `claimed` is to be left of it. While
-        engines are starting nothing more is given out: what they will have taken is not known yet."""
+        engines are starting nothing more is given out: what they will have taken is not known yet. Returns the
+        accounts that changed, before and after."""
         assert self._ledger is not None
         seen = tuple((one.pid, one.granted, one.held) for one in accounts.values())
         self._num_quiet = self._num_quiet + 1 if seen == self._seen else 0
@@ -121,8 +124,10 @@ class Grants:
         elif self._num_quiet >= _QUIET_LOOKS and not starting and is_worth_it:
             self._capacity = capacity
         evens = self._num_quiet >= _EVEN_LOOKS
-        for row, num_bytes in next_grants(accounts, self._capacity - claimed, evens=evens).items():
+        grants = next_grants(accounts, self._capacity - claimed, evens=evens)
+        for row, num_bytes in grants.items():
             self._ledger.write(row, granted=num_bytes)
+        return {accounts[row]: accounts[row]._replace(granted=num_bytes) for row, num_bytes in grants.items()}
 
     def close(self) -> None:
         if self._ledger is not None:
