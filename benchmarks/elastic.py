@@ -31,7 +31,7 @@ import record
 import shapes
 from overspill.address import free_port
 from overspill.kv.ledger import Account, Ledger
-from overspill.manager.grants import Grants
+from overspill.manager.grants import Grants, committed
 from park import COMPUTED, Parked, command, has_gpu, size
 from record import Json, say
 from servers import started
@@ -76,7 +76,7 @@ class Division(threading.Thread):
         while not self._over.wait(LOOK_SECONDS):
             accounts = self._grants.look()
             self.seen.append((time.monotonic(), accounts))
-            free = self._capacity - sum(one.held for one in accounts.values())
+            free = self._capacity - committed(accounts.values())
             self._grants.grant(accounts, free, claimed=0, starting=())
 
     def end(self) -> None:
