@@ -8,10 +8,12 @@ import platform
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,12 +106,12 @@ main()
 
 
 class Shell:
-    """`overspill run` in a terminal."""
+    """`overspill` in a terminal."""
 
     def __init__(self, *words: str, home: dict[str, str]) -> None:
         self._terminal, child = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _OWN_TERMINAL, "overspill", "run", *words], stdin=child, stdout=child, stderr=child,
+            [sys.executable, "-c", _OWN_TERMINAL, "overspill", *words], stdin=child, stdout=child, stderr=child,
             env=environment(**home, TERM="dumb"), start_new_session=True,
         )  # fmt: skip
         os.close(child)
@@ -147,7 +149,7 @@ class Shell:
 
 @contextlib.contextmanager
 def shell(*words: str, home: dict[str, str]) -> Iterator[Shell]:
-    made = Shell(*words, home=home)
+    made = Shell("run", *words, home=home)
     try:
         yield made
     finally:
@@ -278,3 +280,29 @@ def test_run_starts_a_server_and_takes_it_along(home: dict[str, str], tmp_path: 
     assert not any(identity(pid) for pid in running) and not read_statuses(home)
     with open_registry(environ=home) as registry:
         assert [run.end for run in list_runs(registry)] == [RunEnd.STOPPED]
+
+
+def test_overspill_alone_leads_to_the_page(home: dict[str, str]) -> None:
+    if listens(7999):
+        pytest.skip("a manager runs here")
+    first = Shell(home=home)
+    try:
+        first.wait_for("overspill run MODEL")
+        first.wait_for("is being opened")
+        first.wait_for("http://127.0.0.1:7999")
+        with urllib.request.urlopen("http://127.0.0.1:7999/add", timeout=30) as page:
+            assert "Add a model" in page.read().decode()
+        second = Shell(home=home)
+        second.wait_for("The page, to find, start and try models: http://127.0.0.1:7999")
+        assert second.wait() == 0, "one manager is enough"
+        second.close()
+        first.type("\x03")
+        assert first.wait() == 0
+    finally:
+        first.close()
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False

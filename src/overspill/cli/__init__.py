@@ -78,6 +78,20 @@ def _commands(
 ) -> None:
     if context.invoked_subcommand is None:
         print(_NEXT)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            _lead_to_page()
+
+
+def _lead_to_page() -> None:
+    """For somebody in a terminal: the page of the manager that runs, or of one that is started here."""
+    from overspill.manager.web.client import find
+
+    found = find(None)
+    if found is not None:
+        print(f"\nThe page, to find, start and try models: {found.url}")
+        return
+    print("\nThe page, to find, start and try models, is being opened; Ctrl-C ends it.", flush=True)
+    app(["manager"], standalone_mode=False)
 
 
 def main(call: Callable[[], Any] = app) -> None:
