@@ -260,7 +260,8 @@ def test_settings_are_kept_and_say_if_they_need_a_restart(registry: Registry) ->
     before = ModelSettings(source="a")
     for name in names:
         after = before.changed({name: other.get(name, 7)})
-        assert needs_restart(before, after) == ([] if name in ("ttl", "keep", "preload", "notes") else [name])
+        at_once = ("ttl", "keep", "preload", "notes", "aliases", "variants")
+        assert needs_restart(before, after) == ([] if name in at_once else [name])
     assert needs_restart(before, before) == []
 
 

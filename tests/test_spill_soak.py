@@ -18,7 +18,7 @@ def run(model: Path, *, count: int, seed: int, **options: Any) -> None:
     with engine(model, blocks=300) as plain:
         expected = answer_all(plain, wanted, seed)
     # Room for some of the eight requests at a time: blocks change tiers, requests are preempted.
-    with engine(model, spilling(resident=34, spilled=34, **options), max_model_len=700) as spills:
+    with engine(model, spilling(resident=28, spilled=28, **options), max_model_len=700) as spills:
         answers = answer_all(spills, wanted, seed)
         compared = sorted(answers.keys() & expected.keys())
         assert len(compared) > 0.8 * count
