@@ -1,6 +1,8 @@
 """How fast the CPU attends to KV in RAM: measured, assumed, stated, or nothing where the kernel cannot run."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,7 @@ from overspill.figures import Origin
 from overspill.hardware import cpu
 from overspill.hardware.cpu import assumed_attention, cpu_attention, measure_attention
 from overspill.hardware.stated import parse_cpu_attention
-from overspill.kv.attention import library, rates
-from overspill.kv.attention.pool import StepStalled
+from overspill.kv.attention import library
 from overspill.kv.errors import OverspillError
 
 
@@ -58,10 +59,9 @@ def test_a_machine_that_cannot_be_measured_says_so(
 ) -> None:
     monkeypatch.setattr(cpu.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
-    def stall(*_: object, **__: object) -> None:
-        raise StepStalled("threads died")
-
-    monkeypatch.setattr(rates, "measure_rates", stall)
+    ends = [sys.executable, "-c", "raise SystemExit('threads died')"]
+    run = subprocess.run
+    monkeypatch.setattr(cpu.subprocess, "run", lambda command, **more: run(ends, **more))
     assert not measure_attention(1) and "is assumed; measuring it failed: threads died" in caplog.text
 
 

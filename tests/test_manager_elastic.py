@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,9 +231,9 @@ def test_a_parked_engine_lends_its_kv_and_gets_it_back(
 ) -> None:
     look = Swaps.free_for_kv
 
-    async def look_slowly(swaps: Swaps, gpu: int) -> int:
+    async def look_slowly(swaps: Swaps, gpus: Iterable[int]) -> dict[int, int]:
         await asyncio.sleep(0.3)  # in which an engine is woken
-        return await look(swaps, gpu)
+        return await look(swaps, gpus)
 
     monkeypatch.setattr(Swaps, "free_for_kv", look_slowly)
     place.add("a", behaviour={**elastic(late_ms=late_ms), "parks": 0})

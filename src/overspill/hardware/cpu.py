@@ -4,13 +4,14 @@ import json
 import logging
 import os
 import platform
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 from overspill.figures import Known, assumed, measured
 from overspill.files import replace_file, state_folder
 from overspill.kv.attention.library import AttentionUnavailable, default_threads, load
-from overspill.kv.sizes import MiB
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _THREAD_BYTES_PER_S, _MEMORY_BYTES_PER_S = 3 * 10**9, 20 * 10**9
 _STATED_THREADS = 6
 # Beside a link of 55 GB/s the same 14 threads kept 63 to 74 of their 99 GB/s (benchmarks/spill.py).
 BESIDE_LINK = 0.7
-_MEASURED_BYTES, _REPEATS = 256 * MiB, 3
+_PATIENCE_S = 60.0
 
 
 def cpu_attention(threads: int | None = None) -> Known[int]:
@@ -58,22 +59,19 @@ def measure_attention(threads: int | None = None) -> bool:
             kept = dict(json.loads(path.read_text(encoding="utf-8")))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(path, json.dumps({**kept, _key(threads): rate}) + "\n")
-    except (ImportError, OSError, MemoryError, AttentionUnavailable) as error:
+    except (OSError, ValueError, subprocess.TimeoutExpired, AttentionUnavailable) as error:
         logger.warning("Overspill: how fast this CPU attends to KV is assumed; measuring it failed: %s", error)
         return False
     return True
 
 
 def _measured_rate(threads: int) -> int:
-    # torch takes seconds to load, and most plans need none of it.
-    from overspill.kv.attention.pool import Pool, StepFailed
-    from overspill.kv.attention.rates import measure_rates
-
-    try:
-        with Pool(threads) as pool:
-            return int(measure_rates(pool, num_bytes=_MEASURED_BYTES, repeats=_REPEATS).attend_bytes_per_s)
-    except StepFailed as error:
-        raise AttentionUnavailable(str(error)) from error
+    """In a process of its own: torch takes hundreds of MiB, and a manager that plans lives for long."""
+    command = [sys.executable, "-m", "overspill.kv.attention.rates", str(threads)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_PATIENCE_S)
+    if done.returncode:
+        raise AttentionUnavailable((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1])
+    return int(done.stdout)
 
 
 def _path() -> Path | None:

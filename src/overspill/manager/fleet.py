@@ -15,6 +15,7 @@ from typing import IO, Any, Self
 
 from overspill.files import ledger_file
 from overspill.hardware import detect
+from overspill.kv.ledger import Account
 from overspill.manager import logs
 from overspill.manager.backend import Backend, OwnProcesses
 from overspill.manager.engine import Engine, World
@@ -401,21 +402,21 @@ class Engines:
         engines = {one.status.session: one for one in self._engines.values() if one.status is not None}
         for session, engine in engines.items():
             engine.follow(by_session.get(session) if session is not None else None)
+        if not by_session:
+            return False
+        free = await self._swaps.free_for_kv(by_gpu)
+        starting = [one.name for one in self._engines.values() if one.is_taking_memory(by_session.values())]
+        # Others keep what they have: those that start, are parked or measured, and those of nobody here.
+        shares = [one.account for one in engines.values() if one.is_sharing]
+        claimed, changed = self._swaps.claimed, dict[Account, Account]()
         for gpu, accounts in by_gpu.items():
-            free = await self._swaps.free_for_kv(gpu) if accounts else 0
-            # Others keep what they have: those that start, are parked or measured, and those of nobody here.
-            shares = [one.account for one in engines.values() if one.is_sharing]
-            rows = {row: one for row, one in accounts.items() if one in shares}
-            if rows:
-                known = by_session.values()
-                starting = [one.name for one in self._engines.values() if one.is_taking_memory(known)]
-                claimed = self._swaps.claimed.of_gpu(gpu)
-                changed = self._grants[gpu].grant(rows, free, claimed=claimed, starting=starting)
-                for session, engine in engines.items():  # at once: a model that is started next must not count on it
-                    if session is not None and engine.account in changed:
-                        by_session[session] = changed[engine.account]
-                        engine.follow(by_session[session])
-        return any(by_gpu.values())
+            if rows := {row: one for row, one in accounts.items() if one in shares}:
+                given = self._grants[gpu].grant(rows, free[gpu], claimed=claimed.of_gpu(gpu), starting=starting)
+                changed.update(given)
+        for engine in engines.values():  # at once: a model that is started next must not count on it
+            if engine.account in changed:
+                engine.follow(changed[engine.account])
+        return True
 
     async def _look_around(self) -> None:
         """For what others do: models that are added, engines that are started by hand, logs that grow."""

@@ -217,11 +217,12 @@ class Swaps:
         waits = self.queue.count(name) and self.engines[name].state not in (State.STARTING, State.READY)
         return need if waits else NOTHING
 
-    async def free_for_kv(self, gpu: int) -> int:
+    async def free_for_kv(self, gpus: Iterable[int]) -> dict[int, int]:
         """GPU memory that elastic engines may be granted beside what they hold or were granted: neither promised nor
         beyond the budget, and less than is free, since engines take some more at times."""
-        free = (await self._unpromised()).of_gpu(gpu) - SLACK_BYTES
-        return free if self.budget is None else min(free, (await self._free()).of_gpu(gpu))
+        free = await self._unpromised()
+        bound = free if self.budget is None else await self._free()
+        return {gpu: min(free.of_gpu(gpu) - SLACK_BYTES, bound.of_gpu(gpu)) for gpu in gpus}
 
     async def turn(self) -> None:
         self._stop_idle()

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,3 +82,9 @@ def _timed(pool: Pool, work: Callable[[], None]) -> tuple[float, float]:
     cpu, began = pool.cpu_seconds, time.perf_counter()
     work()
     return time.perf_counter() - began, pool.cpu_seconds - cpu
+
+
+if __name__ == "__main__":
+    # For a plan (overspill.hardware.cpu): bytes of KV in a second, by so many threads.
+    with Pool(int(sys.argv[1])) as measured:
+        print(int(measure_rates(measured, num_bytes=256 * _MIB, repeats=3).attend_bytes_per_s))
