@@ -4,6 +4,7 @@
     python benchmarks/park.py --cycles 10 --conversation 50000 --out mine.json
     python benchmarks/park.py --model tiny --dtype float32 --kv-bytes 32MiB --host-bytes 64MiB --conversation 900 \\
         --max-model-len 2048                          on a CPU, 2 minutes
+    python benchmarks/park.py --loaded --cycles 100   answers under way at every park, compared; about 5 minutes
 
 Measured, side by side in one run:
 
@@ -15,6 +16,10 @@ Measured, side by side in one run:
                tokens that were computed again
 
 Weights are drawn at random: speed depends on shapes. Answers before and after are compared.
+
+With --loaded, each model is parked in the middle of its answers, and goes on with them after its wake: weights are
+drawn so that answers depend on the whole KV cache, kernels are batch-invariant on CUDA, and every answer must be that
+from before the first park. What both servers hold is recorded after two cycles and at the end.
 """
 
 from __future__ import annotations
@@ -23,11 +28,13 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import secrets
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +55,12 @@ WORKER = "overspill.kv.spill.vllm_worker.OverspillWorker"
 ANSWER_TOKENS = 16
 COMPUTED = "vllm:request_prefill_kv_computed_tokens"
 PATIENCE_SECONDS = 300.0
+# As `overspill verify` sets them: answers do not depend on what else is in a batch.
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
+# For /collective_rpc, by which weights are drawn.
+DRAWN = {"VLLM_SERVER_DEV_MODE": "1"}
+LOADED_TOKENS = 64
+SETTLED_AFTER = 2  # cycles
 
 
 class Parked:
@@ -114,17 +127,23 @@ def command(arguments: argparse.Namespace, port: int, options: Json, *flags: str
 
 
 @contextlib.contextmanager
-def serving(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Parked, float]]:
-    """A server, and the seconds until its first token."""
+def serving(arguments: argparse.Namespace, name: str, seed: int | None = None) -> Iterator[tuple[Parked, float]]:
+    """A server, and the seconds until its first token; with a seed, its weights are drawn anew."""
     port, secret = free_port(), secrets.token_urlsafe(16)
     log = Path(tempfile.mkdtemp(prefix="park-")) / f"{name}.log"
     environment = {VARIABLE: secret, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     flags = ["--middleware", CONTROL, "--max-num-seqs", "16", "--enable-sleep-mode" if has_gpu() else "--enforce-eager"]
+    if seed is not None:
+        environment |= DRAWN | (INVARIANT if has_gpu() else {})
+        flags += ["--worker-extension-cls", "shapes.SensitiveWeights"]
     words = command(arguments, port, {"park": True}, *flags)
     with started(words, log, port, env=environment) as server:
         try:
             server.wait("/health", arguments.timeout)
             one = Parked(server, secret, str(arguments.model))
+            if seed is not None:
+                drawn = {"method": "make_weights_sensitive", "args": [seed]}
+                server.request("/collective_rpc", drawn, PATIENCE_SECONDS).raise_for_status()
             one.ask([100, 101, 102, 103])
             yield one, time.monotonic() - server.began
         except (RuntimeError, httpx.HTTPError):
@@ -213,6 +232,71 @@ def measure(arguments: argparse.Namespace, result: Json, out: Path) -> None:
     record.write(out, result)
 
 
+def measure_loaded(arguments: argparse.Namespace, result: Json, out: Path) -> None:
+    """Cycles of two models with answers under way, each answer compared with that from before the first park."""
+    prompts = shapes.Prompts(int(shapes.config_of(arguments.model)["vocab_size"]), 0)
+    asked = [prompts("loaded", number, arguments.max_model_len // part) for number, part in enumerate((64, 32, 12, 4))]
+    moments = random.Random(0)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2 * len(asked)) as pool:
+
+        def under_way(one: Parked) -> list[Future[Json]]:
+            return [pool.submit(one.stream, prompt, LOADED_TOKENS) for prompt in asked]
+
+        def answers(running: list[Future[Json]]) -> list[list[int]]:
+            return [future.result()["tokens"] for future in running]
+
+        both: list[Parked] = []
+        for seed, name in enumerate("ab"):
+            if both:
+                both[-1].control("park")
+            both.append(stack.enter_context(serving(arguments, name, seed))[0])
+        a, b = both
+        expected = {b: answers(under_way(b))}
+        b.control("park")
+        a.control("wake")
+        expected[a] = answers(under_way(a))
+        if expected[a] == expected[b]:
+            raise SystemExit("error: the two models answer the same, so that a mix-up would not be seen")
+
+        def compare(one: Parked, found: list[list[int]]) -> None:
+            if found != expected[one]:
+                record.write(out, result | {"differing": {"expected": expected[one], "found": found}})
+                raise SystemExit(f"error: after {result['cycles']} cycles an answer is another one; see {out}")
+            result["compared_answers"] += len(found)
+
+        running: dict[Parked, list[Future[Json]]] = {}
+        interrupted, held = 0, []
+        result.update(cycles=0, compared_answers=0)
+        for number in range(arguments.cycles):
+            for away, to in ((a, b), (b, a)):
+                running[away] = under_way(away)
+                time.sleep(moments.uniform(0.02, 0.6))
+                away.control("park")
+                to.control("wake")
+                interrupted += sum(not future.done() for future in running[away])
+                if to in running:
+                    compare(to, answers(running.pop(to)))
+            if number + 1 in (SETTLED_AFTER, arguments.cycles):
+                held.append({"cycles": number + 1, **holding(both)})
+            if number % 10 == 9:
+                say(f"{number + 1} cycles, {result['compared_answers']} answers compared")
+            result.update(cycles=number + 1, interrupted_answers=interrupted, held=held)
+            record.write(out, result)
+        b.control("wake")
+        compare(b, answers(running.pop(b)))
+    names = ("cycles", "compared_answers", "interrupted_answers", "held")
+    result["summary"] = {name: result[name] for name in names}
+    record.write(out, result)
+
+
+def holding(servers: list[Parked]) -> Json:
+    processes = [process for one in servers for process in one.server.family()]
+    return {
+        "processes": len(processes), "gpu_bytes": gpu_used_bytes(),
+        "ram_bytes": sum(process.memory_full_info().pss for process in processes),
+    }  # fmt: skip
+
+
 def summarise(result: Json) -> None:
     back = [one for one in result["switches"] if one["to"] == "a"]
     others = [one for one in result["switches"] if one["to"] == "b"]
@@ -239,6 +323,7 @@ def size(text: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = record.argument_parser(__doc__)
     parser.add_argument("--model", default=None, help="folder, or 'tiny'; default: Llama-3.1-8B's shape")
+    parser.add_argument("--loaded", action="store_true", help="park in the middle of answers, and compare them")
     parser.add_argument("--cycles", type=int, default=5, help="switches to each of the two")
     parser.add_argument("--conversation", type=int, default=50_000, help="tokens")
     parser.add_argument("--max-model-len", type=int, default=65_536)
@@ -255,9 +340,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     arguments.model = shapes.folder_of(arguments.model)
-    out = arguments.out or record.default_path("park")
-    result = record.header("park", record.settings(arguments))
-    measure(arguments, result, out)
+    out = arguments.out or record.default_path("park-loaded" if arguments.loaded else "park")
+    result = record.header("park-loaded" if arguments.loaded else "park", record.settings(arguments))
+    (measure_loaded if arguments.loaded else measure)(arguments, result, out)
     print(record.dumps(result["summary"]))
     say(f"written to {out}")
 
