@@ -112,9 +112,11 @@ def measure_idle(arguments: argparse.Namespace, folder: Path) -> Json:
     (folder / "models").mkdir()
     command = [sys.executable, "-m", "overspill", "manager", "--port", str(port)]
     chromium = None if arguments.no_browser else shutil.which("chromium")
+    register_model(folder)  # without one, the manager leads to the page that finds models
     with manager([*command, "--models-folder", str(folder / "models")], folder, port) as server:
         if not arguments.no_engine:
-            start_engine(server, folder)
+            say("starting an engine of the embedded model")
+            start_model(server)
         with open_page(server, folder, chromium) as stream:
             time.sleep(WARM_SECONDS)
             shares, sizes = [], []
@@ -143,7 +145,7 @@ def measure_idle(arguments: argparse.Namespace, folder: Path) -> Json:
     }
 
 
-def start_engine(server: Server, folder: Path) -> None:
+def register_model(folder: Path) -> None:
     from overspill.registry import add_model, open_registry
     from overspill.tiny import make_llama
 
@@ -154,8 +156,6 @@ def start_engine(server: Server, folder: Path) -> None:
     }  # fmt: skip
     with open_registry(environ={"XDG_STATE_HOME": str(folder / "state")}) as registry:
         add_model(registry, NAME, settings)
-    say("starting an engine of the embedded model")
-    start_model(server)
 
 
 # The gateway, beside the server that it stands before.
