@@ -187,12 +187,16 @@ class Stream:
         status = await self._reader.readuntil(b"\r\n\r\n")
         if not status.startswith(b"HTTP/1.1 200"):
             raise SystemExit(f"a request was refused: {status.splitlines()[0].decode()}")
-        for i in range(num_tokens):
+        seen = 0
+        while seen < num_tokens:
             event = await self._reader.readuntil(b"\n\n")
             now = time.perf_counter()
-            timed.token.append(now - float(SENT_AT.findall(event)[-1]))
-            if not i:
+            if not (sent := SENT_AT.findall(event)):
+                continue  # a sign of life, on a machine so busy that no token came in time
+            timed.token.append(now - float(sent[-1]))
+            if not seen:
                 timed.first_token.append(now - began)
+            seen += 1
         await self._reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
 
     def close(self) -> None:
