@@ -106,6 +106,15 @@ def test_a_context_is_saved_as_written_but_not_an_empty_one(client: httpx.Client
 # What was refused
 
 
+def test_jobs_and_results_are_shown_as_a_part_of_runs(place: Place) -> None:
+    number = save(place, experiment="mine")
+    old_job(place, JobKind.BENCH, JobState.DONE, "")
+    with managed_here(place) as here, program(here) as client:
+        for path in ("/runs", "/runs/jobs/1", f"/results/{number}", "/compare?ids=mine"):
+            current = re.findall(r'href="(\S+)" aria-current="(\w+)"', client.get(path).text)
+            assert current == [("/runs", "page" if path == "/runs" else "true")], path
+
+
 def test_a_page_that_cannot_be_shown_is_a_page_with_a_way_back(client: httpx.Client) -> None:
     for path, status, why, back in (
         ("/compare", 400, "there is nothing to compare", "/runs"),

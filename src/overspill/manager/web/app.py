@@ -17,7 +17,7 @@ from overspill.manager.metrics import metrics_page
 from overspill.manager.web import add_pages, api, model_pages, pages, run_pages
 from overspill.manager.web.application import App, Application
 from overspill.manager.web.guards import Guards
-from overspill.manager.web.rendering import PAGES, STATIC, page
+from overspill.manager.web.rendering import PAGES, STATIC, page, section
 from overspill.registry import (
     CannotNow,
     ChangedMeanwhile,
@@ -43,8 +43,6 @@ _CODES = {
     503: "unavailable",
 }  # fmt: skip
 _NOT_PAGES = ("/api/", "/v1/", "/static/", "/events/")
-# Results have no list of their own.
-_LISTED_AT = {"results": "runs", "compare": "runs", "add": "models"}
 
 
 def make_app(application: Application) -> ASGIApp:
@@ -111,9 +109,7 @@ def _way_back(path: str) -> tuple[str, str]:
     """The address and the name of the page that lists more of the same kind."""
     if path.startswith("/login"):
         return "/login", "Log in"
-    first = path.split("/")[1]
-    place = f"/{_LISTED_AT.get(first, first)}"
-    return next((one for one in PAGES if one[0] == place), PAGES[0])
+    return next((one for one in PAGES if one[0] == section(path)), PAGES[0])
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -27,6 +27,8 @@ PAGES = (
     ("/logs", "Logs"),
     ("/found", "Found"), ("/keys", "Keys"), ("/audit", "Audit"), ("/api", "API"),
 )  # fmt: skip
+# Results have no list of their own.
+_LISTED_AT = {"results": "runs", "compare": "runs", "add": "models"}
 _MOST_FIELDS = 100
 
 
@@ -36,13 +38,19 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
     known = read_cookie(request.headers.get("cookie"), is_tls=is_tls)
     cookie = known or new_session_id()
     identity = getattr(request.state, "identity", None)
-    text = fragment(
-        template, path=request.url.path, pages=PAGES, token=csrf_token(cookie), identity=identity, **values
-    )  # fmt: skip
+    path = request.url.path
+    common = {"path": path, "section": section(path), "pages": PAGES, "token": csrf_token(cookie)}
+    text = fragment(template, **common, identity=identity, **values)
     response = HTMLResponse(text, status_code=status)
     if known is None:
         set_cookie(response, cookie, is_tls=is_tls)
     return response
+
+
+def section(path: str) -> str:
+    """The address of the page that lists more of the same kind."""
+    first = path.split("/")[1]
+    return f"/{_LISTED_AT.get(first, first)}"
 
 
 def part(template: str, **values: Any) -> HTMLResponse:
