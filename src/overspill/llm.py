@@ -38,8 +38,7 @@ class LLM(vllm.LLM):
         given = {"max_model_len": max_model_len, "ram": ram, "gpu_memory": gpu_memory, **arguments}
         self.plan, planned = planned_arguments(model, given)
         _require_this_machine(self.plan)
-        variables = rank_environment(self.plan)
-        with _without_contradictions(planned), _with_share(self.plan, planned), _with_variables(variables):
+        with _environment(_variables(self.plan, planned)):
             super().__init__(**planned)
 
 
@@ -60,45 +59,34 @@ def _require_this_machine(plan: Plan) -> None:
         )
 
 
-@contextmanager
-def _without_contradictions(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """The engine reads variables while it starts, and the process that it may start inherits them."""
-    taken = {name: os.environ.pop(name) for name in contradicting_variables(arguments)}
-    for name in taken:
+def _variables(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, str | None]:
+    """For the engine; those that are None are taken away."""
+    variables: dict[str, str | None] = {**rank_environment(plan), VARIABLE: None}
+    for name in contradicting_variables(arguments):
+        variables[name] = None
         warnings.warn(
             f"{name} is left out for this engine: it would win over the plan's kv_cache_memory_bytes",
             PlanContradicted,
-            stacklevel=4,
+            stacklevel=3,
         )
-    try:
-        yield
-    finally:
-        os.environ.update(taken)
-
-
-@contextmanager
-def _with_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Processes of ranks inherit them."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            os.environ.update({} if value is None else {name: value})
-
-
-@contextmanager
-def _with_share(plan: Plan, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Where the bytes of KV are the plan's, the engine checks them by what it may take of the GPU."""
+    # Where the bytes of KV are the plan's, the engine checks them by what it may take of the GPU.
     way, kv_bytes = plan.chosen, arguments.get("kv_cache_memory_bytes")
     share = device_share(plan, way) if way is not None and kv_bytes == way.kv.device_bytes else None
-    before = os.environ.pop(VARIABLE, None)
+    return {**variables, **(share.written() if share is not None else {})}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """The engine reads variables while it starts, and the processes that it starts inherit them."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
     try:
-        os.environ.update(share.written() if share is not None else {})
         yield
     finally:
-        os.environ.pop(VARIABLE, None)
-        if before is not None:
-            os.environ[VARIABLE] = before
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        os.environ.update({} if value is None else {name: value})
