@@ -10,7 +10,7 @@ import overspill
 from overspill.cli.caches import cache
 from overspill.cli.chatting import run
 from overspill.cli.engines import logs, park, ps, stop, wake
-from overspill.cli.flags import Commands
+from overspill.cli.flags import group
 from overspill.cli.launching import PASS_ON, config, plan, serve
 from overspill.cli.managing import manager
 from overspill.cli.measuring import ab, bench, tune, verify
@@ -30,13 +30,11 @@ Overspill runs models on stock vLLM, with the machine's RAM beside the GPU's mem
 MODEL is a folder, a repository of Hugging Face's, or a name of `overspill models`.
 All commands: overspill --help; the flags of one: overspill run --help"""
 
-app = typer.Typer(
-    cls=Commands,
-    invoke_without_command=True,
+app = group(
+    "Makes a GPU behave as if it had the machine's RAM, on stock vLLM.",
+    is_command=True,
     add_completion=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Makes a GPU behave as if it had the machine's RAM, on stock vLLM.",
 )
 app.command(epilog="Example: overspill run Qwen/Qwen3-8B", context_settings=PASS_ON)(run)
 app.command(

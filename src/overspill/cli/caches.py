@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.flags import Commands
+from overspill.cli.flags import group, to_stderr
 
-cache = typer.Typer(
-    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="KV that servers keep on disk: show, clear."
-)
+cache = group("KV that servers keep on disk: show, clear.")
 
 DiskPath = Annotated[
     str | None,
@@ -60,7 +58,6 @@ def show(
 @cache.command(epilog="Example: overspill cache clear --disk-path /var/cache/overspill")
 def clear(disk_path: DiskPath = None) -> None:
     """Delete KV on disk; a folder that a server uses is left as it is, and named."""
-    from overspill.cli.flags import to_stderr
     from overspill.kv.disk.folder import clear_folder
     from overspill.kv.errors import OverspillError
     from overspill.kv.sizes import format_size

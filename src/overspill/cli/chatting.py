@@ -7,7 +7,6 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +16,7 @@ import typer
 from overspill.cli.flags import SERVING, Model, failing, launch_of, to_stderr, with_settings
 from overspill.cli.launching import require_startable
 from overspill.errors import CannotServe
-from overspill.processes import stop_signals
+from overspill.processes import on_stop_signals
 from overspill.settings import AUTO
 from overspill.upstream import Upstream, UpstreamLost
 
@@ -182,7 +181,9 @@ def _message(body: bytes) -> str:
 
 
 def _chat(conversation: Conversation, question: str | None) -> None:
-    with asyncio.Runner() as runner, _interrupted_by_signals(), contextlib.suppress(_Stopped, EOFError):
+    with asyncio.Runner() as runner, on_stop_signals(_stop), contextlib.suppress(_Stopped, EOFError):
+        # Python's own Ctrl-C instead of one that ends the chat, and so the server.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if question is not None:
             with contextlib.suppress(KeyboardInterrupt):
                 conversation.ask(runner, question)
@@ -218,19 +219,5 @@ def _ask(conversation: Conversation, runner: asyncio.Runner, question: str) -> N
             raise
 
 
-@contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Python's own Ctrl-C instead of one that ends the server; other signals end the chat, and so the server."""
-
-    def stop(*_: object) -> None:
-        raise _Stopped
-
-    before = {
-        sign: signal.signal(sign, signal.default_int_handler if sign is signal.SIGINT else stop)
-        for sign in stop_signals()
-    }
-    try:
-        yield
-    finally:
-        for sign, handler in before.items():
-            signal.signal(sign, handler)
+def _stop() -> None:
+    raise _Stopped

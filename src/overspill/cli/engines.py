@@ -44,19 +44,19 @@ def ps(
 
 def stop(name: Name, api_key: ApiKey = None) -> None:
     """Stops a model's engine, and waits until it has ended."""
-    _source(api_key).stop(name)
+    _source(api_key).control("stop", name)
     print(f"stopped {name}")
 
 
 def park(name: Name, api_key: ApiKey = None) -> None:
     """Parks a model's engine: its GPU memory is free for others, and it waits in RAM until it is woken."""
-    _source(api_key).park(name)
+    _source(api_key).control("park", name)
     print(f"parked {name}")
 
 
 def wake(name: Name, api_key: ApiKey = None) -> None:
     """Wakes a parked model; with a manager, what is in its way is parked or stopped."""
-    _source(api_key).wake(name)
+    _source(api_key).control("wake", name)
     print(f"{name} is awake")
 
 

@@ -38,6 +38,12 @@ class Commands(TyperGroup):
             formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in commands if one])
 
 
+def group(help: str, *, is_command: bool = False, **more: Any) -> typer.Typer:
+    """Commands under one name, which without one of them shows its help, unless it `is_command` itself."""
+    more |= {"invoke_without_command": is_command, "no_args_is_help": not is_command}
+    return typer.Typer(cls=Commands, rich_markup_mode=None, help=help, **more)
+
+
 def with_settings(names: Collection[str], hidden: Collection[str] = ()) -> Callable[[Command], Command]:
     """Gives a command a flag for each of these settings, and what was given with them as its argument `given`. Those
     that are `hidden` are for a refusal that says why."""

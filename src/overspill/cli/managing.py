@@ -9,19 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.cli.flags import Commands, failing, flag, opened_registry, print_table, to_stderr, with_flags
+from overspill.cli.flags import failing, flag, group, opened_registry, print_table, to_stderr, with_flags
 from overspill.kv.errors import OverspillError
 
-manager = typer.Typer(
-    cls=Commands,
-    invoke_without_command=True,
-    rich_markup_mode=None,
-    help="A page and an API to watch, switch and tune models, and a gateway that loads the model a request names.",
+manager = group(
+    "A page and an API to watch, switch and tune models, and a gateway that loads the model a request names.",
+    is_command=True,
     epilog="Example: overspill manager --models-folder /models",
 )
-keys = typer.Typer(
-    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="API keys of the manager: add, list, rm."
-)
+keys = group("API keys of the manager: add, list, rm.")
 manager.add_typer(keys, name="keys")
 
 KeyName = Annotated[str, typer.Argument(help="The key's name.")]

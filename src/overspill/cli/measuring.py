@@ -180,20 +180,19 @@ def tune(
 
 
 @with_settings(PLANNING, hidden={"gpu"})
+@with_flags("how", [
+    flag("quick", typer.Option("--quick", help="Every scenario once; so without --soak."), bool, False),
+    flag("soak", typer.Option("--soak", help="Again and again, with other lengths and orders."), bool, False),
+    flag("minutes", typer.Option(metavar="<int>", help="With --soak: how long; 30 without it.")),
+    flag("seed", typer.Option(metavar="<int>", help="What prompts and orders are drawn from; 0 if not given.")),
+    flag("load_format", typer.Option(help="`dummy` for random weights in place of the model's; none are needed then.")),
+    flag("prompts", typer.Option(metavar="<int>", help="Of shared-attention; 8 if not given.")),
+    flag("scenarios", typer.Option("--scenario", help="Only this one; may be given several times."), list[str], []),
+])  # fmt: skip
 def verify(
     given: dict[str, Any],
+    how: dict[str, Any],
     model: Model,
-    quick: Annotated[bool, typer.Option("--quick", help="Every scenario once; so without --soak.")] = False,
-    soak: Annotated[bool, typer.Option("--soak", help="Again and again, with other lengths and orders.")] = False,
-    minutes: Annotated[str | None, typer.Option(metavar="<int>", help="With --soak: how long; 30 without it.")] = None,
-    seed: Annotated[
-        str | None, typer.Option(metavar="<int>", help="What prompts and orders are drawn from; 0 if not given.")
-    ] = None,
-    load_format: Annotated[
-        str | None, typer.Option(help="`dummy` for random weights in place of the model's; none are needed then.")
-    ] = None,
-    prompts: Annotated[str | None, typer.Option(metavar="<int>", help="Of shared-attention; 8 if not given.")] = None,
-    scenario: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with everything that was counted.")] = False,
 ) -> None:
     """Prove that KV in RAM changes no token of this model on this machine. Exits with 1 if something differs."""
@@ -201,15 +200,7 @@ def verify(
     from overspill.verify.run import DEFAULTS, prove
     from overspill.verify.scenarios import read_request
 
-    request = read_request(
-        quick=quick,
-        soak=soak,
-        minutes=minutes,
-        seed=seed,
-        scenarios=scenario or [],
-        load_format=load_format,
-        prompts=prompts,
-    )
+    request = read_request(**how)
     launch = launch_of(model, given, defaults=DEFAULTS)
     if launch.vllm_args:
         to_stderr(f"not used here: vLLM's own flags of the registry ({' '.join(launch.vllm_args)})")

@@ -6,18 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import OF_MODELS, Commands, opened_registry, print_table, with_settings
+from overspill.cli.flags import OF_MODELS, group, opened_registry, print_table, with_settings
 from overspill.settings import MODEL_SETTINGS
 
 if TYPE_CHECKING:
     from overspill.registry import Edit, Model, Run
 
-models = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Models and their settings: add, list, show, edit, undo, rm, import.",
-)
+models = group("Models and their settings: add, list, show, edit, undo, rm, import.")
 
 Name = Annotated[str, typer.Argument(help="The model's name in the registry.")]
 VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]

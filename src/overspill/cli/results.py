@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-from overspill.cli.flags import Commands, failing, opened_registry
+from overspill.cli.flags import failing, group, opened_registry
 
-results = typer.Typer(
-    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="What was measured: list, show, compare, export."
-)
+results = group("What was measured: list, show, compare, export.")
 
 # More than a registry holds, and a number that every database takes.
 _MOST_LISTED = 1_000_000_000

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import SERVING, Commands, Model, failing, launch_of, opened_registry, to_stderr, with_settings
+from overspill.cli.flags import SERVING, Model, failing, group, launch_of, opened_registry, to_stderr, with_settings
 from overspill.cli.managing import of_the_manager
 from overspill.kv.errors import OverspillError
 
@@ -20,18 +20,8 @@ if TYPE_CHECKING:
     from overspill.service.installation import Units
     from overspill.service.units import Mode, ModelService, Service
 
-service = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="systemd units that serve models: print, install or remove them.",
-)
-manager = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="The manager's own unit: print, install or remove it.",
-)
+service = group("systemd units that serve models: print, install or remove them.")
+manager = group("The manager's own unit: print, install or remove it.")
 service.add_typer(manager, name="manager")
 
 VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]
@@ -46,6 +36,7 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite units that Overs
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")]
 # A service is for the GPU that is here, and `--force` is about files.
 _SETTINGS = SERVING - {"gpu", "force"}
+_SYSTEMCTL = {"system": "systemctl", "user": "systemctl --user"}
 
 
 @service.command("print", epilog="Example: overspill service print Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB")
@@ -98,7 +89,7 @@ def remove(model: Model, is_system: IsSystem = False, name: Name = None, folder:
     from overspill.service.definition import absolute
 
     units = installation.units_of(_mode(is_system=is_system), folder)
-    _print_removed(units, installation.remove(units, name or absolute(model)))
+    _print_changed("removed", units, installation.remove(units, name or absolute(model)))
 
 
 @manager.command("print", epilog="Example: overspill service manager print --models-folder /models")
@@ -135,7 +126,7 @@ def remove_manager(is_system: IsSystem = False, folder: Folder = None) -> None:
     from overspill.service import installation
 
     units = installation.units_of(_mode(is_system=is_system), folder)
-    _print_removed(units, installation.remove_manager(units))
+    _print_changed("removed", units, installation.remove_manager(units))
 
 
 def _mode(*, is_system: bool) -> "Mode":
@@ -163,34 +154,20 @@ def _install(made: "Service", folder: Path | None, *, force: bool, now: bool) ->
     units, is_system = installation.units_of(made.mode, folder), made.mode is Mode.SYSTEM
     if now and units.systemctl is None:
         raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
-    for path in installation.install(units, made, force=force, now=now):
-        print(f"wrote {path}")
-    _print_reload(units)
+    _print_changed("wrote", units, installation.install(units, made, force=force, now=now))
     if not now:
-        print(
-            f"to start it, now and whenever the machine starts: {_systemctl(units)} enable --now "
-            f"{shlex.quote(made.unit)}"
-        )
+        start = f"{_SYSTEMCTL[units.mode]} enable --now {shlex.quote(made.unit)}"
+        print(f"to start it, now and whenever the machine starts: {start}")
     print(f"its log: journalctl {'' if is_system else '--user '}-u {shlex.quote(made.unit)}")
     if not is_system:
         print("to keep it when you log out: loginctl enable-linger")
 
 
-def _print_removed(units: "Units", paths: list[Path]) -> None:
+def _print_changed(verb: str, units: "Units", paths: list[Path]) -> None:
     for path in paths:
-        print(f"removed {path}")
-    _print_reload(units)
-
-
-def _print_reload(units: "Units") -> None:
+        print(f"{verb} {path}")
     if units.systemctl is None:
-        print(f"systemd was not told; where it runs: {_systemctl(units)} daemon-reload")
-
-
-def _systemctl(units: "Units") -> str:
-    from overspill.service.units import Mode
-
-    return "systemctl" if units.mode is Mode.SYSTEM else "systemctl --user"
+        print(f"systemd was not told; where it runs: {_SYSTEMCTL[units.mode]} daemon-reload")
 
 
 def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "Service":

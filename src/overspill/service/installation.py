@@ -79,7 +79,9 @@ def remove(units: Units, name: str) -> list[Path]:
     """The files that were removed. The template goes with the last model."""
     drop_in = units.folder / drop_in_path(name)
     if not drop_in.is_file():
-        raise ServiceError(f"{drop_in} does not exist; {_installed_there(units.folder)}")
+        there = installed(units.folder)
+        what = f"installed are {', '.join(there)}" if there else "nothing is installed there"
+        raise ServiceError(f"{drop_in} does not exist; {what}")
     _refuse_others(units.folder, drop_in, force=False)
     units.run("disable", "--now", unit_name(name))
     removed = [*_remove_secrets(units, name), drop_in]
@@ -133,11 +135,6 @@ def on_port(folder: Path, service: ModelService) -> list[str]:
         if unit != service.unit and any(words and port_of(words) == service.port for words in commands):
             found.append(unit)
     return found
-
-
-def _installed_there(folder: Path) -> str:
-    units = installed(folder)
-    return f"installed are {', '.join(units)}" if units else "nothing is installed there"
 
 
 def _usual_folder(mode: Mode, environment: Mapping[str, str]) -> Path:

@@ -46,8 +46,8 @@ class UnitFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Service:
-    """A command of Overspill's that systemd runs: the manager, or the server of one model."""
+class _Command:
+    """A command of Overspill's that systemd runs."""
 
     mode: Mode
     command: tuple[str, ...]
@@ -56,21 +56,12 @@ class Service:
     run_as: str | None = None
     """The user of a system service; a user's service is that user's."""
 
-    @property
-    def unit(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def files(self) -> tuple[UnitFile, ...]:
-        """In the order to write them in."""
-        raise NotImplementedError
-
     def _rendered(self, template: str, **more: object) -> str:
         values = {**vars(self), "is_system": self.mode is Mode.SYSTEM, **more}
         return _templates().get_template(f"{template}.j2").render(values)
 
 
-class ManagerService(Service):
+class ManagerService(_Command):
     @property
     def unit(self) -> str:
         return MANAGER_UNIT
@@ -81,7 +72,7 @@ class ManagerService(Service):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelService(Service):
+class ModelService(_Command):
     name: str
     """Of systemd's instance: the model, or a shorter name for it."""
     memory_max_bytes: int
@@ -110,6 +101,9 @@ class ModelService(Service):
         secrets_file = str(self.folder / secrets) if self.secrets and self.folder is not None else None
         drop_in = self._rendered("model.conf", secrets_file=secrets_file)
         return (*files, UnitFile(drop_in_path(self.name), _marked(drop_in)))
+
+
+Service = ManagerService | ModelService
 
 
 def unit_name(name: str) -> str:
@@ -154,7 +148,8 @@ def _templates() -> Environment:
     templates.filters |= {
         "program": quote_program,
         "exec": lambda command: " ".join([quote_program(command[0]), *map(quote_word, command[1:])]),
-        "assignment": lambda value, name: quote_assignment(name, value),
+        # Of Environment=, where a `$` is only a `$`.
+        "assignment": lambda value, name: f'"{_escaped(f"{name}={value}")}"',
         "path": quote_path,
         "percent": lambda text: text.replace("%", "%%"),
     }
@@ -163,15 +158,9 @@ def _templates() -> Environment:
 
 def escape_instance(name: str) -> str:
     """As systemd-escape(1) does, so that %I gives the name back. No character is left that could leave a folder."""
-    escaped = ""
-    for index, byte in enumerate(_utf8(name)):
-        if byte == ord("/"):
-            escaped += "-"
-        elif byte in _KEPT and not (index == 0 and byte == ord(".")):
-            escaped += chr(byte)
-        else:
-            escaped += f"\\x{byte:02x}"
-    return escaped
+    escaped = "".join(chr(byte) if byte in _KEPT else f"\\x{byte:02x}" for byte in _utf8(name))
+    escaped = escaped.replace("\\x2f", "-")
+    return f"\\x2e{escaped[1:]}" if escaped.startswith(".") else escaped
 
 
 def quote_word(word: str) -> str:
@@ -188,11 +177,6 @@ def quote_program(path: str) -> str:
             "whose path is without it"
         )
     return path if _PLAIN_WORD.fullmatch(path) else f'"{_escaped(path)}"'
-
-
-def quote_assignment(name: str, value: str) -> str:
-    """One of Environment=, where a `$` is only a `$`."""
-    return f'"{_escaped(f"{name}={value}")}"'
 
 
 def quote_environment(value: str) -> str:
@@ -214,11 +198,8 @@ def _escaped(text: str) -> str:
     _utf8(text)
     for character, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):
         text = text.replace(character, written)
-    return "".join(each if each.isprintable() else _hexadecimal(each) for each in text)
-
-
-def _hexadecimal(character: str) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in character.encode())
+    strange = (each for each in set(text) if not each.isprintable())
+    return text.translate({ord(each): "".join(f"\\x{byte:02x}" for byte in each.encode()) for each in strange})
 
 
 def _utf8(text: str) -> bytes:
