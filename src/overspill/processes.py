@@ -54,26 +54,18 @@ class Listener(NamedTuple):
     pid: int
 
 
-def parse_stat(pid: int, text: bytes) -> Process:
-    fields = _stat_fields(text)
-    cpu_ticks = int(fields[11]) + int(fields[12])
-    return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), cpu_ticks, int(fields[19]))
-
-
 def read_process(pid: int) -> Process | None:
     """None for one that is gone; what is left of one until its parent reads its exit code is not alive."""
     with contextlib.suppress(*_GONE, ValueError, IndexError):
-        return parse_stat(pid, Path(f"/proc/{pid}/stat").read_bytes())
+        fields = _stat_fields(Path(f"/proc/{pid}/stat").read_bytes())
+        cpu_ticks = int(fields[11]) + int(fields[12])
+        return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), cpu_ticks, int(fields[19]))
     return None
 
 
-def all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
 def processes() -> Iterator[Process]:
-    for pid in all_pids():
-        if (one := read_process(pid)) is not None:
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (one := read_process(int(name))) is not None:
             yield one
 
 

@@ -33,11 +33,9 @@ def differences(plan: Plan, way: Way, report: Report) -> list[Difference]:
     """Of one worker; an empty list means that all is as planned."""
     return [
         *_context(plan, report),
-        *_weights(way, report),
+        *_shortfalls(way, report),
         *_kv(plan, way, report),
         *_excess(plan, way, report),
-        *_spill(way, report),
-        *_pool(way, report),
         *_pinning("pool", "host_bytes", report.pool),
         *_pinning("arena", "spill_bytes", report.arena),
     ]
@@ -82,17 +80,20 @@ def _context(plan: Plan, report: Report) -> Iterator[Difference]:
         )
 
 
-def _shortfall(what: str, planned: int, got: int, remedy: str, by: str = "") -> Iterator[Difference]:
-    """A mechanism that moved less than planned, or nothing."""
-    if planned and _is_less(got, planned):
-        happened = f"{format_size(got)}{by}"
-        yield Difference(what=what, planned=format_size(planned), happened=happened, remedy=remedy, stops=True)
-
-
-def _weights(way: Way, report: Report) -> Iterator[Difference]:
-    remedy = "vLLM's offloader did not reach these layers; set VLLM_USE_V2_MODEL_RUNNER=0, or take a smaller model."
-    got = report.weights_in_ram_bytes or 0
-    return _shortfall("weights in RAM", way.weights.ram_bytes, got, remedy, f" ({report.offloader})")
+def _shortfalls(way: Way, report: Report) -> Iterator[Difference]:
+    """Mechanisms that moved less than planned, or nothing."""
+    mechanisms = (
+        ("weights in RAM", way.weights.ram_bytes, report.weights_in_ram_bytes, f" ({report.offloader})",
+         "vLLM's offloader did not reach these layers; set VLLM_USE_V2_MODEL_RUNNER=0, or take a smaller model."),
+        ("KV that can spill to RAM", way.kv.spilled_bytes, report.spilled_bytes, "",
+         "Requests longer than the GPU's KV cache would not run; see vLLM's log for what spill says."),
+        ("offload pool", way.offload_bytes, report.pool.num_bytes if report.pool else 0, "",
+         "Conversations would not be kept in RAM; see vLLM's log for what offload says."),
+    )  # fmt: skip
+    for what, planned, got, by, remedy in mechanisms:
+        if planned and _is_less(got or 0, planned):
+            happened = f"{format_size(got or 0)}{by}"
+            yield Difference(what=what, planned=format_size(planned), happened=happened, remedy=remedy, stops=True)
 
 
 def _kv(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
@@ -134,16 +135,6 @@ def _excess(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
         else "Give it fewer --max-num-seqs, --enforce-eager, or less KV with --gpu-memory.",
         stops=not is_guess,
     )
-
-
-def _spill(way: Way, report: Report) -> Iterator[Difference]:
-    remedy = "Requests longer than the GPU's KV cache would not run; see vLLM's log for what spill says."
-    return _shortfall("KV that can spill to RAM", way.kv.spilled_bytes, report.spilled_bytes or 0, remedy)
-
-
-def _pool(way: Way, report: Report) -> Iterator[Difference]:
-    remedy = "Conversations would not be kept in RAM; see vLLM's log for what offload says."
-    return _shortfall("offload pool", way.offload_bytes, report.pool.num_bytes if report.pool else 0, remedy)
 
 
 def _pinning(name: str, option: str, memory: HostMemoryReport | None) -> Iterator[Difference]:

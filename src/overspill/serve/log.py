@@ -216,18 +216,15 @@ def more_of(lines: Sequence[Line], at: int) -> list[int]:
     for number, line in enumerate(lines[at + 1 :], at + 1):
         if line.source != error.source:
             continue  # processes write in turn
-        if not line.said.strip() or line.is_harmless or line.is_error or _ends_error(line):
+        if not line.said.strip() or line.is_harmless or line.is_error or _ASIDE.match(line.said):
+            break
+        if line.said.startswith("Traceback ") or _FRAME.match(line.said):
             break
         if (not line.is_indented and not error.is_open) or len(found) == _MOST_LINES:
             break
         if _LINK not in line.said:
             found.append(number)
     return found
-
-
-def _ends_error(line: Line) -> bool:
-    is_traceback = line.said.startswith("Traceback ") or _FRAME.match(line.said) is not None
-    return is_traceback or _ASIDE.match(line.said) is not None
 
 
 def reason(lines: Sequence[str], *, is_planned: bool = True) -> str:

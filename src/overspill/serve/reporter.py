@@ -18,21 +18,9 @@ from overspill.launch.launch import Prepared
 from overspill.launch.reference import NoRegistry, using_registry
 from overspill.planning.report import plan_as_json
 from overspill.processes import identity
+from overspill.serve import status as statuses
 from overspill.serve.engine_report import Phase, Report
-from overspill.serve.status import (
-    Reached,
-    Start,
-    Status,
-    folder_of,
-    forget_ended,
-    keep_start,
-    last_start,
-    memory_of,
-    read_statuses,
-    remove_status,
-    take_reason,
-    write_status,
-)
+from overspill.serve.status import Reached, Start, Status
 
 if TYPE_CHECKING:
     from overspill.registry import Registry
@@ -50,8 +38,8 @@ class Reporter:
     def __init__(self, prepared: Prepared, *, log_file: Path | None, can_park: bool = False) -> None:
         self._prepared = prepared
         self._began = self._said = time.monotonic()
-        self._earlier_s = last_start(prepared.name).seconds
-        self._folder = folder_of()
+        self._earlier_s = statuses.last_start(prepared.name).seconds
+        self._folder = statuses.folder_of()
         self._status = Status(
             pid=os.getpid(),
             process=identity(os.getpid()),
@@ -81,7 +69,7 @@ class Reporter:
     def starts(self, session: int) -> None:
         """The engine's processes are there."""
         if self._folder is not None:
-            forget_ended(self._status, read_statuses(), self._folder)
+            statuses.forget_ended(self._status, statuses.read_statuses(), self._folder)
         self._change(session=session)
         self.reaches(Phase.STARTING)
         self._change(run_id=self._recorded_start())
@@ -93,7 +81,7 @@ class Reporter:
         if phase is Phase.READY:
             self._earlier_s = None
             try:
-                keep_start(self._status.model, Start(round(self.seconds, 1), self._status.log_file))
+                statuses.keep_start(self._status.model, Start(round(self.seconds, 1), self._status.log_file))
             except OSError as error:
                 self.say(f"warning: how long this start took is not kept ({error})")
         self._change(phase=phase, phases=(*self._status.phases, Reached(phase=phase, at=at)), **ready)
@@ -108,7 +96,7 @@ class Reporter:
         self.say(f"still {what}" + (f"; about {left:.0f} s left, by the last start" if left >= 1 else ""))
 
     def measures(self, reports: list[Report]) -> None:
-        if (memory := memory_of(reports)) != self._status.memory:
+        if (memory := statuses.memory_of(reports)) != self._status.memory:
             self._change(memory=memory)
 
     def is_ready(self, line: str) -> None:
@@ -117,12 +105,16 @@ class Reporter:
 
     def stops(self) -> None:
         """On request: with the reason, if the process that stopped it left one."""
-        why = self._stop_reason()
+        why = ""
+        try:
+            why = statuses.take_reason(self._status.pid, self._status.process)
+        except OSError as error:
+            self.say(f"warning: why it was to stop could not be read ({error})")
         self.say(f"stopped: {why}" if why else "stopped")
         self._recorded_end("stopped", exit_code=0, detail=why or None)
         if self._folder is not None:
             try:
-                remove_status(self._status, self._folder)
+                statuses.remove_status(self._status, self._folder)
             except OSError as error:
                 self.say(f"warning: the status file could not be removed ({error})")
 
@@ -132,19 +124,12 @@ class Reporter:
         was_killed = exit_code is not None and exit_code > 128
         self._recorded_end("killed" if was_killed else "failed", exit_code=exit_code, detail=why.splitlines()[0])
 
-    def _stop_reason(self) -> str:
-        try:
-            return take_reason(self._status.pid, self._status.process)
-        except OSError as error:
-            self.say(f"warning: why it was to stop could not be read ({error})")
-            return ""
-
     def _change(self, **changes: object) -> None:
         self._status = replace(self._status, **changes)  # type: ignore[arg-type]
         if self._folder is None:
             return
         try:
-            write_status(self._status, self._folder)
+            statuses.write_status(self._status, self._folder)
         except OSError as error:
             folder, self._folder = self._folder, None
             self.say(f"warning: other programs cannot see what this one does: {folder}: {error.strerror}")

@@ -81,11 +81,6 @@ class Server:
     def reports(self) -> list[Report]:
         return read(Path(self._folder.name))
 
-    @property
-    def is_healthy(self) -> bool:
-        answer = self.address.get("/health")
-        return answer is not None and answer[0] == 200
-
     def starting(self) -> Iterator[list[Report]]:
         """The workers' reports, again and again until the server answers or is stopped; raises if it ends."""
         while not self.was_asked_to_stop:
@@ -93,9 +88,13 @@ class Server:
             reports = self.reports
             self.phase = earliest(reports)
             yield reports
-            if self.is_healthy:
+            answer = self.address.get("/health")
+            if answer is not None and answer[0] == 200:
                 self.phase = Phase.READY
-                self._tell_guard()
+                # From now on there may be requests to end well.
+                with contextlib.suppress(OSError, ValueError):
+                    self._life_line.write(READY)
+                    self._life_line.flush()
                 return
             time.sleep(_POLL_S)
 
@@ -148,9 +147,3 @@ class Server:
             wait_until_none(lambda: in_session(self.session), 1.0)
         self._guard.wait()
         self._folder.cleanup()
-
-    def _tell_guard(self) -> None:
-        """From now on there may be requests to end well."""
-        with contextlib.suppress(OSError, ValueError):
-            self._life_line.write(READY)
-            self._life_line.flush()
