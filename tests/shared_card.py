@@ -13,7 +13,7 @@ import pytest
 from overspill.kv.sizes import GiB, MiB
 from overspill.manager.needs import Memory, Need, on_gpus
 from overspill.manager.telemetry import machine
-from overspill.manager.telemetry.gpus import GpuSampler
+from overspill.manager.telemetry.machine import GpuSampler
 from overspill.registry import Model
 from tests.managed_here import Here, managed_here
 from tests.manager_process import Place, place_in

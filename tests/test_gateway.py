@@ -20,7 +20,7 @@ import uvloop
 
 from overspill.kv.sizes import GiB
 from overspill.manager import logs
-from overspill.manager.backend import EngineProcess, Launched, Order, OwnProcesses, identify
+from overspill.manager.backend import EngineProcess, Launched, OwnProcesses, identify
 from overspill.manager.fleet import Engines
 from overspill.manager.messages import asked_of, rewritten
 from overspill.manager.states import State
@@ -313,8 +313,8 @@ def test_a_prompt_of_millions_of_numbers_stops_no_stream(place: Place) -> None:
 class OverTls(OwnProcesses):
     """Engines that say that they speak TLS, as `overspill serve --ssl-certfile` does."""
 
-    def launch(self, order: Order) -> Launched:
-        launched = super().launch(order)
+    def launch(self, name: str, log_file: Path, folder: Path) -> Launched:
+        launched = super().launch(name, log_file, folder)
         assert launched.url is not None
         return dataclasses.replace(launched, url=launched.url.replace("http:", "https:"))
 

@@ -26,16 +26,14 @@ from overspill.manager.needs import Memory, reckon, replan
 from overspill.manager.records import announce, find_manager, withdraw
 from overspill.manager.states import Snapshot, State
 from overspill.manager.telemetry.engine_metrics import Metrics
-from overspill.manager.telemetry.gpus import GpuSample
-from overspill.manager.telemetry.machine import CpuSample, ProcessSample, RamSample, Sample
-from overspill.manager.telemetry.memory_map import Kind, engine_tiers, memory_maps
+from overspill.manager.telemetry.machine import CpuSample, GpuSample, ProcessSample, RamSample, Sample
+from overspill.manager.telemetry.overview import Kind, engine_tiers, memory_maps
 from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
 from overspill.manager.web import server
 from overspill.manager.web.actions import Actions, Caller
 from overspill.manager.web.charts import charts_of
-from overspill.manager.web.forms import changes_of, form_values
 from overspill.manager.web.model_pages import Card
-from overspill.manager.web.rendering import duration, element_id, fragment, shown
+from overspill.manager.web.rendering import changes_of, duration, element_id, form_values, fragment, shown
 from overspill.manager.web.setup import limit, own_folder
 from overspill.processes import identity
 from overspill.registry import ModelSettings, Registry, add_model, open_registry

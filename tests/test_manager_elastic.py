@@ -22,7 +22,7 @@ from overspill.manager.needs import Memory, Need
 from overspill.manager.states import State
 from overspill.manager.swaps import Swaps
 from overspill.manager.telemetry import machine
-from overspill.manager.telemetry.gpus import GpuSampler
+from overspill.manager.telemetry.machine import GpuSampler
 from overspill.registry import Model
 from tests.chromium import Watched, chromium, needs_chromium
 from tests.managed_here import managed_here

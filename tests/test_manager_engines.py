@@ -258,7 +258,7 @@ def test_another_server_on_the_port_is_not_taken_for_the_engine(place: Place, mo
         server = await asyncio.start_server(impostor, "127.0.0.1", 0)
         port, is_first = server.sockets[0].getsockname()[1], iter([True])
         monkeypatch.setattr(
-            "overspill.manager.engine.free_port", lambda: port if next(is_first, False) else free_port()
+            "overspill.manager.backend.free_port", lambda: port if next(is_first, False) else free_port()
         )
         async with managing(place) as engines, server:
             starting = asyncio.create_task(engines.start("a"))

@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from overspill.kv.options import Options
 from overspill.manager.metrics import PREFIX, machine_families, merged
-from overspill.manager.telemetry.gpus import GpuSample
-from overspill.manager.telemetry.machine import CpuSample, DiskSample, RamSample, Sample, chart_values
+from overspill.manager.telemetry.machine import CpuSample, DiskSample, GpuSample, RamSample, Sample, chart_values
 from overspill.manager.telemetry.watcher import Moment
 from overspill.manager.web.charts import _CHARTS, charts_of
 from overspill.measure.metrics import parse_counters, read_counters

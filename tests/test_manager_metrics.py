@@ -160,7 +160,7 @@ def test_scraping_a_failing_or_absent_server_returns_none() -> None:
 
 def test_parsing_needs_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, overspill.manager.telemetry.memory_map, overspill.manager.foreign; "
+        "import sys, overspill.manager.telemetry.overview, overspill.manager.foreign; "
         "import overspill.manager.web.access; "
         "print([name for name in ('torch', 'vllm', 'numpy') if name in sys.modules])"
     )

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from overspill.kv.sizes import GiB, MiB
-from overspill.manager.telemetry.gpus import GpuSampler
-from overspill.manager.telemetry.machine import Sampler, chart_values
-from overspill.manager.telemetry.memory_map import Claim, Kind, gpu_claim, memory_map, ram_claim
+from overspill.manager.telemetry.machine import GpuSampler, Sampler, chart_values
+from overspill.manager.telemetry.overview import Claim, Kind, gpu_claim, memory_map, ram_claim
 from overspill.manager.telemetry.watcher import MAX_COLUMNS, History, Ring
 from overspill.processes import family, identity, processes
 from overspill.serve.engine_report import HostMemoryReport, Phase, Report

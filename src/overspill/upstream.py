@@ -254,15 +254,16 @@ class Upstream:
                 connection.close()
         self._idle.clear()
 
-    async def get(
-        self, url: str, path: str, timeout: float, *, most_bytes: int = _MOST_PAGE_BYTES, headers: Headers = ()
-    ) -> tuple[int, bytes] | None:
+    async def ask(
+        self, url: str, path: str, timeout: float, *, most_bytes: int = _MOST_PAGE_BYTES, headers: Headers = (),
+        method: str = "GET",
+    ) -> tuple[int, bytes] | None:  # fmt: skip
         """Status and body; None if nobody answers in time, or the body is larger. It may be anybody's program."""
         connection = None
         try:
             async with asyncio.timeout(timeout):
                 connection = await self.connect(url, fresh=True)
-                connection.send("GET", path.encode(), [(b"connection", b"close"), *headers], b"")
+                connection.send(method, path.encode(), [(b"connection", b"close"), *headers], b"")
                 head = await connection.head()
                 return head.status, await connection.read_all(most_bytes)
         except (UpstreamLost, TimeoutError):
@@ -271,13 +272,13 @@ class Upstream:
             if connection is not None:
                 connection.close()
 
-    async def served_names(self, url: str, timeout: float) -> tuple[str, ...]:
-        """The names that clients must use for an engine's models; none where it does not answer."""
-        answer = await self.get(url, "/v1/models", timeout)
-        with suppress(ValueError, KeyError, TypeError):
-            if answer is not None and answer[0] == 200:
-                return tuple(str(model["id"]) for model in json.loads(answer[1])["data"])
-        return ()
+
+def read_names(answer: tuple[int, bytes] | None) -> tuple[str, ...] | None:
+    """Of the models that an answer of /v1/models lists; None if it is another one."""
+    with suppress(ValueError, KeyError, TypeError):
+        if answer is not None and answer[0] == 200:
+            return tuple(str(model["id"]) for model in json.loads(answer[1])["data"])
+    return None
 
 
 def address(url: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from overspill.address import free_port
 from overspill.kv.errors import OverspillError
 from overspill.manager.errors import StartFailed
 from overspill.processes import family, identity, kill, processes
@@ -64,10 +65,6 @@ class EngineProcess:
     sessions: set[int] = field(default_factory=set)
     """Noted while the root lives: processes that it leaves behind are known by them."""
 
-    @property
-    def is_alive(self) -> bool:
-        return self.root.is_alive
-
     def living(self) -> list[int]:
         """All processes that are left. Reads the whole of /proc: not for the event loop."""
         every = list(processes())
@@ -106,15 +103,6 @@ class EngineProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    name: str
-    port: int
-    log_file: Path
-    folder: Path
-    """The working folder. It must be empty: vLLM, and Overspill, prefer a folder to a repository of the same name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     identity: Identity
     child: "subprocess.Popen[bytes] | None" = None
@@ -126,8 +114,9 @@ class Launched:
 
 
 class Backend(Protocol):
-    def launch(self, order: Order) -> Launched:
-        """Returns when there is a process. Blocks."""
+    def launch(self, name: str, log_file: Path, folder: Path) -> Launched:
+        """Returns when there is a process. Blocks. The folder that it works in must be empty: vLLM, and Overspill,
+        prefer a folder to a repository of the same name."""
 
     def stop_unit(self, unit: str) -> None:
         """Stops it where it was started, so that it is not started again. Blocks."""
@@ -140,26 +129,26 @@ class OwnProcesses:
     program: tuple[str, ...] = (sys.executable, "-P", "-m", "overspill", "serve")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
-    def launch(self, order: Order) -> Launched:
+    def launch(self, name: str, log_file: Path, folder: Path) -> Launched:
+        port = free_port()
         command = [
-            *self.program, order.name, "--host", HOST, "--port", str(order.port), "--quiet",
-            "--log-file", str(order.log_file), "--disable-access-log-for-endpoints", _POLLED,
-            "--enable-prompt-tokens-details",
+            *self.program, name, "--host", HOST, "--port", str(port), "--quiet", "--log-file", str(log_file),
+            "--disable-access-log-for-endpoints", _POLLED, "--enable-prompt-tokens-details",
         ]  # fmt: skip
         environment = {name: value for name, value in self.environment.items() if name not in _LEFT_OUT}
         try:
-            for folder in (order.log_file.parent, order.folder):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with order.log_file.open("ab") as log:
+            for needed in (log_file.parent, folder):
+                needed.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with log_file.open("ab") as log:
                 child = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                    env=environment, cwd=order.folder,
+                    env=environment, cwd=folder,
                 )  # fmt: skip
         except OSError as error:
-            raise StartFailed(f"{order.name} could not be started: {error}") from error
+            raise StartFailed(f"{name} could not be started: {error}") from error
         if (who := identify(child.pid)) is None:
-            raise StartFailed(f"{order.name} ended at once, with exit code {child.wait()}")
-        return Launched(identity=who, child=child, url=f"http://{HOST}:{order.port}")
+            raise StartFailed(f"{name} ended at once, with exit code {child.wait()}")
+        return Launched(identity=who, child=child, url=f"http://{HOST}:{port}")
 
     def stop_unit(self, unit: str) -> None:
         raise StartFailed(f"{unit} was started by systemd, which this manager does not use")
@@ -174,11 +163,11 @@ class Units:
     """Where units are installed."""
     otherwise: OwnProcesses = field(default_factory=OwnProcesses)
 
-    def launch(self, order: Order) -> Launched:
+    def launch(self, name: str, log_file: Path, folder: Path) -> Launched:
         """The unit decides where the engine listens and where it logs; the engine's status has both."""
-        unit = unit_name(order.name)
+        unit = unit_name(name)
         if unit not in installed(self.folder):
-            return self.otherwise.launch(order)
+            return self.otherwise.launch(name, log_file, folder)
         journal = journal_of(unit, is_user="--user" in self.systemctl)
         # A start ends when the engine is ready; the engine's own task waits for that.
         self._run("start", "--no-block", unit)

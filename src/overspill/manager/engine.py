@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from overspill.address import free_port
 from overspill.kv.ledger import Account
 from overspill.manager import logs
-from overspill.manager.backend import Backend, EngineProcess, Order, identify
+from overspill.manager.backend import Backend, EngineProcess, identify
 from overspill.manager.errors import StartFailed
 from overspill.manager.needs import NOTHING, Memory, gpus_of, holds_of, on_gpus
 from overspill.manager.records import Past, Record, Records, end_killed_run, file_name, how_it_ended
@@ -26,14 +25,13 @@ from overspill.processes import listeners, signal_name
 from overspill.registry import Registry, RegistryError
 from overspill.serve.control import HEADER, PATH, secret_of
 from overspill.serve.status import Status, last_start, leave_reason, take_reason
-from overspill.upstream import Upstream, UpstreamLost, address
+from overspill.upstream import Upstream, address, read_names
 
 logger = logging.getLogger(__name__)
 
 _FAILURE_LINES = 12
 _LAUNCHES = 3
 _LEAST_FREE_BYTES = 64 * 1024
-_MOST_ANSWER_BYTES = 64 * 1024
 # As `overspill serve` and vLLM say it.
 _PORT_TAKEN = re.compile(r"port \d+ is in use|took the port meanwhile|[Aa]ddress already in use")
 _SAID_ERROR = re.compile(r"^(?:overspill: )?error: (?P<said>.+)")
@@ -396,7 +394,7 @@ class Engine:
             return Seen.ABSENT
         if self._child is not None:
             self._child.poll()  # else it stays a zombie
-        if not process.is_alive:
+        if not process.root.is_alive:
             left = await asyncio.to_thread(process.living)
             if not left:
                 return Seen.ABSENT
@@ -425,7 +423,7 @@ class Engine:
     async def _answers(self, process: EngineProcess) -> bool:
         if (url := self.url) is None:
             return False
-        answer = await self.world.upstream.get(url, "/health", self.world.timing.health_s)
+        answer = await self.world.upstream.ask(url, "/health", self.world.timing.health_s)
         if answer is None or answer[0] != 200:
             return False
         if self._answered_at is None:
@@ -433,7 +431,8 @@ class Engine:
             living = await asyncio.to_thread(process.living)
             if address(url)[1] not in [one.port for one in await asyncio.to_thread(listeners, living)]:
                 return False
-            self.served = await self.world.upstream.served_names(url, self.world.timing.health_s)
+            models = await self.world.upstream.ask(url, "/v1/models", self.world.timing.health_s)
+            self.served = read_names(models) or ()  # clients must use one of these
         return True
 
     @property
@@ -490,33 +489,26 @@ class Engine:
         secret = await asyncio.to_thread(secret_of, status) if status is not None else None
         if url is None or secret is None:
             return None
-        headers = [(HEADER.encode(), secret.encode()), (b"connection", b"close")]
-        connection = None
-        try:
-            async with asyncio.timeout(self.world.timing.park_s):
-                target = f"{PATH}{action}".encode()
-                connection, _ = await self.world.upstream.request(url, method, target, headers, b"")
-                told = json.loads(await connection.read_all(_MOST_ANSWER_BYTES))
-        except (UpstreamLost, TimeoutError, ValueError):
-            return None
-        finally:
-            if connection is not None:
-                connection.close()
-        return told if isinstance(told, dict) else None
+        headers, patience_s = [(HEADER.encode(), secret.encode())], self.world.timing.park_s
+        answer = await self.world.upstream.ask(url, f"{PATH}{action}", patience_s, headers=headers, method=method)
+        with contextlib.suppress(ValueError):
+            told = json.loads(answer[1]) if answer is not None else None
+            return told if isinstance(told, dict) else None
+        return None
 
     async def _launch(self) -> None:
         self._launches += 1
-        order = Order(name=self.name, port=free_port(), log_file=self.own_log, folder=self.world.folder / "empty")
-        logs.begin(order.log_file)
+        logs.begin(self.own_log)
         self._is_launching = True
         try:
-            launched = await asyncio.to_thread(self.world.backend.launch, order)
+            empty = self.world.folder / "empty"
+            launched = await asyncio.to_thread(self.world.backend.launch, self.name, self.own_log, empty)
             record = Record(
                 name=self.name,
                 pid=launched.identity.pid,
                 process=launched.identity.process,
                 url=launched.url,
-                log_file=str(order.log_file) if launched.unit is None else None,
+                log_file=str(self.own_log) if launched.unit is None else None,
                 settings=self.settings,
                 holds=self.holds,
                 started_at=time.time(),

@@ -18,20 +18,14 @@ class NotParked(ManagerError):
 class NotServed(ManagerError):
     """The model cannot answer now; the base of what follows."""
 
-    retry_after_s: float | None = None
-    """When a retry makes sense; None if it would not help."""
-
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None, log_lines: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.log_lines = retry_after_s, log_lines
+        """When a retry makes sense, None if it would not help; and the end of the engine's log, if that says more."""
 
 
 class StartFailed(NotServed):
     """The engine ended before it answered, or could not be started; carries the end of its log."""
-
-    def __init__(self, message: str, *, retry_after_s: float | None = None, log_lines: tuple[str, ...] = ()) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
-        self.log_lines = log_lines
 
 
 class NoRoom(NotServed):

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from overspill.manager.grants import Grants, sessions_of
 from overspill.manager.needs import Memory, Need, free_memory, reckon
 from overspill.manager.records import Catalogue, Past, Record, Records, model_of, phases_of, record_of, running_statuses
 from overspill.manager.sse import Changes
-from overspill.manager.states import KV_FIELDS, Snapshot, State, Timing, Traffic
+from overspill.manager.states import KV_FIELDS, OF_ENGINE, Snapshot, State, Timing, Traffic
 from overspill.manager.swaps import Queue, Swaps
 from overspill.registry import Model, ModelSettings, Registry, RegistryError, UnknownModel, end_lost_runs, needs_restart
 from overspill.settings import among
@@ -64,7 +65,7 @@ class Engines:
         self.upstream = Upstream()
         self.changes: Changes[Snapshot] = Changes()
         self.queue = Queue(options.most_waiting)
-        self.counts: dict[str, Traffic] = {}
+        self.counts: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._registry = registry
         self._engines: dict[str, Engine] = {}
         self._needs: dict[tuple[str, int], tuple[float, Need]] = {}
@@ -160,22 +161,11 @@ class Engines:
         if record is not None and record.settings and model is not None:
             known["needs_restart"] = tuple(needs_restart(ModelSettings.from_json(record.settings), model.settings))
         return Snapshot(
-            name=name,
-            state=engine.state,
-            since=engine.since,
             is_registered=model is not None,
-            is_managed=engine.is_managed,
-            is_draining=engine.is_draining,
-            is_leaving=engine.is_leaving,
-            start_s=engine.start_s,
-            url=engine.url,
             served_names=engine.served,
-            holds=engine.holds,
-            can_park=engine.can_park,
             log_file=None if engine.log_hint else str(engine.log_file),
-            log_hint=engine.log_hint,
-            stop_reason=engine.stop_reason,
             traffic=self.traffic(name),
+            **{field: getattr(engine, field) for field in OF_ENGINE},
             **known,
         )
 
@@ -186,7 +176,7 @@ class Engines:
 
     def traffic(self, name: str) -> Traffic:
         waiting, in_flight = self.queue.count(name), self._engine(name).in_flight
-        return dataclasses.replace(self.count(name), in_flight=in_flight, waiting=waiting)
+        return dataclasses.replace(self.counts[name], in_flight=in_flight, waiting=waiting)
 
     def log_file(self, name: str) -> Path:
         return self._engine(name).log_file
@@ -209,7 +199,7 @@ class Engines:
 
         Raises if it does not become ready.
         """
-        engine = await self._known(name)
+        engine = await self.known(name)
         if engine.failure is not None:
             engine.want_down("it is started again")
         await self._wait(engine, may_evict=make_room, within=None)
@@ -218,7 +208,7 @@ class Engines:
     async def stop(self, name: str, *, reason: str = "it was stopped", drains: bool = False) -> Snapshot:
         """Requests that wait for it are refused, and those in flight end; with `drains` they have some time to be
         answered, unless it is stopped a second time."""
-        engine = self._engines.get(name) or await self._known(name)
+        engine = self._engines.get(name) or await self.known(name)
         self.queue.refuse(name, Stopped(f"{name} was stopped while the request waited"))
         if drains and engine.state is State.READY and engine.in_flight and not engine.is_leaving:
             engine.is_draining = engine.is_leaving = True
@@ -232,7 +222,7 @@ class Engines:
 
     async def park(self, name: str, *, reason: str = "it was parked") -> Snapshot:
         """Its GPU memory is free when this returns; requests that it computes wait in it."""
-        engine = self._engines.get(name) or await self._known(name)
+        engine = self._engines.get(name) or await self.known(name)
         if engine.state is State.PARKED:
             return self.snapshot(name)
         if engine.state is not State.READY:
@@ -252,7 +242,7 @@ class Engines:
 
     async def ensure_ready(self, name: str, *, within: float | None = None) -> Engine:
         """For a request: waits while the model loads, at most `within` seconds."""
-        engine = await self._known(name)
+        engine = await self.known(name)
         await self._wait(engine, may_evict=True, within=self.timing.load_s if within is None else within)
         return engine
 
@@ -296,9 +286,6 @@ class Engines:
         for one in self.snapshots():
             self.changes.publish(one.name, one)
 
-    def count(self, name: str) -> Traffic:
-        return self.counts.setdefault(name, Traffic())
-
     # Inside
 
     async def _wait(self, engine: Engine, *, may_evict: bool, within: float | None) -> None:
@@ -320,10 +307,8 @@ class Engines:
             finally:
                 self.queue.leave(one)
 
-    async def require_known(self, name: str) -> None:
-        await self._known(name)
-
-    async def _known(self, name: str) -> Engine:
+    async def known(self, name: str) -> Engine:
+        """Raises for a model that is neither in the registry nor running."""
         if await self.catalogue.find(name) is None and not (name in self._engines and self._engines[name].has_process):
             hint = among(name, self.catalogue.called(), "there are none yet; add it with: overspill models add")
             problem = f" ({self.catalogue.problem})" if self.catalogue.problem else ""

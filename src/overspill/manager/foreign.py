@@ -176,7 +176,7 @@ async def _look_at(upstream: Upstream, server: FoundServer) -> FoundServer:
     # Of another user's process the files are hidden, and the port is known from its arguments only.
     if not places and server.port is not None and not server.note:
         places = [("127.0.0.1", server.port)]
-    scheme = "https" if has_tls(server.argv) else "http"
+    scheme = "https" if flag(serve_arguments(server.argv) or (), "--ssl-keyfile") is not None else "http"
     for host, port in sorted(places, key=lambda place: place[1] != server.port)[:_MAX_PORTS]:
         url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         status, answer = await _get(upstream, url, "/v1/models")
@@ -191,7 +191,7 @@ async def _look_at(upstream: Upstream, server: FoundServer) -> FoundServer:
 
 async def _get(upstream: Upstream, url: str, path: str) -> tuple[int, Any]:
     """Status and JSON, as far as there are any."""
-    answer = await upstream.get(url, path, _ANSWER_S, most_bytes=_MAX_ANSWER_BYTES)
+    answer = await upstream.ask(url, path, _ANSWER_S, most_bytes=_MAX_ANSWER_BYTES)
     with suppress(ValueError, RecursionError):
         return (0, None) if answer is None else (answer[0], json.loads(answer[1]))
     return 0 if answer is None else answer[0], None
@@ -336,7 +336,3 @@ def served_name(argv: Sequence[str]) -> str:
 def stated_port(argv: Sequence[str]) -> int:
     port = flag(serve_arguments(argv) or (), "--port") or ""
     return int(port) if port.isdecimal() and int(port) < 65536 else 8000
-
-
-def has_tls(argv: Sequence[str]) -> bool:
-    return flag(serve_arguments(argv) or (), "--ssl-keyfile") is not None

@@ -16,26 +16,12 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from overspill.kv.sizes import MiB
+from overspill.manager import messages
 from overspill.manager.activity import Activity
 from overspill.manager.engine import Engine
 from overspill.manager.errors import NotServed
 from overspill.manager.fleet import Engines
-from overspill.manager.messages import (
-    GatewayError,
-    Header,
-    Source,
-    Usage,
-    asked_of,
-    converted,
-    error_message,
-    json_headers,
-    one_shape,
-    passed_back,
-    passed_on,
-    rewritten,
-    with_usage,
-    without_usage,
-)  # fmt: skip
+from overspill.manager.messages import GatewayError, Header, Source, Usage
 from overspill.manager.states import State, Traffic
 from overspill.manager.upstreams import Server, Servers
 from overspill.registry import RegistryError
@@ -137,7 +123,7 @@ class Gateway:
         try:
             await self._route(exchange)
         except (GatewayError, NotServed, RegistryError) as error:
-            refusal = error if isinstance(error, GatewayError) else converted(error)
+            refusal = error if isinstance(error, GatewayError) else messages.converted(error)
             exchange.status, exchange.problem = refusal.status, exchange.problem or refusal.message
             if not exchange.is_abandoned:
                 await exchange.refuse(refusal)
@@ -204,7 +190,7 @@ class Gateway:
             return
         model, _ = await self.engines.catalogue.resolve(name)
         _require_right(exchange, name, model)
-        await self.engines.require_known(model)
+        await self.engines.known(model)
         await _answer_json(exchange, self._described(name, model))
 
     def _described(self, called: str, name: str) -> dict[str, Any]:
@@ -236,33 +222,33 @@ class Gateway:
             return
         headers = dict(exchange.scope["headers"])
         kind = headers.get(b"content-type", b"")
-        asked = asked_of(body, kind)
+        asked = messages.asked_of(body, kind)
         exchange.model = asked.model
         server: Server | None = None
         if (remote := self._remote(asked.model)) is not None:
             _require_right(exchange, asked.model)
             name, (server, there) = asked.model, remote
-            body = rewritten(body, kind, there)
+            body = messages.rewritten(body, kind, there)
         else:
             name, changes = await self.engines.catalogue.resolve(asked.model)
             _require_right(exchange, asked.model, name)
-            await self.engines.require_known(name)
+            await self.engines.known(name)
             exchange.model = name
             if changes or name != asked.model:
-                body = rewritten(body, kind, name, changes)
+                body = messages.rewritten(body, kind, name, changes)
         exchange.is_stream = asked.is_stream
-        counts = server.traffic if server is not None else self.engines.count(name)
+        counts = server.traffic if server is not None else self.engines.counts[name]
         using = contextlib.nullcontext(server) if server is not None else self.engines.using(name)
         counts.requests += 1
         counts.last_used = time.time()
-        asks_usage = with_usage(body, asked, exchange.scope["path"])
+        asks_usage = messages.with_usage(body, asked, exchange.scope["path"])
         try:
             signs = asked.is_stream or KEEP_ALIVE in headers
             async with self._watched(exchange, signs=signs), using as engine:
                 exchange.waited_s = time.monotonic() - exchange.began
                 body = body if asks_usage is None else asks_usage
                 if isinstance(engine, Engine) and engine.served and name not in engine.served:
-                    body = rewritten(body, kind, engine.served[0])
+                    body = messages.rewritten(body, kind, engine.served[0])
                 await self._exchange(exchange, engine, body, counts, hides_usage=asks_usage is not None)
         except asyncio.CancelledError:
             counts.cancelled += 1
@@ -300,7 +286,7 @@ class Gateway:
             target = target.removeprefix(b"/v1")
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        headers = passed_on(scope["headers"])
+        headers = messages.passed_on(scope["headers"])
         if isinstance(engine, Server):
             target, headers = engine.path.encode() + target, [*headers, *engine.headers]
         try:
@@ -315,7 +301,7 @@ class Gateway:
         """Events as they come, whole ones only: after the beginning of one that breaks off no error could be sent."""
         exchange.is_stream = True
         if not exchange.has_begun:
-            await exchange.begin(head.status, passed_back(head.headers))
+            await exchange.begin(head.status, messages.passed_back(head.headers))
         rest = b""
         try:
             while (data := await connection.read()) is not None:
@@ -335,7 +321,7 @@ class Gateway:
                     exchange.first_at = time.monotonic()
                 exchange.usage.read_events(data)
                 if hides_usage:
-                    data = without_usage(data)
+                    data = messages.without_usage(data)
                 if data:
                     await exchange.write(data, more=True)
         except UpstreamLost as error:
@@ -358,7 +344,7 @@ class Gateway:
                 if size > _KEPT_ANSWER_BYTES and not exchange.is_stream:
                     exchange.is_inside_event = True
                     if not exchange.has_begun:
-                        await exchange.begin(head.status, passed_back(head.headers))
+                        await exchange.begin(head.status, messages.passed_back(head.headers))
                     await exchange.write(b"".join(pieces), more=True)
                     pieces.clear()
         except UpstreamLost as error:
@@ -372,10 +358,10 @@ class Gateway:
             counts.failed += 1
         if head.status >= 400:
             source = Source.UPSTREAM if isinstance(engine, Server) else Source.ENGINE
-            exchange.problem = error_message(body) or f"the {source} answered {head.status}"
-            body = one_shape(head.status, body, source) if not exchange.is_inside_event else body
+            exchange.problem = messages.error_message(body) or f"the {source} answered {head.status}"
+            body = messages.one_shape(head.status, body, source) if not exchange.is_inside_event else body
         if not exchange.has_begun:
-            await exchange.answer(head.status, passed_back(head.headers, length=len(body)), body)
+            await exchange.answer(head.status, messages.passed_back(head.headers, length=len(body)), body)
             return
         exchange.status = head.status
         await exchange.write(b"data: " + body + b"\n\n" if exchange.is_stream else body, more=False)
@@ -470,7 +456,7 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _answer_json(exchange: Exchange, value: dict[str, Any]) -> None:
     body = json.dumps(value).encode()
-    await exchange.answer(200, json_headers(body), body)
+    await exchange.answer(200, messages.json_headers(body), body)
 
 
 def _lost(engine: Engine | Server, error: UpstreamLost) -> GatewayError:

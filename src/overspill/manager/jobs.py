@@ -133,7 +133,7 @@ class Jobs:
         return {f"job {one.id}": one.pid for one in self._jobs.values() if one.state is JobState.RUNNING and one.pid}
 
     async def add(self, kind: JobKind, model: str, given: Mapping[str, str], *, stops_others: bool = False) -> Job:
-        await self._engines.require_known(model)
+        await self._engines.known(model)
         command(kind, model, given)  # says what is wrong with it now
         if sum(not one.is_over for one in self._jobs.values()) >= _MOST_WAITING:
             raise ManagerError(f"{_MOST_WAITING} jobs wait already; stop some of them first")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import httpx
 
 from overspill.kv.sizes import format_size
+from overspill.manager import logs
 from overspill.manager.allowlist import is_repo_id
 from overspill.manager.errors import ManagerError
 from overspill.model.hub import ENDPOINT, TIMEOUT
@@ -29,7 +30,6 @@ _FETCH = (
 )
 _MOST_FOUND = 20
 _DEPTH = 2
-_LAST_LINES_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +63,13 @@ def local_models(folders: Sequence[Path], cache: Path) -> list[LocalModel]:
 
 
 def _cached(path: Path) -> LocalModel:
-    source = repo_of(path.name)
+    source = path.name.removeprefix(_PREFIX).replace("--", "/", 1)
     has_config = any(path.glob("snapshots/*/config.json"))
     is_complete = has_config and not any(path.glob("blobs/*.incomplete"))
     return LocalModel(
         source=source, name=source, num_bytes=bytes_in(path), where="the hub's cache", is_cached=True,
         is_complete=is_complete,
     )  # fmt: skip
-
-
-def repo_of(folder: str) -> str:
-    return folder.removeprefix(_PREFIX).replace("--", "/", 1)
 
 
 def _with_config(folder: Path, depth: int) -> list[Path]:
@@ -189,7 +185,6 @@ class _Fetch:
     process: "subprocess.Popen[bytes]"
     log: Path
     total_bytes: int
-    before_bytes: int
     began: float = field(default_factory=time.monotonic)
     is_stopped: bool = False
     ended: float | None = None
@@ -228,7 +223,7 @@ class Downloads:
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env=environment,
             )  # fmt: skip
-        self._fetches[source] = _Fetch(process, log, total, before)
+        self._fetches[source] = _Fetch(process, log, total)
 
     def stop(self, source: str) -> None:
         """Whole files are kept, and the next start goes on after them."""
@@ -262,7 +257,7 @@ class Downloads:
         return Download(
             source=source, state=state, done_bytes=done, total_bytes=fetch.total_bytes,
             seconds=(fetch.ended or time.monotonic()) - fetch.began,
-            error=_last_line(fetch.log) if state == "failed" else "",
+            error=logs.last_line(fetch.log) if state == "failed" else "",
         )  # fmt: skip
 
     def _place(self, source: str) -> Path:
@@ -273,10 +268,3 @@ def _drop_halves(folder: Path) -> None:
     """Parts of files: huggingface_hub gives each a new name, and so never goes on with one."""
     for path in folder.glob("blobs/*.incomplete"):
         path.unlink(missing_ok=True)
-
-
-def _last_line(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        lines = log.read_bytes()[-_LAST_LINES_BYTES:].decode("utf-8", "replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return ""

@@ -45,6 +45,11 @@ def tail(path: Path, num_lines: int = 200) -> list[str]:
     return found[::-1]
 
 
+def last_line(path: Path) -> str:
+    """That is not blank; empty if there is none."""
+    return next((line.strip() for line in reversed(tail(path)) if line.strip()), "")
+
+
 def search(path: Path, text: str, *, limit: int = 200, before: int | None = None) -> Found:
     """Lines that hold `text`, whatever its case, the last `limit` ones before an offset. At most 64 MiB are looked at:
     `before=searched_from` goes on from there."""

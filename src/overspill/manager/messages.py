@@ -64,18 +64,9 @@ class GatewayError(Exception):
         self.source, self.param, self.retry_after_s = source, param, retry_after_s
 
     @property
-    def type(self) -> str:
-        """OpenAI's words."""
-        if self.status == 404:
-            return "not_found_error"
-        if self.status == 429:
-            return "rate_limit_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
-
-    @property
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return json.dumps({"error": error, "source": str(self.source)}).encode()
+        kind = {404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        return json.dumps(error_json(self.status, self.message, self.code, self.source, self.param, kind)).encode()
 
     @property
     def event(self) -> bytes:
@@ -88,6 +79,14 @@ class GatewayError(Exception):
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
         return headers
+
+
+def error_json(
+    status: int, message: str, code: str, source: str, param: str | None = None, kind: str | None = None
+) -> dict[str, Any]:
+    """The shape of every refusal, in OpenAI's words."""
+    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}, "source": source}
 
 
 def one_shape(status: int, body: bytes, source: Source = Source.ENGINE) -> bytes:
@@ -130,7 +129,7 @@ def converted(error: NotServed | RegistryError) -> GatewayError:
         return GatewayError(404, message, code="model_not_found", param="model")
     if isinstance(error, RegistryError):
         return GatewayError(503, message, code="registry_unavailable", retry_after_s=5.0)
-    if isinstance(error, StartFailed) and error.log_lines:
+    if error.log_lines:
         message = "\n".join([message, "the last lines of its log:", *error.log_lines])
     code, source = _CODES.get(type(error), ("not_served", Source.GATEWAY))
     return GatewayError(503, message, code=code, source=source, param="model", retry_after_s=error.retry_after_s)
@@ -138,27 +137,22 @@ def converted(error: NotServed | RegistryError) -> GatewayError:
 
 def passed_on(headers: Iterable[Header]) -> list[Header]:
     """To the engine."""
-    given = list(headers)
-    named = _named_by_connection(given)
-    return [(name, value) for name, value in given if name not in _NOT_PASSED_ON and name not in named]
+    return _without(headers, _NOT_PASSED_ON)
 
 
 def passed_back(headers: Iterable[Header], *, length: int | None = None) -> list[Header]:
     """To the client; with the length of a body that was read whole."""
-    given = list(headers)
-    named = _named_by_connection(given)
-    left = [
-        (name, value)
-        for name, value in given
-        if name not in _NOT_PASSED_BACK and name not in named and not name.startswith(_NOT_FOR_ENGINES)
-    ]
+    left = [one for one in _without(headers, _NOT_PASSED_BACK) if not one[0].startswith(_NOT_FOR_ENGINES)]
     if length is None:
         return left
-    return [*((name, value) for name, value in left if name != b"content-length"), (b"content-length", b"%d" % length)]
+    return [*(one for one in left if one[0] != b"content-length"), (b"content-length", b"%d" % length)]
 
 
-def _named_by_connection(headers: list[Header]) -> set[bytes]:
-    return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}
+def _without(headers: Iterable[Header], names: frozenset[bytes]) -> list[Header]:
+    """Without those that the header `connection` names, too."""
+    given = list(headers)
+    more = {part.strip().lower() for name, value in given if name == b"connection" for part in value.split(b",")}
+    return [(name, value) for name, value in given if name not in names and name not in more]
 
 
 class _Request(msgspec.Struct):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from overspill.manager.fleet import Engines
@@ -50,7 +50,8 @@ _DISK = {
 _PROCESS = {"ram_bytes": ("ram_bytes", "RAM of an engine or a job.")}
 # One line of a page; others, whatever an engine wrote there, would make the whole page unreadable for Prometheus.
 _SAMPLE = re.compile(
-    rb'([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*",? ?)*)\})?[ \t]+(\S+(?:[ \t]+-?\d+)?)\s*'
+    rb'([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*",? ?)*)\})?[ \t]+'
+    rb"([+-]?(?i:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+|inf|nan)(?:[ \t]+-?\d+)?)\s*"
 )
 _ABOUT = re.compile(rb"# (HELP|TYPE) ([a-zA-Z_:][\w:]*)(?: (.*))?")
 _TAKEN = re.compile(rb'((?:"(?:[^"\\]|\\.)*"|[^"])*?)\b' + LABEL.encode() + rb'="')
@@ -65,17 +66,15 @@ async def metrics_page(engines: Engines, watching: Watching, jobs: Jobs, since: 
     num_jobs = sum(not job.is_over for job in jobs.list())
     own.append(GaugeMetricFamily(f"{PREFIX}start_time_seconds", "When the manager began.", value=since))
     own.append(GaugeMetricFamily(f"{PREFIX}jobs", "Jobs that run or wait.", value=num_jobs))
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(own))
     # In a thread, as the event loop passes tokens: a page of vLLM's has hundreds of lines.
     merging = asyncio.to_thread(merged, {name: page for name, page in pages.items() if page is not None})
-    return generate_latest(registry) + await merging
+    return generate_latest(_Collected(own)) + await merging
 
 
 async def _engine_pages(engines: Engines) -> dict[str, bytes | None]:
     """Of engines that are ready, all at once; None for one that does not answer in time."""
     urls = {one.name: one.url for one in engines.snapshots() if one.state is State.READY and one.url is not None}
-    answers = await asyncio.gather(*(engines.upstream.get(url, "/metrics", _ENGINE_WAIT_S) for url in urls.values()))
+    answers = await asyncio.gather(*(engines.upstream.ask(url, "/metrics", _ENGINE_WAIT_S) for url in urls.values()))
     return {name: answer[1] if answer is not None and answer[0] == 200 else None for name, answer in zip(urls, answers)}
 
 
@@ -164,7 +163,7 @@ def _add(families: dict[bytes, _Family], label: bytes, page: bytes) -> None:
                 family.kind = b"untyped"
             else:
                 family.kind = text
-        elif (sample := _SAMPLE.fullmatch(line)) and _is_number(sample[3].split()[0]):
+        elif sample := _SAMPLE.fullmatch(line):
             name, labels, value = sample.groups(default=b"")
             is_part = name != current and name.startswith(current) and name.removeprefix(current) in _PARTS
             family = families.setdefault(current if current and is_part else name, _Family())
@@ -181,11 +180,3 @@ def _with(label: bytes, labels: bytes) -> bytes:
         # As Prometheus itself does with a label that is its own.
         labels = b'%sexported_%s="%s' % (taken[1], LABEL.encode(), labels[taken.end() :])
     return b"%s,%s" % (label, labels) if labels else label
-
-
-def _is_number(text: bytes) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -102,7 +102,7 @@ def reckon(settings: ModelSettings, evictable: Memory) -> Need:
     """Reads the model's files and looks at the machine: not for the event loop. A model that cannot be planned needs
     nothing: starting it says why."""
     try:
-        launch = _launch(settings, evictable)
+        launch = _planned(settings, with_more(detect(), evictable))
     except TooMuchRam as error:
         return Need(refused=str(error))
     except OverspillError:
@@ -220,10 +220,6 @@ def replan(settings: ModelSettings, changes: Mapping[str, Any], own: Memory) -> 
         ram_total_bytes=hardware.machine.ram_total_bytes.value,
         ram_free_bytes=hardware.machine.ram_available_bytes.value,
     )
-
-
-def _launch(settings: ModelSettings, evictable: Memory) -> Launch:
-    return _planned(settings, with_more(detect(), evictable))
 
 
 def _planned(settings: ModelSettings, hardware: Hardware) -> Launch:

@@ -7,10 +7,11 @@ a manager that was killed and started again arrives at the same state by looking
 import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from overspill.manager.needs import NOTHING, Memory
 
+EngineAction = Literal["start", "switch", "stop", "restart", "park", "wake"]
 KV_FIELDS = ("granted", "held", "used", "wanted", "floor", "most")
 """What is shown of an elastic engine's row of the ledger."""
 
@@ -145,6 +146,13 @@ class Traffic:
     """As far as answers say."""
     last_used: float | None = None
     """Seconds since 1970."""
+
+
+OF_ENGINE = (
+    "name", "state", "since", "is_managed", "is_draining", "is_leaving", "start_s", "url", "holds", "can_park",
+    "log_hint", "stop_reason",
+)  # fmt: skip
+"""What a snapshot has as its engine has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

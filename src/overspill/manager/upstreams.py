@@ -1,7 +1,6 @@
 """Upstreams: other servers of OpenAI's API, whose models the gateway serves beside its own."""
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 from overspill.manager.errors import ManagerError
 from overspill.manager.messages import Header
 from overspill.manager.states import Traffic
-from overspill.upstream import Upstream
+from overspill.upstream import Upstream, read_names
 
 _LOOK_S = 10.0
 _PATIENCE_S = 5.0
@@ -102,12 +101,10 @@ class Servers:
         if server.key_variable and not server.headers:
             server.problem = f"the variable {server.key_variable} that should hold its key is not set"
             return
-        answer = await self._upstream.get(server.url, f"{server.path}/v1/models", _PATIENCE_S, headers=server.headers)
+        answer = await self._upstream.ask(server.url, f"{server.path}/v1/models", _PATIENCE_S, headers=server.headers)
         if answer is None:
             server.problem = f"{server.url} does not answer"
             return
         server.problem = f"{server.url}{server.path}/v1/models answers {answer[0]}, and no list of models"
-        with suppress(ValueError, KeyError, TypeError):
-            if answer[0] == 200:
-                server.models = tuple(str(one["id"]) for one in json.loads(answer[1])["data"])
-                server.problem = ""
+        if (models := read_names(answer)) is not None:
+            server.models, server.problem = models, ""

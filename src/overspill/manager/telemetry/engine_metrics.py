@@ -132,8 +132,8 @@ def rates(before: Metrics, after: Metrics) -> Rates | None:
         seconds=seconds,
         prefix_hit_rate=_share(grown["prefix_hits"], grown["prefix_queries"]),
         external_hit_rate=_share(grown["external_hits"], grown["external_queries"]),
-        ttft_s=_mean(grown["ttft_seconds"], grown["ttft_count"]),
-        tpot_s=_mean(grown["tpot_seconds"], grown["tpot_count"]),
+        ttft_s=mean(grown["ttft_seconds"], grown["ttft_count"]),
+        tpot_s=mean(grown["tpot_seconds"], grown["tpot_count"]),
         spilled_step_share=_share(grown["spilled_steps"], sum(steps)),
         **{f"{name}_per_s": None if (each := grown[name]) is None else each / seconds for name in _PER_SECOND},
     )
@@ -149,15 +149,15 @@ def chart_values(metrics: Metrics, between: Rates | None, engine: str) -> dict[s
 
 async def scrape(upstream: Upstream, url: str) -> Metrics | None:
     """One look at `url`'s /metrics; None if it does not answer as vLLM does."""
-    answer = await upstream.get(url, "/metrics", _WAIT_S)
+    answer = await upstream.ask(url, "/metrics", _WAIT_S)
     return parse_metrics(answer[1], time.time()) if answer is not None and answer[0] == 200 else None
 
 
-def _mean(total: float | None, count: float | None) -> float | None:
+def mean(total: float | None, count: float | None) -> float | None:
     return total / count if total is not None and count else None
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
-    share = _mean(part, whole)
+    share = mean(part, whole)
     # Hits of a request may be counted a scrape after its queries.
     return None if share is None else min(1.0, max(0.0, share))

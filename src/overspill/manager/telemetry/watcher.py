@@ -55,7 +55,9 @@ class Ring:
             column[row] = round(values.get(name, _NOTHING), 4)
         self._num_written += 1
         if self._num_written % self._size == 0:
-            self._forget_empty_columns()
+            # Of engines that are long gone.
+            for name in [name for name, column in self._columns.items() if all(map(math.isnan, column))]:
+                del self._columns[name]
 
     def columns(self, names: Collection[str] | None = None, *, after: float = -math.inf) -> dict[str, Any]:
         """Rows that are newer than `after`, the oldest first: {"time": […], "series": {name: […]}}."""
@@ -83,11 +85,6 @@ class Ring:
             return column[: self._num_written]
         begin = self._num_written % self._size
         return column[begin:] + column[:begin]
-
-    def _forget_empty_columns(self) -> None:
-        """Of engines that are long gone."""
-        for name in [name for name, column in self._columns.items() if all(map(math.isnan, column))]:
-            del self._columns[name]
 
 
 class History:

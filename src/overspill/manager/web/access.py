@@ -12,27 +12,8 @@ from datetime import datetime, timedelta
 from starlette.responses import Response
 from starlette.types import Message, Receive, Send
 
-from overspill.registry.access import (
-    BY_PASSWORD,
-    MAX_PASSWORD_LENGTH,
-    Key,
-    KeyExpired,
-    KeyScope,
-    Login,
-    digest,
-    end_session,
-    end_sessions_before,
-    key_prefix,
-    keys_were_used,
-    list_keys,
-    list_sessions,
-    new_session_id,
-    password_hash,
-    password_matches,
-    same,
-    sessions_were_seen,
-    start_session,
-)
+from overspill.registry import access as stored
+from overspill.registry.access import Key, KeyExpired, KeyScope, Login, digest
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryUnavailable
 from overspill.registry.tables import now
@@ -137,14 +118,14 @@ class Access:
         who = await self._who_may_log_in(secret)
         if who is None:
             return None
-        session_id = new_session_id()
-        await asyncio.to_thread(start_session, self._registry, session_id, who, address)
+        session_id = stored.new_session_id()
+        await asyncio.to_thread(stored.start_session, self._registry, session_id, who, address)
         self.forget()
         return session_id
 
     async def log_out(self, identity: Identity) -> None:
         if identity.session is not None:
-            await asyncio.to_thread(end_session, self._registry, identity.session)
+            await asyncio.to_thread(stored.end_session, self._registry, identity.session)
             self.forget()
 
     def forget(self) -> None:
@@ -159,10 +140,10 @@ class Access:
         def write() -> None:
             at = now()
             if keys:
-                keys_were_used(self._registry, keys)
+                stored.keys_were_used(self._registry, keys)
             if sessions:
-                sessions_were_seen(self._registry, sessions)
-            end_sessions_before(self._registry, created=at - LONGEST, seen=at - IDLE)
+                stored.sessions_were_seen(self._registry, sessions)
+            stored.end_sessions_before(self._registry, created=at - LONGEST, seen=at - IDLE)
 
         with contextlib.suppress(RegistryUnavailable):
             await asyncio.to_thread(write)
@@ -172,11 +153,11 @@ class Access:
         return LOCAL if self._is_loopback and not await self.is_protected() else None
 
     async def _by_key(self, key: str, *, is_use: bool = True) -> Identity | None:
-        prefix = key_prefix(key)
+        prefix = stored.key_prefix(key)
         if prefix is None:
             return None
         known = (await self._fresh()).keys.get(prefix)
-        if known is None or not same(known.digest, digest(key)):
+        if known is None or not stored.same(known.digest, digest(key)):
             return None
         if known.is_expired:
             raise KeyExpired(f"the {known.who} expired at {known.expires_at:%Y-%m-%d %H:%M} UTC; make another one")
@@ -202,10 +183,10 @@ class Access:
         if (by_key := await self._by_key(secret)) is not None:
             return by_key.who if by_key.scope is KeyScope.ALL else None
         kept = (await self._fresh()).password
-        if kept is None or len(secret) > MAX_PASSWORD_LENGTH:
+        if kept is None or len(secret) > stored.MAX_PASSWORD_LENGTH:
             return None
         async with self._checking:
-            return BY_PASSWORD if await asyncio.to_thread(password_matches, secret, kept) else None
+            return stored.BY_PASSWORD if await asyncio.to_thread(stored.password_matches, secret, kept) else None
 
     async def _fresh(self) -> _Known:
         """The copy, read again if it is too old. While the registry fails, the old copy serves for a minute."""
@@ -246,9 +227,9 @@ class Access:
 
     def _read(self) -> _Known:
         return _Known(
-            keys={key.prefix: key for key in list_keys(self._registry)},
-            password=password_hash(self._registry),
-            sessions={login.digest: login for login in list_sessions(self._registry)},
+            keys={key.prefix: key for key in stored.list_keys(self._registry)},
+            password=stored.password_hash(self._registry),
+            sessions={login.digest: login for login in stored.list_sessions(self._registry)},
         )
 
 
@@ -310,12 +291,6 @@ def read_cookie(header: str | None, *, is_tls: bool) -> str | None:
     return value if 0 < len(value) <= _MAX_COOKIE_LENGTH and value.isascii() and value.isprintable() else None
 
 
-@dataclass(slots=True)
-class _Failures:
-    count: int
-    last_at: float
-
-
 class LoginLimit:
     """Tries of the password: limited per address and in all, with waits that double, in bounded memory.
 
@@ -324,7 +299,8 @@ class LoginLimit:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._by_address: OrderedDict[str, _Failures] = OrderedDict()  # the oldest first
+        self._by_address: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """Failures and when the last one was; the oldest first."""
         self._trusted: OrderedDict[str, None] = OrderedDict()
         self._of_all = 0.0
         self._of_all_at = clock()
@@ -334,10 +310,21 @@ class LoginLimit:
 
         The try counts as failed before the password is checked: many at once get no more tries than one by one.
         """
-        wait = self._wait_s(address)
-        if wait <= 0:
-            self._count_failure(address)
-        return wait
+        now, source = self._clock(), _source(address)
+        count, last_at = self._by_address.get(source, (0, now))
+        count = count if now - last_at < _FORGIVEN_AFTER_S else 0
+        of_all = max(0.0, self._of_all - (now - self._of_all_at) * _DRAIN_PER_S)
+        waits = [0.0, _wait(count - _FREE_TRIES, _LONGEST_WAIT_S) - (now - last_at)]
+        if source not in self._trusted:
+            wait_of_all = _wait(int(of_all) - _FREE_TRIES_OF_ALL, _LONGEST_WAIT_OF_ALL_S)
+            waits.append(wait_of_all - (now - self._of_all_at))
+        if max(waits) <= 0:
+            self._by_address.pop(source, None)
+            self._by_address[source] = count + 1, now
+            self._of_all, self._of_all_at = of_all + 1, now
+        while len(self._by_address) > _MAX_ADDRESSES:
+            self._by_address.popitem(last=False)
+        return max(waits)
 
     def succeeded(self, address: str) -> None:
         """Takes the try back, and trusts the address from now on."""
@@ -348,31 +335,6 @@ class LoginLimit:
         self._trusted[source] = None
         while len(self._trusted) > _MAX_TRUSTED:
             self._trusted.popitem(last=False)
-
-    def _wait_s(self, address: str) -> float:
-        now, source = self._clock(), _source(address)
-        waits = [0.0]
-        failures = self._by_address.get(source)
-        if failures is not None and now - failures.last_at < _FORGIVEN_AFTER_S:
-            waits.append(_wait(failures.count - _FREE_TRIES, _LONGEST_WAIT_S) - (now - failures.last_at))
-        if source not in self._trusted:
-            since = now - self._of_all_at
-            over = int(self._drained(now)) - _FREE_TRIES_OF_ALL
-            waits.append(_wait(over, _LONGEST_WAIT_OF_ALL_S) - since)
-        return max(waits)
-
-    def _count_failure(self, address: str) -> None:
-        now, source = self._clock(), _source(address)
-        failures = self._by_address.pop(source, None)
-        if failures is None or now - failures.last_at >= _FORGIVEN_AFTER_S:
-            failures = _Failures(0, now)
-        self._by_address[source] = _Failures(failures.count + 1, now)
-        while len(self._by_address) > _MAX_ADDRESSES:
-            self._by_address.popitem(last=False)
-        self._of_all, self._of_all_at = self._drained(now) + 1, now
-
-    def _drained(self, now: float) -> float:
-        return max(0.0, self._of_all - (now - self._of_all_at) * _DRAIN_PER_S)
 
 
 def _wait(over: int, longest: float) -> float:

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import format_size
@@ -19,7 +19,7 @@ from overspill.manager.job_commands import JobKind
 from overspill.manager.jobs import Job, Jobs, given_to_resume, measured
 from overspill.manager.library import Downloads, remove_cached
 from overspill.manager.needs import NOTHING, Replanned, replan
-from overspill.manager.states import Snapshot
+from overspill.manager.states import EngineAction, Snapshot
 from overspill.manager.telemetry.watcher import Watching
 from overspill.manager.web.access import Access
 from overspill.manager.web.setup import SET_PASSWORD, Setup
@@ -40,7 +40,6 @@ from overspill.registry.audit import AuditOutcome, record
 from overspill.settings import parse_settings
 
 logger = logging.getLogger(__name__)
-EngineAction = Literal["start", "switch", "stop", "restart", "park", "wake"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

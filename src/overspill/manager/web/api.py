@@ -21,10 +21,10 @@ from overspill.manager.errors import ManagerError
 from overspill.manager.job_commands import FIELDS as JOB_FIELDS
 from overspill.manager.job_commands import JobKind
 from overspill.manager.jobs import Job
-from overspill.manager.telemetry.memory_map import engine_tiers, memory_maps
+from overspill.manager.states import EngineAction
+from overspill.manager.telemetry.overview import engine_tiers, memory_maps
 from overspill.manager.telemetry.watcher import Moment
 from overspill.manager.web import schemas
-from overspill.manager.web.actions import EngineAction
 from overspill.manager.web.application import App, Application, Who
 from overspill.manager.web.charts import charts_of
 from overspill.measure.report import Report
@@ -106,7 +106,7 @@ async def all_engines(app: App) -> list[Json]:
 
 @engines.get("/engines/{name:path}", response_model=schemas.Engine, summary="One engine")
 async def one_engine(app: App, name: str) -> Json:
-    await app.engines.require_known(name)
+    await app.engines.known(name)
     return app.engines.snapshot(name).as_json()
 
 
@@ -124,7 +124,7 @@ async def control_engine(
     name: str,
     wait: Wait = True,
 ) -> Json:
-    await app.engines.require_known(name)
+    await app.engines.known(name)
     if wait:
         return (await app.actions.control(who, action, name)).as_json()
     app.actions.begin(who, action, name)
@@ -134,7 +134,7 @@ async def control_engine(
 
 @engines.get("/engine-metrics/{name:path}", response_model=dict[str, float | None], summary="An engine's counters now")
 async def engine_metrics(app: App, name: str) -> Json:
-    await app.engines.require_known(name)
+    await app.engines.known(name)
     engine = app.engines.snapshot(name)
     counters = await app.watching.numbers_of(engine.url) if engine.url is not None else None
     if counters is None:
@@ -272,7 +272,7 @@ Follow = Annotated[bool, Query(description="Go on with new lines as they are wri
 async def engine_log(
     app: App, name: str, lines: Lines = 200, search: Text = "", before: Before = None, follow: Follow = False
 ) -> Response:
-    await app.engines.require_known(name)
+    await app.engines.known(name)
     if hint := app.engines.log_hint(name):
         return PlainTextResponse(f"{hint}\n")
     return await _log(app, app.engines.log_file(name), lines, search, before, follow=follow)

@@ -13,8 +13,9 @@ from overspill.manager.allowlist import NotAllowed
 from overspill.manager.errors import NotParked, NotServed
 from overspill.manager.gateway import Gateway, is_gateways
 from overspill.manager.jobs import UnknownJob
+from overspill.manager.messages import error_json
 from overspill.manager.metrics import metrics_page
-from overspill.manager.web import add_pages, api, model_pages, pages, run_pages
+from overspill.manager.web import api, model_pages, pages, run_pages
 from overspill.manager.web.application import App, Application
 from overspill.manager.web.guards import Guards
 from overspill.manager.web.rendering import PAGES, STATIC, page, section
@@ -69,7 +70,7 @@ def make_web(application: Application | None) -> FastAPI:
     )
     web.state.application = application
     web.include_router(api.router)
-    for part in (pages, add_pages, model_pages, run_pages):
+    for part in (pages, model_pages, run_pages):
         web.include_router(part.router, include_in_schema=False)
     web.mount("/static", StaticFiles(directory=STATIC), name="static")
     web.add_api_route("/metrics", _metrics, include_in_schema=False)
@@ -100,9 +101,7 @@ def _answer(request: Request, status: int, message: str) -> Response:
     is_page = not path.startswith(_NOT_PAGES) and "hx-request" not in request.headers
     if is_navigation and is_page and "text/html" in request.headers.get("accept", ""):
         return page(request, "refused.html", status, message=message, back=_way_back(path))
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": _CODES.get(status, "refused")}
-    return JSONResponse({"error": error, "source": "manager"}, status_code=status)
+    return JSONResponse(error_json(status, message, _CODES.get(status, "refused"), "manager"), status_code=status)
 
 
 def _way_back(path: str) -> tuple[str, str]:

@@ -64,7 +64,9 @@ Who = Annotated[Caller, Depends(_caller)]
 @asynccontextmanager
 async def running(setup: Setup, registry: Registry, access: Access, options: Options) -> AsyncIterator[Application]:
     """Within a running event loop. Leaving stops jobs and engines."""
-    _allow_many_files()
+    # Every stream through the gateway has two files, and the usual limit of 1,024 is one for programs that select().
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with Engines(registry, options) as engines:
         jobs = Jobs(engines, setup.folder / "jobs")
         watching = Watching(engines, {"models": cache_folder(), "logs": setup.folder}, jobs.processes)
@@ -96,12 +98,6 @@ async def running(setup: Setup, registry: Registry, access: Access, options: Opt
                 await access.note_use()
             if setup.keeps_engines:
                 await engines.close(keep=True)
-
-
-def _allow_many_files() -> None:
-    """Every stream through the gateway has two, and the usual limit of 1,024 is one for programs that select()."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _note_use(access: Access) -> None:

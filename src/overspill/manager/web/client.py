@@ -18,7 +18,7 @@ from overspill.manager import logs
 from overspill.manager.backend import Identity
 from overspill.manager.errors import ManagerError
 from overspill.manager.records import file_name, find_manager
-from overspill.manager.states import State
+from overspill.manager.states import EngineAction, State
 from overspill.manager.web.setup import own_folder
 from overspill.processes import wait_until_none
 from overspill.serve.control import HEADER, PATH, secret_of
@@ -46,14 +46,9 @@ class Manager:
         found: list[dict[str, Any]] = _accepted(self._sent("GET", "/api/engines")).json()
         return found
 
-    def stop(self, name: str) -> None:
-        _accepted(self._sent("POST", f"/api/engines/stop/{quote(name)}", _MANAGER_STOP_S))
-
-    def park(self, name: str) -> None:
-        _accepted(self._sent("POST", f"/api/engines/park/{quote(name)}", _MANAGER_STOP_S))
-
-    def wake(self, name: str) -> None:
-        _accepted(self._sent("POST", f"/api/engines/wake/{quote(name)}", _MANAGER_STOP_S))
+    def control(self, action: EngineAction, name: str) -> None:
+        """Returns when it is done."""
+        _accepted(self._sent("POST", f"/api/engines/{action}/{quote(name)}", _MANAGER_STOP_S))
 
     def log(self, name: str, num_lines: int, search: str, *, follow: bool) -> Iterator[str]:
         query = {"lines": str(num_lines), "search": search, "follow": str(follow).lower()}
@@ -109,7 +104,13 @@ class ThisMachine:
             for one in _statuses()
         ]
 
-    def stop(self, name: str) -> None:
+    def control(self, action: EngineAction, name: str) -> None:
+        if action == "stop":
+            self._stop(name)
+        else:
+            self._park_or_wake(action, name)
+
+    def _stop(self, name: str) -> None:
         """Sends SIGTERM, and waits for the end."""
         status = _find(name, [one for one in _statuses() if one.is_alive])
         server = Identity(status.pid, status.process or "")
@@ -117,13 +118,7 @@ class ThisMachine:
         if not wait_until_none(lambda: [server.pid] if server.is_alive else [], _STOP_S):
             raise ManagerError(f"{name} (process {status.pid}) was to end and has not for {_STOP_S:g} s")
 
-    def park(self, name: str) -> None:
-        self._control(name, "park")
-
-    def wake(self, name: str) -> None:
-        self._control(name, "wake")
-
-    def _control(self, name: str, action: str) -> None:
+    def _park_or_wake(self, action: str, name: str) -> None:
         status = _find(name, [one for one in _statuses() if one.is_ready])
         secret = secret_of(status)
         if secret is None:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from overspill.address import is_loopback
 from overspill.kv.sizes import MiB, format_size
 from overspill.manager.gateway import is_gateways
+from overspill.manager.messages import error_json
 from overspill.manager.web.access import LOCAL, Access, Identity, Revocable, read_cookie
 from overspill.manager.web.setup import ADD_KEY, SET_PASSWORD, Setup
 from overspill.registry.access import KeyExpired, KeyScope
@@ -105,9 +106,6 @@ class Guards:
         self._headers = [*_ON_EVERY_ANSWER, *([_HSTS] if self._is_tls else [])]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if not is_gateways(scope["path"]):
             headers.pop("x-api-key", None)  # Anthropic's clients send it there, and nobody elsewhere
@@ -128,10 +126,10 @@ class Guards:
             return
         address = client_address(scope, is_proxied=bool(self._own_origins))
         scope.setdefault("state", {}).update(identity=identity, address=address, is_tls=self._is_tls)
-        if scope["type"] == "http" and identity is not None and identity is not LOCAL:
+        if identity is not None and identity is not LOCAL:
             answer = Revocable(receive, send, lambda: self._is_still(identity, headers))
             receive, send = answer.receive, answer.send
-        if scope["type"] != "http" or not (_values(scope, b"content-length") or _values(scope, b"transfer-encoding")):
+        if not (_values(scope, b"content-length") or _values(scope, b"transfer-encoding")):
             await self._app(scope, receive, send)
             return
         body = _Body(scope, receive, send, max_bytes=self._max_body_bytes, pause_s=self._body_pause_s)
@@ -159,7 +157,7 @@ class Guards:
         """Of a request to the gateway by a script of one of --allow-origin's sites."""
         origins = _values(scope, b"origin")
         is_allowed = len(origins) == 1 and origins[0] in self._allowed_origins
-        return origins[0] if is_allowed and scope["type"] == "http" and is_gateways(scope["path"]) else None
+        return origins[0] if is_allowed and is_gateways(scope["path"]) else None
 
     def _require_own_page(self, scope: Scope, headers: Mapping[str, str]) -> None:
         """Refuses changes made by a page of another site, or by a browser without our page's token.
@@ -167,12 +165,12 @@ class Guards:
         Each check is enough by itself. Programs other than browsers send neither header, and need no token.
         """
         path = scope["path"]
-        if scope["type"] == "http" and scope["method"] in _SAFE_METHODS:
+        if scope["method"] in _SAFE_METHODS:
             return
         allowed = self._own_origins | self._allowed_origins if is_gateways(path) else self._own_origins
         # A proxy speaks TLS with the browser, and not with us.
         is_public = bool(self._public.netloc) and headers.get("host", "").lower() == self._public.netloc
-        scheme = self._public.scheme if is_public else scope.get("scheme", "http").replace("ws", "http")
+        scheme = self._public.scheme if is_public else scope.get("scheme", "http")
         if (other := cross_site(headers, scheme, allowed)) is not None:
             raise Refusal(
                 403, f"a page of another site ({other[:100]!r}) sent this request; open the manager's own page"
@@ -183,7 +181,8 @@ class Guards:
         if headers.get("authorization") or not is_browser or is_gateways(path) or path.startswith("/login"):
             return
         cookie = read_cookie(headers.get("cookie"), is_tls=self._is_tls)
-        if not token_matches(cookie, headers.get(TOKEN_HEADER.lower())):
+        token = headers.get(TOKEN_HEADER.lower(), "")
+        if cookie is None or not hmac.compare_digest(csrf_token(cookie).encode(), token.encode()):
             raise Refusal(403, f"the header {TOKEN_HEADER} is missing or old; load the page again")
 
     async def _identity(self, scope: Scope, headers: Mapping[str, str]) -> Identity | None:
@@ -210,7 +209,7 @@ class Guards:
                 "other machines can reach the manager, and it has neither a password nor an API key any more; nobody "
                 f"is let in. Set one on its machine with: {SET_PASSWORD}, or: {ADD_KEY}",
             )
-        if scope["type"] == "http" and scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
+        if scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
             raise Refusal(303, "log in", [(b"location", b"/login")])
         needed = "an API key is needed: send it as Authorization: Bearer KEY or as X-API-Key: KEY, or log in"
         raise Refusal(401, needed, [(b"www-authenticate", b"Bearer")])
@@ -317,10 +316,6 @@ def csrf_token(cookie: str) -> str:
     return hmac.new(cookie.encode(), b"overspill csrf token", sha256).hexdigest()
 
 
-def token_matches(cookie: str | None, token: str | None) -> bool:
-    return bool(cookie and token) and hmac.compare_digest(csrf_token(cookie or "").encode(), (token or "").encode())
-
-
 def cross_site(headers: Mapping[str, str], scheme: str, own_origins: Collection[str] = ()) -> str | None:
     """The other site a request comes from; None for our own page, or a program. The Host was checked before."""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
@@ -392,21 +387,12 @@ def _too_large(num_bytes: int, max_bytes: int) -> Refusal:
 async def _refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
     """In OpenAI's shape; on the gateway's paths like its own errors, which name the source."""
     status, message = refusal.status, str(refusal)
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": message[:100]})
-        return
     if status < 400:
         await _answer(send, status, headers=refusal.headers)
         return
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": _CODES.get(status, "refused")}
     source = "gateway" if is_gateways(scope["path"]) else "manager"
-    await _answer(
-        send,
-        status,
-        json.dumps({"error": error, "source": source}).encode(),
-        [(b"content-type", b"application/json"), *refusal.headers],
-    )
+    body = json.dumps(error_json(status, message, _CODES.get(status, "refused"), source)).encode()
+    await _answer(send, status, body, [(b"content-type", b"application/json"), *refusal.headers])
 
 
 async def _answer(send: Send, status: int, body: bytes = b"", headers: Sequence[Header] = ()) -> None:

@@ -1,9 +1,10 @@
-"""The page of models: cards that follow their engines, settings, and a context that is planned while it is moved."""
+"""Pages of models: cards that follow their engines, settings, a context that is planned while it is moved, and the page
+that adds a model, found here or on the hub."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request
@@ -12,16 +13,26 @@ from starlette.responses import Response
 from overspill.kv.errors import OverspillError
 from overspill.manager import sse
 from overspill.manager.errors import ManagerError
-from overspill.manager.states import Snapshot, State
+from overspill.manager.library import local_models, search_hub
+from overspill.manager.states import EngineAction, Snapshot, State
 from overspill.manager.telemetry.machine import ProcessSample
-from overspill.manager.web.actions import EngineAction
 from overspill.manager.web.application import App, Application, Who
-from overspill.manager.web.forms import GROUPS, changes_of, form_values
-from overspill.manager.web.rendering import element_id, form_of, fragment, page, part, redirect
+from overspill.manager.web.rendering import (
+    GROUPS,
+    changes_of,
+    element_id,
+    form_of,
+    form_values,
+    fragment,
+    page,
+    part,
+    redirect,
+)
 from overspill.registry import Model, Registry, get_model, list_results
 
 router = APIRouter()
 _NO_LENGTH = "that is not a length; write how many tokens, for example 4096"
+_MOST_TEXT = 200
 _SPEEDS = ("output_throughput", "mean_ttft_ms")
 
 
@@ -32,9 +43,7 @@ async def models(request: Request, app: App) -> Response:
     app.speeds.update(await asyncio.to_thread(last_speeds, app.registry, names))
     running = _running(app)
     cards = [_card(app, name, running) for name in names]
-    return page(
-        request, "models.html", cards=cards, problem=app.engines.catalogue.problem,
-    )  # fmt: skip
+    return page(request, "models.html", cards=cards, problem=app.engines.catalogue.problem)
 
 
 @router.get("/events/models")
@@ -66,10 +75,8 @@ async def edit(request: Request, app: App, who: Who, name: str) -> Response:
     form = await form_of(request)
     version = form.get("version", "")
     edited = await app.actions.edit(who, name, changes_of(form), int(version) if version.isdigit() else None)
-    return part(
-        "card_settings.html", model=edited.after, groups=GROUPS, values=form_values(edited.after),
-        edited=edited,
-    )  # fmt: skip
+    values = form_values(edited.after)
+    return part("card_settings.html", model=edited.after, groups=GROUPS, values=values, edited=edited)
 
 
 @router.post("/models/context/{name:path}")
@@ -125,7 +132,7 @@ def _saving(name: str) -> dict[str, Any]:
 @router.post("/models/{action}/{name:path}")
 async def control(app: App, who: Who, action: EngineAction, name: str) -> Response:
     """Answers at once and without content: the card follows by events, which a late answer would overwrite."""
-    await app.engines.require_known(name)
+    await app.engines.known(name)
     app.actions.begin(who, action, name)
     return Response(status_code=202)
 
@@ -147,14 +154,14 @@ def _card(app: Application, name: str, running: Sequence[str]) -> "Card":
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Button:
     action: str
     label: str
     help: str
-    is_main: bool = False
     confirm: str = ""
     """The question before it is done."""
+    is_main: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,47 +205,30 @@ class Card:
 
     @property
     def buttons(self) -> tuple[Button, ...]:
-        match self.engine.state:
+        engine = self.engine
+        match engine.state:
             case State.STOPPED | State.FAILED:
                 return (
-                    Button(action="start", label="Start", help="Starts it, if there is room", is_main=True),
-                    Button(
-                        action="switch",
-                        label="Switch to it",
-                        help="Starts it, and stops what is in its way",
-                        confirm=self._what_may_stop,
-                    ),
+                    Button("start", "Start", "Starts it, if there is room", is_main=True),
+                    Button("switch", "Switch to it", "Starts it, and stops what is in its way", self._what_may_stop),
                 )
             case State.STARTING:
-                return (Button(action="stop", label="Stop", help="Ends the start"),)
+                return (Button("stop", "Stop", "Ends the start"),)
             case State.PARKED:
                 return (
-                    Button(
-                        action="wake", label="Wake", help="Goes on; what is in its way is parked or stopped",
-                        is_main=True,
-                    ),
-                    Button(action="stop", label="Stop", help="Ends it, and gives its RAM back"),
-                )  # fmt: skip
-            case State.READY:
-                park = Button(
-                    action="park", label="Park", help="Frees its GPU memory; it waits in RAM for the next request"
+                    Button("wake", "Wake", "Goes on; what is in its way is parked or stopped", is_main=True),
+                    Button("stop", "Stop", "Ends it, and gives its RAM back"),
                 )
-                return (
-                    *((park,) if self.engine.can_park else ()),
-                    self._stop_button,
-                    Button(
-                        action="restart", label="Restart", help="Stops it, and starts it with its settings of now",
-                        is_main=bool(self.engine.needs_restart),
-                    ),
-                )  # fmt: skip
+            case State.READY:
+                park = Button("park", "Park", "Frees its GPU memory; it waits in RAM for the next request")
+                stop = Button("stop", "Stop", "Answers what it has, and ends")
+                if engine.is_leaving:
+                    cut = f"Stop {self.name} now? {engine.traffic.in_flight} requests in flight are cut off."
+                    stop = Button("stop", "Stop now", "Cuts off what is in flight", cut)
+                anew = "Stops it, and starts it with its settings of now"
+                restart = Button("restart", "Restart", anew, is_main=bool(engine.needs_restart))
+                return (*((park,) if engine.can_park else ()), stop, restart)
         return ()
-
-    @property
-    def _stop_button(self) -> Button:
-        if not self.engine.is_leaving:
-            return Button(action="stop", label="Stop", help="Answers what it has, and ends")
-        cut = f"Stop {self.name} now? {self.engine.traffic.in_flight} requests in flight are cut off."
-        return Button(action="stop", label="Stop now", help="Cuts off what is in flight", confirm=cut)
 
     @property
     def start_ends_at(self) -> float | None:
@@ -307,3 +297,77 @@ def last_speeds(registry: Registry, names: Sequence[str]) -> dict[str, dict[str,
             numbers = {key: result.metrics.get(key) for key in _SPEEDS}
             found[name] = {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
     return found
+
+
+# Adding a model
+
+
+@router.get("/add")
+async def add_page(request: Request, app: App) -> Response:
+    source = request.query_params.get("source", "")[:500]
+    found = await _found(app)
+    chosen = next((one for one in found["models"] if one.source == source), None)
+    needs_download = bool(source) and not source.startswith("/") and (chosen is None or not chosen.is_complete)
+    return page(
+        request, "add.html", **found, source=source, chosen=chosen, needs_download=needs_download,
+        name=_short_name(source), groups=GROUPS, values=form_values(None) | {"source": source},
+    )  # fmt: skip
+
+
+@router.get("/add/list")
+async def add_list(app: App) -> Response:
+    return part("add_list.html", **await _found(app))
+
+
+@router.get("/add/search")
+async def search(request: Request) -> Response:
+    text = request.query_params.get("q", "")[:_MOST_TEXT].strip()
+    try:
+        found = await asyncio.to_thread(search_hub, text)
+    except ManagerError as error:
+        return part("notice.html", text=str(error))
+    return part("add_hub.html", found=found, text=text)
+
+
+@router.post("/add/{action}")
+async def change_files(request: Request, app: App, who: Who, action: Literal["download", "stop", "remove"]) -> Response:
+    """Of a model on the hub, or in its cache."""
+    actions = app.actions
+    change = {"download": actions.download, "stop": actions.stop_download, "remove": actions.remove_download}[action]
+    await change(who, (await form_of(request)).get("source", ""))
+    return part("add_list.html", **await _found(app))
+
+
+@router.get("/add/plan")
+async def plan_new(request: Request, app: App) -> Response:
+    """The picture of a model that is not added yet, with the form's settings; mistakes are a part of it."""
+    form = {name: value for name, value in changes_of(request.query_params).items() if value is not None}
+    try:
+        planned = await app.actions.plan_new(str(form.pop("source", "")), form)
+    except OverspillError as error:
+        return part("notice.html", text=str(error))
+    is_first = "max_model_len" not in form
+    return part("planned.html", planned=planned, plan=planned.plan, save_url="", is_first=is_first)
+
+
+@router.post("/add")
+async def add(request: Request, app: App, who: Who) -> Response:
+    form = await form_of(request)
+    name = form.get("name", "").strip()
+    added = await app.actions.add(who, name, changes_of(form))
+    if form.get("then") != "start":
+        return redirect("/models")
+    app.actions.begin(who, "start", added.name)
+    return redirect(f"/try?model={added.name}")
+
+
+async def _found(app: Application) -> dict[str, Any]:
+    downloads = await asyncio.to_thread(app.downloads.list)
+    models = await asyncio.to_thread(local_models, app.setup.models_folders, app.downloads.cache)
+    added = {one.settings.source: one.name for one in app.engines.catalogue.models()}
+    return {"models": models, "downloads": downloads, "added": added, "folders": app.setup.models_folders}
+
+
+def _short_name(source: str) -> str:
+    """What people would call it."""
+    return source.rstrip("/").rpartition("/")[2].lower()

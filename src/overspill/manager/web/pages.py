@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Request
@@ -14,8 +14,7 @@ from starlette.responses import RedirectResponse, Response
 
 from overspill.manager import logs, sse
 from overspill.manager.errors import ManagerError
-from overspill.manager.telemetry.memory_map import engine_tiers, memory_maps
-from overspill.manager.telemetry.overview import overview
+from overspill.manager.telemetry.overview import engine_tiers, memory_maps, overview
 from overspill.manager.telemetry.watcher import Moment
 from overspill.manager.web.access import set_cookie
 from overspill.manager.web.actions import Caller
@@ -99,8 +98,7 @@ async def activity_list(request: Request, app: App) -> Response:
 
 async def _requests(request: Request, app: Application) -> dict[str, Any]:
     wanted = {name: request.query_params.get(name, "")[:250] for name in ("model", "who", "outcome")}
-    before = request.query_params.get("before", "")
-    number = int(before) if before.isdigit() and len(before) < 12 else None
+    number = _before(request)
     found = await asyncio.to_thread(list_requests, app.registry, **wanted, before=number, limit=_SHOWN_REQUESTS)
     older = found[-1].id if len(found) == _SHOWN_REQUESTS else None
     return {"requests": found, "wanted": wanted, "query": urlencode(wanted), "older": older, "before": number}
@@ -118,7 +116,7 @@ async def log(request: Request, app: App) -> Response:
     search = request.query_params.get("search", "")[:200]
     found, hint = None, ""
     if name:
-        await app.engines.require_known(name)
+        await app.engines.known(name)
         hint = app.engines.log_hint(name)
     if name and search and not hint:
         found = await asyncio.to_thread(logs.search, app.engines.log_file(name), search, limit=_SHOWN_LINES)
@@ -134,7 +132,7 @@ async def log(request: Request, app: App) -> Response:
 
 @router.get("/events/logs/{name:path}")
 async def log_events(app: App, name: str) -> Response:
-    await app.engines.require_known(name)
+    await app.engines.known(name)
     return _followed(app, app.engines.log_file(name), _SHOWN_LINES)
 
 
@@ -164,22 +162,15 @@ async def found_list(app: App) -> Response:
     return part("found_list.html", servers=await app.actions.found_servers(), watched=app.watching.found)
 
 
-@router.post("/found/{pid}/watch")
-async def watch(app: App, who: Who, pid: int) -> Response:
-    await app.actions.watch_found(who, pid, is_watched=True)
-    return redirect("/found")
-
-
-@router.post("/found/{pid}/unwatch")
-async def unwatch(app: App, who: Who, pid: int) -> Response:
-    await app.actions.watch_found(who, pid, is_watched=False)
-    return redirect("/found")
-
-
-@router.post("/found/{pid}/stop")
-async def stop_found(request: Request, app: App, who: Who, pid: int) -> Response:
-    form = await form_of(request)
-    await app.actions.stop_found(who, pid, form.get("identity", "")[:200], form.get("confirm_name", "")[:1000])
+@router.post("/found/{pid}/{action}")
+async def act_on_found(
+    request: Request, app: App, who: Who, pid: int, action: Literal["watch", "unwatch", "stop"]
+) -> Response:
+    if action == "stop":
+        form = await form_of(request)
+        await app.actions.stop_found(who, pid, form.get("identity", "")[:200], form.get("confirm_name", "")[:1000])
+    else:
+        await app.actions.watch_found(who, pid, is_watched=action == "watch")
     return redirect("/found")
 
 
@@ -218,9 +209,14 @@ async def _keys(app: Application) -> dict[str, Any]:
 
 @router.get("/audit")
 async def audit(request: Request, app: App) -> Response:
-    before = request.query_params.get("before", "")
-    number = int(before) if before.isdigit() and len(before) < 12 else None
-    return page(request, "audit.html", entries=await asyncio.to_thread(list_audit, app.registry, 100, number))
+    entries = await asyncio.to_thread(list_audit, app.registry, 100, _before(request))
+    return page(request, "audit.html", entries=entries)
+
+
+def _before(request: Request) -> int | None:
+    """The last entry of the page above."""
+    number = request.query_params.get("before", "")
+    return int(number) if number.isdigit() and len(number) < 12 else None
 
 
 @router.get("/api")

@@ -26,6 +26,7 @@ from overspill.serve.reporter import notify
 
 _GRACE_S = 3
 _MAX_LOG_LENGTH = 2000
+_NO_HEADERS, _UNREAD = "the headers did not come", "the answer is not read"
 # Control characters, line separators, marks that change the direction of text, halves of surrogate pairs.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -123,17 +124,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._headers_timer: asyncio.TimerHandle | None = None
-        self._unread_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """By why they close the connection."""
         self._header_bytes = 0
         self._in_headers = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_headers()
+        self._limit(_NO_HEADERS, self.headers_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timers()
+        self._unlimit(*self._timers)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -146,43 +147,37 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers = True
-        if self._headers_timer is None:  # a further request of a connection that is kept alive
+        if _NO_HEADERS not in self._timers:  # a further request of a connection that is kept alive
             self._header_bytes = 0
-            self._await_headers()
+            self._limit(_NO_HEADERS, self.headers_s)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
-        if self._headers_timer is not None:
-            self._headers_timer.cancel()
-            self._headers_timer = None
+        self._unlimit(_NO_HEADERS)
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
         """The client does not read, and the answer fills all buffers."""
         super().pause_writing()
-        if self._unread_timer is None:
-            self._unread_timer = self.loop.call_later(self.unread_s, self._close, "the answer is not read")
+        self._limit(_UNREAD, self.unread_s)
 
     def resume_writing(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+        self._unlimit(_UNREAD)
         super().resume_writing()
 
-    def _await_headers(self) -> None:
-        self._headers_timer = self.loop.call_later(self.headers_s, self._close, "the headers did not come")
+    def _limit(self, why: str, seconds: float) -> None:
+        if why not in self._timers:
+            self._timers[why] = self.loop.call_later(seconds, self._close, why)
+
+    def _unlimit(self, *whys: str) -> None:
+        for timer in [self._timers.pop(why) for why in whys if why in self._timers]:
+            timer.cancel()
 
     def _close(self, why: str) -> None:
-        self._stop_timers()
+        self._unlimit(*self._timers)
         self.logger.info("closed a connection: %s", why)
         # Not close(): that waits until everything is written, to a client that does not read.
         self.transport.abort()
-
-    def _stop_timers(self) -> None:
-        for timer in (self._headers_timer, self._unread_timer):
-            if timer is not None:
-                timer.cancel()
-        self._headers_timer = self._unread_timer = None
 
 
 def one_line(text: str, max_length: int = _MAX_LOG_LENGTH) -> str:
