@@ -153,7 +153,11 @@ def _install(made: "Service", folder: Path | None, *, force: bool, now: bool) ->
 
     units, is_system = installation.units_of(made.mode, folder), made.mode is Mode.SYSTEM
     if now and units.systemctl is None:
-        raise OverspillError(_not_running("--now", is_system=is_system, folder=folder))
+        why = "systemd does not run here" if is_system else "this user has no systemd here"
+        why += "; leave --now out, and start the service where it runs"
+        if folder is not None:
+            why = f"it does not read --folder {folder}; leave one of the two out"
+        raise OverspillError(f"--now needs systemd, and {why}")
     _print_changed("wrote", units, installation.install(units, made, force=force, now=now))
     if not now:
         start = f"{_SYSTEMCTL[units.mode]} enable --now {shlex.quote(made.unit)}"
@@ -250,10 +254,3 @@ def _user(run_as: str | None, *, is_system: bool) -> str | None:
 
 def _is_oneself(user: str | None) -> bool:
     return user is None or user == getpass.getuser()
-
-
-def _not_running(flag: str, *, is_system: bool, folder: Path | None) -> str:
-    if folder is not None:
-        return f"{flag} needs systemd, which does not read --folder {folder}; leave one of the two out"
-    which = "systemd does not run here" if is_system else "this user has no systemd here"
-    return f"{flag} needs systemd, and {which}; leave {flag} out, and start the service where it runs"

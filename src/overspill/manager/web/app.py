@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from overspill import registry
 from overspill.kv.errors import OverspillError
 from overspill.manager.allowlist import NotAllowed
 from overspill.manager.errors import NotParked, NotServed
@@ -19,23 +20,14 @@ from overspill.manager.web import api, model_pages, pages, run_pages
 from overspill.manager.web.application import App, Application
 from overspill.manager.web.guards import Guards
 from overspill.manager.web.rendering import PAGES, STATIC, page, section
-from overspill.registry import (
-    CannotNow,
-    ChangedMeanwhile,
-    DuplicateModel,
-    RegistryUnavailable,
-    StillRunning,
-    UnknownModel,
-    UnknownRecord,
-)
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 # The first that fits. A model that cannot be started is a conflict with the machine's resources: the same request
 # again would not help.
 _STATUS: dict[int, tuple[type[OverspillError], ...]] = {
-    404: (UnknownModel, UnknownRecord, UnknownJob),
-    409: (DuplicateModel, ChangedMeanwhile, StillRunning, NotParked, NotServed),
-    503: (RegistryUnavailable, CannotNow),
+    404: (registry.UnknownModel, registry.UnknownRecord, UnknownJob),
+    409: (registry.DuplicateModel, registry.ChangedMeanwhile, registry.StillRunning, NotParked, NotServed),
+    503: (registry.RegistryUnavailable, registry.CannotNow),
     403: (NotAllowed,),
     400: (OverspillError,),
 }
