@@ -132,14 +132,14 @@ def test_the_share_is_given_to_engines_with_the_planned_kv_alone(tmp_path: Path)
 
 
 def test_an_llm_has_the_share_while_its_engine_starts() -> None:
-    from overspill.llm import _with_share
+    from overspill.llm import _environment, _variables
 
     made = plan(LLAMA_8B, "24GiB", "128GiB", 8192)
     assert made.chosen is not None
-    with _with_share(made, {"kv_cache_memory_bytes": made.chosen.kv.device_bytes}):
+    with _environment(_variables(made, {"kv_cache_memory_bytes": made.chosen.kv.device_bytes})):
         assert DeviceShare.read(os.environ) == device_share(made, made.chosen)
     for own in ({"kv_cache_memory_bytes": GiB}, {}):
-        with _with_share(made, own):
+        with _environment(_variables(made, own)):
             assert VARIABLE not in os.environ
     assert VARIABLE not in os.environ
 
