@@ -175,7 +175,9 @@ def test_a_start_needs_the_ram_of_its_plan_now(has: Has, llama: Path) -> None:
 
 def test_settings_of_spill_reach_the_connector(has: Has, llama: Path, tmp_path: Path) -> None:
     has(vllm=Vllm("0.32.0", is_cpu=True))
-    small = {"gpu_memory": 8 << 20, "ram": 20 * GIB, "offload_ram": 0, "max_model_len": 8192}
+    small = {
+        "gpu_memory": 8 << 20, "ram": 20 * GIB, "offload_ram": 0, "max_model_len": 8192, "dtype": "bfloat16",
+    }  # fmt: skip
     (tmp_path / "config.toml").write_text('spill_compute = "auto"\n')
     values = resolve(
         {"spill_compute": "gpu"}, {"OVERSPILL_SPILL_THREADS": "6"}, tmp_path / "config.toml", defaults=small
@@ -250,10 +252,27 @@ def test_without_a_gpu_a_refusal_does_not_speak_of_one(has: Has, llama: Path) ->
 def test_without_a_gpu_nothing_is_said_to_be_on_one(has: Has, llama: Path) -> None:
     has(vllm=Vllm("0.32.0", is_cpu=True))
     for gpu_memory, way in ((40 << 20, "everything in memory"), (8 << 20, "KV spilled to RAM")):
-        made = plan_for(str(llama), {"gpu_memory": gpu_memory, "max_model_len": 8192, "ram": 8 * GIB})
+        asked = {"gpu_memory": gpu_memory, "max_model_len": 8192, "ram": 8 * GIB, "dtype": "bfloat16"}
+        made = plan_for(str(llama), asked)
         text = plan_as_text(made)
         assert f"* {way}" in text and "on the GPU" not in text and "Planned for vLLM's CPU build" in text
         assert "link" not in text and "link_bytes_per_s" not in plan_as_json(made)
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_cpu_without_bf16_computes_in_float32(
+    has: Has, llama: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    has(vllm=Vllm("0.32.0", is_cpu=True))
+    monkeypatch.setattr(machine, "computes_bf16", lambda: has_bf16)
+    made = plan_for(str(llama), {"max_model_len": 4096})
+    assert made.chosen is not None
+    arguments = vllm_args(made, made.chosen)
+    given = arguments[arguments.index("--dtype") + 1] if "--dtype" in arguments else None
+    assert given == (None if has_bf16 else "float32")
+    assert any("cannot compute in bfloat16" in line for line in made.warnings) is not has_bf16
+    asked = plan_for(str(llama), {"max_model_len": 4096, "dtype": "bfloat16"})
+    assert asked.facts.dtype == "bfloat16", "the user's own choice wins"
 
 
 def test_a_plan_takes_what_an_earlier_run_measured(

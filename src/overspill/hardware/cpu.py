@@ -74,6 +74,16 @@ def _measured_rate(threads: int) -> int:
     return int(done.stdout)
 
 
+def computes_bf16() -> bool:
+    """Whether vLLM's CPU build can: on ARM its kernels end with an illegal instruction where cores lack it."""
+    if platform.machine() != "aarch64":
+        return True
+    try:
+        return "bf16" in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return True
+
+
 def _path() -> Path | None:
     folder = state_folder()
     return None if folder is None else folder / "cpu-attention.json"

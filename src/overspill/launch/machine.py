@@ -11,7 +11,7 @@ from overspill.figures import Known, Origin, assumed, derived
 from overspill.files import ledger_file
 from overspill.hardware import Gpu, Hardware, detect, with_stated
 from overspill.hardware.cards import CARDS
-from overspill.hardware.cpu import assumed_attention, cpu_attention, measure_attention
+from overspill.hardware.cpu import assumed_attention, computes_bf16, cpu_attention, measure_attention
 from overspill.hardware.gpu import visible_gpus, weakest
 from overspill.hardware.machine import Machine, read_numa_nodes
 from overspill.hardware.stated import parse_cpu_attention
@@ -80,6 +80,9 @@ def plan_for(
     wishes = wishes_of(settings, cards=cards)
     facts = read_model(model, dtype=wishes.dtype)
     device = find_device(settings, found)
+    if device.platform.is_cpu and wishes.dtype == "auto" and facts.dtype == "bfloat16" and not computes_bf16():
+        wishes = replace(wishes, dtype="float32", has_bf16=False)
+        facts = read_model(model, dtype=wishes.dtype)
     gpu = weakest(device.gpus)
     if wishes.elastic and is_server:
         wishes = _on_ledger(wishes, gpu, is_cpu=device.platform.is_cpu)

@@ -324,6 +324,8 @@ def _fitting_weights_ram(setup: Setup, budget: Budget) -> int | None:
 def _asked_warnings(plan: Plan) -> Iterator[str]:
     """Warnings of requests that are not met, or should not be."""
     wishes, chosen = plan.wishes, plan.chosen
+    if not wishes.has_bf16:
+        yield "this CPU cannot compute in bfloat16, so the model is taken in float32, which needs twice the memory"
     for instead, way in plan.faster:
         assert plan.recommended is not None
         yield (

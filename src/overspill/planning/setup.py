@@ -31,6 +31,8 @@ class Wishes:
     """Tokens/s of one request at the longest context that the plan is to find; None where that is not left to it."""
     dtype: str = "auto"
     """vLLM's --dtype; the model's facts must have been read with the same."""
+    has_bf16: bool = True
+    """False where float32 was taken because the CPU cannot compute in bfloat16."""
     kv_cache_dtype: str | None = None
     gpu_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
