@@ -1,7 +1,7 @@
 """Requests through the manager's gateway: one row each, the newest ones only."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
@@ -26,50 +26,31 @@ class RequestOutcome(StrEnum):
     """Refused by the gateway or the engine, or broken off."""
 
 
-class RequestRow(Base, kw_only=True):
+class Request(Base, kw_only=True):
     __tablename__ = "manager_requests"
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
     at: Mapped[datetime]
+    """When its head had come."""
     model: Mapped[str] = mapped_column(Text)
+    """As the client wrote it; empty if it named none."""
     who: Mapped[str] = mapped_column(Text)
     path: Mapped[str] = mapped_column(Text)
     outcome: Mapped[RequestOutcome] = mapped_column(Word(RequestOutcome))
-    reason: Mapped[str | None] = mapped_column(Text)
-    http_status: Mapped[int | None] = mapped_column(Integer)
-    prompt_tokens: Mapped[int | None] = mapped_column(Integer)
-    completion_tokens: Mapped[int | None] = mapped_column(Integer)
-    cached_tokens: Mapped[int | None] = mapped_column(Integer)
-    spilled_tokens: Mapped[int | None] = mapped_column(Integer)
-    waited_s: Mapped[float] = mapped_column(Double)
-    ttft_s: Mapped[float | None] = mapped_column(Double)
-    duration_s: Mapped[float] = mapped_column(Double)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    at: datetime
-    """When its head had come."""
-    model: str
-    """As the client wrote it; empty if it named none."""
-    who: str
-    path: str
-    outcome: RequestOutcome
-    reason: str | None = None
-    http_status: int | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    reason: Mapped[str | None] = mapped_column(Text, default=None)
+    http_status: Mapped[int | None] = mapped_column(Integer, default=None)
+    prompt_tokens: Mapped[int | None] = mapped_column(Integer, default=None)
+    completion_tokens: Mapped[int | None] = mapped_column(Integer, default=None)
     """Of an answer that broke off, what had come."""
-    cached_tokens: int | None = None
+    cached_tokens: Mapped[int | None] = mapped_column(Integer, default=None)
     """Of the prompt, found on the GPU or in RAM; None if the engine does not say."""
-    spilled_tokens: int | None = None
+    spilled_tokens: Mapped[int | None] = mapped_column(Integer, default=None)
     """At least so many tokens of it had no room on the GPU."""
-    waited_s: float = 0.0
+    waited_s: Mapped[float] = mapped_column(Double, default=0.0)
     """For its model to be ready."""
-    ttft_s: float | None = None
+    ttft_s: Mapped[float | None] = mapped_column(Double, default=None)
     """Of a stream."""
-    duration_s: float = 0.0
-    id: int = 0
+    duration_s: Mapped[float] = mapped_column(Double, default=0.0)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -82,15 +63,12 @@ class Request:
         return tokens / seconds if tokens > 0 and seconds > 0 else None
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "at": self.at.isoformat(),
-            "outcome": str(self.outcome),
-            "tokens_per_s": self.tokens_per_s,
-        }
+        values = {name: getattr(self, name) for name in FIELDS}
+        changed = {"at": self.at.isoformat(), "outcome": str(self.outcome), "tokens_per_s": self.tokens_per_s}
+        return {**values, **changed}
 
 
-FIELDS = tuple(Request.__dataclass_fields__)
+FIELDS = tuple(field.name for field in fields(Request))
 
 
 def add_requests(registry: Registry, requests: Sequence[Request], keep: int = MAX_REQUESTS) -> None:
@@ -100,14 +78,14 @@ def add_requests(registry: Registry, requests: Sequence[Request], keep: int = MA
         row |= {name: printable(row[name]) for name in ("model", "who", "path")}
         row["reason"] = printable(row["reason"]) if row["reason"] is not None else None
     with registry.writing() as session:
-        session.execute(insert(RequestRow), rows)
-        newest = session.scalar(select(func.max(RequestRow.id))) or 0
-        session.execute(delete(RequestRow).where(RequestRow.id <= newest - keep))
+        session.execute(insert(Request), rows)
+        newest = session.scalar(select(func.max(Request.id))) or 0
+        session.execute(delete(Request).where(Request.id <= newest - keep))
 
 
 def forget_old_requests(registry: Registry, age: timedelta = MAX_AGE) -> None:
     with registry.writing() as session:
-        session.execute(delete(RequestRow).where(RequestRow.at < now() - age))
+        session.execute(delete(Request).where(Request.at < now() - age))
 
 
 def list_requests(
@@ -115,20 +93,18 @@ def list_requests(
     limit: int = 100,
 ) -> list[Request]:  # fmt: skip
     """The newest first; `before` is the number of the last one of the page above."""
-    query = _filtered(select(RequestRow), model=model, who=who, outcome=outcome)
+    query = _filtered(select(Request), model=model, who=who, outcome=outcome)
     if before is not None:
-        query = query.where(RequestRow.id < min(before, (1 << 31) - 1))
-    query = query.order_by(RequestRow.id.desc()).limit(max(0, min(limit, MAX_REQUESTS)))
+        query = query.where(Request.id < min(before, (1 << 31) - 1))
+    query = query.order_by(Request.id.desc()).limit(max(0, min(limit, MAX_REQUESTS)))
     with registry.reading() as session:
-        return [Request(**{name: getattr(row, name) for name in FIELDS}) for row in session.scalars(query)]
+        return list(session.scalars(query))
 
 
 def request_choices(registry: Registry) -> tuple[list[str], list[str]]:
     """Models and clients that there are requests of."""
     with registry.reading() as session:
-        models, clients = (
-            list(session.scalars(select(column).distinct())) for column in (RequestRow.model, RequestRow.who)
-        )
+        models, clients = (list(session.scalars(select(column).distinct())) for column in (Request.model, Request.who))
     return sorted(models), sorted(clients)
 
 
@@ -141,9 +117,9 @@ class Use:
 
 def use_by_client(registry: Registry) -> dict[str, Use]:
     """Of all requests that are kept; by `who`, as a key has it."""
-    counted = (func.count(), func.sum(RequestRow.prompt_tokens), func.sum(RequestRow.completion_tokens))
+    counted = (func.count(), func.sum(Request.prompt_tokens), func.sum(Request.completion_tokens))
     with registry.reading() as session:
-        rows = session.execute(select(RequestRow.who, *counted).group_by(RequestRow.who)).all()
+        rows = session.execute(select(Request.who, *counted).group_by(Request.who)).all()
     return {
         who: Use(requests=number, prompt_tokens=int(prompt or 0), completion_tokens=int(completion or 0))
         for who, number, prompt, completion in rows
@@ -156,8 +132,8 @@ def keys_and_use(registry: Registry) -> list[tuple[Key, Use]]:
     return [(key, used.get(key.who, Use())) for key in list_keys(registry)]
 
 
-def _filtered(query: Select[tuple[RequestRow]], **wanted: str) -> Select[tuple[RequestRow]]:
+def _filtered(query: Select[tuple[Request]], **wanted: str) -> Select[tuple[Request]]:
     for name, value in wanted.items():
         if value:
-            query = query.where(getattr(RequestRow, name) == value)
+            query = query.where(getattr(Request, name) == value)
     return query
