@@ -20,12 +20,11 @@ import pytest
 
 from overspill.address import free_port
 from overspill.measure import CannotMeasure
-from overspill.measure.client import Answer
 from overspill.measure.measurement import Outcome, measure
 from overspill.measure.metrics import serving_metrics
 from overspill.measure.progress import Progress
 from overspill.measure.provenance import Provenance
-from overspill.measure.target import Target, find_target
+from overspill.measure.target import Answer, Target, find_target
 from overspill.measure.workload import WORKLOADS, parse_workload
 from overspill.registry import Result, get_result, list_results, open_registry
 from tests.command import run_overspill

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from overspill.measure import CannotMeasure, MeasureError
-from overspill.measure.client import Answer, RequestFailed, Unavailable, _Stream
 from overspill.measure.conversations import conversation_script
 from overspill.measure.measurement import Outcome, Part, joined, part_as_json, part_from_json, require_tier
-from overspill.measure.memory import MemorySampler, Sample, _Gpus, thinned
 from overspill.measure.metrics import (
+    MemorySampler,
+    Sample,
+    _Gpus,
     deviation,
     difference,
     goodput_metrics,
@@ -30,11 +31,12 @@ from overspill.measure.metrics import (
     parse_limits,
     percentile,
     serving_metrics,
+    thinned,
     total,
 )
 from overspill.measure.progress import Progress, ProgressPrinter
 from overspill.measure.provenance import git_revision
-from overspill.measure.target import Target, parse_url
+from overspill.measure.target import Answer, RequestFailed, Target, Unavailable, _Stream, parse_url
 from overspill.measure.workload import (
     WORKLOADS,
     Piece,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from overspill.measure.compare import Basis
+from overspill.measure.experiment import compare_results
 from overspill.measure.progress import Reporter, duration, eta
 from overspill.measure.report import Report
 from overspill.measure.report.page import shares
-from overspill.measure.results import compare_results
 from overspill.registry import Result
 from tests.experiments import definition
 

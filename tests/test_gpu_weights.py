@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from overspill.kv.sizes import GiB
-from overspill.planning.parameters import pinned_share
+from overspill.model.facts import pinned_share
 from overspill.weights.plugin import register
 from tests import model_configs as models
 from tests.engine import engine

@@ -11,8 +11,7 @@ from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups, _po
 
 from overspill.figures import Origin
 from overspill.model.facts import ModelFacts
-from overspill.model.kv import KVGeometry, kv_geometry
-from overspill.model.pages import CacheSettings
+from overspill.model.kv import CacheSettings, KVGeometry, kv_geometry
 from overspill.model.source import read_folder
 from tests.engine import BLOCK, Engine, engine
 from tests.model_tensors import describe_config

@@ -8,8 +8,7 @@ import pytest
 from overspill.kv.sizes import GiB, KiB, MiB
 from overspill.model import ModelError
 from overspill.model.facts import Attention
-from overspill.model.kv import kv_geometry
-from overspill.model.pages import CacheSettings, Kind
+from overspill.model.kv import CacheSettings, Kind, kv_geometry
 from tests import model_configs as models
 from tests.model_tensors import describe_config
 

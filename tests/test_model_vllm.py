@@ -12,8 +12,7 @@ import pytest
 from overspill.figures import Origin
 from overspill.model.defaults import DEFAULTS
 from overspill.model.derived import SHAPES
-from overspill.model.kv import kv_geometry
-from overspill.model.pages import CacheSettings
+from overspill.model.kv import CacheSettings, kv_geometry
 from overspill.model.source import read_folder
 from tests.model_configs import PUBLISHED, SMALL
 from tests.model_tensors import describe_config

@@ -18,9 +18,8 @@ from overspill.model.derived import derive_tensors
 from overspill.model.description import describe
 from overspill.model.facts import ModelFacts
 from overspill.planning.arguments import vllm_args
-from overspill.planning.cards import smallest_card
-from overspill.planning.overheads import Profile
-from overspill.planning.planner import Plan, make_plan
+from overspill.planning.memory import Profile
+from overspill.planning.planner import Plan, make_plan, smallest_card
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json, plan_as_text
 from overspill.planning.setup import Wishes, nothing_measured

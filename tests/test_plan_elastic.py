@@ -13,7 +13,7 @@ from overspill.launch.launch import Launch
 from overspill.model.config import Config
 from overspill.model.description import describe
 from overspill.planning.arguments import device_share, vllm_args
-from overspill.planning.overheads import Profile
+from overspill.planning.memory import Profile
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.report import plan_as_json
 from overspill.planning.setup import Wishes

@@ -22,7 +22,7 @@ from overspill.launch.profiles import remember
 from overspill.launch.vllm import Vllm, installed_vllm
 from overspill.planning.arguments import vllm_args
 from overspill.planning.drafts import parse_drafts, speculative_config
-from overspill.planning.overheads import Profile, fingerprint
+from overspill.planning.memory import Profile, fingerprint
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json, plan_as_text
 from overspill.settings import plain, resolve

@@ -9,12 +9,19 @@ from overspill.figures import Origin, assumed
 from overspill.hardware import parse_gpu
 from overspill.kv.errors import OverspillError
 from overspill.kv.spill.geometry import num_resident_blocks
-from overspill.model.kv import kv_geometry
-from overspill.model.pages import CacheSettings
+from overspill.model.facts import expert_size, parameters_per_token, pinned_share
+from overspill.model.kv import CacheSettings, kv_geometry
 from overspill.planning.attempts import PROCESS_RAM_BYTES, peak_ram_bytes
-from overspill.planning.memory import KvSplit, gpu_budget, split_kv, table_bytes
-from overspill.planning.overheads import Profile, assumed_overheads, measured_overheads, num_graph_sizes
-from overspill.planning.parameters import expert_size, parameters_per_token, pinned_share
+from overspill.planning.memory import (
+    KvSplit,
+    Profile,
+    assumed_overheads,
+    gpu_budget,
+    measured_overheads,
+    num_graph_sizes,
+    split_kv,
+    table_bytes,
+)
 from overspill.planning.speed import UVA_TOKENS_PER_READ, Load, Machine, decode_step_s, prefill_s
 from overspill.planning.weights import WeightOffload, groupings, uva_offloads
 from tests import model_configs as models

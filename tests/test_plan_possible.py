@@ -9,9 +9,8 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB
 from overspill.launch.machine import plan_for
 from overspill.measure import CannotMeasure
-from overspill.measure.goals import Goal
 from overspill.measure.subject import Subject
-from overspill.measure.tuning import Tuning, define
+from overspill.measure.tuning import Goal, Tuning, define
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.speed import Load, Machine, prefill_s

@@ -12,7 +12,7 @@ import pytest
 from overspill.figures import assumed
 from overspill.hardware import parse_gpu
 from overspill.launch.profiles import Remembered, remember
-from overspill.planning.overheads import Profile, fingerprint
+from overspill.planning.memory import Profile, fingerprint
 from tests import model_configs as models
 from tests.model_tensors import describe_config
 

@@ -25,7 +25,7 @@ from overspill.launch.machine import plan_for
 from overspill.launch.vllm import Vllm
 from overspill.planning.arguments import device_share, vllm_args
 from overspill.planning.device_share import VARIABLE, DeviceShare, Taken
-from overspill.planning.overheads import Overheads
+from overspill.planning.memory import Overheads
 from overspill.planning.planner import Plan
 from overspill.serve import planned_kv
 from overspill.serve.differences import differences, profile_of

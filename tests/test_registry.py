@@ -14,7 +14,7 @@ import pytest
 
 from overspill.flags import without_secrets
 from overspill.kv.sizes import GiB
-from overspill.planning.overheads import Profile
+from overspill.planning.memory import Profile
 from overspill.registry import (
     ChangedMeanwhile,
     DuplicateModel,

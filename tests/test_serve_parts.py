@@ -29,7 +29,7 @@ from overspill.launch.machine import plan_for
 from overspill.launch.traps import check
 from overspill.launch.vllm import Vllm, server_command
 from overspill.planning.attempts import PROCESS_RAM_BYTES
-from overspill.planning.overheads import Overheads
+from overspill.planning.memory import Overheads
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.setup import Wishes
 from overspill.planning.ways import Way

@@ -17,8 +17,8 @@ import pytest
 
 from overspill.cli import app, main
 from overspill.measure import CannotMeasure
+from overspill.measure.experiment import find_results
 from overspill.measure.report import Report as Compared
-from overspill.measure.results import find_results
 from overspill.measure.subject import Subject, keep
 from overspill.measure.tune import run
 from overspill.measure.tuning import Tuning, prepare

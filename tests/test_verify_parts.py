@@ -32,8 +32,7 @@ from overspill.verify.comparison import (
     tolerance,
     too_far,
 )
-from overspill.verify.outcome import WEAK, Outcome, exit_code, merged, verdict
-from overspill.verify.report import Proof, faults
+from overspill.verify.report import WEAK, Outcome, Proof, exit_code, faults, merged, verdict
 from overspill.verify.run import (
     DEFAULTS,
     Progress,

@@ -22,7 +22,7 @@ from overspill.flags import nearest as nearest  # noqa: PLC0414
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import parse_folder, parse_remote
 from overspill.kv.sizes import GiB, MiB, exact_size, format_size, parse_size
-from overspill.model.pages import KV_CACHE_DTYPE_BYTES
+from overspill.model.kv import KV_CACHE_DTYPE_BYTES
 from overspill.planning.connector_options import read_options, write_options
 from overspill.planning.drafts import parse_drafts
 from overspill.planning.setup import AT_ONCE, MAX_NUM_SEQS

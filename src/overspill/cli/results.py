@@ -50,8 +50,8 @@ def show(
     result_id: Annotated[str, typer.Argument(metavar="ID", help="The number of a result.")], as_json: AsJson = False
 ) -> None:
     """One result: its numbers, and everything needed to repeat it."""
+    from overspill.measure.experiment import find_result
     from overspill.measure.report.text import result_as_text
-    from overspill.measure.results import find_result
 
     with opened_registry() as registry:
         found = find_result(registry, result_id)

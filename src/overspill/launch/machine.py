@@ -24,7 +24,7 @@ from overspill.launch.vllm import installed_vllm
 from overspill.model.facts import ModelFacts
 from overspill.model.source import read_model
 from overspill.planning.connector_options import read_options, write_options
-from overspill.planning.overheads import Profile, fingerprint
+from overspill.planning.memory import Profile, fingerprint
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.ranks import rank_facts
 from overspill.planning.setup import (

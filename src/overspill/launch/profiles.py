@@ -8,7 +8,7 @@ from dataclasses import asdict
 from overspill.kv.sizes import TiB
 from overspill.launch.reference import NoRegistry, has_registry, using_registry
 from overspill.launch.vllm import Vllm
-from overspill.planning.overheads import Profile, fingerprint
+from overspill.planning.memory import Profile, fingerprint
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 

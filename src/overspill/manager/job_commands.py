@@ -9,8 +9,8 @@ from overspill.manager.allowlist import FlagNotAllowed, require_allowed, require
 from overspill.manager.errors import ManagerError
 from overspill.measure.bench import DEFAULT_WORKLOAD
 from overspill.measure.configuration import read_configuration
-from overspill.measure.goals import Goal
 from overspill.measure.measurement import TIERS
+from overspill.measure.tuning import Goal
 from overspill.measure.workload import WORKLOADS
 
 _MAX_TEXT = 500

@@ -21,7 +21,7 @@ from overspill.manager.fleet import Engines
 from overspill.manager.job_commands import JobKind, command
 from overspill.manager.records import Records
 from overspill.manager.states import State
-from overspill.measure.results import compare_results
+from overspill.measure.experiment import compare_results
 from overspill.processes import identity, wait_until_none
 from overspill.registry import Registry, Result, UnknownRecord, get_result, list_results
 

@@ -10,9 +10,9 @@ from overspill.figures import as_json
 from overspill.flags import read_flags
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size
+from overspill.model.facts import pinned_share
 from overspill.planning.arguments import kv_transfer_config, vllm_args
 from overspill.planning.connector_options import read_options
-from overspill.planning.parameters import pinned_share
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way, stores_lazily
 from overspill.planning.weights import WeightOffload, groupings, uva_offloads

@@ -1,10 +1,15 @@
-"""A configuration as a command: planned once, so that every repeat starts the same engine."""
+"""A configuration as a command, planned once, so that every repeat starts the same engine; and its server."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import httpx
 
 from overspill.address import Address
 from overspill.errors import CannotServe
@@ -16,7 +21,11 @@ from overspill.launch.reference import ModelRef
 from overspill.launch.vllm import installed_vllm, server_command
 from overspill.measure import MeasureError
 from overspill.measure.configuration import Configuration, require_usable
+from overspill.measure.target import Target
 from overspill.planning.report import plan_as_json
+from overspill.serve import server
+from overspill.serve.differences import differences
+from overspill.serve.log import open_log
 from overspill.settings import BY_NAME, SHARED, as_flags
 
 _HOST, _ANY_PORT = "127.0.0.1", 1
@@ -120,3 +129,79 @@ def _as_flags(settings: Mapping[str, Any]) -> list[str]:
     words = as_flags({name: settings[name] for name in SHARED if settings.get(name) not in (None, False)})
     weights = settings.get("weights_ram")
     return words if weights is None else [*words, "--cpu-offload-gb", f"{weights / num_ranks(settings) / GiB:g}"]
+
+
+_POLL_S = 0.2
+_RESET_S = 120.0
+_PINNING_S = 600.0
+_DEV_MODE = "VLLM_SERVER_DEV_MODE"
+
+
+class Interrupted(Exception):
+    """A stop was requested while a server was starting."""
+
+
+class Server(server.Server):
+    """Awaited until its RAM is ready, held against its plan, its caches emptied on request."""
+
+    def __init__(self, launch: MeasuredLaunch, log_file: Path, stop: threading.Event, *, can_reset: bool) -> None:
+        environment = {**launch.environment, **({_DEV_MODE: "1"} if can_reset else {})}
+        super().__init__(
+            launch.command, environment, launch.address, log_file=open_log(log_file, launch.address.port),
+            is_planned=launch.prepared is not None,
+        )  # fmt: skip
+        self.launch = launch
+        self._stopping = stop
+        self.load_s = 0.0
+
+    def target(self, api_key: str | None) -> Target:
+        return Target(url=self.address.url, model=self.launch.served_name, api_key=api_key, pid=self.session)
+
+    def start(self, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Until it answers and its RAM is pinned, which would disturb a measurement."""
+        for _ in self.starting():
+            self._go_on()
+            on_wait()
+        self.load_s = self.seconds
+        self._require_planned()
+        deadline = time.monotonic() + _PINNING_S
+        for _ in self.pinning():
+            self._go_on()
+            on_wait()
+            if time.monotonic() > deadline:
+                break
+        self.require_alive()
+
+    def _go_on(self) -> None:
+        if self._stopping.is_set():
+            raise Interrupted
+
+    def _require_planned(self) -> None:
+        """Numbers of an engine that did not become what was planned would be of something else."""
+        prepared = self.launch.prepared
+        if prepared is None or not prepared.combined.follows_plan or prepared.plan.wishes.force:
+            return
+        found = [one for report in self.reports for one in differences(prepared.plan, prepared.way, report)]
+        if stopping := [str(one) for one in found if one.stops]:
+            raise CannotServe(f"the engine did not become what was planned: {'; '.join(dict.fromkeys(stopping))}")
+
+    def reset(self, api_key: str | None) -> None:
+        """Empties the KV cache and its tiers in RAM. vLLM refuses while copies are under way, so it is retried."""
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        deadline = time.monotonic() + _RESET_S
+        while not self._stopping.is_set():
+            try:
+                answer = httpx.post(
+                    f"{self.address.url}/reset_prefix_cache", params={"reset_external": "true"}, headers=headers,
+                    timeout=60, trust_env=False,
+                )  # fmt: skip
+            except httpx.HTTPError as error:
+                raise CannotServe(f"{self.launch.label} does not answer any more: {error}") from error
+            if answer.status_code == 200 and answer.json().get("success"):
+                return
+            if answer.status_code != 200 or time.monotonic() > deadline:
+                raise CannotServe(
+                    f"the caches of {self.launch.label} could not be emptied (vLLM answered {answer.status_code}); "
+                    "leave out --keep"
+                )
+            time.sleep(_POLL_S)

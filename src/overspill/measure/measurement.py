@@ -12,21 +12,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from overspill.measure import CannotMeasure, MeasureError
-from overspill.measure.client import Answer, Client, Refused, RequestFailed, Unavailable
 from overspill.measure.conversations import conversation_script, tokenizer_of
-from overspill.measure.memory import MemorySampler, Sample, peak, thinned
 from overspill.measure.metrics import (
     SERVED,
     Counters,
+    MemorySampler,
+    Sample,
     difference,
+    peak,
     phase_metrics,
     read_counters,
     request_columns,
     serving_metrics,
+    thinned,
     total,
 )
 from overspill.measure.progress import Progress
-from overspill.measure.target import Target, find_served
+from overspill.measure.target import Answer, Client, Refused, RequestFailed, Target, Unavailable, find_served
 from overspill.measure.workload import (
     Chain,
     Piece,

@@ -23,11 +23,10 @@ from overspill.figures import as_json
 from overspill.files import state_folder
 from overspill.kv.errors import OverspillError
 from overspill.measure import CannotMeasure, MeasureError
-from overspill.measure.launch import MeasuredLaunch
+from overspill.measure.launch import Interrupted, MeasuredLaunch, Server
 from overspill.measure.measurement import Tier, measure, require_tier
 from overspill.measure.progress import Progress, Reporter, Say
 from overspill.measure.provenance import Provenance, find_provenance
-from overspill.measure.server import Interrupted, Server
 from overspill.measure.workload import Workload
 from overspill.processes import on_stop_signals
 from overspill.registry import (

@@ -4,10 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from overspill.kv.sizes import GiB
-from overspill.model.kv import KVGeometry, kv_geometry
-from overspill.model.pages import CacheSettings
-from overspill.planning.memory import Budget, KvSplit, split_kv
-from overspill.planning.overheads import Overheads
+from overspill.model.kv import CacheSettings, KVGeometry, kv_geometry
+from overspill.planning.memory import Budget, KvSplit, Overheads, split_kv
 from overspill.planning.setup import Setup, can_spill
 from overspill.planning.weights import NONE, WeightOffload, weight_offloads
 

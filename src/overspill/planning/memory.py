@@ -1,14 +1,166 @@
-"""GPU memory that vLLM may take, and how KV is divided between it and RAM."""
+"""GPU memory: what vLLM may take, what it takes beside weights and KV, and how KV is divided between it and RAM."""
 
+import hashlib
+import json
 import math
+import re
 from dataclasses import dataclass
 
-from overspill.figures import Known, derived
+from overspill.figures import Known, assumed, derived, measured
 from overspill.hardware.gpu import Gpu
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, format_size
 from overspill.kv.spill.geometry import least_spilled_blocks, num_resident_blocks, window_bytes
+from overspill.model.facts import ModelFacts, expert_size
 from overspill.model.kv import KVGeometry
+
+# Where no other source is named: H200, vLLM 0.32, Llama-3.1-8B in bf16, 64 requests; measured by benchmarks/spill.py
+# and benchmarks/prediction.py.
+
+# vLLM does not count CUDA's context: it looks at the GPU's memory when its context is there already.
+_CONTEXT_BYTES = int(0.51 * GiB)
+# cuBLAS, NCCL, kernels, and what the allocator rounds weights up by: 0.28 (OLMo-2-7B) to 0.35 GiB
+# (Qwen3-Coder-30B-A3B).
+_NON_TORCH_BYTES = int(0.32 * GiB)
+# NCCL's channels to the other ranks, and vLLM's own buffers for small all-reduces. Not measured here.
+_PEERS_BYTES = int(0.4 * GiB)
+# What vLLM sets aside for graphs: 0.14 GiB for 7 batch sizes, 0.21 for 19. On an H100 0.51 to 1.85 were seen, for how
+# many sizes is not reported (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
+_GRAPHS_BYTES, _GRAPH_BYTES = int(0.10 * GiB), int(0.006 * GiB)
+# At the peak an MLP's two inputs to the activation and their product are alive, and so many tensors of hidden size:
+# 0.84 GiB for chunks of 8192 tokens. Compiled in pieces, some more: 0.86 GiB for OLMo-2-7B, and 0.38 beside the
+# workspace of Qwen3-Coder-30B-A3B.
+_MLP_COPIES, _HIDDEN_COPIES, _COMPILED_HIDDEN_COPIES = 3, 3, 6
+# Logits twice, in 4 bytes, while vLLM tries its sampler with every request: 0.08 GiB for 64 requests and a vocabulary
+# of 151,936.
+_SAMPLER_BYTES = 8
+_LARGEST_GRAPH = 512
+# How far from all this another model may be.
+_LEAST_DOUBT_BYTES, _DOUBT = GiB // 4, 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Memory that an engine was measured to take on one GPU, beside weights and KV."""
+
+    non_torch_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    """That CUDA graphs took; where vLLM sized KV itself, what it set aside for them."""
+    context_bytes: int
+    """CUDA's context, which vLLM does not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    context_bytes: Known[int]
+    """Not part of the total: it comes on top of what vLLM counts."""
+    non_torch_bytes: Known[int]
+    activation_bytes: Known[int]
+    graph_bytes: Known[int]
+    doubt_bytes: int = 0
+    """How much more it may be: a plan should work even then, if it can."""
+
+    @property
+    def total(self) -> Known[int]:
+        parts = (self.non_torch_bytes, self.activation_bytes, self.graph_bytes)
+        return derived(sum(part.value for part in parts), *parts)
+
+
+_NOTHING = measured(0)
+NO_OVERHEADS = Overheads(
+    context_bytes=_NOTHING, non_torch_bytes=_NOTHING, activation_bytes=_NOTHING, graph_bytes=_NOTHING
+)
+
+
+def assumed_overheads(
+    facts: ModelFacts, *, max_num_batched_tokens: int, max_num_seqs: int, enforce_eager: bool = False,
+    num_ranks: int = 1,
+) -> Overheads:  # fmt: skip
+    """What vLLM takes while it profiles: a batch of so many tokens, then the logits of so many requests. `facts` are
+    a rank's."""
+    number = 2 * max_num_batched_tokens  # bytes of one in bf16, for each token
+    copies = _HIDDEN_COPIES if enforce_eager else _COMPILED_HIDDEN_COPIES
+    batch = number * (facts.hidden_size * copies + _layer_states(facts))
+    sampler = max_num_seqs * facts.vocab_size * _SAMPLER_BYTES
+    num_graphs = 0 if enforce_eager else num_graph_sizes(max_num_seqs)
+    # A first start compiles while it profiles, and something there is as large as the embedding: with chunks of 2048
+    # and 8192 tokens 1.00 and 1.08 GiB were taken, of which the embedding is 0.98. It is gone when experts get theirs.
+    compiling = 0 if enforce_eager else facts.weights.embedding_bytes + number * facts.hidden_size
+    activations = max(max(batch, sampler) + number * _workspace(facts), compiling)
+    graphs = _GRAPHS_BYTES + num_graphs * _GRAPH_BYTES if num_graphs else 0
+    return Overheads(
+        context_bytes=assumed(_CONTEXT_BYTES, "not counted by vLLM"),
+        non_torch_bytes=assumed(_NON_TORCH_BYTES + (_PEERS_BYTES if num_ranks > 1 else 0), "libraries and kernels"),
+        activation_bytes=assumed(activations, f"for batches of {max_num_batched_tokens} tokens"),
+        graph_bytes=assumed(graphs, f"for {num_graphs} batch sizes"),
+        doubt_bytes=_LEAST_DOUBT_BYTES + int(_DOUBT * (activations + graphs)),
+    )
+
+
+def measured_overheads(profile: Profile) -> Overheads:
+    note = "on an earlier run"
+    return Overheads(
+        context_bytes=measured(profile.context_bytes, note),
+        non_torch_bytes=measured(profile.non_torch_bytes, note),
+        activation_bytes=measured(profile.activation_bytes, note),
+        graph_bytes=measured(profile.graph_bytes, note),
+    )
+
+
+def num_graph_sizes(max_num_seqs: int) -> int:
+    """Batch sizes that vLLM captures: up to twice the most requests, at most 512 (config/vllm.py)."""
+    largest = min(2 * max_num_seqs, _LARGEST_GRAPH)
+    small = sum(size <= largest for size in (1, 2, 4))
+    return small + len(range(8, min(largest + 1, 256), 8)) + len(range(256, largest + 1, 16))
+
+
+def _layer_states(facts: ModelFacts) -> int:
+    """Numbers per token, of the MLP or of attention: its inputs, queries once more, and its output. Experts have a
+    workspace instead: 0.30 and 0.08 GiB for chunks of 8192 and 2048 tokens, with Qwen3-Coder-30B-A3B."""
+    queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    attention = 3 * queries + 2 * keys
+    return attention if facts.num_experts else max(attention, _MLP_COPIES * facts.intermediate_size)
+
+
+def _workspace(facts: ModelFacts) -> int:
+    """Numbers per token that vLLM's fused experts keep from the first batch on (fused_moe, workspace_shapes): what goes
+    into both products and what comes out of them."""
+    if not facts.num_experts:
+        return 0
+    expert, hidden = expert_size(facts), facts.hidden_size
+    return facts.num_experts_per_tok * (max(expert, hidden) + max(2 * expert, hidden)) + hidden
+
+
+def fingerprint(
+    facts: ModelFacts, gpu: Gpu, *, vllm_version: str, max_num_batched_tokens: int, max_num_seqs: int,
+    enforce_eager: bool, kv_cache_dtype: str,
+) -> str:  # fmt: skip
+    """What a profile holds for: a few readable words, and a hash over everything it depends on."""
+    decides = {
+        "architecture": facts.architecture,
+        "dtype": facts.dtype,
+        "quantization": facts.quantization,
+        "num_layers": facts.num_layers,
+        "hidden_size": facts.hidden_size,
+        "intermediate_size": facts.intermediate_size,
+        "num_heads": facts.num_heads,
+        "num_experts": facts.num_experts,
+        "vocab_size": facts.vocab_size,
+        "weights_bytes": facts.weights.total_bytes,
+        "gpu": gpu.name,
+        "gpu_bytes": gpu.total_bytes.value,
+        "driver": gpu.driver_version,
+        "vllm": vllm_version,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs": max_num_seqs,
+        "enforce_eager": enforce_eager,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    words = f"{facts.architecture}-{gpu.name}-vllm{vllm_version}-{max_num_batched_tokens}x{max_num_seqs}"
+    return f"{re.sub(r'[^a-z0-9.]+', '-', words.lower())[:100]}-{digest}"
+
 
 # vLLM's own default (--gpu-memory-utilization).
 UTILIZATION = 0.92

@@ -1,11 +1,13 @@
-"""All ways to serve a context on a machine, and which one to take."""
+"""All ways to serve a context on a machine, which one to take, and cards that would serve it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from overspill.figures import Known
+from overspill.hardware.cards import CARDS, Card
 from overspill.hardware.gpu import Gpu, weakest
+from overspill.hardware.stated import parse_gpu
 from overspill.kv.errors import OverspillError
 from overspill.model.facts import ModelFacts
 from overspill.planning.attempts import (
@@ -18,7 +20,6 @@ from overspill.planning.attempts import (
     longest_context,
 )
 from overspill.planning.auto import AutoContext, Bound, auto_context
-from overspill.planning.cards import CardFit, card_fits
 from overspill.planning.connector_options import read_options, unused_options, write_options
 from overspill.planning.memory import Budget, card_bytes
 from overspill.planning.setup import (
@@ -33,6 +34,43 @@ from overspill.planning.setup import (
     shares_with_cpu,
 )
 from overspill.planning.ways import Way, make_way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFit:
+    card: Card
+    alone: bool
+    """Everything fits on the GPU."""
+    with_ram: bool
+    """It fits with the RAM there is."""
+    way: Way | None = None
+    """What a plan would recommend there, where speeds are asked for."""
+
+
+def card_fits(setup: Setup, *, with_ways: bool = False) -> tuple[CardFit, ...]:
+    """All cards of the table, from the one with the least memory; finding their ways takes a second."""
+    cards = sorted(CARDS, key=lambda card: card.total_bytes)
+    return tuple(_card_fit(setup, card, with_way=with_ways) for card in cards)
+
+
+def smallest_card(found: tuple[CardFit, ...], *, alone: bool) -> Card | None:
+    return next((one.card for one in found if (one.alone if alone else one.with_ram)), None)
+
+
+def _card_fit(setup: Setup, card: Card, *, with_way: bool) -> CardFit:
+    # A budget is for the card at hand; what was measured there, too.
+    wishes = replace(setup.wishes, gpu_memory_bytes=None)
+    other = replace(setup, gpu=parse_gpu(card.key), wishes=wishes, platform=CUDA, profiles=nothing_measured)
+    budget, length = other.budget(), other.max_model_len
+    whole = [attempt for attempt in attempts_without_ram(other, budget) if attempt.is_exact]
+    divided = [attempt for attempt in attempts(other, budget) if attempt.is_exact]
+    return CardFit(
+        card=card,
+        alone=any(fits(other, whole, length)),
+        with_ram=any(fit.ram_bytes <= other.ram_bytes.value for fit in fits(other, divided, length)),
+        way=_best_at(other, divided, length) if with_way else None,
+    )
+
 
 # Predictions are not so good that a smaller difference would mean something.
 _NEARLY = 1.1
@@ -201,9 +239,7 @@ def make_plan(
         least_ram_bytes=None if least is None else ranks * least,
         need_gpu_bytes=_need_gpu_bytes(setup, budget, whole),
         auto=auto,
-        cards=()
-        if not wishes.cards and (has_exact or platform.is_cpu)
-        else card_fits(setup, _best_at if wishes.cards else None),
+        cards=() if not wishes.cards and (has_exact or platform.is_cpu) else card_fits(setup, with_ways=wishes.cards),
     )
     if wishes.tensor_parallel_size == 1 or gpu.nvlink is not None or platform.is_cpu or made.recommended is None:
         return made

@@ -4,8 +4,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from overspill.kv.errors import OverspillError
-from overspill.model.facts import Attention, Cache, LayerCache, ModelFacts, RecurrentState, Weights
-from overspill.planning.parameters import bytes_per_parameter, expert_size
+from overspill.model.facts import (
+    Attention,
+    Cache,
+    LayerCache,
+    ModelFacts,
+    RecurrentState,
+    Weights,
+    bytes_per_parameter,
+    expert_size,
+)
 
 # Sizes that are named where another one is refused: a machine has so many GPUs.
 _MOST_GPUS = 16

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from overspill.kv.sizes import GiB, MiB, format_size
 from overspill.planning.attempts import PROCESS_RAM_BYTES
-from overspill.planning.cards import smallest_card
 from overspill.planning.memory import card_bytes
-from overspill.planning.planner import Plan
+from overspill.planning.planner import Plan, smallest_card
 from overspill.planning.weights import least_for_weights
 
 CPU_BUILD = (

@@ -6,9 +6,8 @@ from overspill.figures import Known, as_json
 from overspill.hardware.stated import AS_ON
 from overspill.kv.sizes import format_size
 from overspill.planning.arguments import vllm_args
-from overspill.planning.cards import smallest_card
 from overspill.planning.connector_options import read_options
-from overspill.planning.planner import Plan, is_elastic
+from overspill.planning.planner import Plan, is_elastic, smallest_card
 from overspill.planning.refusal import CPU_BUILD, need_and_have, remedies
 from overspill.planning.ways import LEAST_OFFLOAD_BYTES, SHORT_TOKENS, Way, stores_lazily
 from overspill.planning.weights import WeightOffload

@@ -13,8 +13,16 @@ from overspill.model.facts import Attention, Cache, LatentAttention, ModelFacts,
 from overspill.model.kv import KVGeometry
 from overspill.planning.connector_options import read_options
 from overspill.planning.drafts import num_drafts
-from overspill.planning.memory import Budget, gpu_budget, whole_budget
-from overspill.planning.overheads import NO_OVERHEADS, Overheads, Profile, assumed_overheads, measured_overheads
+from overspill.planning.memory import (
+    NO_OVERHEADS,
+    Budget,
+    Overheads,
+    Profile,
+    assumed_overheads,
+    gpu_budget,
+    measured_overheads,
+    whole_budget,
+)
 from overspill.planning.ranks import rank_facts
 
 MAX_NUM_SEQS = 64

@@ -6,13 +6,11 @@ from typing import Any
 
 from overspill.figures import Known, derived
 from overspill.kv.sizes import GiB
-from overspill.model.facts import LatentAttention, ModelFacts, active_bytes
-from overspill.model.kv import KVGeometry
-from overspill.model.pages import Kind
+from overspill.model.facts import LatentAttention, ModelFacts, active_bytes, parameters_per_token
+from overspill.model.kv import Kind, KVGeometry
 from overspill.planning.attempts import PROCESS_RAM_BYTES, Attempt, Fit, peak_ram_bytes
 from overspill.planning.connector_options import read_options
 from overspill.planning.memory import KvSplit
-from overspill.planning.parameters import parameters_per_token
 from overspill.planning.setup import Setup, attends_to_all, runs_spilled_graphs, shares_with_cpu
 from overspill.planning.speed import (
     ALL_REDUCE_NVLINK_S,

@@ -7,9 +7,8 @@ from itertools import accumulate, pairwise
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB, format_size
 from overspill.model.architectures import RUN_BY_TRANSFORMERS
-from overspill.model.facts import ModelFacts
+from overspill.model.facts import ModelFacts, pinned_share
 from overspill.planning.memory import Budget
-from overspill.planning.parameters import pinned_share
 from overspill.planning.setup import Setup
 
 # Layers prefetched ahead. More hides a jitter that one layer's compute already hides, and costs a slot each.

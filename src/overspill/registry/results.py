@@ -9,7 +9,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
 from overspill.flags import without_secrets
-from overspill.planning.overheads import Profile
+from overspill.planning.memory import Profile
 from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.runs import environment_that_matters

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from overspill.figures import Origin
 from overspill.kv.sizes import format_size
-from overspill.planning.memory import SLACK_BYTES
-from overspill.planning.overheads import Profile
+from overspill.planning.memory import SLACK_BYTES, Profile
 from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.serve.engine_report import HostMemoryReport, Report

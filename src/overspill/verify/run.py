@@ -33,8 +33,7 @@ from overspill.verify.comparison import (
     tolerance,
 )
 from overspill.verify.mooncake import missing, mooncake
-from overspill.verify.outcome import Outcome, merged
-from overspill.verify.report import Proof
+from overspill.verify.report import Outcome, Proof, merged
 from overspill.verify.scenarios import Request, Scenario, drawn_options
 from overspill.verify.stage import EngineSpec, Stage, engine_spec, make_stage, other_attention, sharing
 from overspill.verify.workload import Answer, Played, Reference, make_workload

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 
 from overspill.measure.compare import MEASURES, Comparison, Row, verdict_words
-from overspill.measure.experiment import Experiment
+from overspill.measure.experiment import Experiment, are_all, compare_results, definition_of, find_results, is_number
 from overspill.measure.report.page import comparison_as_body, comparison_as_page
 from overspill.measure.report.text import comparison_as_text, failures, headline
-from overspill.measure.results import are_all, compare_results, definition_of, find_results, is_number
 from overspill.registry import Registry, Result
 
 T = TypeVar("T")
