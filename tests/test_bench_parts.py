@@ -477,7 +477,7 @@ def test_parts_follow_each_other() -> None:
     assert both.answers[1].started_s == 10.0 + second[1].started_s and both.samples[0].t == 11.0
 
 
-@pytest.mark.parametrize("kept", [{}, {"index": [0]}, {"packed_gaps": "!"}])
+@pytest.mark.parametrize("kept", [{}, {"packed": "!"}, {"packed": "eJwLLQ4BAAJxAXM="}])
 def test_a_part_that_is_damaged_is_not_guessed(kept: dict[str, Any]) -> None:
     with pytest.raises(MeasureError, match="measure it anew"):
         part_from_json(kept)

@@ -234,7 +234,7 @@ def _planned(
     if any(flag.name == "--served-model-name" for flag in prepared.combined.given):
         served = []
     return planned_service(
-        ref.source, launch.values, launch.plan, [*served, *launch.adopted.serve_args],
+        ref.source, launch.values, launch.plan, [*served, *launch.serve_args],
         mode=mode, name=name or (ref.name if ref.is_registered else None), run_as=user, program=sys.executable,
         environment=environment, folder=units_of(mode, folder).folder,
     )  # fmt: skip

@@ -99,6 +99,7 @@ _GROUPS, _IN_GROUP = "--offload-group-size", "--offload-num-in-group"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
     values: Mapping[str, Value]
+    """Settings, and where each comes from."""
     vllm_args: tuple[str, ...] = ()
     """vLLM's own flags that are not settings here."""
     offload_groups: tuple[int, int] | None = None
@@ -106,7 +107,7 @@ class Adopted:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For `plan_for`."""
+        """Plain values by name, and what vLLM's own flags say beside them, for `plan_for`."""
         place = self.values["ram"].place
         return {**plain(self.values), "offload_groups": self.offload_groups, "ram_place": place}
 

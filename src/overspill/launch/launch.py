@@ -90,11 +90,10 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(Adopted):
     """A model with its settings and its plan."""
 
     ref: ModelRef
-    adopted: Adopted
     plan: Plan
 
     @classmethod
@@ -128,28 +127,16 @@ class Launch:
         if speed.origin is GivenBy.FLAG and not is_auto:
             raise OverspillError("--min-speed is for --max-model-len auto; add that, or leave --min-speed out")
         plan = plan_for(ref.source, adopted.settings, cards=cards, found=found, is_server=is_server)
+        found_here = {}
         if is_auto:  # found once: whatever is made of this launch has the same length
             found_here = {
                 "max_model_len": replace(values["max_model_len"], value=plan.max_model_len),
                 "min_speed": Value(speed.setting, speed.setting.default, GivenBy.DEFAULT, ""),
             }
-            adopted = replace(adopted, values={**adopted.values, **found_here})
-        return cls(ref=ref, adopted=adopted, plan=plan)
-
-    @property
-    def values(self) -> Mapping[str, Value]:
-        """Settings, and where each comes from."""
-        return self.adopted.values
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Plain values by name, and what vLLM's own flags say beside them."""
-        return self.adopted.settings
-
-    @property
-    def vllm_args(self) -> tuple[str, ...]:
-        """vLLM's own flags that did not become settings."""
-        return self.adopted.vllm_args
+        return cls(
+            ref=ref, plan=plan, values={**adopted.values, **found_here}, vllm_args=adopted.vllm_args,
+            offload_groups=adopted.offload_groups,
+        )  # fmt: skip
 
     @property
     def too_long(self) -> str | None:

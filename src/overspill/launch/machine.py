@@ -19,12 +19,10 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.ledger import Ledger
 from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, format_size, parse_size
-from overspill.launch.profiles import Remembered
+from overspill.launch.profiles import measured_profiles
 from overspill.launch.vllm import installed_vllm
-from overspill.model.facts import ModelFacts
 from overspill.model.source import read_model
 from overspill.planning.connector_options import read_options, write_options
-from overspill.planning.memory import Profile, fingerprint
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.ranks import rank_facts
 from overspill.planning.setup import (
@@ -34,7 +32,6 @@ from overspill.planning.setup import (
     MAX_NUM_SEQS,
     NO_CPU_ATTENTION,
     Platform,
-    Profiles,
     Wishes,
 )
 from overspill.settings import AUTO, RAM_RESERVE_BYTES
@@ -90,7 +87,7 @@ def plan_for(
     rank = rank_facts(facts, wishes.tensor_parallel_size, wishes.pipeline_parallel_size)
     make = partial(
         make_plan, facts, device.gpus, device.ram_bytes, wishes, platform=device.platform,
-        profiles=_measured_profiles(rank, gpu, wishes),
+        profiles=measured_profiles(rank, gpu, wishes, installed_vllm()),
     )  # fmt: skip
     plan = make(cpu_attention=device.cpu_attention)
     spills = plan.chosen is not None and plan.chosen.kv.spilled_bytes > 0
@@ -288,27 +285,6 @@ def _has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return "amx_tile" in cpuinfo.read_text().split()
     except OSError:
         return False
-
-
-def _measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes) -> Profiles:
-    vllm, remembered = installed_vllm(), Remembered()
-    known: dict[tuple[int, str], Profile | None] = {}
-
-    def profile(max_num_batched_tokens: int, kv_cache_dtype: str) -> Profile | None:
-        if vllm is None or gpu.is_stated:  # was never run on
-            return None
-        case = (max_num_batched_tokens, kv_cache_dtype)
-        if case not in known:
-            known[case] = remembered.recall(
-                fingerprint(
-                    facts, gpu, vllm_version=vllm.version, max_num_batched_tokens=max_num_batched_tokens,
-                    max_num_seqs=wishes.num_seqs, enforce_eager=wishes.enforce_eager,
-                    kv_cache_dtype=kv_cache_dtype,
-                )
-            )  # fmt: skip
-        return known[case]
-
-    return profile
 
 
 def _less_reserve(available: Known[int], settings: Mapping[str, Any]) -> Known[int]:

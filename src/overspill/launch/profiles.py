@@ -4,12 +4,16 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 
+from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import TiB
 from overspill.launch.reference import NoRegistry, has_registry, using_registry
 from overspill.launch.vllm import Vllm
+from overspill.model.facts import ModelFacts
 from overspill.planning.memory import Profile, fingerprint
 from overspill.planning.planner import Plan
+from overspill.planning.setup import Profiles, Wishes, nothing_measured
 from overspill.planning.ways import Way
 
 logger = logging.getLogger(__name__)
@@ -45,36 +49,38 @@ class Remembered:
         if not self._is_usable:
             return None
         try:
-            return self._load(fingerprint)
+            with using_registry():
+                from overspill.registry import load_profile, open_existing
+
+                if (registry := open_existing(self._environ)) is None:
+                    return None
+                with registry:
+                    found = load_profile(registry, fingerprint)
+            sizes = [] if found is None else list(asdict(found).values())
+            if not all(0 <= size < _MOST for size in sizes):
+                raise NoRegistry(f"sizes of {sizes} for {fingerprint}")
+            return found
         except NoRegistry as error:
             self._is_usable = False
             logger.warning("Overspill: what earlier runs measured cannot be read, and is assumed: %s", error)
             return None
 
-    def _load(self, fingerprint: str) -> Profile | None:
-        with using_registry():
-            from overspill.registry import load_profile, open_existing
-
-            registry = open_existing(self._environ)
-            if registry is None:
-                return None
-            with registry:
-                found = load_profile(registry, fingerprint)
-        if found is None:
-            return None
-        sizes = list(asdict(found).values())
-        if not all(0 <= size < _MOST for size in sizes):
-            raise NoRegistry(f"sizes of {sizes} for {fingerprint}")
-        return found
-
 
 def remember_profile(plan: Plan, way: Way, profile: Profile, vllm: Vllm) -> None:
     """What an engine was measured to take that did as planned."""
-    remember(
-        fingerprint(
-            plan.rank, plan.gpu, vllm_version=vllm.version, max_num_batched_tokens=way.max_num_batched_tokens,
-            max_num_seqs=plan.max_num_seqs, enforce_eager=plan.wishes.enforce_eager,
-            kv_cache_dtype=way.kv_cache_dtype,
-        ),
-        profile,
+    key = _key(plan.rank, plan.gpu, plan.wishes, vllm, way.max_num_batched_tokens, way.kv_cache_dtype)
+    remember(key, profile)
+
+
+def measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes, vllm: Vllm | None) -> Profiles:
+    if vllm is None or gpu.is_stated:  # was never run on
+        return nothing_measured
+    remembered = Remembered()
+    return cache(lambda chunk, kv_dtype: remembered.recall(_key(facts, gpu, wishes, vllm, chunk, kv_dtype)))
+
+
+def _key(facts: ModelFacts, gpu: Gpu, wishes: Wishes, vllm: Vllm, chunk: int, kv_cache_dtype: str) -> str:
+    return fingerprint(
+        facts, gpu, vllm_version=vllm.version, max_num_batched_tokens=chunk, max_num_seqs=wishes.num_seqs,
+        enforce_eager=wishes.enforce_eager, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip

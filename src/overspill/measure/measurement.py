@@ -6,10 +6,11 @@ import contextlib
 import threading
 import time
 import zlib
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import msgspec
 
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.conversations import conversation_script, tokenizer_of
@@ -49,7 +50,6 @@ _PROGRESS_S = 0.5
 # The server counts a step some moments after it has sent its tokens.
 _COUNTED_AFTER_S = 0.3
 
-_COLUMNS = ("prompt_tokens", "output_tokens", "started_s", "ttft", "latency", "digest")
 # Of each tier, the counter that shows its use, and its series.
 _PROOFS: dict[Tier, tuple[str, str]] = {
     "offload": ("tokens_from_ram", "vllm:external_prefix_cache_hits_total"),
@@ -115,52 +115,26 @@ def joined(earlier: Part, later: Part) -> Part:
 
 
 def part_as_json(part: Part, script: Script) -> dict[str, Any]:
-    """In columns, times between tokens packed: there may be a million of them."""
-    answers = dict(sorted(part.answers.items()))
-    found = list(answers.values())
-    gaps = array("f", (gap for each in found for gap in each.gaps))
-    return {
-        "vocabulary": [part.vocabulary.low, part.vocabulary.high],
-        "duration": part.duration,
-        "counters": dict(part.counters),
-        "samples": [each.as_json() for each in thinned(part.samples)],
-        "index": list(answers),
-        **{name: [getattr(each, name) for each in found] for name in _COLUMNS},
-        "gaps": [len(each.gaps) for each in found],
-        "packed_gaps": base64.b64encode(zlib.compress(gaps.tobytes())).decode(),
-        "tokens": {str(index): answers[index].tokens for index in _needed(script, answers)},
-    }
+    """Packed: there may be a million times between tokens."""
+    needed = _needed(script, part.answers)
+    answers = {index: each if index in needed else replace(each, tokens=None) for index, each in part.answers.items()}
+    packed = msgspec.msgpack.encode(replace(part, answers=answers, samples=thinned(part.samples)))
+    return {"packed": base64.b64encode(zlib.compress(packed)).decode()}
 
 
 def part_from_json(kept: Mapping[str, Any]) -> Part:
     try:
-        gaps = array("f", zlib.decompress(base64.b64decode(kept["packed_gaps"])))
-        answers: dict[int, Answer] = {}
-        place = 0
-        for index, num_gaps, *values in zip(kept["index"], kept["gaps"], *(kept[name] for name in _COLUMNS)):
-            tokens, end = kept["tokens"].get(str(index)), place + num_gaps
-            if end > len(gaps):
-                raise ValueError("times between tokens are missing")
-            answers[index] = Answer(
-                **dict(zip(_COLUMNS, values)), gaps=tuple(gaps[place:end]),
-                tokens=None if tokens is None else tuple(tokens),
-            )  # fmt: skip
-            place = end
-        return Part(
-            vocabulary=Vocabulary(*kept["vocabulary"]), duration=kept["duration"], answers=answers,
-            counters=kept["counters"], samples=[Sample(**each) for each in kept["samples"]],
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        return msgspec.msgpack.decode(zlib.decompress(base64.b64decode(kept["packed"])), type=Part)
+    except (KeyError, ValueError, zlib.error) as error:
         raise MeasureError(f"the stored first part cannot be read ({error!r:.80}); measure it anew") from error
 
 
-def _needed(script: Script, answers: Mapping[int, Answer]) -> list[int]:
-    """Answers that a request still to be sent begins with."""
-    needed: list[int] = []
-    for chain in script.chains:
-        if any(step.continues and step.index not in answers for step in chain.steps):
-            needed += [step.index for step in chain.steps if step.index in answers]
-    return needed
+def _needed(script: Script, answers: Mapping[int, Answer]) -> set[int]:
+    """Requests whose answers another one begins with that is still to be sent."""
+    unfinished = [
+        chain for chain in script.chains if any(step.continues and step.index not in answers for step in chain.steps)
+    ]
+    return {step.index for chain in unfinished for step in chain.steps}
 
 
 def measure(

@@ -14,7 +14,7 @@ from overspill.measure.candidates import TUNABLE, Candidate, Replan, find_candid
 from overspill.measure.compare import BY_KEY, Measure
 from overspill.measure.subject import Subject, current_candidate, find_subject, registered_subject, resumed
 from overspill.measure.trial import Definition
-from overspill.measure.workload import WORKLOADS, Workload, parse_workload, require_fit, write_script
+from overspill.measure.workload import WORKLOADS, Workload, parse_workload, require_fit, shortened, write_script
 from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.setup import Setup, nothing_measured
@@ -64,24 +64,16 @@ def measure_of(goal: Goal) -> Measure:
 def choose_workload(goal: Goal, given: str | None, max_model_len: int) -> Workload:
     """The one given, or the goal's own, made shorter where the context is."""
     if given is None:
-        return shortened(parse_workload(_AIMS[goal].workload), max_model_len)
+        own = parse_workload(_AIMS[goal].workload)
+        if (fitting := shortened(own, 0, max_model_len, *WORKLOADS[own.name].shortened_by)) is None:
+            raise MeasureError(f"{max_model_len} tokens are too few for any workload; give a longer --max-model-len")
+        return fitting
     try:
         workload = parse_workload(given)
     except MeasureError as error:
         raise MeasureError(f"--workload: {error}") from error
     require_fit(workload, 0, max_model_len)
     return workload
-
-
-def shortened(workload: Workload, max_model_len: int) -> Workload:
-    """All lengths by the same share, until the longest request fits."""
-    names = WORKLOADS[workload.name].shortened_by
-    for share in (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.01):
-        lengths = {name: max(1, int(workload.parameters[name] * share)) for name in names}
-        fitting = Workload(name=workload.name, parameters={**workload.parameters, **lengths})
-        if write_script(fitting, 0).longest <= max_model_len:
-            return fitting
-    raise MeasureError(f"{max_model_len} tokens are too few for any workload; give a longer --max-model-len")
 
 
 def one_prompt(length: int) -> Workload:

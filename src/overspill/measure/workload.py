@@ -316,33 +316,28 @@ def require_fit(workload: Workload, seed: int, max_model_len: int | None) -> Non
 def _fitting(workload: Workload, seed: int, max_model_len: int) -> Workload | None:
     """The same with one parameter smaller, as large as it may be; or, where one is not enough, with all of them."""
     kind = WORKLOADS[workload.name]
-    least = {each.name: int(each.least) for each in kind.parameters}
+    for name in kind.shortened_by:
+        if found := shortened(workload, seed, max_model_len, name):
+            return found
+    return shortened(workload, seed, max_model_len, *kind.shortened_by)
 
-    def fits(changed: Mapping[str, int]) -> Workload | None:
+
+def shortened(workload: Workload, seed: int, max_model_len: int, *names: str) -> Workload | None:
+    """With these parameters smaller by the same share, until the longest request fits; None if none does."""
+    least = {each.name: int(each.least) for each in WORKLOADS[workload.name].parameters}
+    lengths = {name: int(workload.parameters[name]) for name in names}
+    finest = max(lengths.values())
+
+    def scaled(share: int) -> Workload | None:
+        changed = {name: max(least[name], value * share // finest) for name, value in lengths.items()}
         smaller = Workload(name=workload.name, parameters={**workload.parameters, **changed})
         return smaller if write_script(smaller, seed).longest <= max_model_len else None
 
-    def with_one(name: str, value: int) -> Workload | None:
-        return fits({name: value})
-
-    for name in kind.shortened_by:
-        if found := _largest(partial(with_one, name), least[name], int(workload.parameters[name])):
-            return found
-    lengths = {name: int(workload.parameters[name]) for name in kind.shortened_by}
-
-    def scaled(thousandths: int) -> Workload | None:
-        return fits({name: max(least[name], value * thousandths // 1000) for name, value in lengths.items()})
-
-    return _largest(scaled, 1, 1000)
-
-
-def _largest(fits: Callable[[int], Workload | None], least: int, too_large: int) -> Workload | None:
-    """By halves; None if even the least does not fit."""
-    found = fits(least)
-    while found is not None and too_large - least > 1:
-        middle = (least + too_large) // 2
-        if smaller := fits(middle):
-            found, least = smaller, middle
+    found, fitting, too_large = None, 0, finest + 1
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if smaller := scaled(middle):
+            found, fitting = smaller, middle
         else:
             too_large = middle
     return found
@@ -351,34 +346,23 @@ def _largest(fits: Callable[[int], Workload | None], least: int, too_large: int)
 _Parameters = Mapping[str, Number]
 
 
-def _overhead(given: _Parameters, seed: int) -> Script:
-    return _singles("overhead", given, starts_s=[i / given["rate"] for i in range(int(given["requests"]))])
+def _singles(prompt: Callable[[int, int], tuple[Piece, ...]], given: _Parameters, seed: int) -> Script:
+    """Prompts that are all new, at a rate or at once; `prompt` makes one of its number and its tokens."""
+    rate, tokens = given.get("rate"), int(given["input"])
+    chains = [
+        _single(i, given, *prompt(i, tokens), start_s=i / rate if rate else 0.0) for i in range(int(given["requests"]))
+    ]
+    return Script(tuple(chains), int(given["concurrency"]) if "concurrency" in given else None)
 
 
-def _offline(given: _Parameters, seed: int) -> Script:
-    return _singles("offline", given, starts_s=[0.0] * int(given["requests"]))
+def _new(workload: str) -> Callable[[int, int], tuple[Piece, ...]]:
+    return lambda i, tokens: (Piece(f"{workload}/{i}", tokens),)
 
 
-def _edit(given: _Parameters, seed: int) -> Script:
+def _repeated(i: int, tokens: int) -> tuple[Piece, ...]:
     """A text, and the beginning of the same text: a model that goes on repeats it."""
-    begun = max(1, int(given["input"]) // 8)
-    return _answers(given, lambda i: (Piece(f"edit/{i}", int(given["input"]) - begun), Piece(f"edit/{i}", begun)))
-
-
-def _write(given: _Parameters, seed: int) -> Script:
-    return _answers(given, lambda i: (Piece(f"write/{i}", int(given["input"])),))
-
-
-def _answers(given: _Parameters, prompt: Callable[[int], tuple[Piece, ...]]) -> Script:
-    chains = [_single(i, given, *prompt(i)) for i in range(int(given["requests"]))]
-    return Script(tuple(chains), int(given["concurrency"]))
-
-
-def _singles(workload: str, given: _Parameters, starts_s: Sequence[float]) -> Script:
-    """Prompts that are all new."""
-    tokens = int(given["input"])
-    chains = [_single(i, given, Piece(f"{workload}/{i}", tokens), start_s=at) for i, at in enumerate(starts_s)]
-    return Script(tuple(chains))
+    begun = max(1, tokens // 8)
+    return Piece(f"edit/{i}", tokens - begun), Piece(f"edit/{i}", begun)
 
 
 def _single(index: int, given: _Parameters, *pieces: Piece, known_tokens: int = 0, start_s: float = 0.0) -> Chain:
@@ -431,13 +415,13 @@ def _returns(conversation: int, share: float) -> bool:
 
 
 _WRITERS: Mapping[str, Callable[[_Parameters, int], Script]] = {
-    "overhead": _overhead,
+    "overhead": partial(_singles, _new("overhead")),
     "multi-turn": _multi_turn,
     "shared-prefix": _shared_prefix,
     "long-context": _long_context,
-    "offline": _offline,
-    "edit": _edit,
-    "write": _write,
+    "offline": partial(_singles, _new("offline")),
+    "edit": partial(_singles, _repeated),
+    "write": partial(_singles, _new("write")),
 }
 
 

@@ -91,6 +91,8 @@ class Style:
     """A norm of queries and keys as wide as a head, or as all of them."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     mlp: Callable[[Config, int, str], Shapes] = dense_mlp
+    is_latent: bool = False
+    """Whether attention keeps one vector for all heads (MLA)."""
 
 
 def decoder(style: Style, prefix: str = "model.") -> Callable[[Config], Shapes]:
@@ -101,7 +103,8 @@ def decoder(style: Style, prefix: str = "model.") -> Callable[[Config], Shapes]:
             layer = f"{prefix}layers.{i}."
             for norm in style.norms:
                 yield f"{layer}{norm}.weight", (hidden,)
-            yield from _attention(config, style, f"{layer}self_attn.")
+            attention = _latent_attention if style.is_latent else _attention
+            yield from attention(config, style, f"{layer}self_attn.")
             yield from style.mlp(config, i, layer)
         yield f"{prefix}norm.weight", (hidden,)
 
@@ -122,29 +125,21 @@ def _attention(config: Config, style: Style, at: str) -> Shapes:
         yield f"{at}k_norm.weight", (head if style.qk_norm == "head" else kv,)
 
 
-def deepseek(config: Config) -> Shapes:
+def deepseek_mlp(config: Config, i: int, layer: str) -> Shapes:
+    hidden = config.integer("hidden_size")
+    first, every = config.integer("first_k_dense_replace", minimum=0), config.integer("moe_layer_freq", 1)
+    if i < first or i % every or not num_experts(config):
+        yield from _gated(f"{layer}mlp.", hidden, config.integer("intermediate_size"))
+        return
+    yield from _routed(config, layer)
+    if config.architecture == "DeepseekV3ForCausalLM":
+        yield f"{layer}mlp.gate.{ROUTER_BIAS}", (num_experts(config),)
+    if shared := config.optional_integer("n_shared_experts"):
+        yield from _gated(f"{layer}mlp.shared_experts.", hidden, shared * config.integer("moe_intermediate_size"))
+
+
+def _latent_attention(config: Config, _: Style, at: str) -> Shapes:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    yield "model.embed_tokens.weight", (config.integer("vocab_size"), hidden)
-    for i in range(config.integer("num_hidden_layers")):
-        layer = f"model.layers.{i}."
-        yield f"{layer}input_layernorm.weight", (hidden,)
-        yield f"{layer}post_attention_layernorm.weight", (hidden,)
-        yield from _latent_attention(config, f"{layer}self_attn.", hidden, heads)
-        first, every = config.integer("first_k_dense_replace", minimum=0), config.integer("moe_layer_freq", 1)
-        if i < first or i % every or not num_experts(config):
-            yield from _gated(f"{layer}mlp.", hidden, config.integer("intermediate_size"))
-            continue
-        yield from _routed(config, layer)
-        if config.architecture == "DeepseekV3ForCausalLM":
-            yield f"{layer}mlp.gate.{ROUTER_BIAS}", (num_experts(config),)
-        shared = config.optional_integer("n_shared_experts")
-        if shared:
-            width = shared * config.integer("moe_intermediate_size")
-            yield from _gated(f"{layer}mlp.shared_experts.", hidden, width)
-    yield "model.norm.weight", (hidden,)
-
-
-def _latent_attention(config: Config, at: str, hidden: int, heads: int) -> Shapes:
     bias = config.boolean("attention_bias", False)
     rank, rope = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
     nope, value = config.integer("qk_nope_head_dim"), config.integer("v_head_dim")
@@ -243,12 +238,13 @@ _FOUR_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_DEEPSEEK = Style(mlp=deepseek_mlp, is_latent=True)
 GEMMA3 = Style(qk_norm="head", norms=_FOUR_NORMS)
 _OLMO2 = Style(qk_norm="all", norms=("post_attention_layernorm", "post_feedforward_layernorm"))
 
 SHAPES: dict[str, Callable[[Config], Shapes]] = {
-    "DeepseekV2ForCausalLM": deepseek,
-    "DeepseekV3ForCausalLM": deepseek,
+    "DeepseekV2ForCausalLM": decoder(_DEEPSEEK),
+    "DeepseekV3ForCausalLM": decoder(_DEEPSEEK),
     "GemmaForCausalLM": decoder(Style()),
     "Gemma2ForCausalLM": decoder(Style(norms=_FOUR_NORMS)),
     "Gemma3ForCausalLM": decoder(GEMMA3),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from overspill.figures import Known
+from overspill.figures import Known, derived
 from overspill.hardware.cards import CARDS, Card
 from overspill.hardware.gpu import Gpu, weakest
 from overspill.hardware.stated import parse_gpu
@@ -22,6 +22,7 @@ from overspill.planning.attempts import (
 from overspill.planning.auto import AutoContext, Bound, auto_context
 from overspill.planning.connector_options import read_options, unused_options, write_options
 from overspill.planning.memory import Budget, card_bytes
+from overspill.planning.ranks import rank_facts
 from overspill.planning.setup import (
     CUDA,
     NO_CPU_ATTENTION,
@@ -30,7 +31,6 @@ from overspill.planning.setup import (
     Setup,
     Wishes,
     nothing_measured,
-    rank_setup,
     shares_with_cpu,
 )
 from overspill.planning.ways import Way, make_way
@@ -203,7 +203,25 @@ def make_plan(
     """`facts` were read with the dtype wished for. `gpu` is one for all ranks, or one for each."""
     gpus = (gpu,) * wishes.num_ranks if isinstance(gpu, Gpu) else tuple(gpu)
     gpu, ranks = weakest(gpus), wishes.num_ranks
-    setup = rank_setup(facts, gpu, ram_bytes, wishes, platform=platform, profiles=profiles, cpu_attention=cpu_attention)
+
+    def each(figure: Known[int]) -> Known[int]:
+        """A rank's part: all of them are on this machine, and get the same."""
+        note = f"a part for each of {ranks} ranks"
+        return figure if ranks == 1 else derived(figure.value // ranks, figure, note=note)
+
+    setup = Setup(
+        facts=rank_facts(facts, wishes.tensor_parallel_size, wishes.pipeline_parallel_size),
+        gpu=gpu,
+        ram_bytes=each(ram_bytes),
+        wishes=replace(
+            wishes,
+            offload_ram_bytes=None if wishes.offload_ram_bytes is None else wishes.offload_ram_bytes // ranks,
+            weights_ram_bytes=None if wishes.weights_ram_bytes is None else wishes.weights_ram_bytes // ranks,
+        ),
+        platform=platform,
+        profiles=profiles,
+        cpu_attention=each(cpu_attention),
+    )
     budget = setup.budget()
     whole = list(attempts_without_ram(setup, budget))
     tried = list(attempts(setup, budget))

@@ -2,10 +2,10 @@
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeGuard
 
-from overspill.figures import Known, assumed, derived
+from overspill.figures import Known, assumed
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
 from overspill.kv.spill.geometry import CUDA_GRANULARITY
@@ -23,7 +23,6 @@ from overspill.planning.memory import (
     measured_overheads,
     whole_budget,
 )
-from overspill.planning.ranks import rank_facts
 
 MAX_NUM_SEQS = 64
 AT_ONCE = 1
@@ -223,39 +222,6 @@ class Setup:
         if not self.platform.profiles_memory:
             return whole_budget(self.gpu, context)
         return gpu_budget(self.gpu, self.wishes.gpu_memory_bytes, context, self.wishes.gpu_memory_utilization)
-
-
-def rank_setup(
-    facts: ModelFacts,
-    gpu: Gpu,
-    ram_bytes: Known[int],
-    wishes: Wishes,
-    *,
-    platform: Platform,
-    profiles: Profiles,
-    cpu_attention: Known[int],
-) -> Setup:
-    """Of a model and a machine's RAM, what each rank gets: all of them are on this machine, and get the same."""
-    ranks = wishes.num_ranks
-
-    def each(figure: Known[int]) -> Known[int]:
-        return (
-            figure if ranks == 1 else derived(figure.value // ranks, figure, note=f"a part for each of {ranks} ranks")
-        )
-
-    return Setup(
-        facts=rank_facts(facts, wishes.tensor_parallel_size, wishes.pipeline_parallel_size),
-        gpu=gpu,
-        ram_bytes=each(ram_bytes),
-        wishes=replace(
-            wishes,
-            offload_ram_bytes=None if wishes.offload_ram_bytes is None else wishes.offload_ram_bytes // ranks,
-            weights_ram_bytes=None if wishes.weights_ram_bytes is None else wishes.weights_ram_bytes // ranks,
-        ),
-        platform=platform,
-        profiles=profiles,
-        cpu_attention=each(cpu_attention),
-    )
 
 
 # overspill.kv.spill.graphs, which cannot be imported without torch.
