@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -125,16 +126,11 @@ def _on_ledger(wishes: Wishes, gpu: Gpu, *, is_cpu: bool) -> Wishes:
     if (path := ledger_file(gpu.uuid)) is None:
         raise OverspillError("--elastic keeps account in a file, and there is no home for it; set XDG_STATE_HOME")
     # Of RAM in a GPU's place no driver counts what is free.
-    held = _held_in(path) if is_cpu and path.exists() else 0
+    held = 0
+    if is_cpu and path.exists():
+        with closing(Ledger(path)) as ledger:
+            held = sum(max(one.granted, one.held) for one in ledger.accounts().values() if one.held)
     return replace(wishes, ledger=str(path), ledger_held_bytes=held)
-
-
-def _held_in(path: Path) -> int:
-    ledger = Ledger(path)
-    try:
-        return sum(max(one.granted, one.held) for one in ledger.accounts().values() if one.held)
-    finally:
-        ledger.close()
 
 
 def require_possible(wishes: Wishes, gpu: Gpu, platform: Platform = CUDA) -> None:

@@ -46,10 +46,6 @@ class Measure:
             return format_size(int(value))
         return f"{_digits(value)} {self.unit}" if self.unit else f"{round(value):,}"
 
-    @property
-    def is_compared(self) -> bool:
-        return self.better is not Better.NEITHER
-
 
 def _digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 100 else f"{value:.3g}"
@@ -391,7 +387,7 @@ def _points(measure: Measure, first: Column, columns: Sequence[Column]) -> tuple
 
 
 def _ratio(measure: Measure, first: Column, second: Column) -> Ratio | None:
-    if not measure.is_compared:
+    if measure.better is Better.NEITHER:
         return None
     ours, theirs = first.comparable(measure), second.comparable(measure)
     if not are_pairs(first, second):

@@ -8,8 +8,8 @@
 import importlib.util
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from overspill.errors import CannotServe
@@ -27,43 +27,35 @@ class Peer:
     help: str
     connector: str | None = None
     """vLLM's name of it; None for one without KV in RAM."""
-    extra: Callable[[int], dict[str, Any]] = lambda _: {}
-    """The connector's options, of a size in bytes."""
+    size_option: str | None = "cpu_bytes_to_use"
+    """The connector's name for its size in bytes; None for LMCache, which takes no size from vLLM."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The connector's others."""
     package: str | None = None
     """Beside vLLM, what it needs."""
     needs_gpu: bool = True
-    environment: Callable[[int], dict[str, str]] = lambda _: {}
 
-
-def _overspill(store: str) -> Callable[[int], dict[str, Any]]:
-    return lambda size: {"host_bytes": size, "store": store}
-
-
-def _simple(*, lazy: bool) -> Callable[[int], dict[str, Any]]:
-    return lambda size: {"cpu_bytes_to_use": size, "lazy_offload": lazy}
-
-
-def _lmcache(num_bytes: int) -> dict[str, str]:
-    # LMCache takes no size from vLLM.
-    return {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{num_bytes / GiB:g}"}
+    def extra(self, num_bytes: int) -> dict[str, Any]:
+        return {**({self.size_option: num_bytes} if self.size_option else {}), **self.options}
 
 
 _NATIVE, _SIMPLE, _OVERSPILL = "OffloadingConnector", "SimpleCPUOffloadConnector", "OverspillConnector"
+_EAGERLY, _LAZILY = {"lazy_offload": False}, {"lazy_offload": True}
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("none", "vLLM without KV in RAM", needs_gpu=False),
-        Peer("native", "vLLM's OffloadingConnector", _NATIVE, lambda size: {"cpu_bytes_to_use": size}),
+        Peer("native", "vLLM's OffloadingConnector", _NATIVE),
         Peer("native-decode", "the same, and what was generated goes to RAM too", _NATIVE,
-             lambda size: {"cpu_bytes_to_use": size, "offload_prompt_only": False}),
-        Peer("simple", "as simple-eager", _SIMPLE, _simple(lazy=False)),
-        Peer("simple-eager", "vLLM's SimpleCPUOffloadConnector, which stores at once", _SIMPLE, _simple(lazy=False)),
-        Peer("simple-lazy", "the same, which stores before a block is evicted", _SIMPLE, _simple(lazy=True)),
-        Peer("lmcache", "LMCache's connector", "LMCacheConnectorV1", package="lmcache", environment=_lmcache),
+             options={"offload_prompt_only": False}),
+        Peer("simple", "as simple-eager", _SIMPLE, options=_EAGERLY),
+        Peer("simple-eager", "vLLM's SimpleCPUOffloadConnector, which stores at once", _SIMPLE, options=_EAGERLY),
+        Peer("simple-lazy", "the same, which stores before a block is evicted", _SIMPLE, options=_LAZILY),
+        Peer("lmcache", "LMCache's connector", "LMCacheConnectorV1", None, package="lmcache"),
         Peer("overspill-eager", "Overspill's connector alone, without a plan, which stores at once", _OVERSPILL,
-             _overspill("eager"), needs_gpu=False),
-        Peer("overspill-lazy", "the same, which stores before a block is evicted", _OVERSPILL, _overspill("lazy"),
-             needs_gpu=False),
+             "host_bytes", {"store": "eager"}, needs_gpu=False),
+        Peer("overspill-lazy", "the same, which stores before a block is evicted", _OVERSPILL, "host_bytes",
+             {"store": "lazy"}, needs_gpu=False),
     )
 }  # fmt: skip
 
@@ -86,7 +78,9 @@ class PeerSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        return self.peer.environment(self.num_bytes)
+        if self.peer.size_option is not None:
+            return {}
+        return {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{self.num_bytes / GiB:g}"}
 
 
 def read_peer(text: str) -> PeerSettings:

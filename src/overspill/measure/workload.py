@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -214,18 +215,16 @@ def parse_workload(text: str, file: str = "") -> Workload:
         key, equals, value = (part.strip() for part in setting.partition("="))
         key = key.replace("-", "_")
         if not equals:
-            raise MeasureError(f"{setting!r:.60} in {text!r:.80} has no value; write for example {_example(kind)}")
+            first = kind.parameters[0]
+            raise MeasureError(
+                f"{setting!r:.60} in {text!r:.80} has no value; write for example {name}:{first.name}={first.default}"
+            )
         if key not in known:
             raise MeasureError(f"{name} has no parameter {key!r:.60}; {nearest(key, known)} It has {', '.join(known)}")
         if key in given:
             raise MeasureError(f"{key} is given twice in {text!r:.80}; leave one out")
         given[key] = known[key].parse(value)
     return Workload(name=name, parameters={**kind.defaults, **given}, **place)
-
-
-def _example(kind: WorkloadKind) -> str:
-    first = kind.parameters[0]
-    return f"{kind.name}:{first.name}={first.default}"
 
 
 Phase = Literal["cold", "returning"]
@@ -333,14 +332,8 @@ def shortened(workload: Workload, seed: int, max_model_len: int, *names: str) ->
         smaller = Workload(name=workload.name, parameters={**workload.parameters, **changed})
         return smaller if write_script(smaller, seed).longest <= max_model_len else None
 
-    found, fitting, too_large = None, 0, finest + 1
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if smaller := scaled(middle):
-            found, fitting = smaller, middle
-        else:
-            too_large = middle
-    return found
+    largest = bisect_left(range(1, finest + 1), True, key=lambda share: scaled(share) is None)
+    return scaled(largest) if largest else None
 
 
 _Parameters = Mapping[str, Number]

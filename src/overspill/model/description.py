@@ -137,10 +137,6 @@ def sort_weights(
     )
 
 
-def has_lm_head(tensors: Iterable[Tensor]) -> bool:
-    return any(_LM_HEAD.match(tensor.name) for tensor in tensors)
-
-
 def common_dtype(tensors: Iterable[Tensor]) -> str | None:
     """What the checkpoint is written in, for a config that does not say: the widest of its floating-point types."""
     found = {_FLOATS[tensor.dtype] for tensor in tensors if tensor.dtype in _FLOATS}
@@ -244,7 +240,7 @@ def _written_dtype(config: Config, tensors: Sequence[Tensor] | None) -> str:
 
 
 def _is_tied(config: Config, tensors: Sequence[Tensor] | None) -> bool:
-    if tensors is not None and not has_lm_head(tensors):
+    if tensors is not None and not any(_LM_HEAD.match(tensor.name) for tensor in tensors):
         return True
     # Multimodal models say it in either config.
     written = [source["tie_word_embeddings"] for source in (config.raw, config.text) if "tie_word_embeddings" in source]

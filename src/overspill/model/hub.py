@@ -72,18 +72,14 @@ class Repository:
         url = f"/{self.repo_id}/resolve/{quote(self.revision, safe='')}/{quote(name)}"
         with self.client.stream("GET", url, headers=headers) as response:
             if response.status_code == httpx.codes.NOT_FOUND:
-                self._check_is_there(response)
+                if response.headers.get("X-Error-Code") in ("RepoNotFound", "RevisionNotFound"):
+                    raise ModelError(f"the hub knows no {self.where}; check the name and the revision")
                 return None
             self._check_status(response, name)
             # A server that ignores ranges sends the file from its beginning; only the requested part is read.
             skip = 0 if response.status_code == httpx.codes.PARTIAL_CONTENT else start
             content = _read(response, skip + length)
             return content[skip:], _file_size(response, len(content))
-
-    def _check_is_there(self, response: httpx.Response) -> None:
-        what = response.headers.get("X-Error-Code")
-        if what in ("RepoNotFound", "RevisionNotFound"):
-            raise ModelError(f"the hub knows no {self.where}; check the name and the revision")
 
     def _check_status(self, response: httpx.Response, name: str) -> None:
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):

@@ -1,6 +1,7 @@
 """What vLLM makes of a model's caches under given settings: pages, groups, blocks, and how many tokens fit."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -184,12 +185,6 @@ class CacheGroup:
         return max(member.page.blocks_per_request(max_model_len, max_in_flight_tokens) for member in self.members)
 
 
-def group_layers(members: Sequence[LayerPage]) -> tuple[CacheGroup, ...]:
-    if _one_type(members):
-        return (CacheGroup(members=tuple(members)),)
-    return _equal_groups(_unified(members))
-
-
 def _one_type(members: Iterable[LayerPage]) -> bool:
     """Whether all layers need the same number of blocks, whatever their pages' sizes (UniformTypeKVCacheSpecs)."""
 
@@ -291,11 +286,7 @@ class KVGeometry:
 
     def longest_context(self, kv_cache_memory_bytes: int, limit: int) -> int:
         """The most tokens, up to `limit`, of which one request fits; 0 if not even one does."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(middle, kv_cache_memory_bytes) else (low, middle - 1)
-        return low
+        return bisect_left(range(1, limit + 1), True, key=lambda tokens: not self.fits(tokens, kv_cache_memory_bytes))
 
 
 def kv_geometry(facts: ModelFacts, settings: CacheSettings | None = None) -> KVGeometry:
@@ -307,7 +298,8 @@ def kv_geometry(facts: ModelFacts, settings: CacheSettings | None = None) -> KVG
         LayerPage(layer=entry.layer, page=page.padded_to(attention_bytes) if page.kind is Kind.MAMBA else page)
         for entry, page in zip(facts.caches, pages, strict=True)
     ]
-    return KVGeometry(groups=group_layers(members), settings=settings)
+    one = (CacheGroup(members=tuple(members)),)
+    return KVGeometry(groups=one if _one_type(members) else _equal_groups(_unified(members)), settings=settings)
 
 
 def _pages(facts: ModelFacts, settings: CacheSettings) -> list[Page]:

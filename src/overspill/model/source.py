@@ -144,7 +144,7 @@ def read_model(
         raise ModelError(f"{revision!r} is not a revision; use a branch, a tag or a commit")
     snapshot = find_snapshot(cache_folder(environ), name, revision)
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
-    if snapshot is not None and (offline or _has_weights(snapshot)):
+    if snapshot is not None and (offline or any(snapshot.glob("*.safetensors"))):
         return read_folder(snapshot, name=name, dtype=dtype)
     if offline:
         raise ModelError(
@@ -161,7 +161,3 @@ def read_model(
 
 def _is_repo_id(name: str) -> bool:
     return _REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
-
-
-def _has_weights(snapshot: Path) -> bool:
-    return any(entry.name.endswith(".safetensors") for entry in snapshot.iterdir())

@@ -1,5 +1,6 @@
 """All ways worth trying to divide a device's memory between weights and KV, and which of them hold a context."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -103,13 +104,13 @@ def peak_ram_bytes(weights: WeightOffload, later_bytes: int) -> int:
 def longest_context(setup: Setup, tried: Iterable[Attempt], *, within_ram: bool = True) -> int:
     """That fits exactly by any of the attempts, with the RAM there is; 0 if none does."""
     exact = [attempt for attempt in tried if attempt.is_exact and attempt.available_bytes > 0]
-    low, high = 0, max(setup.max_model_len, setup.facts.max_position_embeddings)
-    while low < high:
-        middle = (low + high + 1) // 2
-        found = fits(setup, exact, middle)
-        is_enough = any(not within_ram or fit.ram_bytes <= setup.ram_bytes.value for fit in found)
-        low, high = (middle, high) if is_enough else (low, middle - 1)
-    return low
+
+    def is_too_long(length: int) -> bool:
+        found = fits(setup, exact, length)
+        return not any(not within_ram or fit.ram_bytes <= setup.ram_bytes.value for fit in found)
+
+    longest = max(setup.max_model_len, setup.facts.max_position_embeddings)
+    return bisect_left(range(1, longest + 1), True, key=is_too_long)
 
 
 def least_ram_bytes(setup: Setup, tried: Iterable[Attempt]) -> int | None:

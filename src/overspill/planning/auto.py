@@ -1,5 +1,6 @@
 """`--max-model-len auto`: the longest context that decodes fast enough, and what it was bounded by."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -81,8 +82,5 @@ def auto_context(model: str, limit: int, min_speed: float, best_at: Callable[[in
 
 def _last(lengths: Sequence[int], is_met: Callable[[int], bool]) -> int | None:
     """The longest that meets a condition which shorter ones meet too; None if the shortest does not."""
-    low, high = 0, len(lengths)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if is_met(lengths[middle]) else (low, middle)
-    return lengths[low - 1] if low else None
+    number = bisect_left(lengths, True, key=lambda length: not is_met(length))
+    return lengths[number - 1] if number else None

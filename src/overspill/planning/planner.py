@@ -140,11 +140,6 @@ class Plan:
         return self.wishes.num_seqs
 
     @property
-    def is_weights_asked(self) -> bool:
-        """Whether the user said how much of the weights goes to RAM."""
-        return self.wishes.weights_ram_bytes is not None or self.wishes.offload_groups is not None
-
-    @property
     def recommended(self) -> Way | None:
         """The best of those that change no token; None if there is none, whatever else would fit."""
         return _best([way for way in self.ways if way.is_exact])
@@ -298,10 +293,8 @@ def _of_length(setup: Setup, length: int | None) -> Setup:
 
 
 def _ways(setup: Setup, found: Iterable[Fit]) -> tuple[Way, ...]:
-    return _best_of_each_kind(make_way(setup, fit) for fit in found if fit.ram_bytes <= setup.ram_bytes.value)
-
-
-def _best_of_each_kind(ways: Iterable[Way]) -> tuple[Way, ...]:
+    """The best of each kind."""
+    ways = [make_way(setup, fit) for fit in found if fit.ram_bytes <= setup.ram_bytes.value]
     best: dict[tuple[bool, bool, bool, bool], Way] = {}
     for way in sorted(ways, key=lambda way: (way.request_s, way.ram_bytes)):
         best.setdefault((way.weights.ram_bytes > 0, way.weights.is_uva, way.kv.spilled_bytes > 0, way.is_exact), way)
@@ -405,8 +398,9 @@ def _asked_warnings(plan: Plan) -> Iterator[str]:
     if wishes.elastic and chosen is not None and not is_elastic(plan, chosen):
         why = "the plan keeps no idle KV in RAM" if wishes.ledger else "only a server's KV grows and shrinks"
         yield f"--elastic would do nothing here and is left out: {why}"
-    is_asked = chosen is not None and chosen.weights.ram_bytes and plan.is_weights_asked
-    if is_asked and plan.longest_on_gpu >= plan.max_model_len:
+    is_asked = wishes.weights_ram_bytes is not None or wishes.offload_groups is not None
+    moves = chosen is not None and bool(chosen.weights.ram_bytes)
+    if is_asked and moves and plan.longest_on_gpu >= plan.max_model_len:
         yield (
             "weights go to RAM as asked, although all of them fit on the GPU beside this context: every step then "
             "reads them over the link, which has cost up to 19 times the speed"

@@ -58,8 +58,11 @@ def find_place(url: str | None = None, environ: Mapping[str, str] | None = None)
     environ = os.environ if environ is None else environ
     given = (environ.get(VARIABLE) or None) if url is None else url
     if given is None:
-        file = _state_folder(environ) / "registry.db"
-        return Place(URL.create("sqlite", database=str(file)), is_default=True)
+        if (folder := state_folder(environ)) is None:
+            raise RegistryUnavailable(
+                f"there is no home folder to keep the registry in; set XDG_STATE_HOME, or {VARIABLE}"
+            )
+        return Place(URL.create("sqlite", database=str(folder / "registry.db")), is_default=True)
     return Place(_parse(given), is_default=False)
 
 
@@ -91,13 +94,6 @@ def _private_folder(folder: Path) -> None:
         # Made before by something that left it readable; a folder of somebody else's is not ours to change.
         with suppress(PermissionError):
             folder.chmod(0o700)
-
-
-def _state_folder(environ: Mapping[str, str]) -> Path:
-    folder = state_folder(environ)
-    if folder is None:
-        raise RegistryUnavailable(f"there is no home folder to keep the registry in; set XDG_STATE_HOME, or {VARIABLE}")
-    return folder
 
 
 def _parse(given: str) -> URL:

