@@ -235,8 +235,8 @@ BAD: list[tuple[str, Callable[[Path], Any], str]] = [
         replace_file(SHARDS[1], (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}"),
         "announces a header of 100000001 bytes",
     ),
-    ("header not JSON", replace_file(SHARDS[1], b"\x02" + bytes(7) + b"{]"), "header that is not JSON"),
-    ("header a list", replace_file(SHARDS[1], b"\x02" + bytes(7) + b"[]"), "not a table of tensors"),
+    ("header not JSON", replace_file(SHARDS[1], b"\x02" + bytes(7) + b"{]"), "is not JSON"),
+    ("header a list", replace_file(SHARDS[1], b"\x02" + bytes(7) + b"[]"), "a JSON object was expected"),
     (
         "tensor without a shape",
         break_header(lambda e: first(e).pop("shape")),

@@ -1,7 +1,7 @@
-"""Figures that say where they come from: measured here, derived from other figures, or assumed."""
+"""Figures that say where they come from: measured here, derived from other figures, or assumed; and tables."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -59,3 +59,15 @@ def as_json(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def aligned(lines: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
+    """Columns of the width of their widest cell, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )

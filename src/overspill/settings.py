@@ -23,11 +23,11 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.options import parse_folder, parse_remote
 from overspill.kv.sizes import GiB, MiB, exact_size, format_size, parse_size
 from overspill.model.kv import KV_CACHE_DTYPE_BYTES
+from overspill.model.source import is_repo_id
 from overspill.planning.connector_options import read_options, write_options
 from overspill.planning.drafts import parse_drafts
 from overspill.planning.setup import AT_ONCE, MAX_NUM_SEQS
 
-_REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _DURATION = re.compile(r"(\d+)\s*([smhd]?)", re.ASCII)
 # Parts begin with a letter, a digit or an underscore: no `..`, no hidden file, nothing that looks like a flag.
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._:-]*"
@@ -159,14 +159,6 @@ def _kv_options(text: object) -> str:
     return write_options(read_options(_text(text)))
 
 
-def _remote(text: object) -> str:
-    return str(parse_remote(text))
-
-
-def _folder(text: object) -> str:
-    return str(parse_folder(text))
-
-
 def _flag(text: object) -> bool:
     if isinstance(text, bool):
         return text
@@ -185,7 +177,7 @@ def _source(text: object) -> str:
             raise OverspillError(f"{text} is not a folder of a model: there is no {os.path.join(path, 'config.json')}")
         # The model is not always started from the folder in which it was added.
         return str(Path(path).absolute())
-    if not _REPO_ID.fullmatch(text) or ".." in text or "--" in text:
+    if not is_repo_id(text):
         raise OverspillError(
             f"{text!r} is neither a folder here nor the name of a repository; give for example ./model or Qwen/Qwen3-8B"
         )
@@ -429,11 +421,11 @@ TABLE = (
         "Disk for KV that leaves RAM and for all of it at a stop, found again after a restart; without it, none.",
     ),
     Setting(
-        "disk_path", Kind(_folder, example="/var/cache/overspill", max_length=1024), None,
+        "disk_path", Kind(parse_folder, example="/var/cache/overspill", max_length=1024), None,
         "Folder for `--disk`, for one server at a time; without it, one in the user's cache folder for each model.",
     ),
     Setting(
-        "remote", Kind(_remote, example="mooncake://127.0.0.1:50051", max_length=300), None,
+        "remote", Kind(parse_remote, example="mooncake://127.0.0.1:50051", max_length=300), None,
         "Store between machines, the address of a Mooncake master: engines of one model find each other's KV there.",
     ),
     Setting(

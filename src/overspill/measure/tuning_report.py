@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from overspill.figures import aligned
 from overspill.measure.candidates import AS_IT_IS, Candidate
 from overspill.measure.compare import BY_KEY, Better, Measure, Ratio, Verdict, centre, paired_ratio
-from overspill.measure.report.text import aligned
 from overspill.measure.trial import INTERRUPTED, Step
 from overspill.measure.tuning import Goal, Tuning, length_of, measure_of
 from overspill.registry import Result

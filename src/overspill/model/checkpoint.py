@@ -65,12 +65,7 @@ def header_length(first_bytes: bytes, file_bytes: int, file: str) -> int:
 
 def parse_header(header: bytes, file_bytes: int, file: str) -> list[Tensor]:
     """The tensors of one file, checked as safetensors itself does: no gaps, no overlaps, nothing past the end."""
-    try:
-        entries = json.loads(header)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} has a header that is not JSON ({error}); fetch it again") from error
-    if not isinstance(entries, dict):
-        raise ModelError(f"{file} has a header that is not a table of tensors; fetch it again")
+    entries = parse_object(header, f"the header of {file}")
     spans = [_span(name, entry, file) for name, entry in entries.items() if name != "__metadata__"]
     spans.sort(key=lambda span: span[:2])
     _check_spans(spans, file_bytes - LENGTH_BYTES - len(header), file)

@@ -16,7 +16,7 @@ from overspill.model.facts import ModelFacts
 
 CONFIG = "config.json"
 QUANT_CONFIG = "hf_quant_config.json"
-_REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_REPO_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[\w][\w./-]*")
 _TRUE = {"1", "on", "yes", "true"}
 
@@ -138,7 +138,7 @@ def read_model(
     path = Path(os.path.expanduser(name))
     if not name or "\0" in name:
         raise ModelError(f"{name!r} is not the name of a model; give a folder, or a repository such as Qwen/Qwen3-8B")
-    if os.path.exists(path) or not _is_repo_id(name):
+    if os.path.exists(path) or not is_repo_id(name):
         return read_folder(path, dtype=dtype)
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ModelError(f"{revision!r} is not a revision; use a branch, a tag or a commit")
@@ -159,5 +159,5 @@ def read_model(
         return read_files(repository, name=name, dtype=dtype)
 
 
-def _is_repo_id(name: str) -> bool:
+def is_repo_id(name: str) -> bool:
     return _REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name

@@ -137,16 +137,10 @@ def fingerprint(
     enforce_eager: bool, kv_cache_dtype: str,
 ) -> str:  # fmt: skip
     """What a profile holds for: a few readable words, and a hash over everything it depends on."""
+    shape = ("architecture", "dtype", "quantization", "num_layers", "hidden_size", "intermediate_size", "num_heads",
+             "num_experts", "vocab_size")  # fmt: skip
     decides = {
-        "architecture": facts.architecture,
-        "dtype": facts.dtype,
-        "quantization": facts.quantization,
-        "num_layers": facts.num_layers,
-        "hidden_size": facts.hidden_size,
-        "intermediate_size": facts.intermediate_size,
-        "num_heads": facts.num_heads,
-        "num_experts": facts.num_experts,
-        "vocab_size": facts.vocab_size,
+        **{name: getattr(facts, name) for name in shape},
         "weights_bytes": facts.weights.total_bytes,
         "gpu": gpu.name,
         "gpu_bytes": gpu.total_bytes.value,

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Double, Integer, Select, Text, delete, func, insert, select
+from sqlalchemy import Double, Integer, Text, delete, func, insert, select
 from sqlalchemy.orm import Mapped, mapped_column
 
 from overspill.registry.access import Key, list_keys
@@ -93,7 +93,8 @@ def list_requests(
     limit: int = 100,
 ) -> list[Request]:  # fmt: skip
     """The newest first; `before` is the number of the last one of the page above."""
-    query = _filtered(select(Request), model=model, who=who, outcome=outcome)
+    wanted = {"model": model, "who": who, "outcome": outcome}
+    query = select(Request).filter_by(**{name: value for name, value in wanted.items() if value})
     if before is not None:
         query = query.where(Request.id < min(before, (1 << 31) - 1))
     query = query.order_by(Request.id.desc()).limit(max(0, min(limit, MAX_REQUESTS)))
@@ -130,10 +131,3 @@ def keys_and_use(registry: Registry) -> list[tuple[Key, Use]]:
     """By name."""
     used = use_by_client(registry)
     return [(key, used.get(key.who, Use())) for key in list_keys(registry)]
-
-
-def _filtered(query: Select[tuple[Request]], **wanted: str) -> Select[tuple[Request]]:
-    for name, value in wanted.items():
-        if value:
-            query = query.where(getattr(Request, name) == value)
-    return query

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import overspill
+from overspill.figures import aligned
 from overspill.kv.sizes import format_size
 from overspill.planning.planner import Plan
 from overspill.planning.report import plan_as_json
@@ -217,7 +218,7 @@ class Proof:
         return shlex.join([*self.command, "--seed", str(self.seed), *failed])
 
     def as_text(self) -> str:
-        lines = [*_table([_COLUMNS, *map(_row, self.outcomes)]), "", *_notes(self)]
+        lines = [aligned([_COLUMNS, *map(_row, self.outcomes)], left=(0,)), "", *_notes(self)]
         for outcome in self.outcomes:
             name = outcome.scenario.name
             lines += [_mismatch_line(name, mismatch, self.seed) for mismatch in outcome.compared.mismatches[:3]]
@@ -273,14 +274,6 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 def faults(outcome: Outcome) -> str:
     """What was done to the engine, and what became of it."""
     return outcome.scenario.fault_text.format_map(defaultdict(int, outcome.figures))
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
-        for row in rows
-    ]
 
 
 def _notes(proof: Proof) -> list[str]:

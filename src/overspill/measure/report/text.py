@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from overspill.figures import aligned
 from overspill.kv.sizes import format_size
 from overspill.measure.compare import (
     BY_KEY,
@@ -32,18 +33,6 @@ _MARKS = (
     ({Verdict.ONE_RUN}, "one run: it is over requests, and the next run may differ by more"),
 )
 _STATISTICS = ("mean", "median", "p90", "p99", "std")
-
-
-def aligned(lines: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
-    """Columns of the width of their widest cell, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def comparison_as_text(comparison: Comparison) -> str:
