@@ -6,12 +6,18 @@ at the moment a long one decodes. Loads vLLM: imported in children only.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
+
+from prometheus_client import REGISTRY
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
 import shapes
+from overspill.kv.spill.worker import SpillWorker
 from overspill.verify.inprocess import Engine
 from overspill.verify.workload import Answer
 from record import Json
@@ -26,6 +32,31 @@ class SpillEngine(Engine):
         config = self._vllm.vllm_config
         self.block_tokens = int(config.cache_config.block_size)
         self.prompts = shapes.Prompts(config.model_config.get_vocab_size(), config.model_config.seed or 0)
+
+    def close(self) -> None:
+        # All of it, now: an engine that is collected later takes the next one's state with it.
+        self.llm = None
+        gc.collect()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def spill_worker(self) -> SpillWorker | None:
+        return self._connector.spill_worker
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None, name: str = ""
+    ) -> Answer:
+        """One prompt, until its last token."""
+        answer = self.add(prompt, max_tokens, logprobs=logprobs, name=name)
+        self.run(lambda: answer.is_done)
+        return answer
 
     @property
     def share(self) -> float | None:
@@ -130,5 +161,12 @@ class SpillEngine(Engine):
             self.drain()
 
     def spill_counters(self) -> dict[str, int]:
-        """Up to the step that returned last; zeros without spill."""
-        return self.counters(*COUNTERS)
+        """Up to the step that returned last; zeros without spill. By name: collecting the whole registry takes as long
+        as a decode step."""
+        found = dict.fromkeys(COUNTERS, 0)
+        for name in COUNTERS:
+            collector = REGISTRY._names_to_collectors.get(f"overspill_{name}_total")
+            for metric in collector.collect() if collector is not None else ():
+                values = [sample.value for sample in metric.samples if sample.name == f"overspill_{name}_total"]
+                found[name] += int(sum(values))
+        return found

@@ -20,7 +20,7 @@ import pytest
 
 from overspill.address import free_port
 from overspill.measure import CannotMeasure
-from overspill.measure.measurement import Outcome, measure
+from overspill.measure.measurement import Outcome, measure, part_from_json
 from overspill.measure.metrics import serving_metrics
 from overspill.measure.progress import Progress
 from overspill.measure.provenance import Provenance
@@ -427,11 +427,12 @@ def test_a_stop_ends_the_run_while_the_first_request_hangs(killable: Callable[..
 @pytest.mark.usefixtures("_quick_progress")
 def test_a_resumed_measurement_keeps_its_first_part(killable: Callable[..., Killable]) -> None:
     server = killable("--pause", "0.02")
-    first = stopped_after(3, server.url).part
-    later = stopped_after(8, server.url, first).part
-    assert first is not None and later is not None
-    assert set(first["index"]) < set(later["index"])
-    assert later["duration"] > first["duration"]
+    kept = stopped_after(3, server.url).part
+    resumed = stopped_after(8, server.url, kept).part
+    assert kept is not None and resumed is not None
+    first, later = part_from_json(kept), part_from_json(resumed)
+    assert set(first.answers) < set(later.answers)
+    assert later.duration > first.duration
 
 
 def incomplete(bench: Bench, killable: Callable[..., Killable], state: Path) -> tuple[Killable, Result]:

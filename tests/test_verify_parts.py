@@ -387,7 +387,8 @@ def test_a_workload_repeats_with_its_seed_within_the_context(llama: Path) -> Non
     stage = make_stage(plan(llama))
     assert make_workload(stage, 7) == make_workload(stage, 7) != make_workload(stage, 8)
     for seed in range(20):
-        for one in make_workload(stage, seed, varied=True).all:
+        made = make_workload(stage, seed, varied=True)
+        for one in (*made.conversations, *made.longs, *made.shorts, made.fresh, *made.prompts):
             length = sum(len(piece) + ANSWER for piece in one.pieces)
             assert all(one.pieces) and length <= stage.max_model_len
             low, high = stage.token_ids

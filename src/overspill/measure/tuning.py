@@ -28,24 +28,16 @@ class Goal(StrEnum):
     CONTEXT = "context"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aim:
-    measure: Measure
-    workload: str
-    """Conversations return, so that RAM for idle KV is of use if it is of use at all."""
-
-
-_AIMS = {
-    Goal.THROUGHPUT: Aim(
-        measure=BY_KEY["output_throughput"],
-        workload="multi-turn:conversations=24,turns=3,first=1024,input=256,think_time=0,concurrency=24",
-    ),
-    Goal.TTFT: Aim(
-        measure=BY_KEY["mean_ttft_ms"],
-        workload="multi-turn:conversations=12,turns=3,first=2048,input=256,output=64,think_time=0.5,concurrency=4",
-    ),
-    # One request of the whole length; what counts beside its answer is the time for each of its tokens.
-    Goal.CONTEXT: Aim(measure=BY_KEY["mean_tpot_ms"], workload="offline:requests=1"),
+_MEASURES = {
+    Goal.THROUGHPUT: BY_KEY["output_throughput"],
+    Goal.TTFT: BY_KEY["mean_ttft_ms"],
+    # Of one request of the whole length; what counts beside its answer is the time for each of its tokens.
+    Goal.CONTEXT: BY_KEY["mean_tpot_ms"],
+}
+# Conversations return, so that RAM for idle KV is of use if it is of use at all.
+_WORKLOADS = {
+    Goal.THROUGHPUT: "multi-turn:conversations=24,turns=3,first=1024,input=256,think_time=0,concurrency=24",
+    Goal.TTFT: "multi-turn:conversations=12,turns=3,first=2048,input=256,output=64,think_time=0.5,concurrency=4",
 }
 _ANSWER_TOKENS = 32
 
@@ -58,13 +50,13 @@ def parse_goal(text: str) -> Goal:
 
 
 def measure_of(goal: Goal) -> Measure:
-    return _AIMS[goal].measure
+    return _MEASURES[goal]
 
 
 def choose_workload(goal: Goal, given: str | None, max_model_len: int) -> Workload:
     """The one given, or the goal's own, made shorter where the context is."""
     if given is None:
-        own = parse_workload(_AIMS[goal].workload)
+        own = parse_workload(_WORKLOADS[goal])
         if (fitting := shortened(own, 0, max_model_len, *WORKLOADS[own.name].shortened_by)) is None:
             raise MeasureError(f"{max_model_len} tokens are too few for any workload; give a longer --max-model-len")
         return fitting

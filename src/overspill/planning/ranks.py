@@ -23,18 +23,15 @@ _VOCAB_MULTIPLE = 64
 
 def rank_facts(facts: ModelFacts, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> ModelFacts:
     """The model as one rank has it: of a pipeline, the stage that keeps most. Refuses sizes that do not divide it."""
-    _require(facts, "--tensor-parallel-size", tensor_parallel_size, _undivided(facts, tensor_parallel_size))
-    _require(facts, "--pipeline-parallel-size", pipeline_parallel_size, _unstaged(facts, pipeline_parallel_size))
+    for flag, size, check in (
+        ("--tensor-parallel-size", tensor_parallel_size, _undivided),
+        ("--pipeline-parallel-size", pipeline_parallel_size, _unstaged),
+    ):
+        if why := check(facts, size):
+            sizes = [str(other) for other in range(1, _MOST_GPUS + 1) if not check(facts, other)]
+            raise OverspillError(f"{flag} {size} does not divide {facts.name}: {why}; use one of {', '.join(sizes)}")
     divided = facts if tensor_parallel_size == 1 else _tensor_rank(facts, tensor_parallel_size)
     return divided if pipeline_parallel_size == 1 else _stage(divided, pipeline_parallel_size)
-
-
-def _require(facts: ModelFacts, flag: str, size: int, why: str) -> None:
-    if not why:
-        return
-    check = _undivided if flag.startswith("--tensor") else _unstaged
-    sizes = [str(other) for other in range(1, _MOST_GPUS + 1) if not check(facts, other)]
-    raise OverspillError(f"{flag} {size} does not divide {facts.name}: {why}; use one of {', '.join(sizes)}")
 
 
 def _undivided(facts: ModelFacts, size: int) -> str:

@@ -1,10 +1,9 @@
 """vLLM's engine in this process, stepped by hand, where its blocks and Overspill's copies can be reached.
 
-For `overspill verify`, the demo and benchmarks. It loads vLLM, so it is imported in processes made for an engine, which
+For `overspill verify` and benchmarks. It loads vLLM, so it is imported in processes made for an engine, which
 have VLLM_ENABLE_V1_MULTIPROCESSING=0 in their environment.
 """
 
-import gc
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,7 @@ import torch
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig, ModelConfig
-from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -28,7 +25,6 @@ from overspill.kv import plugin
 from overspill.kv.connector import OverspillConnector
 from overspill.kv.scheduler import OffloadScheduler
 from overspill.kv.spill.scheduler import SpillScheduler
-from overspill.kv.spill.worker import SpillWorker
 from overspill.kv.vllm_api import call_workers
 from overspill.kv.worker import OffloadWorker
 from overspill.verify.workload import Answer
@@ -60,19 +56,6 @@ class Engine:
             )  # fmt: skip
         arguments = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "disable_log_stats": False} | arguments
         return cls(LLM(model=str(model), kv_transfer_config=transfer, **arguments))
-
-    def close(self) -> None:
-        # All of it, now: an engine that is collected later takes the next one's state with it.
-        self.llm = None
-        gc.collect()
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Its parts.
 
@@ -118,10 +101,6 @@ class Engine:
         """None without spill."""
         scheduler: SpillScheduler | None = getattr(self.scheduler.connector, "spill_scheduler", None)
         return scheduler
-
-    @property
-    def spill_worker(self) -> SpillWorker | None:
-        return self._connector.spill_worker
 
     # Requests.
 
@@ -176,14 +155,6 @@ class Engine:
             self.step()
         raise Stuck(f"requests are still unfinished after {_STEPS} steps")
 
-    def generate(
-        self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None, name: str = ""
-    ) -> Answer:
-        """One prompt, until its last token."""
-        answer = self.add(prompt, max_tokens, logprobs=logprobs, name=name)
-        self.run(lambda: answer.is_done)
-        return answer
-
     def abort(self, *answers: Answer) -> None:
         """Those that still run; all of them if none is named."""
         keys = [key for key, answer in self._running.items() if not answers or answer in answers]
@@ -199,14 +170,10 @@ class Engine:
             self._vllm.step()
         raise Stuck(f"copies are still under way after {_STEPS} steps")
 
-    def counters(self, *names: str) -> dict[str, int]:
-        """Overspill's counters and vLLM's preemptions since the start, as a server shows them on /metrics; only the
-        named ones of Overspill's if any are: collecting the whole registry takes as long as a decode step."""
-        found = dict.fromkeys(names, 0)
-        known = REGISTRY._names_to_collectors
-        collectors = [known[key] for name in names if (key := f"overspill_{name}_total") in known]
-        metrics = [metric for one in collectors for metric in one.collect()] if names else REGISTRY.collect()
-        for sample in (sample for metric in metrics for sample in metric.samples):
+    def counters(self) -> dict[str, int]:
+        """Overspill's counters and vLLM's preemptions since the start, as a server shows them on /metrics."""
+        found: dict[str, int] = {}
+        for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
             name = "preemptions" if sample.name == "vllm:num_preemptions_total" else sample.name
             if name == "preemptions" or (name.startswith("overspill_") and name.endswith("_total")):
                 name = name.removeprefix("overspill_").removesuffix("_total")

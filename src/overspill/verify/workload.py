@@ -84,10 +84,6 @@ class Workload:
     prompts: tuple[Conversation, ...] = ()
     """Single turns as long as the longs, for the CPU to attend to; each second one begins as the one before."""
 
-    @property
-    def all(self) -> tuple[Conversation, ...]:
-        return (*self.conversations, *self.longs, *self.shorts, self.fresh, *self.prompts)
-
 
 @dataclass(frozen=True, slots=True)
 class Script:
