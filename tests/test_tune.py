@@ -174,7 +174,7 @@ def test_the_best_candidate_is_kept_and_trials_are_comparable(
 def test_clearly_worse_ones_are_measured_once_and_the_rest_again(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
-    stand_in.setenv("STAND_IN", json.dumps({POOL: 0.4, LAZILY: 0.8}))
+    stand_in.setenv("STAND_IN", json.dumps({POOL: 0.6, LAZILY: 1.2}))
     report = go(registry, asked(registry, model, repeats=2, most=3, given={**TIGHT, "offload_ram": "64MiB"}))
     runs = [(label, repeat) for label, repeat, _ in stored(registry)]
     assert runs.count((LAZY, 1)) == 1 and (LAZY, 2) not in runs and ("plan", 2) in runs
