@@ -178,8 +178,10 @@ def test_a_single_point_is_seen_and_no_colour_comes_twice(page: "Page", here: He
     page.get_by_text("e8 answers").wait_for()
     colours = page.evaluate("charts.list[0].plot.series.slice(1).map(one => one.stroke())")
     assert len(colours) == len(set(colours)) == 9
-    page.wait_for_timeout(300)
-    assert pixels(page, colours[-1]) > 5
+    deadline = time.monotonic() + 30
+    while pixels(page, colours[-1]) <= 5:  # drawn with the next frame, or a busy machine's tenth
+        assert time.monotonic() < deadline
+        page.wait_for_timeout(100)
 
 
 @needs_chromium
