@@ -19,10 +19,8 @@ import pytest
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.conversations import conversation_script
 from overspill.measure.measurement import Outcome, Part, joined, part_as_json, part_from_json, require_tier
+from overspill.measure.memory import MemorySampler, Sample, _Gpus, thinned
 from overspill.measure.metrics import (
-    MemorySampler,
-    Sample,
-    _Gpus,
     deviation,
     difference,
     goodput_metrics,
@@ -31,7 +29,6 @@ from overspill.measure.metrics import (
     parse_limits,
     percentile,
     serving_metrics,
-    thinned,
     total,
 )
 from overspill.measure.progress import Progress, ProgressPrinter

@@ -15,7 +15,7 @@ from overspill.manager.errors import ManagerError
 from overspill.manager.library import Downloads, hub_bytes, local_models, remove_cached, search_hub
 from overspill.manager.needs import NOTHING, replan
 from overspill.manager.telemetry.overview import Kind, plan_maps
-from overspill.manager.web.rendering import GROUPS
+from overspill.manager.web.forms import GROUPS
 from overspill.registry import ModelSettings
 from overspill.settings import MODEL_SETTINGS, parse_settings
 from tests.chat_model import make_chat_model

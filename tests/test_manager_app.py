@@ -32,8 +32,9 @@ from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
 from overspill.manager.web import server
 from overspill.manager.web.actions import Actions, Caller
 from overspill.manager.web.charts import charts_of
+from overspill.manager.web.forms import changes_of, form_values
 from overspill.manager.web.model_pages import Card
-from overspill.manager.web.rendering import changes_of, duration, element_id, form_values, fragment, shown
+from overspill.manager.web.rendering import duration, element_id, fragment, shown
 from overspill.manager.web.setup import limit, own_folder
 from overspill.processes import identity
 from overspill.registry import ModelSettings, Registry, add_model, open_registry

@@ -13,7 +13,7 @@ from overspill.manager.errors import NoRoom
 from overspill.manager.needs import Memory, Need
 from overspill.manager.states import State
 from overspill.manager.swaps import Verdict, choose, kept_in_the_way
-from overspill.manager.web.rendering import changes_of, form_values
+from overspill.manager.web.forms import changes_of, form_values
 from overspill.registry import Model, add_model, edit_model
 from overspill.settings import parse_settings
 from tests.managed_here import managed_here

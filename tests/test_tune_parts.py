@@ -20,6 +20,7 @@ from overspill.kv.sizes import GiB, exact_size
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.candidates import AS_IT_IS, Candidate, Replan, find_candidates
 from overspill.measure.compare import Better
+from overspill.measure.search import MARGINS, NEAR, Scores, Standing, longest_working, next_length, trials_left
 from overspill.measure.subject import (
     Subject,
     current_candidate,
@@ -32,16 +33,7 @@ from overspill.measure.subject import (
 from overspill.measure.trial import Step, locked
 from overspill.measure.tune import run
 from overspill.measure.tuning import Goal, Tuning, choose_workload, does_return, one_prompt, parse_budget, parse_goal
-from overspill.measure.tuning_report import (
-    MARGINS,
-    NEAR,
-    Scores,
-    Standing,
-    TuningReport,
-    longest_working,
-    next_length,
-    trials_left,
-)
+from overspill.measure.tuning_report import TuningReport
 from overspill.measure.workload import parse_workload, write_script
 from overspill.planning.planner import Plan
 from overspill.registry import (

@@ -14,18 +14,15 @@ import msgspec
 
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.conversations import conversation_script, tokenizer_of
+from overspill.measure.memory import MemorySampler, Sample, peak, thinned
 from overspill.measure.metrics import (
     SERVED,
     Counters,
-    MemorySampler,
-    Sample,
     difference,
-    peak,
     phase_metrics,
     read_counters,
     request_columns,
     serving_metrics,
-    thinned,
     total,
 )
 from overspill.measure.progress import Progress

@@ -11,10 +11,11 @@ from overspill.measure.candidates import Candidate
 from overspill.measure.configuration import read_configuration
 from overspill.measure.launch import MeasuredLaunch, make_launch
 from overspill.measure.progress import Reporter, Say, duration
+from overspill.measure.search import next_length, trials_left
 from overspill.measure.subject import Subject
 from overspill.measure.trial import INTERRUPTED, Step, Trial, Trials, locked, logs_folder, resumable
 from overspill.measure.tuning import Tuning, length_of, measure_of, one_prompt
-from overspill.measure.tuning_report import TuningReport, next_length, tokens_per_s, trials_left
+from overspill.measure.tuning_report import TuningReport, tokens_per_s
 from overspill.measure.workload import Workload, parse_workload
 from overspill.registry import Registry, Result, running_runs
 

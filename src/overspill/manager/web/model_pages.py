@@ -17,12 +17,10 @@ from overspill.manager.library import local_models, search_hub
 from overspill.manager.states import EngineAction, Snapshot, State
 from overspill.manager.telemetry.machine import ProcessSample
 from overspill.manager.web.application import App, Application, Who
+from overspill.manager.web.forms import GROUPS, changes_of, form_values
 from overspill.manager.web.rendering import (
-    GROUPS,
-    changes_of,
     element_id,
     form_of,
-    form_values,
     fragment,
     page,
     part,

@@ -2,7 +2,6 @@
 
 import shlex
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -14,14 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 from starlette.responses import HTMLResponse, Response
 
-from overspill.kv.sizes import exact_size, format_size
+from overspill.kv.sizes import format_size
 from overspill.manager.errors import ManagerError
 from overspill.manager.telemetry.overview import plan_maps
 from overspill.manager.web.access import read_cookie, set_cookie
+from overspill.manager.web.forms import LABELS
 from overspill.manager.web.guards import csrf_token
-from overspill.registry import Model
 from overspill.registry.access import new_session_id
-from overspill.settings import MODEL_SETTINGS, Setting
 
 STATIC = Path(__file__).parent / "static"
 PAGES = (
@@ -120,66 +118,6 @@ def moment(at: float | datetime | None) -> str:
 def element_id(name: str) -> str:
     """For a page's elements: names of models hold slashes and dots."""
     return "m" + sha256(name.encode()).hexdigest()[:12]
-
-
-# Settings as a form shows them: in groups, with names that need no manual
-
-_GROUPS: dict[str, dict[str, str]] = {
-    "Model": {
-        "source": "Source", "max_model_len": "Context, tokens", "min_speed": "Speed that an automatic context keeps",
-        "dtype": "Number format", "aliases": "Other names", "variants": "Variants of requests", "notes": "Notes",
-    },
-    "Memory": {
-        "gpu_memory": "GPU memory, at most", "gpu_memory_utilization": "Share of the GPU", "ram": "RAM, at most",
-        "ram_reserve": "RAM left to others", "offload_ram": "RAM for idle conversations",
-        "weights_ram": "Weights in RAM", "kv_cache_dtype": "KV number format",
-    },
-    "When it runs": {
-        "ttl": "Stop when unused for", "keep": "Never stop it for another model", "preload": "Start with the manager",
-        "park": "Park instead of stopping", "elastic": "Share GPU memory with other models",
-        "elastic_weight": "Weight of its share",
-    },
-    "Load": {
-        "at_once": "Full-length requests at once", "max_num_seqs": "Requests at once, at most",
-        "max_num_batched_tokens": "Tokens per step", "drafts": "Drafted tokens", "enforce_eager": "Without CUDA graphs",
-    },
-    "Several GPUs": {
-        "gpus": "Which GPUs", "tensor_parallel_size": "GPUs that share each layer",
-        "pipeline_parallel_size": "Stages of layers",
-    },
-    "KV beyond RAM, and experts' settings": {
-        "disk": "Disk for KV", "disk_path": "Folder for it", "remote": "Store between machines",
-        "spill_compute": "Who attends to spilled KV", "spill_threads": "Threads for that", "kv_options": "KV options",
-        "vllm_args": "vLLM's own flags",
-    },
-}  # fmt: skip
-_SETTINGS = {setting.name: setting for setting in MODEL_SETTINGS}
-LABELS = {name: label for group in _GROUPS.values() for name, label in group.items()}
-GROUPS: tuple[tuple[str, tuple[tuple[Setting, str], ...]], ...] = tuple(
-    (title, tuple((_SETTINGS[name], label) for name, label in group.items())) for title, group in _GROUPS.items()
-)
-
-
-def form_values(model: Model | None) -> dict[str, str]:
-    """Settings as in a form: sizes as people write them, empty for unset ones."""
-    values = model.settings.as_json() if model is not None else {}
-    shown = {}
-    for setting in MODEL_SETTINGS:
-        value = values.get(setting.name)
-        if setting.name == "vllm_args":
-            shown[setting.name] = shlex.join(value or ())
-        elif value is None:
-            shown[setting.name] = ""
-        elif setting.is_size:
-            shown[setting.name] = exact_size(int(value))
-        else:
-            shown[setting.name] = str(value).lower() if isinstance(value, bool) else str(value)
-    return shown
-
-
-def changes_of(form: Mapping[str, str]) -> dict[str, object]:
-    """The settings of a form that was sent; empty ones are reset."""
-    return {name: value.strip() or None for name, value in form.items() if name in _SETTINGS}
 
 
 _environment = Environment(
