@@ -79,9 +79,11 @@ PAGE = BLOCK * 2 * 2 * 32 * 4  # of the tiny models: K and V, 2 heads of 32 numb
 
 
 def spilling(*, resident: int = 10, spilled: int = 60, regions: int = 4, **extra: Any) -> KVTransferConfig:
-    """So many blocks on the GPU and so many in RAM, of a model whose KV takes so many regions."""
+    """So many blocks on the GPU and so many in RAM, of a model whose KV takes so many regions. The window keeps its
+    memory unless `spill_lends` is given."""
     window = min(2, regions) * spilled * PAGE
     settings: dict[str, Any] = {
+        "spill_lends": False,
         "spill_bytes": spilled * regions * PAGE,
         "resident_bytes": resident * regions * PAGE + window,
         "reserve_bytes": 0,

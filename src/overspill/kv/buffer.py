@@ -26,7 +26,7 @@ from overspill.kv.host_memory import (
     unmap_memory,
 )
 from overspill.kv.sizes import MiB, format_size
-from overspill.kv.spill.geometry import CUDA_GRANULARITY, Geometry, block_step
+from overspill.kv.spill.geometry import CUDA_GRANULARITY, Geometry, LentUnits, block_step
 from overspill.kv.vllm_api import (
     KVCacheConfig,
 )
@@ -190,20 +190,45 @@ def unit_pieces(units: Units, page_bytes: int, *regions: int) -> list[Piece]:
 
 def spill_pieces(geometry: Geometry, units: Units | None = None) -> list[Piece]:
     """A buffer in which two window halves lie under all spilled ranges."""
-    regions = range(geometry.num_regions)
-    starts = [region * geometry.region_bytes for region in regions]
+    starts = _starts(geometry)
     if units is not None:
         resident = unit_pieces(units, geometry.page_bytes, *starts)
     else:
         resident = [piece for start in starts for piece in pieces_of(geometry.resident_bytes, start)]
-    halves = [
-        piece
-        for half in range(geometry.num_halves)
-        for piece in pieces_of(
-            geometry.half_bytes, *(geometry.spilled_offset(r) for r in regions if geometry.half_of(r) == half)
-        )
-    ]
+    halves = [piece for places in _halves(geometry) for piece in pieces_of(geometry.half_bytes, *places)]
     return [*resident, *halves]
+
+
+def lent_pieces(units: LentUnits) -> list[Piece]:
+    """The same where GPU blocks and window have memory by turns; units of the window are counted behind the others."""
+    geometry, page = units.geometry, units.geometry.page_bytes
+    fixed = [piece for start in _starts(geometry) for piece in pieces_of(units.num_fixed * page, start)]
+    resident = [
+        Piece(units.num_blocks * page, (start + units.blocks(unit).start * page,), unit)
+        for start in _starts(geometry)
+        for unit in range(units.count)
+    ]
+    window = [
+        Piece(
+            len(spilled) * page, tuple(place + (spilled.start - geometry.num_resident) * page for place in places), unit
+        )
+        for places in _halves(geometry)
+        for unit, spilled in enumerate(map(units.spilled, range(units.window_count)), units.count)
+    ]
+    return [*fixed, *resident, *window]
+
+
+def _starts(geometry: Geometry) -> list[int]:
+    return [region * geometry.region_bytes for region in range(geometry.num_regions)]
+
+
+def _halves(geometry: Geometry) -> list[list[int]]:
+    """Where each half of the window lies."""
+    regions = range(geometry.num_regions)
+    return [
+        [geometry.spilled_offset(region) for region in regions if geometry.half_of(region) == half]
+        for half in range(geometry.num_halves)
+    ]
 
 
 class KvBuffer(ABC):

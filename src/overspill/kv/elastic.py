@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from overspill.kv.buffer import Units, block_regions, granularity
 from overspill.kv.errors import OverspillError
+from overspill.kv.held_out import HeldOut
 from overspill.kv.ledger import Ledger
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
@@ -26,7 +27,6 @@ from overspill.kv.spill.capacity import spill_geometry
 from overspill.kv.stores import Stores
 from overspill.kv.vllm_api import (
     BlockPool,
-    KVCacheBlock,
     KVCacheConfig,
     add_engine_method,
     before_loop,
@@ -110,8 +110,8 @@ class Elastic:
             most=self.units.num_bytes, weight=options.ledger_weight,
         )  # fmt: skip
         self._leaving: dict[int, Leaving] = {}
-        self._out: set[int] = set()  # blocks that vLLM does not see
         self._pool: BlockPool | None = None
+        self._out: HeldOut | None = None
         self._stores: Stores | None = None
         self._planned = self._done = 0
         self.is_attached = False  # to the engine core's steps
@@ -125,8 +125,8 @@ class Elastic:
 
     def bind(self, pool: BlockPool, stores: Stores | None) -> None:
         """Hide blocks that have no memory yet."""
-        self._pool, self._stores = pool, stores
-        self._take_out(
+        self._pool, self._stores, self._out = pool, stores, HeldOut(pool)
+        self._out.take(
             pool.blocks[block] for unit in range(self.units.count) if unit not in self.mapped
             for block in self.units.blocks(unit)
         )  # fmt: skip
@@ -194,15 +194,17 @@ class Elastic:
             )  # fmt: skip
             return
         self.mapped.update(added)
-        self._put_in(block for unit in added for block in self.units.blocks(unit))
+        assert self._out is not None
+        self._out.give(block for unit in added for block in self.units.blocks(unit))
         self.stats.count("grown_bytes", self._bytes(added))
 
     def _keep_after_all(self, num_units: int) -> int:
         """Take back as many of the leaving units; returns how many."""
+        assert self._out is not None
         kept = list(self._leaving)[:num_units]
         for unit in kept:
             del self._leaving[unit]
-            self._put_in(block for block in self.units.blocks(unit) if block in self._out)
+            self._out.give(self.units.blocks(unit))
         return len(kept)
 
     def _ask_to_leave(self, num_units: int) -> None:
@@ -220,24 +222,26 @@ class Elastic:
 
     def _empty(self, core: Any) -> None:
         """Take out what is free of the leaving units, and have copied what RAM lacks."""
-        assert self._pool is not None
+        assert self._pool is not None and self._out is not None
         now, held, lost = time.monotonic(), set[int](), 0
         for unit, leaving in self._leaving.items():
             is_late, is_given_up = now > leaving.deadline, now > leaving.deadline + _COPYING_S
             may_offer = now - leaving.offered_at > _SECONDS_BETWEEN_OFFERS
             offered = []
-            for block in (self._pool.blocks[number] for number in self.units.blocks(unit) if number not in self._out):
+            for block in (
+                self._pool.blocks[number] for number in self.units.blocks(unit) if number not in self._out.ids
+            ):
                 if block.ref_cnt:
                     held.update((block.block_id,) if is_late else ())
                 elif self._stores is not None and self._stores.lacks_copy(block) and not is_given_up:
                     offered.append(block)
                 else:
                     lost += self._stores is not None and self._stores.lacks_copy(block)
-                    self._take_out([block])
+                    self._out.take([block])
             if offered and may_offer and self._stores is not None:
                 leaving.offered_at = now
                 self._stores.offer(offered, "")
-            if leaving.out_after is None and all(block in self._out for block in self.units.blocks(unit)):
+            if leaving.out_after is None and self._out.ids.issuperset(self.units.blocks(unit)):
                 leaving.out_after = self._planned
         if lost:
             self.stats.count("shrink_lost_blocks", lost)
@@ -259,29 +263,11 @@ class Elastic:
         self._ledger.write(self._row, held=self._bytes(self.mapped))
         self.stats.count("shrunk_bytes", self._bytes(ready))
 
-    def _take_out(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Free blocks, which vLLM can neither hand out nor hit from now on."""
-        assert self._pool is not None
-        taken = list(blocks)
-        self._pool.evict_blocks({block.block_id for block in taken if block.block_hash is not None})
-        for block in taken:
-            self._pool.free_block_queue.remove(block)
-            self._out.add(block.block_id)
-        # vLLM takes what is not free for held.
-        self._pool.num_gpu_blocks -= len(taken)
-
-    def _put_in(self, numbers: Iterable[int]) -> None:
-        assert self._pool is not None
-        blocks = [self._pool.blocks[number] for number in numbers]
-        self._out.difference_update(block.block_id for block in blocks)
-        self._pool.num_gpu_blocks += len(blocks)
-        self._pool.free_block_queue.prepend_n(blocks)
-
     def _report(self, core: Any) -> None:
-        assert self._pool is not None
+        assert self._pool is not None and self._out is not None
         queue = self._pool.free_block_queue
         free = getattr(queue, "num_free_resident", queue.num_free_blocks)  # with spill, of the GPU's tier
-        used = self.units.num_blocks - len(self._out) - 1 - free
+        used = self.units.num_blocks - len(self._out.ids) - 1 - free
         waiting = blocks_waiting(core, self._block_tokens, most=self.units.num_blocks)
         wanted = min(self.units.count, -(-(used + waiting) // self.units.blocks_per_unit) + 1)
         self._ledger.write(

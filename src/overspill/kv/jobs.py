@@ -93,6 +93,8 @@ class StepJobs(KVConnectorMetadata):
     spill: SpillStep | None = None
     # (source, target) blocks to copy before anything reads or writes them.
     block_copies: list[tuple[int, int]] = field(default_factory=list)
+    # Units of GPU blocks and window that have memory from this step on; None if that does not change.
+    units: frozenset[int] | None = None
 
 
 @dataclass(slots=True)

@@ -127,6 +127,13 @@ class Options:
         "same tokens.",
         needs="spill_bytes",
     )
+    spill_lends: bool = _option(
+        _flag,
+        True,
+        "Let memory of the window that is not needed now lie under GPU blocks. `false` keeps both as they are at the "
+        "start.",
+        needs="spill_bytes",
+    )
     store: Store = _option(
         _one_of("eager", "lazy"),
         "eager",

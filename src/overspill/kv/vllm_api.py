@@ -244,16 +244,20 @@ def host_coordinator(
 
 def around_allocation(
     manager: KVCacheManager,
-    allocate: Callable[[Request, int, int, Callable[[], KVCacheBlocks | None]], KVCacheBlocks | None],
+    allocate: Callable[
+        [Request, int, int, KVCacheBlocks | None, Callable[[], KVCacheBlocks | None]], KVCacheBlocks | None
+    ],
 ) -> None:
-    """Let `allocate` call vLLM for blocks; it is given the request, its new tokens and those that were found cached."""
+    """Let `allocate` call vLLM for blocks; it is given the request, its new tokens, those that were found cached, and
+    the blocks in which they are."""
     allocate_slots = manager.allocate_slots
 
     def around(
-        request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, *args: Any, **kwargs: Any
-    ) -> KVCacheBlocks | None:
-        inner = partial(allocate_slots, request, num_new_tokens, num_new_computed_tokens, *args, **kwargs)
-        return allocate(request, num_new_tokens, num_new_computed_tokens, inner)
+        request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None, *args: Any, **kwargs: Any,
+    ) -> KVCacheBlocks | None:  # fmt: skip
+        given = (request, num_new_tokens, num_new_computed_tokens, new_computed_blocks)
+        return allocate(*given, partial(allocate_slots, *given, *args, **kwargs))
 
     manager.allocate_slots = around
 

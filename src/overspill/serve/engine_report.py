@@ -263,7 +263,7 @@ def _connector_memory() -> dict[str, Any]:
         geometry = spill.geometry
         block_bytes = geometry.buffer_bytes // geometry.num_blocks
         found["arena"] = _host_memory(spill.arena)
-        found["resident_bytes"] = geometry.num_resident * block_bytes
+        found["resident_bytes"] = spill.num_resident * block_bytes
         found["spilled_bytes"] = geometry.num_spilled * block_bytes
         found["window_bytes"] = geometry.num_halves * geometry.half_bytes
     return found

@@ -11,8 +11,11 @@ from overspill.kv.options import Options
 from overspill.kv.sizes import KiB, format_size
 from overspill.kv.spill.geometry import (
     Geometry,
+    LentUnits,
     block_step,
     least_spilled_blocks,
+    lent_blocks,
+    lent_units_of,
     most_spilled_blocks,
     num_resident_blocks,
     num_spilled_blocks,
@@ -55,6 +58,16 @@ def spill_geometry(options: Options, vllm_config: VllmConfig, kv_cache_config: K
         num_regions=num_regions,
         page_bytes=page_bytes,
     )
+
+
+def lends(options: Options, vllm_config: VllmConfig) -> bool:
+    """Whether the window's memory lies under GPU blocks while it is not needed. Not where a ledger moves the GPU's
+    blocks, or where vLLM takes the longest context that all blocks together hold."""
+    return options.spill_lends and not options.ledger and vllm_config.model_config.original_max_model_len != -1
+
+
+def lent_units(options: Options, vllm_config: VllmConfig, geometry: Geometry) -> LentUnits | None:
+    return lent_units_of(geometry, granularity()) if lends(options, vllm_config) else None
 
 
 def check_spilled(options: Options, num_spilled: int, least_bytes: int) -> None:
@@ -177,6 +190,9 @@ def kv_bytes_with_spill(
         format_size(available_bytes), format_size(resident * block_bytes), format_size(window),
         format_size(spilled * block_bytes),
     )  # fmt: skip
+    if lends(options, vllm_config):
+        unit, count = lent_blocks(spilled, page_bytes, num_regions, granularity())
+        total += unit * count
     return total * block_bytes
 
 

@@ -1,11 +1,14 @@
 """Geometry of the KV buffer with spill: places and numbers of resident and spilled blocks. Arithmetic only."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 NUM_HALVES = 2
 # Granularity of CUDA's mappings.
 CUDA_GRANULARITY = 2 * 2**20
+# Units of the window that are lent, at most: each takes the driver some time.
+_MOST_LENT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +110,66 @@ def most_spilled_blocks(
     step = block_step(page_bytes, granularity)
     room = available_bytes - -(-num_resident // step) * step * page_bytes * num_regions
     return max(0, room) // (min(NUM_HALVES, num_regions) * page_bytes) // step * step
+
+
+@dataclass(frozen=True, slots=True)
+class LentUnits:
+    """Stretches of GPU blocks, at their end, and of spilled blocks, that have memory by turns."""
+
+    geometry: Geometry
+    num_blocks: int
+    """GPU blocks of a unit."""
+    count: int
+    """Of such units: all of them take no more than the whole window."""
+    num_spilled: int
+    """Spilled blocks of a unit of the window; the last may have fewer."""
+
+    @property
+    def num_fixed(self) -> int:
+        """GPU blocks that always have memory."""
+        return self.geometry.num_resident - self.count * self.num_blocks
+
+    @property
+    def window_count(self) -> int:
+        return -(-self.geometry.num_spilled // self.num_spilled)
+
+    def blocks(self, unit: int) -> range:
+        first = self.num_fixed + unit * self.num_blocks
+        return range(first, first + self.num_blocks)
+
+    def spilled(self, unit: int) -> range:
+        """Of a unit of the window."""
+        first = self.geometry.num_resident + unit * self.num_spilled
+        return range(first, min(first + self.num_spilled, self.geometry.num_blocks))
+
+    def covered(self, num_window: int) -> int:
+        """Spilled blocks of so many units of the window."""
+        return min(self.geometry.num_spilled, num_window * self.num_spilled)
+
+    def beside(self, num_window: int) -> int:
+        """Units of GPU blocks for which the window leaves memory."""
+        geometry = self.geometry
+        left = geometry.num_halves * (geometry.num_spilled - self.covered(num_window))
+        return min(self.count, left // (self.num_blocks * geometry.num_regions))
+
+
+def lent_blocks(num_spilled: int, page_bytes: int, num_regions: int, granularity: int) -> tuple[int, int]:
+    """GPU blocks of a unit, and how many units the whole window is worth."""
+    step = block_step(page_bytes, granularity)
+    pages = min(NUM_HALVES, num_regions) * num_spilled
+    unit = max(step, pages // num_regions // _MOST_LENT // step * step)
+    return unit, pages // (unit * num_regions)
+
+
+def lent_units_of(geometry: Geometry, granularity: int) -> LentUnits | None:
+    """None where the window is too small to be lent in parts."""
+    page, regions = geometry.page_bytes, geometry.num_regions
+    unit, count = lent_blocks(geometry.num_spilled, page, regions, granularity)
+    step = block_step(page, granularity)
+    spilled = max(step, unit * regions // geometry.num_halves // step * step)
+    return LentUnits(geometry, unit, count, spilled) if count else None
+
+
+def mapped_units(units: LentUnits, resident: Iterable[int], window: Iterable[int]) -> frozenset[int]:
+    """Those of the window are counted behind the others."""
+    return frozenset([*resident, *(units.count + unit for unit in window)])

@@ -6,7 +6,8 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from overspill.kv.spill.capacity import is_state
-from overspill.kv.spill.geometry import Geometry
+from overspill.kv.spill.geometry import Geometry, LentUnits
+from overspill.kv.spill.loan import Loan
 from overspill.kv.vllm_api import (
     BlockPool,
     FreeKVCacheBlockQueue,
@@ -23,6 +24,9 @@ from overspill.kv.vllm_api import (
 
 # A request that does not fit on the GPU leaves up to this part of it cached: for hits, and for shorter requests.
 _CACHED_PART = 4
+# Of an answer, for which a request that begins has room at once. For more, memory is divided anew: the request is
+# preempted, and finds most of its KV cached.
+_GROWTH_TOKENS = 2048
 
 
 class Choice(NamedTuple):
@@ -130,6 +134,13 @@ class TieredQueue:
     def num_free_spilled(self) -> int:
         return self._spilled.num_free_blocks
 
+    @contextmanager
+    def empty_ones_first(self) -> Iterator[None]:
+        """GPU blocks that are put to the front inside this context end up behind those that are empty already."""
+        empty = self._resident.popleft_n(self.num_empty_resident(self._resident.num_free_blocks))
+        yield
+        self._resident.prepend_n(empty)
+
     def num_empty_resident(self, most: int) -> int:
         """Empty GPU blocks at the head of their queue, where vLLM puts them; up to `most`."""
         return sum(1 for _ in takewhile(_is_empty, islice(self._resident.iter_blocks_after(None), most)))
@@ -165,8 +176,11 @@ class Placement:
         kv_cache_config: KVCacheConfig,
         is_spilled: Callable[[str], bool],
         states_per_request: int = 0,
+        units: LentUnits | None = None,
     ) -> None:
         self.geometry = geometry
+        self._units = units
+        self.loan: Loan | None = None
         self.is_spilled = is_spilled
         groups = kv_cache_config.kv_cache_groups
         self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
@@ -189,7 +203,12 @@ class Placement:
     @property
     def num_used_resident(self) -> int:
         """GPU blocks in use, without vLLM's null block."""
-        return self.geometry.num_resident - 1 - self.queue.num_free_resident
+        return self.num_resident - 1 - self.queue.num_free_resident
+
+    @property
+    def num_resident(self) -> int:
+        """GPU blocks that have memory."""
+        return self.geometry.num_resident if self.loan is None else self.loan.num_resident
 
     def bind(self, manager: KVCacheManager) -> None:
         """Replace the pool's free queue, and hook into allocations."""
@@ -197,6 +216,8 @@ class Placement:
         free = pool.free_block_queue.get_all_free_blocks()
         self._queue = TieredQueue(free, self.geometry.num_resident, self._choose_tiers)
         pool.free_block_queue = self._queue
+        if self._units is not None:
+            self.loan = Loan(self._units, pool, self._queue)
         around_allocation(manager, self._allocate)
         if self._state_groups:
             limit_groups(manager, self._state_groups, self.queue.resident_only, self._states_fit)
@@ -207,15 +228,35 @@ class Placement:
         request: Request,
         num_new_tokens: int,
         num_hit_tokens: int,
+        hits: KVCacheBlocks | None,
         allocate: Callable[[], KVCacheBlocks | None],
     ) -> KVCacheBlocks | None:
         self._current = request, num_hit_tokens, num_new_tokens
+        if self.loan is not None:
+            self._make_room(self.loan, hits)
         self.queue.num_taken = 0
         self._is_allocating = True
         try:
             return allocate()
         finally:
             self._is_allocating = False
+
+    def _make_room(self, loan: Loan, hits: KVCacheBlocks | None) -> None:
+        """Move memory between GPU blocks and window, if the request does not fit as it is divided. A request that has
+        blocks already needs no more than a place for the next ones."""
+        assert self._current is not None
+        request, num_hit_tokens, num_new_tokens = self._current
+        found = [block for group in hits.blocks for block in group] if hits is not None else []
+        need = self._blocks_to_come(request, num_hit_tokens, num_new_tokens) + self._kept_for_states
+        free_resident, free_spilled = self.queue.num_free_resident, self.queue.num_free_spilled
+        is_first = request.num_computed_tokens == 0
+        if need + len(found) <= free_resident or (not is_first and need <= free_resident + free_spilled):
+            return
+        growth = min(request.max_tokens, _GROWTH_TOKENS) if is_first else 0
+        spare = sum(
+            -(-growth // size) for group, size in enumerate(self.block_sizes) if group not in self._state_groups
+        )
+        loan.make_room(need, spare, found, may_lower=is_first)
 
     def _states_fit(self, num_states: int, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Whether there are GPU blocks for an allocation's states: vLLM compares with free blocks of both tiers. Hits
@@ -238,7 +279,7 @@ class Placement:
         """
         if not self._state_groups:
             return 0
-        several = min(self._states_per_request * (self._num_holders() + 1), self.geometry.num_resident // 2)
+        several = min(self._states_per_request * (self._num_holders() + 1), self.num_resident // 2)
         return max(self._states_per_request, self._states_wanted, several)
 
     def _choose_tiers(self) -> Choice:
@@ -251,7 +292,7 @@ class Placement:
         free = max(0, self.queue.num_free_resident - self._kept_for_states)
         if need <= free and not self.is_spilled(request.request_id):
             return Choice(num_kept_resident=self._kept_for_states)
-        kept = self.geometry.num_resident // _CACHED_PART
+        kept = self.num_resident // _CACHED_PART
         resident = min(free, max(free - kept, self.queue.num_empty_resident(need)))
         return Choice(max(0, need - resident), self._kept_for_states, kept)
 

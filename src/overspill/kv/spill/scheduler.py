@@ -15,7 +15,7 @@ from overspill.kv.options import Options
 from overspill.kv.sizes import MiB, format_size
 from overspill.kv.speeds import Speeds
 from overspill.kv.spill.balance import Balance
-from overspill.kv.spill.capacity import far_groups, spill_geometry, states_per_request
+from overspill.kv.spill.capacity import far_groups, lent_units, spill_geometry, states_per_request
 from overspill.kv.spill.placement import Placement
 from overspill.kv.spill.steps import Ids, Span, SpillStep, Stretch, far_stretch, group_step
 from overspill.kv.vllm_api import KVCacheConfig, Request, SchedulerOutput
@@ -73,6 +73,7 @@ class SpillScheduler:
             kv_cache_config,
             self.is_spilled,
             states_per_request(vllm_config, kv_cache_config.kv_cache_groups),
+            lent_units(options, vllm_config, self.geometry),
         )
         self._shown: tuple[int, int] | None = None
 
@@ -94,6 +95,8 @@ class SpillScheduler:
         """Add the step's block copies and its spilled blocks to its jobs."""
         jobs.block_copies = self._block_copies(output)
         jobs.spill = self._streamed(output)
+        if self.placement.loan is not None:
+            jobs.units = self.placement.loan.take_change()
 
     def _streamed(self, output: SchedulerOutput) -> SpillStep | None:
         """The spilled blocks of this step, each streamed once however many requests read it."""

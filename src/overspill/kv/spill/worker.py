@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from overspill.kv.attention.library import AttentionUnavailable
 from overspill.kv.attention.pool import Pool
-from overspill.kv.buffer import KvAllocation, KvBuffer, Units, map_buffer, spill_pieces
+from overspill.kv.buffer import KvAllocation, KvBuffer, Units, lent_pieces, map_buffer, spill_pieces
 from overspill.kv.copies import Copier
 from overspill.kv.cuda import PinnedRanges, gpu_numa_node
 from overspill.kv.errors import OverspillError
@@ -22,8 +22,9 @@ from overspill.kv.options import Options
 from overspill.kv.ram import numa_cpus
 from overspill.kv.sizes import MiB, format_size
 from overspill.kv.spill.arena_copier import ArenaCopier
-from overspill.kv.spill.capacity import far_groups, spill_geometry
+from overspill.kv.spill.capacity import far_groups, lent_units, spill_geometry
 from overspill.kv.spill.far import FarAttention, attends_plainly, layout_of
+from overspill.kv.spill.geometry import mapped_units
 from overspill.kv.spill.graphs import MOST_TOKENS, SpilledGraphs
 from overspill.kv.spill.program import is_graphable
 from overspill.kv.spill.streams import CudaStreams, HostStreams, Streams
@@ -33,6 +34,7 @@ from overspill.kv.vllm_api import KVCacheConfig, has_decode_graphs
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 _SECONDS_BETWEEN_MESSAGES = 10
+_SECONDS_FOR_MEMORY, _SECONDS_BETWEEN_TRIES = 5.0, 0.1
 
 
 class SpillWorker:
@@ -52,6 +54,7 @@ class SpillWorker:
         self.buffer: KvBuffer | None = None
         # With elastic KV: stretches of resident blocks, and those that have memory at first.
         self.units: tuple[Units, range] | None = None
+        self.lent = lent_units(options, vllm_config, self.geometry)
         self._window: Window | None = None
         self.graphs: SpilledGraphs | None = None
         self.far: FarAttention | None = None
@@ -67,9 +70,19 @@ class SpillWorker:
         return KvAllocation(self.geometry.buffer_bytes, self._map_buffer)
 
     def _map_buffer(self) -> torch.Tensor:
-        units, first = self.units if self.units is not None else (None, None)
-        self.buffer = map_buffer(self.geometry.buffer_bytes, spill_pieces(self.geometry, units), "spill_bytes", first)
+        num_bytes, lent = self.geometry.buffer_bytes, self.lent
+        if lent is not None:
+            first = mapped_units(lent, (), range(lent.window_count))
+            self.buffer = map_buffer(num_bytes, lent_pieces(lent), "spill_bytes", first)
+        else:
+            units, some = self.units if self.units is not None else (None, None)
+            self.buffer = map_buffer(num_bytes, spill_pieces(self.geometry, units), "spill_bytes", some)
         return self.buffer.tensor()
+
+    @property
+    def num_resident(self) -> int:
+        """GPU blocks at the start."""
+        return self.geometry.num_resident if self.lent is None else self.lent.num_fixed
 
     def register(self, buffer: torch.Tensor) -> None:
         """Map the arena, and set up streams and window. `buffer` is vLLM's KV cache as bytes."""
@@ -93,7 +106,8 @@ class SpillWorker:
         self._window = Window(plan_accesses(self.layers, geometry), self.streams)
         logger.info(
             "Overspill: %d of %d KV blocks are on the GPU, %d spill to %s of RAM through a window of %s",
-            geometry.num_resident, geometry.num_blocks, geometry.num_spilled, format_size(self.arena_bytes),
+            self.num_resident, self.num_resident + geometry.num_spilled, geometry.num_spilled,
+            format_size(self.arena_bytes),
             format_size(geometry.num_halves * geometry.half_bytes),
         )  # fmt: skip
 
@@ -180,6 +194,26 @@ class SpillWorker:
             self.far.measure(self._layout)
 
     # Every step.
+
+    def move_memory(self, jobs: StepJobs) -> None:
+        """Before anything of the step is queued: give the window's memory to GPU blocks, or take it back."""
+        if jobs.units is None:
+            return
+        assert self.buffer is not None
+        if self.must_pin:  # steps and copies in flight may use what is given up
+            torch.cuda.synchronize()
+        self.stats.count("window_moves", int(self._rank == 0))
+        deadline = time.monotonic() + _SECONDS_FOR_MEMORY
+        while True:
+            try:
+                self.buffer.keep_units(jobs.units)
+                return
+            except OverspillError as error:
+                # Another process took what was free for a moment.
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("Overspill: memory for KV is not to be had, and is tried again: %s", error)
+                time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def begin_step(self, jobs: StepJobs) -> None:
         if jobs.spill is None and not jobs.block_copies:

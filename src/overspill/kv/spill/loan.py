@@ -1,0 +1,163 @@
+"""The loan: memory of the window that is not needed now lies under GPU blocks.
+
+The window must hold two layers of every spilled block that is in use, and most of the time few are. Its memory and that
+of the last GPU blocks are divided into units. Units move when a request does not fit as they are: to the GPU's blocks
+if it then needs no RAM, or less of it; to the window if it is too long otherwise. Blocks without memory are held out of
+vLLM's free queue.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from overspill.kv.held_out import HeldOut
+from overspill.kv.spill.geometry import LentUnits, mapped_units
+from overspill.kv.vllm_api import BlockPool, KVCacheBlock
+
+if TYPE_CHECKING:
+    from overspill.kv.spill.placement import TieredQueue
+
+# Of the spilled blocks, what requests that come later are left.
+_HEADROOM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Blocks that are free now, with so many units of the window; and what must stay."""
+
+    num_window: int
+    free_resident: int
+    free_spilled: int
+    least_window: int = 0
+    """Units of the window that are in use."""
+
+
+def choose_window(units: LentUnits, room: Room, *, need: int, spare: int, may_lower: bool) -> int:
+    """Units of the window with which `need` blocks can be had; the most if no number does. With `may_lower`, so many
+    that as few blocks as possible are spilled, and `spare` more can be had later."""
+
+    def resident(num_window: int) -> int:
+        more = units.beside(num_window) - units.beside(room.num_window)
+        return room.free_resident + more * units.num_blocks
+
+    def both(num_window: int) -> int:
+        return resident(num_window) + room.free_spilled + units.covered(num_window) - units.covered(room.num_window)
+
+    now, most = room.num_window, units.window_count
+    if not may_lower:
+        return next((number for number in range(now, most + 1) if both(number) >= need), most)
+    kept = min(now, -(-units.geometry.num_spilled // _HEADROOM // units.num_spilled))
+    lowest = max(room.least_window, kept)
+    for number in range(now, lowest - 1, -1):  # the least change that lets all of it be on the GPU
+        if resident(number) >= need + spare:
+            return number
+    spare += units.geometry.num_spilled // _HEADROOM
+    return next((number for number in range(lowest, most + 1) if both(number) >= need + spare), most)
+
+
+class Loan:
+    """In the scheduler: which units have memory."""
+
+    def __init__(self, units: LentUnits, pool: BlockPool, queue: "TieredQueue") -> None:
+        self.units, self._pool, self._queue = units, pool, queue
+        # As an engine starts: the window has all of its memory.
+        self._window = set(range(units.window_count))
+        self._resident: set[int] = set()
+        self._out = HeldOut(pool)
+        self._leaving: set[int] = set()  # of the GPU's: their free blocks are held out until all of them are
+        self._is_changed = False
+        for unit in range(units.count):
+            self._out.take(self._blocks(units.blocks(unit)))
+
+    @property
+    def num_resident(self) -> int:
+        """GPU blocks that have memory."""
+        return self.units.num_fixed + len(self._resident) * self.units.num_blocks
+
+    @property
+    def window_bytes(self) -> int:
+        geometry = self.units.geometry
+        blocks = sum(len(self.units.spilled(unit)) for unit in self._window)
+        return geometry.num_halves * blocks * geometry.page_bytes
+
+    def take_change(self) -> frozenset[int] | None:
+        """Units that are to have memory from the next step on; None if they have."""
+        is_changed, self._is_changed = self._is_changed, False
+        return mapped_units(self.units, self._resident, self._window) if is_changed else None
+
+    def make_room(self, need: int, spare: int, hits: Sequence[KVCacheBlock], *, may_lower: bool) -> None:
+        """For a request that takes `need` blocks and does not find them on the GPU. `hits` are cached blocks that it is
+        about to use."""
+        self._stay()
+        kept = {block.block_id for block in hits}
+        idle = [block.block_id for block in hits if not block.ref_cnt and not block.is_null]
+        num_resident = self.units.geometry.num_resident
+        resident_hits = sum(number < num_resident for number in idle)
+        in_use = [unit for unit in self._window if self._num_used(self.units.spilled(unit), kept)]
+        room = Room(
+            len(self._window), self._queue.num_free_resident - resident_hits,
+            self._queue.num_free_spilled - (len(idle) - resident_hits), len(in_use),
+        )  # fmt: skip
+        number = choose_window(self.units, room, need=need, spare=spare, may_lower=may_lower)
+        if number < len(self._window):
+            self._shrink_window(len(self._window) - number, in_use)
+            self._grow_resident()
+        elif number > len(self._window):
+            self._shrink_resident(len(self._resident) - self.units.beside(number), kept)
+            self._grow_window(number)
+
+    def _shrink_window(self, count: int, in_use: Collection[int]) -> None:
+        idle = self._window.difference(in_use)
+        for unit in sorted(idle, key=lambda unit: (self._num_cached(self.units.spilled(unit)), -unit))[:count]:
+            self._out.take(self._blocks(self.units.spilled(unit)))
+            self._window.remove(unit)
+            self._is_changed = True
+
+    def _grow_resident(self) -> None:
+        more = self.units.beside(len(self._window)) - len(self._resident)
+        added = sorted(set(range(self.units.count)) - self._resident)[: max(0, more)]
+        if added:
+            # Behind empty blocks that always have memory: a unit that is not in use can be taken back.
+            with self._queue.empty_ones_first():
+                self._out.give(number for unit in added for number in self.units.blocks(unit))
+            self._resident.update(added)
+            self._is_changed = True
+
+    def _shrink_resident(self, count: int, kept: Collection[int]) -> None:
+        """Units in use leave as their blocks become free; whoever needs them asks again in the next pass."""
+
+        def cost(unit: int) -> tuple[int, int, int]:
+            blocks = self.units.blocks(unit)
+            return self._num_used(blocks, kept), self._num_cached(blocks), -unit
+
+        for unit in sorted(self._resident, key=cost)[: max(0, count)]:
+            blocks = self._blocks(self.units.blocks(unit))
+            free = [block for block in blocks if not block.ref_cnt and block.block_id not in kept]
+            self._out.take(free)
+            if len(free) < len(blocks):
+                self._leaving.add(unit)
+            else:
+                self._resident.remove(unit)
+                self._is_changed = True
+
+    def _grow_window(self, most: int) -> None:
+        for unit in sorted(set(range(self.units.window_count)) - self._window):
+            if len(self._window) == most or self.units.beside(len(self._window) + 1) < len(self._resident):
+                return
+            self._out.give(self.units.spilled(unit))
+            self._window.add(unit)
+            self._is_changed = True
+
+    def _stay(self) -> None:
+        for unit in self._leaving:
+            self._out.give(self.units.blocks(unit))
+        self._leaving.clear()
+
+    def _blocks(self, numbers: Iterable[int]) -> list[KVCacheBlock]:
+        return [self._pool.blocks[number] for number in numbers]
+
+    def _num_used(self, numbers: Iterable[int], kept: Collection[int]) -> int:
+        return sum(self._pool.blocks[number].ref_cnt > 0 or number in kept for number in numbers)
+
+    def _num_cached(self, numbers: Iterable[int]) -> int:
+        return sum(self._pool.blocks[number].block_hash is not None for number in numbers)
