@@ -141,6 +141,22 @@ def test_a_request_that_outgrows_the_gpu_goes_on_in_ram(
     expected = plain([prompt], 400)
     with engine(llama, lending(), max_model_len=MODEL_LEN) as running:
         assert_same(running.ask([prompt], max_tokens=400), expected)
+        assert running.metric("spill_in_bytes") > 0
+        held(running)
+
+
+def test_a_long_request_is_not_kept_waiting_by_short_ones(llama: Path, plain: Plain) -> None:
+    """They hold blocks of all units; those that become free are held back for it."""
+    middle, long = random_prompt(4, 25 * BLOCK), random_prompt(5, 60 * BLOCK)
+    short = [random_prompt(seed, 3 * BLOCK) for seed in range(60, 70)]
+    expected = plain([middle, long, *short], 40)
+    with engine(llama, lending(), max_model_len=MODEL_LEN, max_num_seqs=6) as running:
+        assert_same(running.ask([middle], max_tokens=40), expected[:1])  # the GPU has the window's memory
+        asked = [*short[:5], long, *short[5:], *short]
+        answers = running.ask(asked, max_tokens=40)
+        wanted = dict(zip(map(tuple, [middle, long, *short]), expected, strict=True))
+        assert_same(answers, [wanted[tuple(prompt)] for prompt in asked])
+        assert running.metric("spill_in_bytes") > 0
         held(running)
 
 

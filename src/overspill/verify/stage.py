@@ -198,7 +198,9 @@ def engine_spec(plan: Plan, stage: Stage, model: str, tier: Tier | None, options
         return EngineSpec(model=model, flags=flags, options=pool, keep_blocks=stage.work_blocks)
     flags = _flags(plan, stage, memory_bytes=stage.spill.resident_bytes // plan.num_ranks + stage.table_bytes)
     beside = pool if tier is Tier.BOTH else {"reserve_bytes": 0}
-    return EngineSpec(model=model, flags=flags, options=beside | {"spill_compute": "gpu"} | asdict(stage.spill))
+    # With the window's memory some models' contexts would not spill.
+    fixed = {"spill_compute": "gpu", "spill_lends": False}
+    return EngineSpec(model=model, flags=flags, options=beside | fixed | asdict(stage.spill))
 
 
 def sharing(plan: Plan, spec: EngineSpec) -> EngineSpec:
