@@ -191,9 +191,9 @@ class Engine:
     def evict_gpu(self) -> None:
         """Empty the GPU's prefix cache. Not by a reset, which empties RAM too."""
         self.drain()
-        num_blocks = len(self.gpu_pool.blocks)
+        num_blocks = self.gpu_pool.num_gpu_blocks  # less those without memory
         assert self.gpu_pool.get_num_free_blocks() == num_blocks - 1, "blocks are still held on the GPU"
-        self.gpu_pool.evict_blocks(set(range(1, num_blocks)))
+        self.gpu_pool.evict_blocks(set(range(1, len(self.gpu_pool.blocks))))
 
     def preemptions(self) -> float:
         return REGISTRY.get_sample_value("vllm:num_preemptions_total", self._labels()) or 0

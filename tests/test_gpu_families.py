@@ -138,6 +138,7 @@ class Reference:
                 "resident_bytes": self.resident * self.block_bytes + window_bytes(spilled, page, self.num_regions),
                 "spill_share": 1.0,
                 "reserve_bytes": 0,
+                "spill_lends": False,
                 **extra,
             }
         )

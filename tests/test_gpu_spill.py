@@ -212,12 +212,11 @@ RESIDENT, SPILLED = 256, 768
 PROMPT = 15_000
 
 
-def spilling(**extra: Any) -> Any:
+def spilling(spilled: int = SPILLED, **extra: Any) -> Any:
+    """The window keeps its memory unless `spill_lends` is given."""
     page = PAGE // 2  # bf16
-    window = 2 * SPILLED * page
-    return overspill_config(
-        {"spill_bytes": SPILLED * 4 * page, "resident_bytes": RESIDENT * 4 * page + window, "reserve_bytes": 0, **extra}
-    )
+    sizes = {"spill_bytes": spilled * 4 * page, "resident_bytes": RESIDENT * 4 * page + 2 * spilled * page}
+    return overspill_config({**sizes, "reserve_bytes": 0, "spill_lends": False, **extra})
 
 
 SETTINGS: dict[str, Any] = {"max_model_len": 20_000, "max_num_batched_tokens": 2048}
@@ -269,9 +268,8 @@ def test_fp8_kv_spills_too(llama: Path) -> None:
     with engine(llama, blocks=1400, **settings) as plain:
         expected = plain.ask(prompts)
     page = PAGE // 4
-    config = overspill_config(
-        {"spill_bytes": 1024 * 4 * page, "resident_bytes": 512 * 4 * page + 2 * 1024 * page, "reserve_bytes": 0}
-    )
+    sizes = {"spill_bytes": 1024 * 4 * page, "resident_bytes": 512 * 4 * page + 2 * 1024 * page}
+    config = overspill_config({**sizes, "reserve_bytes": 0, "spill_lends": False})
     with engine(llama, config, **{**settings, "max_model_len": 20_000}) as spills:
         assert_same_but_for_ties(spills.ask(prompts), expected)
         assert spills.metric("spill_in_bytes") > 0
@@ -376,6 +374,31 @@ def test_streaming_steps_run_piecewise_and_others_in_full_graphs(llama: Path) ->
         assert full_graph_runs(spills, lambda: assert_same_but_for_ties([spills.ask_one(long)], expected[:1])) == 0
         assert spills.metric("spilled_steps") >= 24
         assert full_graph_runs(spills, lambda: assert_same_but_for_ties([spills.ask_one(short)], [again])) > 0
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, GRAPHS], ids=["eager", "graphs"])
+def test_the_windows_memory_lies_under_gpu_blocks_by_turns(llama: Path, settings: dict[str, Any]) -> None:
+    settings = {**settings, "max_model_len": 30_000}
+    middle, long, short = random_prompt(1, PROMPT), random_prompt(2, 28_000), random_prompt(3, 300)
+    with engine(llama, blocks=2400, **settings) as plain:
+        expected = [plain.ask_one(p) for p in (middle, long, short)]
+        together = plain.ask([middle, short, long])
+    config = spilling(1536, spill_share=1.0, spill_compute="gpu", spill_lends=True, host_bytes="256MiB", verify="all")
+    with engine(llama, config, **settings) as spills:
+        buffer, free = spills.spill_worker.buffer, torch.cuda.mem_get_info()[0]
+        assert buffer is not None
+        first = buffer.mapped_bytes
+        for _ in range(3):
+            before = spills.metric("spill_in_bytes")
+            assert_same_but_for_ties([spills.ask_one(middle)], expected[:1])
+            assert spills.metric("spill_in_bytes") == before, "it fits on the GPU with the window's memory"
+            assert_same_but_for_ties([spills.ask_one(long)], expected[1:2])
+            assert spills.metric("spill_in_bytes") > before and buffer.mapped_bytes <= first
+            assert_same_but_for_ties(spills.ask([middle, short, long]), together)
+            spills.drain()
+            spills.evict_gpu()
+        assert spills.metric("window_moves") >= 6
+        assert abs(torch.cuda.mem_get_info()[0] - free) < 64 * MIB, "what was given up is free for what was taken"
 
 
 def full_graph_runs(running: Engine, ask: Any) -> int:
