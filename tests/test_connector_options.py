@@ -11,7 +11,7 @@ from overspill.settings import resolve
 
 ALL = (
     "store=lazy,eviction=arc,verify=all,load=always,keep_on_reset=true,spill_share=0.25,reserve_bytes=2147483648,"
-    "pin=true,spill_compute=gpu,spill_threads=6,spill_graphs=false,park=true,"
+    "pin=true,spill_compute=gpu,spill_threads=6,spill_graphs=false,spill_lends=false,park=true,"
     "ledger=/run/overspill/gpu.ledger,ledger_bytes=1073741824,ledger_weight=2,"
     "disk_bytes=1073741824,disk_path=/var/cache/kv,remote=mooncake://127.0.0.1:50051"
 )
@@ -22,7 +22,7 @@ def test_the_connector_accepts_options_as_read() -> None:
     assert read == {
         "store": "lazy", "eviction": "arc", "verify": "all", "load": "always", "spill_share": 0.25,
         "reserve_bytes": 2**31, "pin": True, "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 6,
-        "spill_graphs": False, "park": True,
+        "spill_graphs": False, "spill_lends": False, "park": True,
         "ledger": "/run/overspill/gpu.ledger", "ledger_bytes": 2**30, "ledger_weight": 2,
         "disk_bytes": 2**30, "disk_path": "/var/cache/kv", "remote": "mooncake://127.0.0.1:50051",
     }  # fmt: skip

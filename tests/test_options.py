@@ -23,7 +23,8 @@ def test_every_option_can_be_set() -> None:
     written = {
         "host_bytes": 1 << 30, "store": "lazy", "eviction": "arc", "verify": "all", "load": "always",
         "reserve_bytes": "1GiB", "spill_bytes": "2GiB", "resident_bytes": "3GiB", "spill_share": 0.25,
-        "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 8, "spill_graphs": False, "park": True,
+        "keep_on_reset": True, "spill_compute": "gpu", "spill_threads": 8, "spill_graphs": False,
+        "spill_lends": False, "park": True,
         "ledger": "/run/overspill/gpu.ledger", "ledger_bytes": 2**30, "ledger_weight": 2,
         "disk_bytes": "1GiB", "disk_path": "/var/cache/kv", "remote": "mooncake://127.0.0.1:50051",
     }  # fmt: skip
