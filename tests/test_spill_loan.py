@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from overspill.kv.spill import placement
 from overspill.kv.spill.geometry import Geometry, LentUnits, block_step, lent_blocks, lent_units_of, window_bytes
 from overspill.kv.spill.loan import Room, choose_window
-from tests.engine import BLOCK, Answer, Engine, assert_same, engine, random_prompt, spilling
+from tests.engine import BLOCK, Answer, Engine, assert_same, engine, random_prompt, spilling, stock
 
 MODEL_LEN = 2300
 RESIDENT, SPILLED = 10, 64  # of four layers: the window is worth 32 GPU blocks
@@ -133,6 +133,24 @@ def test_memory_follows_what_is_spilled(llama: Path, plain: Plain) -> None:
         assert running.metric("window_moves") >= 2
 
 
+def test_memory_moves_before_anything_of_a_step_is_queued(llama: Path) -> None:
+    """vLLM zeroes new blocks, and copies states, before it hands the step's metadata over."""
+    with engine(llama, lending(), max_model_len=MODEL_LEN) as running:
+        runner = running.core.model_executor.driver_worker.worker.model_runner
+        update, buffer, found = runner._update_states, running.spill_worker.buffer, list[bool]()
+        assert buffer is not None
+
+        def watched(scheduler_output: Any) -> Any:
+            units = scheduler_output.kv_connector_metadata.units
+            found.extend([] if units is None else [buffer._units == units])
+            return update(scheduler_output)
+
+        runner._update_states = watched
+        running.ask([random_prompt(1, 25 * BLOCK)], max_tokens=2)
+        running.ask([random_prompt(2, 60 * BLOCK)], max_tokens=2)
+        assert len(found) >= 2 and all(found)
+
+
 def test_a_request_that_outgrows_the_gpu_goes_on_in_ram(
     llama: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +176,36 @@ def test_a_long_request_is_not_kept_waiting_by_short_ones(llama: Path, plain: Pl
         assert_same(answers, [wanted[tuple(prompt)] for prompt in asked])
         assert running.metric("spill_in_bytes") > 0
         held(running)
+
+
+def test_no_memory_moves_beside_a_request_with_a_window(deep: Callable[[str], Path]) -> None:
+    """Tables in workers keep blocks that its window has left, and a kernel may read them."""
+    settings = {"max_model_len": 1900, "max_num_batched_tokens": 64}
+    prompts = short, middle, long = [random_prompt(seed, length) for seed, length in enumerate((60, 700, 1700))]
+    answers = dict(zip(map(tuple, prompts), stock(deep("gemma3"), prompts, 60, **settings), strict=True))
+    with engine(deep("gemma3"), spilling(resident=16, spilled=60, spill_lends=True), **settings) as running:
+        num_running = watch_moves(running)
+        for asked in [middle], [short, long], [middle]:
+            assert_same(running.ask(asked, 60), [answers[tuple(prompt)] for prompt in asked])
+            running.drain()
+            running.evict_gpu()
+        assert num_running == [0, 0, 0], "to the GPU, to the window, to the GPU"
+        assert running.metric("spilled_blocks_used") == running.metric("resident_blocks_used") == 0
+
+
+def watch_moves(running: Engine) -> list[int]:
+    """Running requests, whenever memory moves."""
+    loan, found = running.spill.placement.loan, list[int]()
+    assert loan is not None
+    make_room = loan.make_room
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        make_room(*args, **kwargs)
+        if loan._is_changed:
+            found.append(len(running.vllm_scheduler.running))
+
+    loan.make_room = watched  # type: ignore[method-assign]
+    return found
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -31,6 +31,7 @@ def spilling(page: int, *, resident: int, spilled: int, **extra: Any) -> KVTrans
             "spill_bytes": spilled * REGIONS * page,
             "resident_bytes": resident * REGIONS * page + 2 * spilled * page,
             "reserve_bytes": 0,
+            "spill_lends": False,
             **extra,
         }
     )

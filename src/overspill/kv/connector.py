@@ -203,8 +203,6 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepJobs) and self._timer is not None
-        if self.spill_worker is not None:
-            self.spill_worker.move_memory(connector_metadata)
         if self._worker is not None:
             self._worker.begin_step(connector_metadata)
         if self.spill_worker is not None:

@@ -313,7 +313,8 @@ def limit_groups(
 
 
 def requests_holding_blocks(manager: KVCacheManager, group: int) -> int:
-    return len(manager.coordinator.single_type_managers[group].req_to_blocks)
+    # vLLM has entries without blocks, too: of requests that it found no room for.
+    return sum(map(bool, manager.coordinator.single_type_managers[group].req_to_blocks.values()))
 
 
 # Memory.

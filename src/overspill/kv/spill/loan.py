@@ -75,10 +75,13 @@ class Loan:
         return self.units.num_fixed + len(self._resident) * self.units.num_blocks
 
     @property
+    def num_spilled(self) -> int:
+        """Spilled blocks for which the window has memory."""
+        return sum(len(self.units.spilled(unit)) for unit in self._window)
+
+    @property
     def window_bytes(self) -> int:
-        geometry = self.units.geometry
-        blocks = sum(len(self.units.spilled(unit)) for unit in self._window)
-        return geometry.num_halves * blocks * geometry.page_bytes
+        return self.units.geometry.num_halves * self.num_spilled * self.units.geometry.page_bytes
 
     def take_change(self) -> frozenset[int] | None:
         """Units that are to have memory from the next step on; None if they have."""

@@ -16,6 +16,7 @@ from overspill.kv.vllm_api import (
     KVCacheConfig,
     KVCacheManager,
     Request,
+    SlidingWindowSpec,
     around_allocation,
     first_free,
     limit_groups,
@@ -185,12 +186,13 @@ class Placement:
         groups = kv_cache_config.kv_cache_groups
         self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
+        self._window_groups = [i for i, group in enumerate(groups) if type(group.kv_cache_spec) is SlidingWindowSpec]
         self._state_groups = [i for i, group in enumerate(groups) if is_state(group.kv_cache_spec)]
         self._states_per_request = states_per_request
         # Blocks for states of the allocation under way.
         self._states_wanted = 0
         self._is_allocating = False
-        self._num_holders: Callable[[], int] = lambda: 0  # requests that hold states
+        self._num_holders: Callable[[int], int] = lambda _: 0  # requests that hold blocks of a group
         self._queue: TieredQueue | None = None
         # The allocation under way: its request, tokens that hit the cache, and tokens to compute in the step.
         self._current: tuple[Request, int, int] | None = None
@@ -206,6 +208,11 @@ class Placement:
         return self.num_resident - 1 - self.queue.num_free_resident
 
     @property
+    def num_used_spilled(self) -> int:
+        num_spilled = self.geometry.num_spilled if self.loan is None else self.loan.num_spilled
+        return num_spilled - self.queue.num_free_spilled
+
+    @property
     def num_resident(self) -> int:
         """GPU blocks that have memory."""
         return self.geometry.num_resident if self.loan is None else self.loan.num_resident
@@ -218,10 +225,10 @@ class Placement:
         pool.free_block_queue = self._queue
         if self._units is not None:
             self.loan = Loan(self._units, pool, self._queue)
+        self._num_holders = lambda group: requests_holding_blocks(manager, group)
         around_allocation(manager, self._allocate)
         if self._state_groups:
             limit_groups(manager, self._state_groups, self.queue.resident_only, self._states_fit)
-            self._num_holders = lambda: requests_holding_blocks(manager, self._state_groups[0])
 
     def _allocate(
         self,
@@ -243,7 +250,10 @@ class Placement:
 
     def _make_room(self, loan: Loan, hits: KVCacheBlocks | None) -> None:
         """Move memory between GPU blocks and window, if the request does not fit as it is divided. A request that has
-        blocks already needs no more than a place for the next ones."""
+        blocks already needs no more than a place for the next ones.
+
+        Not beside requests with a sliding window: workers' tables keep blocks that it has left, and kernels load the
+        rest of the tile in which it begins."""
         assert self._current is not None
         request, num_hit_tokens, num_new_tokens = self._current
         found = [block for group in hits.blocks for block in group] if hits is not None else []
@@ -251,6 +261,8 @@ class Placement:
         free_resident, free_spilled = self.queue.num_free_resident, self.queue.num_free_spilled
         is_first = request.num_computed_tokens == 0
         if need + len(found) <= free_resident or (not is_first and need <= free_resident + free_spilled):
+            return
+        if any(map(self._num_holders, self._window_groups)):
             return
         growth = min(request.max_tokens, _GROWTH_TOKENS) if is_first else 0
         spare = sum(
@@ -279,7 +291,7 @@ class Placement:
         """
         if not self._state_groups:
             return 0
-        several = min(self._states_per_request * (self._num_holders() + 1), self.num_resident // 2)
+        several = min(self._states_per_request * (self._num_holders(self._state_groups[0]) + 1), self.num_resident // 2)
         return max(self._states_per_request, self._states_wanted, several)
 
     def _choose_tiers(self) -> Choice:

@@ -246,10 +246,7 @@ class SpillScheduler:
         return {"overspill": {"spilled_bytes": num_bytes, "spilled_steps": spilled.steps}}
 
     def take_stats(self) -> OverspillStats | None:
-        in_use = (
-            self.placement.num_used_resident,
-            self.geometry.num_spilled - self.placement.queue.num_free_spilled,
-        )
+        in_use = self.placement.num_used_resident, self.placement.num_used_spilled
         if in_use != self._shown:
             self._shown = in_use
             self.stats.gauge("resident_blocks_used", in_use[0])

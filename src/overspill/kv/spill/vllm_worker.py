@@ -5,7 +5,7 @@ Set as vLLM's `--worker-cls`; with Overspill installed, vLLM's own worker is rep
 is given.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,10 +56,9 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
         if options is not None and spills and options.spill_compute == "auto":
             override_backend(*_SPLIT_BACKENDS[current_platform.is_cpu()])
         super().load_model(*args, **kwargs)
-        if spills and current_platform.is_cpu():
-            share_attention(self.model_runner)
-        elif spills:
-            choose_graphs_by_step(self.model_runner)
+        if spills:
+            make = share_attention if current_platform.is_cpu() else choose_graphs_by_step
+            around_steps(self.model_runner, after_moves(make(self.model_runner)))
         if options is not None and options.park:
             self.overspill_weights = hold_weights(self.vllm_config, self.model_runner.get_model(), options)
 
@@ -128,7 +127,21 @@ def touches_spilled(scheduler_output: SchedulerOutput) -> bool:
     return isinstance(metadata, StepJobs) and metadata.spill is not None
 
 
-def share_attention(runner: Any) -> None:
+Around = Callable[[SchedulerOutput], AbstractContextManager[Any]]
+
+
+def after_moves(around: Around) -> Around:
+    """Move memory between GPU blocks and window before the step begins."""
+
+    def step(scheduler_output: SchedulerOutput) -> AbstractContextManager[Any]:
+        if isinstance(jobs := scheduler_output.kv_connector_metadata, StepJobs):
+            get_kv_transfer_group().spill_worker.move_memory(jobs)
+        return around(scheduler_output)
+
+    return step
+
+
+def share_attention(runner: Any) -> Around:
     """Let the attention backend know which blocks of a step are the CPU's."""
 
     def split(scheduler_output: SchedulerOutput) -> AbstractContextManager[None]:
@@ -139,10 +152,10 @@ def share_attention(runner: Any) -> None:
         assert isinstance(jobs, StepJobs)
         return far.step(jobs.spill, lambda: batch_order(runner))
 
-    around_steps(runner, split)
+    return split
 
 
-def choose_graphs_by_step(runner: Any) -> None:
+def choose_graphs_by_step(runner: Any) -> Around:
     """vLLM's FULL graphs are replayed without the per-layer hooks, so steps that touch spilled KV run in graphs of
     their own, or piecewise; all others keep vLLM's."""
 
@@ -161,7 +174,7 @@ def choose_graphs_by_step(runner: Any) -> None:
             stack.enter_context(spill.far.step(scheduler_output.kv_connector_metadata.spill, lambda: order))
         return stack
 
-    around_steps(runner, graphs)
+    return graphs
 
 
 class KvAccess(NamedTuple):

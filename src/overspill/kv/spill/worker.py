@@ -196,7 +196,8 @@ class SpillWorker:
     # Every step.
 
     def move_memory(self, jobs: StepJobs) -> None:
-        """Before anything of the step is queued: give the window's memory to GPU blocks, or take it back."""
+        """Give the window's memory to GPU blocks, or take it back. Before anything of the step is queued: vLLM zeroes
+        and copies new blocks before it binds the step's metadata."""
         if jobs.units is None:
             return
         assert self.buffer is not None
