@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 import record
+from attention_cases import Case, bounds, cases
+from attention_rates import measure_rates
 from overspill.kv.attention.library import Library, default_threads, load
 from overspill.kv.attention.pool import Job, Layout, Pool, Segments, Step
-from overspill.kv.attention.rates import kv_memory, measure_rates
-from overspill.kv.attention.reference import Case, bounds, cases
+from overspill.kv.attention.rates import kv_memory
 from record import GIB, Json, say
 
 # kv heads, group, head size

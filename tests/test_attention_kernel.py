@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from attention_cases import Case, bounds, cases
+from attention_rates import measure_rates
 from overspill.kv.attention import build, library
 from overspill.kv.attention.library import AttentionUnavailable, Library, default_threads, load
 from overspill.kv.attention.pool import (
@@ -28,8 +32,6 @@ from overspill.kv.attention.pool import (
     StepAborted,
     StepStalled,
 )
-from overspill.kv.attention.rates import measure_rates
-from overspill.kv.attention.reference import Case, bounds, cases
 
 LONG = Case(kv_heads=4, segments=((96, (0,)),))
 
