@@ -2,6 +2,7 @@
 
 import pytest
 
+from overspill.kv.jobs import Sample, StepReport
 from overspill.kv.speeds import (
     LOAD_OVERHEAD_S,
     STORE_BACKLOG_S,
@@ -14,22 +15,26 @@ from overspill.kv.speeds import (
 GB = 10**9
 
 
+def loaded(num_bytes: int, seconds: float) -> StepReport:
+    return StepReport(load_speed=Sample(num_bytes, seconds))
+
+
 def test_a_speed_starts_at_the_first_measurement_then_drifts() -> None:
     speeds = Speeds()
-    speeds.record_load(10 * GB, 1.0)
+    speeds.record(loaded(10 * GB, 1.0))
     assert speeds.load_bytes_per_s == 10 * GB
-    speeds.record_load(20 * GB, 1.0)
+    speeds.record(loaded(20 * GB, 1.0))
     assert 10 * GB < speeds.load_bytes_per_s < 20 * GB
     for _ in range(50):
-        speeds.record_load(20 * GB, 1.0)
+        speeds.record(loaded(20 * GB, 1.0))
     assert speeds.load_bytes_per_s == pytest.approx(20 * GB, rel=1e-3)
 
 
 def test_a_measurement_of_nothing_changes_nothing() -> None:
     speeds = Speeds(1.0, 2.0)
-    speeds.record_load(0, 1.0)
-    speeds.record_load(5, 0.0)
-    speeds.record_prefill(0, 0.0)
+    speeds.record(loaded(0, 1.0))
+    speeds.record(loaded(5, 0.0))
+    speeds.record(StepReport())
     assert speeds == Speeds(1.0, 2.0)
 
 

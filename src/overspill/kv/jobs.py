@@ -1,6 +1,6 @@
 """Jobs of a step, from the scheduler to the workers, and their reports."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from overspill.kv.spill.steps import SpillStep
@@ -156,43 +156,21 @@ class StepReport(KVConnectorWorkerMetadata):
                 counts[job_id] = counts.get(job_id, 0) + count
         self.failed |= other.failed
         self.corrupt_slots |= other.corrupt_slots
-        for job_id, positions in other.disk_read.items():
-            self.disk_read.setdefault(job_id, {}).update(positions)
-        for job_id, digests in other.disk_written.items():
-            self.disk_written.setdefault(job_id, {}).update(digests)
-        for job_id, results in other.remote.items():
-            self.remote.setdefault(job_id, {}).update(results)
+        for name in ("disk_read", "disk_written", "remote"):
+            for job_id, by_rank in getattr(other, name).items():
+                getattr(self, name).setdefault(job_id, {}).update(by_rank)
         self.remote_late |= other.remote_late
         full_at = [at for at in (self.disk_full_at, other.disk_full_at) if at is not None]
         self.disk_full_at = min(full_at, default=None)
         # Ranks work side by side: amounts of a rank over its own seconds.
-        for mine, theirs in zip(self._samples(), other._samples(), strict=True):
-            mine.add(theirs.amount, theirs.seconds)
+        for name in _SAMPLES:
+            more = getattr(other, name)
+            getattr(self, name).add(more.amount, more.seconds)
         self.lateness.add(other.lateness.layers, other.lateness.late)
         return self
 
     def is_empty(self) -> bool:
-        return not (
-            self.loaded
-            or self.stored
-            or self.failed
-            or self.corrupt_slots
-            or self.lateness.layers
-            or self.disk_read
-            or self.disk_written
-            or self.remote
-            or self.remote_late
-            or any(sample.amount for sample in self._samples())
-        )
+        return self == StepReport()
 
-    def _samples(self) -> tuple[Sample, ...]:
-        return (
-            self.disk_speed,
-            self.remote_speed,
-            self.load_speed,
-            self.prefill_speed,
-            self.stream_speed,
-            self.plain_steps,
-            self.far_speed,
-            self.spilled_steps,
-        )
+
+_SAMPLES = [one.name for one in fields(StepReport) if one.default_factory is Sample]

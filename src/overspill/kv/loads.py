@@ -27,14 +27,6 @@ class LoadInFlight:
     reports: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadSettings:
-    always: bool  # even if recomputing is faster
-    world_size: int
-    block_bytes: int
-    groups: Collection[int]
-
-
 class Loads:
     """Hits and loads in flight. Blocks of both sides are referenced from admission until every worker has reported."""
 
@@ -44,15 +36,20 @@ class Loads:
 
     def __init__(
         self,
-        settings: LoadSettings,
         host: HostCache,
         speeds: Speeds,
         stats: OverspillStats,
         job_ids: Iterator[int],
         live: Collection[str],
-        tiers: Sequence[Tier] = (),
+        tiers: Sequence[Tier],
+        *,
+        always: bool,
+        world_size: int,
+        block_bytes: int,
+        groups: Collection[int],
     ) -> None:
-        self._settings = settings
+        """`always` loads even if recomputing is faster."""
+        self._always, self._world_size, self._block_bytes, self._groups = always, world_size, block_bytes, groups
         self._host, self._speeds, self._stats = host, speeds, stats
         self._tiers = tiers
         self._num_skipped = 0  # since the last load
@@ -118,14 +115,14 @@ class Loads:
     def _blocks_of(self, hit: Hit) -> list[KVCacheBlock]:
         return [
             block
-            for group in self._settings.groups
+            for group in self._groups
             for block in hit.blocks[group][hit.num_local_tokens // self._host.group_block_sizes[group] :]
             if not block.is_null
         ]
 
     def _is_worth_it(self, num_tokens: int, num_blocks: int) -> bool:
-        num_bytes, queued_bytes = num_blocks * self._settings.block_bytes, self.num_blocks * self._settings.block_bytes
-        if self._settings.always or load_beats_recompute(
+        num_bytes, queued_bytes = num_blocks * self._block_bytes, self.num_blocks * self._block_bytes
+        if self._always or load_beats_recompute(
             self._speeds, num_tokens=num_tokens, num_bytes=num_bytes, queued_bytes=queued_bytes
         ):
             return True
@@ -169,7 +166,7 @@ class Loads:
             return void
         load = LoadInFlight(request_id, [], [])
         end = hit.num_local_tokens + hit.num_tokens
-        for group in self._settings.groups:
+        for group in self._groups:
             size = self._host.group_block_sizes[group]
             span = slice(hit.num_local_tokens // size, -(-end // size))
             # Null targets lie before the window.
@@ -206,7 +203,7 @@ class Loads:
         if failed:
             # Any of the blocks may be unreadable; hit again, the load would fail again, for ever.
             self._host.drop(load.host_blocks)
-        if load.reports == self._settings.world_size:
+        if load.reports == self._world_size:
             del self.in_flight[job_id]
             self._release(load)
 

@@ -10,13 +10,13 @@ from overspill.kv.disk.tier import DiskTier
 from overspill.kv.host_cache import HostCache
 from overspill.kv.host_memory import num_host_slots, slot_stride
 from overspill.kv.jobs import StepJobs, StepReport
-from overspill.kv.loads import Loads, LoadSettings
+from overspill.kv.loads import Loads
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.provenance import Origins
 from overspill.kv.remote.tier import RemoteTier
 from overspill.kv.speeds import Speeds
-from overspill.kv.stores import Stores, StoreSettings
+from overspill.kv.stores import Stores
 from overspill.kv.tier import Tier
 from overspill.kv.vllm_api import (
     BlockPool,
@@ -77,25 +77,15 @@ class OffloadScheduler:
         if self.remote is not None:
             self.remote.event_of = self._origins.event
         self.loads = Loads(
-            LoadSettings(
-                always=options.load == "always", world_size=world_size, block_bytes=block_bytes, groups=self._groups
-            ),
             self.host, self.speeds, self.stats, job_ids, self.live, self.tiers,
+            always=options.load == "always", world_size=world_size, block_bytes=block_bytes, groups=self._groups,
         )  # fmt: skip
+        groups = kv_cache_config.kv_cache_groups
         self.stores = Stores(
-            StoreSettings(
-                lazy=options.store == "lazy",
-                world_size=world_size,
-                block_bytes=block_bytes,
-                num_gpu_blocks=kv_cache_config.num_blocks,
-                front_depth=self._front_depth(vllm_config, kv_cache_config),
-                gapless_groups={
-                    group
-                    for group in self._groups
-                    if isinstance(kv_cache_config.kv_cache_groups[group].kv_cache_spec, FullAttentionSpec)
-                },
-            ),
             self.host, self._origins, self.speeds, self.stats, job_ids, self.live,
+            lazy=options.store == "lazy", world_size=world_size, block_bytes=block_bytes,
+            num_gpu_blocks=kv_cache_config.num_blocks, front_depth=self._front_depth(vllm_config, kv_cache_config),
+            gapless_groups={one for one in self._groups if isinstance(groups[one].kv_cache_spec, FullAttentionSpec)},
         )  # fmt: skip
         if self.remote is not None:
             self.stores.on_stored = self.remote.stored

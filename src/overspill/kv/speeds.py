@@ -34,37 +34,29 @@ class Speeds:
     spilled_bytes_per_s: float = 0.0  # of steps with KV in RAM, however it is read
 
     def record(self, report: StepReport) -> None:
-        self.record_load(report.load_speed.amount, report.load_speed.seconds)
-        self.disk_bytes_per_s = _mean(self.disk_bytes_per_s, report.disk_speed.amount, report.disk_speed.seconds)
-        remote = report.remote_speed
-        self.remote_bytes_per_s = _mean(self.remote_bytes_per_s, remote.amount, remote.seconds)
-        self.record_prefill(report.prefill_speed.amount, report.prefill_speed.seconds)
-        self.record_stream(report.stream_speed.amount, report.stream_speed.seconds)
-        self.plain_step_s = _mean_time(self.plain_step_s, report.plain_steps)
-        self.far_bytes_per_s = _mean(self.far_bytes_per_s, report.far_speed.amount, report.far_speed.seconds)
-        steps = report.spilled_steps
-        self.spilled_bytes_per_s = _mean(self.spilled_bytes_per_s, steps.amount, steps.seconds)
-
-    def record_load(self, num_bytes: int, seconds: float) -> None:
-        self.load_bytes_per_s = _mean(self.load_bytes_per_s, num_bytes, seconds)
-
-    def record_prefill(self, num_tokens: int, seconds: float) -> None:
-        self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens, seconds)
-
-    def record_stream(self, num_bytes: int, seconds: float) -> None:
-        self.stream_bytes_per_s = _mean(self.stream_bytes_per_s, num_bytes, seconds)
+        for rate, sample in _RATES.items():
+            setattr(self, rate, _mean(getattr(self, rate), getattr(report, sample)))
+        steps_per_s = _mean(1 / self.plain_step_s if self.plain_step_s else 0.0, report.plain_steps)
+        self.plain_step_s = 1 / steps_per_s if steps_per_s else 0.0
 
 
-def _mean(mean: float, amount: int, seconds: float) -> float:
-    if amount <= 0 or seconds <= 0:
+# Rates, and the reports' samples of them.
+_RATES = {
+    "load_bytes_per_s": "load_speed",
+    "disk_bytes_per_s": "disk_speed",
+    "remote_bytes_per_s": "remote_speed",
+    "prefill_tokens_per_s": "prefill_speed",
+    "stream_bytes_per_s": "stream_speed",
+    "far_bytes_per_s": "far_speed",
+    "spilled_bytes_per_s": "spilled_steps",
+}
+
+
+def _mean(mean: float, sample: Sample) -> float:
+    if sample.amount <= 0 or sample.seconds <= 0:
         return mean
-    rate = amount / seconds
+    rate = sample.amount / sample.seconds
     return rate if mean == 0 else mean + _WEIGHT * (rate - mean)
-
-
-def _mean_time(mean: float, steps: Sample) -> float:
-    rate = _mean(1 / mean if mean else 0.0, steps.amount, steps.seconds)
-    return 1 / rate if rate else 0.0
 
 
 def load_beats_recompute(

@@ -51,33 +51,30 @@ class StoreInFlight:
     failed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreSettings:
-    lazy: bool
-    world_size: int
-    block_bytes: int
-    num_gpu_blocks: int
-    # How many blocks at the head of the GPU's free queue count as near eviction.
-    front_depth: int
-    # Groups in which a hit ends at the first missing block.
-    gapless_groups: Collection[int]
-
-
 class Stores:
     """Candidates and stores in flight. A block in flight is referenced on both sides until every worker has reported,
     also if its request ends meanwhile."""
 
     def __init__(
         self,
-        settings: StoreSettings,
         host: HostCache,
         origins: Origins,
         speeds: Speeds,
         stats: OverspillStats,
         job_ids: Iterator[int],
         live: Collection[str],
+        *,
+        lazy: bool,
+        world_size: int,
+        block_bytes: int,
+        num_gpu_blocks: int,
+        front_depth: int,
+        gapless_groups: Collection[int],
     ) -> None:
-        self._settings = settings
+        """The first `front_depth` blocks of the GPU's free queue count as near eviction. In `gapless_groups` a hit ends
+        at the first missing block."""
+        self._lazy, self._front_depth, self._gapless_groups = lazy, front_depth, gapless_groups
+        self._world_size, self._block_bytes, self._num_gpu_blocks = world_size, block_bytes, num_gpu_blocks
         self._host, self._origins, self._speeds, self._stats = host, origins, speeds, stats
         self._job_ids = job_ids
         self._live = live  # requests admitted and not finished
@@ -95,7 +92,7 @@ class Stores:
 
     def bind(self, pool: BlockPool) -> None:
         self._gpu = pool
-        if self._settings.lazy:
+        if self._lazy:
             self._watch_front(pool)
 
     def _watch_front(self, pool: BlockPool) -> None:
@@ -103,7 +100,7 @@ class Stores:
         # With spill, each tier has a free queue of its own.
         tiers = getattr(queue, "tiers", (queue,))
         # If RAM could not hold copies of all blocks near eviction, the copies would evict each other.
-        depth = max(1, min(self._settings.front_depth, self._host.num_slots // len(tiers)))
+        depth = max(1, min(self._front_depth, self._host.num_slots // len(tiers)))
         self._fronts = [EvictionFront(tier, depth) for tier in tiers]
         watch_new_blocks(pool, self._taken)
 
@@ -115,7 +112,7 @@ class Stores:
 
     def filled(self, block: KVCacheBlock, key: BlockHashWithGroupId, request_id: str) -> None:
         """A block became full; eager mode stores it."""
-        if not self._settings.lazy:
+        if not self._lazy:
             self._offered.append(Candidate(block, key, request_id))
 
     def offer(self, blocks: Iterable[KVCacheBlock], request_id: str) -> None:
@@ -170,14 +167,14 @@ class Stores:
     def _gpu_is_short(self) -> bool:
         """Whether the next pass may preempt a request and reallocate its blocks before they are stored."""
         assert self._gpu is not None
-        return self._gpu.get_num_free_blocks() < self._settings.num_gpu_blocks // 4
+        return self._gpu.get_num_free_blocks() < self._num_gpu_blocks // 4
 
     def _budget(self) -> int:
         return store_budget(
             self._speeds,
-            block_bytes=self._settings.block_bytes,
+            block_bytes=self._block_bytes,
             blocks_in_flight=self.num_blocks,
-            gpu_blocks=self._settings.num_gpu_blocks,
+            gpu_blocks=self._num_gpu_blocks,
         )
 
     def _choose(self) -> None:
@@ -216,7 +213,7 @@ class Stores:
 
     def _can_be_hit(self, candidate: Candidate, chosen: Collection[BlockHashWithGroupId]) -> bool:
         """In full attention a hit ends at the first missing block. Lazy stores bring the tail before its head."""
-        if self._settings.lazy or get_group_id(candidate.key) not in self._settings.gapless_groups:
+        if self._lazy or get_group_id(candidate.key) not in self._gapless_groups:
             return True
         origin = self._origins.of(candidate.block)
         parent = origin.parent if origin is not None else None
@@ -224,7 +221,7 @@ class Stores:
 
     def _defer(self, candidate: Candidate) -> None:
         self._deferred.append(candidate)
-        if len(self._deferred) > self._settings.num_gpu_blocks:
+        if len(self._deferred) > self._num_gpu_blocks:
             self._drop(self._deferred.popleft())
 
     def _drop(self, candidate: Candidate) -> None:
@@ -271,7 +268,7 @@ class Stores:
         store = self.in_flight[job_id]
         store.reports += count
         store.failed |= failed
-        if store.reports < self._settings.world_size:
+        if store.reports < self._world_size:
             return
         del self.in_flight[job_id]
         self.num_blocks -= len(store.gpu_blocks)

@@ -2,6 +2,7 @@
 
 `overspill.kv.contract` lists what must be there, and is compared with the installed vLLM before this is imported.
 """
+# ruff: noqa: F401  # names that other modules use as they are
 
 import copy
 import time
@@ -72,59 +73,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from overspill.kv.contract import Method, wrap_once
 from overspill.kv.errors import OverspillError
-
-# Used elsewhere as they are.
-__all__ = [
-    "MEDIUM_CPU",
-    "MEDIUM_STORAGE",
-    "AsyncScheduler",
-    "BlockHash",
-    "BlockHashWithGroupId",
-    "BlockPool",
-    "BlockRemoved",
-    "BlockStored",
-    "CacheHitSource",
-    "ChunkedLocalAttentionSpec",
-    "FreeKVCacheBlockQueue",
-    "FullAttentionManager",
-    "FullAttentionSpec",
-    "KVCacheBlock",
-    "KVCacheBlocks",
-    "KVCacheConfig",
-    "KVCacheEvent",
-    "KVCacheGroupSpec",
-    "KVCacheManager",
-    "KVCacheSpec",
-    "KVConnectorBase_V1",
-    "KVConnectorMetadata",
-    "KVConnectorOutput",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "LoRARequest",
-    "MLAAttentionSpec",
-    "MambaSpec",
-    "Request",
-    "RequestStatus",
-    "Scheduler",
-    "SchedulerOutput",
-    "SlidingWindowSpec",
-    "SupportsHMA",
-    "generate_block_hash_extra_keys",
-    "get_block_hash",
-    "get_group_id",
-    "get_kv_cache_groups",
-    "get_kv_transfer_group",
-    "get_none_hash_seed",
-    "has_kv_transfer_group",
-    "make_block_hash_with_group_id",
-    "maybe_convert_block_hash",
-    "resolve_kv_cache_block_sizes",
-    "to_event_extra_keys",
-]
-
 
 # Blocks and their hashes.
 

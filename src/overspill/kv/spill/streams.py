@@ -1,7 +1,6 @@
 """Copies between the arena and the window, and their order against compute: the interface, and both platforms."""
 
 import time
-from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ _POLL_S = 0.0005
 _MOST_TABLES = 64
 
 
-class Streams(ABC):
+class Streams:
     """One H2D and one D2H stream beside the compute stream, each in the order of the calls.
 
     Only `wait` and `close` block: `…_after` makes later work of a stream wait for an event of another one.
@@ -45,52 +44,46 @@ class Streams(ABC):
             self.bytes_out += count(runs) * self.page_bytes
             self._save(region, runs)
 
-    @abstractmethod
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (source, target) blocks of all regions on the H2D stream; either may be spilled."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _fill(self, region: int, runs: Runs) -> None: ...
+    def _fill(self, region: int, runs: Runs) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _save(self, region: int, runs: Runs) -> None: ...
+    def _save(self, region: int, runs: Runs) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
+    # Where nothing else is said, copies are synchronous, and every order holds.
+
     def fill_event(self) -> Event:
         """Event at the end of the H2D stream."""
 
-    @abstractmethod
     def save_event(self) -> Event:
         """Event at the end of the D2H stream."""
 
-    @abstractmethod
     def compute_event(self) -> Event:
         """Event at the end of the compute stream."""
 
-    @abstractmethod
     def fill_after(self, event: Event) -> None: ...
 
-    @abstractmethod
     def save_after(self, event: Event) -> None: ...
 
-    @abstractmethod
     def compute_after(self, event: Event) -> None: ...
 
-    @abstractmethod
     def mark(self) -> Mark:
         """Timing event at the end of the H2D stream."""
+        return WallMark()
 
-    @abstractmethod
     def wait(self, event: Event) -> None:
         """Block this thread, not the model's, until the event has completed."""
 
-    @abstractmethod
     def close(self) -> None:
         """Wait for copies in flight."""
 
 
 class HostStreams(Streams):
-    """The CPU platform: copies are synchronous, so every order holds."""
+    """The CPU platform: copies are synchronous."""
 
     def __init__(self, geometry: Geometry, buffer: torch.Tensor, arena: HostMemory) -> None:
         super().__init__(geometry.page_bytes)
@@ -121,33 +114,6 @@ class HostStreams(Streams):
     def _content(self, region: int, block: int) -> torch.Tensor:
         spilled = block - self._num_resident
         return self._resident[region][block] if spilled < 0 else self._arena[region][spilled]
-
-    def fill_event(self) -> Event:
-        return None
-
-    def save_event(self) -> Event:
-        return None
-
-    def compute_event(self) -> Event:
-        return None
-
-    def fill_after(self, event: Event) -> None:
-        """No-op: copies are synchronous."""
-
-    def save_after(self, event: Event) -> None:
-        """No-op: copies are synchronous."""
-
-    def compute_after(self, event: Event) -> None:
-        """No-op: copies are synchronous."""
-
-    def mark(self) -> Mark:
-        return WallMark()
-
-    def wait(self, event: Event) -> None:
-        """No-op: copies are synchronous."""
-
-    def close(self) -> None:
-        """No-op: copies are synchronous."""
 
 
 class CudaStreams(Streams):
