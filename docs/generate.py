@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -23,9 +24,12 @@ MARKED = re.compile(
 
 
 def options() -> str:
-    from overspill.kv.options import describe_options
+    from overspill.kv.options import Options
 
-    rows = [(f"`{name}`", _default(name, default), text) for name, default, text in describe_options()]
+    rows = []
+    for f in fields(Options):
+        default = str(f.default).lower() if isinstance(f.default, bool) else str(f.default)
+        rows.append((f"`{f.name}`", _default(f.name, default), f.metadata["help"]))
     return _table(("option", "default", "meaning"), rows)
 
 

@@ -215,7 +215,7 @@ class Engine:
         self.drain()
         assert self.gpu_pool.get_num_free_blocks() == len(self.gpu_pool.blocks) - 1
         host = self.scheduler.host
-        assert host.num_free == host.num_slots
+        assert host.pool.get_num_free_blocks() == host.num_slots
         assert all(block.ref_cnt == 0 for block in host.pool.blocks[1:])
 
 

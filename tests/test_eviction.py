@@ -142,7 +142,7 @@ def test_a_pinned_block_and_its_prefix_are_never_evicted(order: type[LruOrder]) 
     tail = cache.find(key("ab"))
     assert tail is not None
     cache.pin([tail])
-    assert cache.num_free == 1
+    assert cache.pool.get_num_free_blocks() == 1
     assert cache.allocate(1) == []
     cache.release([tail])
     assert len(cache.allocate(2)) == 2
@@ -272,7 +272,7 @@ def test_lru_keeps_what_a_naive_model_keeps(size: int, operations: list[tuple[st
             cache.drop([block])
             naive.leave(word)
         assert cache.names() == set(naive.used)
-        assert cache.num_free == size - len(naive.pinned)
+        assert cache.pool.get_num_free_blocks() == size - len(naive.pinned)
 
 
 @both

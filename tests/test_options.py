@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from overspill.kv.errors import OverspillError
-from overspill.kv.options import ELSEWHERE, Options, describe_options
+from overspill.kv.options import ELSEWHERE, Options
 
 
 def test_host_bytes_alone_gives_the_defaults() -> None:
@@ -158,10 +158,7 @@ def test_ranks_share_the_pool() -> None:
 
 
 def test_every_option_is_described() -> None:
-    rows = describe_options()
-    assert [row[0] for row in rows] == [f.name for f in fields(Options)]
-    assert dict((row[0], row[1]) for row in rows)["pin"] == "true"
-    assert all(len(row[2]) > 40 for row in rows)
+    assert all(len(f.metadata["help"]) > 40 for f in fields(Options))
 
 
 @pytest.mark.parametrize("path", ["kv", "./kv", "../kv", "/kv/../etc", "/a,b", "", "/a\nb", 7, None])

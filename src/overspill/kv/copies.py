@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -102,26 +102,25 @@ class PlainCopier(Copier):
         self._thread = ThreadPoolExecutor(1, "overspill-copy")
 
     def load(self, slots: Ids, blocks: Ids) -> Transfer:
-        transfer = Transfer(len(slots) * self._memory.slot_bytes)
-
         def run() -> None:
             for region, part in self._pairs:
                 region[blocks] = self._memory.slots[slots, part]
 
-        self._thread.submit(self._timed, transfer, run)
-        return transfer
+        return self._start(len(slots), run)[0]
 
     def store(self, blocks: Ids, slots: Ids) -> Transfer:
-        transfer = Transfer(len(slots) * self._memory.slot_bytes)
-
         def run() -> None:
             for region, part in self._pairs:
                 self._memory.slots[slots, part] = region[blocks]
 
-        future = self._thread.submit(self._timed, transfer, run)
+        transfer, future = self._start(len(slots), run)
         if self.gate.is_set():
             future.result()
         return transfer
+
+    def _start(self, num_slots: int, run: Callable[[], None]) -> tuple[Transfer, Future[None]]:
+        transfer = Transfer(num_slots * self._memory.slot_bytes)
+        return transfer, self._thread.submit(self._timed, transfer, run)
 
     def _timed(self, transfer: Transfer, run: Callable[[], None]) -> None:
         self.gate.wait()

@@ -8,7 +8,7 @@ block continues) are candidates, ordered by their last use; evicting one makes i
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from overspill.kv.vllm_api import BlockHashWithGroupId, KVCacheBlock
 
@@ -42,23 +42,11 @@ class LruOrder:
 
     # Called by vLLM's BlockPool.
 
-    def popleft(self) -> KVCacheBlock:
-        block = self.take()
-        if block is None:
-            raise ValueError("no host block is free, or each is continued by one in use")
-        return block
-
-    def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        return [self.popleft() for _ in range(n)]
-
     def remove(self, block: KVCacheBlock) -> None:
         """A hit: a free cached block is referenced again."""
         assert block.block_hash is not None, "only cached host blocks can be hit"
         self._is_free[block.block_id] = False
         self.num_free_blocks -= 1
-
-    def append(self, block: KVCacheBlock) -> None:
-        self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """The last references to cached blocks were dropped."""
@@ -76,9 +64,6 @@ class LruOrder:
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return [b for b in self._blocks if self._is_free[b.block_id]]
-
-    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        raise NotImplementedError("the host pool has no linear eviction order to walk")
 
     # Called by the host cache.
 

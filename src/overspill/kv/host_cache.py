@@ -5,7 +5,7 @@ Reusing them brings prefix hashes, hybrid groups, sliding windows and state grou
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vllm.config import VllmConfig
 
@@ -91,10 +91,9 @@ class Stored(NamedTuple):
     event: BlockStored | None = None  # to publish when it is in RAM
 
 
-class OnEvict(Protocol):
-    """Takes a block whose content leaves RAM, and returns a block to reuse, if there is one."""
-
-    def __call__(self, block: KVCacheBlock, item: Stored, *, used_again: bool) -> KVCacheBlock | None: ...
+# Takes a block whose content leaves RAM, what it held, and whether that was used again; returns a block to reuse, if
+# there is one.
+OnEvict = Callable[[KVCacheBlock, Stored, bool], KVCacheBlock | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +133,6 @@ class HostCache:
             and not self.coordinator.eagle_group_ids
         )
         self.num_slots = num_slots
-
-    @property
-    def num_free(self) -> int:
-        return self.pool.get_num_free_blocks()
 
     @property
     def num_cached(self) -> int:
@@ -227,7 +222,7 @@ class HostCache:
             block.ref_cnt = 1
             reusable: KVCacheBlock | None = block
             if item is not None and self.on_evict is not None:
-                reusable = self.on_evict(block, item, used_again=used_again)
+                reusable = self.on_evict(block, item, used_again)
             if reusable is not None:
                 blocks.append(reusable)
         return blocks

@@ -313,12 +313,3 @@ def hint_for(key: str, known: Iterable[str]) -> str:
         return ", it is LMCache's; remove it"
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"; did you mean {nearest[0]!r}? Options: {', '.join(known)}"
-
-
-def describe_options() -> list[tuple[str, str, str]]:
-    """(name, default, help) of every option, for the reference page."""
-    rows = []
-    for f in fields(Options):
-        default = str(f.default).lower() if isinstance(f.default, bool) else str(f.default)
-        rows.append((f.name, default, f.metadata["help"]))
-    return rows

@@ -5,6 +5,7 @@ given back can be undone; a fault after that ends with memory under everything a
 """
 
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -160,27 +161,17 @@ def _together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _parking_of(core: Any) -> Parking:
-    found: Parking | None = getattr(core, "overspill_parking", None)
-    if found is None:
-        found = core.overspill_parking = Parking(core)
-    return found
-
-
-def park(core: Any) -> dict[str, Any]:
-    return _parking_of(core).park()
-
-
-def wake(core: Any) -> dict[str, Any]:
-    return _parking_of(core).wake()
-
-
-def state(core: Any) -> dict[str, Any]:
-    return _parking_of(core).describe()
-
-
 def add_parking() -> None:
     """Add what the front end may call."""
-    add_engine_method("overspill_park", park)
-    add_engine_method("overspill_wake", wake)
-    add_engine_method("overspill_state", state)
+
+    def method(change: Callable[[Parking], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+        def called(core: Any) -> dict[str, Any]:
+            if not hasattr(core, "overspill_parking"):
+                core.overspill_parking = Parking(core)
+            return change(core.overspill_parking)
+
+        return called
+
+    add_engine_method("overspill_park", method(Parking.park))
+    add_engine_method("overspill_wake", method(Parking.wake))
+    add_engine_method("overspill_state", method(Parking.describe))

@@ -168,16 +168,14 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
             '"kv_load_failure_policy": "recompute": add it'
         )
     _check_model(vllm_config)
-    if options.disk_bytes and (algorithm := vllm_config.cache_config.prefix_caching_hash_algo) not in _STABLE_HASHES:
-        raise OverspillError(
-            f"KV on disk is found by block hashes, and those of {algorithm} change with every start: use "
-            "--prefix-caching-hash-algo sha256, or remove disk_bytes"
-        )
-    if options.remote and (algorithm := vllm_config.cache_config.prefix_caching_hash_algo) not in _STABLE_HASHES:
-        raise OverspillError(
-            f"KV in a store is found by block hashes, and those of {algorithm} change with every start: use "
-            "--prefix-caching-hash-algo sha256_cbor, or remove remote"
-        )
+    for option, where, stable in (("disk_bytes", "on disk", "sha256"), ("remote", "in a store", "sha256_cbor")):
+        if not getattr(options, option):
+            continue
+        if (algorithm := vllm_config.cache_config.prefix_caching_hash_algo) not in _STABLE_HASHES:
+            raise OverspillError(
+                f"KV {where} is found by block hashes, and those of {algorithm} change with every start: use "
+                f"--prefix-caching-hash-algo {stable}, or remove {option}"
+            )
     if options.spill_bytes:
         _check_spill(vllm_config, is_child=is_child)
     for option, is_given in (("spill_bytes", options.spill_bytes), ("park", options.park)):

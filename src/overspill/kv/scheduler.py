@@ -100,15 +100,12 @@ class OffloadScheduler:
         """Hook into the GPU's block pool."""
         self._gpu = pool
         if not self._keep_on_reset:
-            self._watch_reset(pool)
+            # vLLM resets its prefix cache after new weights, and by default leaves connectors alone. It refuses while
+            # any GPU block is held, so no load or store is in flight when RAM is cleared with it.
+            reset_with_prefix_cache(pool, self._reset_with_gpu)
         self.loads.bind(pool)
         self.stores.bind(pool)
         self._origins.watch(pool, self.stores.filled)
-
-    def _watch_reset(self, pool: BlockPool) -> None:
-        """vLLM resets its prefix cache after new weights, and by default leaves connectors alone. It refuses while any
-        GPU block is held, so no load or store is in flight when RAM is cleared with it."""
-        reset_with_prefix_cache(pool, self._reset_with_gpu)
 
     def _reset_with_gpu(self) -> bool:
         if self.is_parking:

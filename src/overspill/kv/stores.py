@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from overspill.kv.host_cache import HostCache, Stored
 from overspill.kv.jobs import StoreJob
@@ -13,6 +12,7 @@ from overspill.kv.speeds import Speeds, store_budget
 from overspill.kv.vllm_api import (
     BlockHashWithGroupId,
     BlockPool,
+    FreeKVCacheBlockQueue,
     KVCacheBlock,
     get_group_id,
     return_to_front,
@@ -265,6 +265,7 @@ class Stores:
 
     def report(self, job_id: int, count: int, *, failed: bool) -> None:
         """`count` more workers are done."""
+        assert self._gpu is not None
         store = self.in_flight[job_id]
         store.reports += count
         store.failed |= failed
@@ -276,22 +277,15 @@ class Stores:
         if store.failed or store.abandoned:
             self._host.release(store.host_blocks)
         else:
-            self._insert(store)
-        self._release_gpu(store.gpu_blocks, to_front=store.to_front)
-
-    def _insert(self, store: StoreInFlight) -> None:
-        held = zip(store.host_blocks, store.origins, store.token_counts, strict=True)
-        items = [Stored(block, o.key, n, o.parent, o.adapter, o.event) for block, o, n in held]
-        self._host.insert(items)
-        if self.on_stored is not None:
-            self.on_stored(items)
-
-    def _release_gpu(self, blocks: Sequence[KVCacheBlock], *, to_front: bool) -> None:
-        assert self._gpu is not None
-        if to_front:
-            return_to_front(self._gpu, blocks)
+            held = zip(store.host_blocks, store.origins, store.token_counts, strict=True)
+            items = [Stored(block, o.key, n, o.parent, o.adapter, o.event) for block, o, n in held]
+            self._host.insert(items)
+            if self.on_stored is not None:
+                self.on_stored(items)
+        if store.to_front:
+            return_to_front(self._gpu, store.gpu_blocks)
         else:
-            self._gpu.free_blocks(reversed(blocks))
+            self._gpu.free_blocks(reversed(store.gpu_blocks))
 
     def reset(self) -> None:
         """Drop offers, and discard the content of stores in flight."""
@@ -309,10 +303,6 @@ class Stores:
         return any(block.ref_cnt == 1 for store in self.in_flight.values() for block in store.gpu_blocks)
 
 
-class FreeQueue(Protocol):
-    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]: ...
-
-
 class EvictionFront:
     """The next `depth` blocks of the GPU's free queue, visited by a walk that remembers its position.
 
@@ -320,7 +310,7 @@ class EvictionFront:
     last one, whatever the number of running requests.
     """
 
-    def __init__(self, queue: FreeQueue, depth: int) -> None:
+    def __init__(self, queue: FreeKVCacheBlockQueue, depth: int) -> None:
         self._queue = queue
         self._depth = depth
         self._cursor: KVCacheBlock | None = None

@@ -88,25 +88,12 @@ def watch_full_blocks(
     """
     cache_full_blocks = pool.cache_full_blocks
 
-    def watched(
-        request: Request,
-        blocks: list[KVCacheBlock],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-        block_mask: list[bool] | None = None,
-    ) -> None:
-        cache_full_blocks(
-            request=request,
-            blocks=blocks,
-            num_cached_blocks=num_cached_blocks,
-            num_full_blocks=num_full_blocks,
-            block_size=block_size,
-            kv_cache_group_id=kv_cache_group_id,
-            block_mask=block_mask,
-        )
-        on_full(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
+    def watched(**given: Any) -> None:
+        cache_full_blocks(**given)
+        on_full(
+            given["request"], given["blocks"], given["num_cached_blocks"], given["num_full_blocks"],
+            given["block_size"], given["kv_cache_group_id"],
+        )  # fmt: skip
 
     pool.cache_full_blocks = watched
 
@@ -284,47 +271,43 @@ def longest_that_fits(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], n
 # The engine core.
 
 
+def _wrap(owner: type, name: str, around: Method) -> None:
+    """Call `around` instead of the method, with the method before its arguments."""
+    wrap_once(owner, name, lambda method: lambda *args, **kwargs: around(method, *args, **kwargs))
+
+
 def after_engine_calls(on_rpc: Callable[[Any, Any], None], on_adapter: Callable[[Any, LoRARequest], None]) -> None:
     """Report calls to workers, and adapters that are loaded, with the engine core; also those that failed, which may
     have replaced a part of the weights."""
     from vllm.v1.engine.core import EngineCore
 
-    def watched_rpc(collective_rpc: Method) -> Method:
-        def watched(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return collective_rpc(self, method, *args, **kwargs)
-            finally:
-                on_rpc(self, method)
+    def rpc(collective_rpc: Method, core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return collective_rpc(core, method, *args, **kwargs)
+        finally:
+            on_rpc(core, method)
 
-        return watched
+    def add(add_lora: Method, core: Any, lora_request: LoRARequest) -> Any:
+        try:
+            return add_lora(core, lora_request)
+        finally:
+            on_adapter(core, lora_request)
 
-    def watched_add_lora(add_lora: Method) -> Method:
-        def watched(self: Any, lora_request: LoRARequest) -> Any:
-            try:
-                return add_lora(self, lora_request)
-            finally:
-                on_adapter(self, lora_request)
-
-        return watched
-
-    wrap_once(EngineCore, "collective_rpc", watched_rpc)
-    wrap_once(EngineCore, "add_lora", watched_add_lora)
+    _wrap(EngineCore, "collective_rpc", rpc)
+    _wrap(EngineCore, "add_lora", add)
 
 
 def before_engine_shutdown(call: Callable[[Any], None]) -> None:
     """Call with an engine core that is about to shut down and still has its workers."""
     from vllm.v1.engine.core import EngineCore
 
-    def watched_shutdown(shutdown: Method) -> Method:
-        def watched(self: Any) -> Any:
-            try:
-                call(self)
-            finally:
-                shutdown(self)
+    def watched(shutdown: Method, core: Any) -> None:
+        try:
+            call(core)
+        finally:
+            shutdown(core)
 
-        return watched
-
-    wrap_once(EngineCore, "shutdown", watched_shutdown)
+    _wrap(EngineCore, "shutdown", watched)
 
 
 def call_workers(
@@ -698,29 +681,23 @@ def on_wakeup(call: Callable[[Any], None]) -> None:
     """Call this in the loop of an engine core whenever it is woken up, between two steps or while it waits."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    def watched(handle: Method) -> Method:
-        def handle_client_request(self: Any, request_type: EngineCoreRequestType, request: Any) -> None:
-            handle(self, request_type, request)
-            if request_type == EngineCoreRequestType.WAKEUP:
-                call(self)
+    def watched(handle: Method, core: Any, request_type: EngineCoreRequestType, request: Any) -> None:
+        handle(core, request_type, request)
+        if request_type == EngineCoreRequestType.WAKEUP:
+            call(core)
 
-        return handle_client_request
-
-    wrap_once(EngineCoreProc, "_handle_client_request", watched)
+    _wrap(EngineCoreProc, "_handle_client_request", watched)
 
 
 def before_loop(call: Callable[[Any], None]) -> None:
     """Call this when an engine core is about to begin its loop."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    def watched(run: Method) -> Method:
-        def run_busy_loop(self: Any) -> Any:
-            call(self)
-            return run(self)
+    def watched(run_busy_loop: Method, core: Any) -> Any:
+        call(core)
+        return run_busy_loop(core)
 
-        return run_busy_loop
-
-    wrap_once(EngineCoreProc, "run_busy_loop", watched)
+    _wrap(EngineCoreProc, "run_busy_loop", watched)
 
 
 def wake_up(core: Any) -> bool:

@@ -1,7 +1,7 @@
 """Offload in a worker: the pool's memory, copies in flight, and their reports."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -174,8 +174,17 @@ class OffloadWorker:
 
     def _wait_for(self, tier: DiskWorker | RemoteWorker) -> None:
         """An idle step waits for a read, for which a request waits, and a little for writes."""
-        deadline = time.monotonic() + (self.idle_wait_s if tier.is_reading else _DISK_WAIT_S)
-        while not tier.has_done and (tier.is_reading or tier.is_writing) and time.monotonic() < deadline:
+        seconds = self.idle_wait_s if tier.is_reading else _DISK_WAIT_S
+        self._wait_while(lambda: not tier.has_done and (tier.is_reading or tier.is_writing), seconds)
+
+    def _wait_for_a_load(self) -> None:
+        """A step without a forward delays nothing, and spinning would take cores from the copying threads."""
+        self._wait_while(lambda: any(not load.announced for load in self._loads), self.idle_wait_s)
+
+    def _wait_while(self, waits: Callable[[], bool], seconds: float) -> None:
+        """Until a load can be announced, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while waits() and time.monotonic() < deadline:
             if any(not load.announced for load in self._ready(is_idle=True)):
                 return
             time.sleep(_POLL_S)
@@ -193,14 +202,6 @@ class OffloadWorker:
             if load.transfer.done() or remaining_bytes <= ahead_bytes:
                 ready.append(load)
         return ready
-
-    def _wait_for_a_load(self) -> None:
-        """A step without a forward delays nothing, and spinning would take cores from the copying threads."""
-        deadline = time.monotonic() + self.idle_wait_s
-        while any(not load.announced for load in self._loads) and time.monotonic() < deadline:
-            if any(not load.announced for load in self._ready(is_idle=True)):
-                return
-            time.sleep(_POLL_S)
 
     def _advance(self, load: _Load, results: KVConnectorTransferResults, *, ready: bool) -> bool:
         """Announce the load's request when it may run; True once the copies have completed."""

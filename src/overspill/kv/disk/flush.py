@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from overspill.kv.jobs import DiskWriteJob, StepReport
 from overspill.kv.plugin import StopTimeout
-from overspill.kv.vllm_api import before_engine_shutdown, call_workers, connectors_of, get_kv_transfer_group
+from overspill.kv.vllm_api import before_engine_shutdown, call_workers, connectors_of, own_connector
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -46,9 +46,7 @@ def write_in_workers(core: Any, job: DiskWriteJob, limit_s: float) -> StepReport
 
 def _write(worker: Any, job: DiskWriteJob) -> StepReport:
     """In a worker."""
-    group = get_kv_transfer_group()
-    (ours,) = (one for one in getattr(group, "_connectors", (group,)) if hasattr(one, "flush_disk"))
-    report: StepReport = ours.worker.write_now(job)
+    report: StepReport = own_connector("flush_disk").worker.write_now(job)
     return report
 
 

@@ -99,9 +99,6 @@ class DiskIndex:
             if not self._orphans[parent]:
                 del self._orphans[parent]
 
-    def get(self, key: bytes) -> Entry | None:
-        return next(iter(self.find([key])), None)
-
     def find(self, keys: Sequence[bytes]) -> list[Entry]:
         """Those that are here; at once, for a long prefix has thousands."""
         here = [(key, place) for key in keys if (place := self._places.get(key)) is not None]

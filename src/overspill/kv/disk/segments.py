@@ -5,10 +5,11 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -182,31 +183,23 @@ class DiskWorker:
         return any(isinstance(job.job, DiskWriteJob) and not job.done() for job in self._jobs)
 
     def read(self, job: DiskReadJob) -> None:
-        segments, number = self._segments_of(job.folder), {slot: i for i, slot in enumerate(job.slots)}
-        digests = job.digests[self._rank]
-        self._jobs.append(
-            _Job(
-                job,
-                [
-                    self._readers.submit(self._read, segments, call, [number[slot] for _, slot in call], digests)
-                    for call in segments.calls(list(zip(job.places, job.slots, strict=True)))
-                ],
-            )
-        )
+        self._jobs.append(_Job(job, self._start(job, self._readers, self._read, job.digests[self._rank])))
 
     def write(self, job: DiskWriteJob) -> None:
-        self._jobs.append(_Job(job, self._start_write(job)))
+        # Damage in RAM must not reach the disk, where it would get a digest that matches it.
+        self._jobs.append(_Job(job, self._start(job, self._writers, self._write, self._checksums.check(job.slots))))
 
     def write_now(self, job: DiskWriteJob, report: StepReport) -> None:
         """Write, and wait for it."""
-        self._finish(_Job(job, self._start_write(job)), report, OverspillStats())
+        self.write(job)
+        self._finish(self._jobs.pop(), report, OverspillStats())
 
-    def _start_write(self, job: DiskWriteJob) -> list[Future[_Part]]:
+    def _start(
+        self, job: DiskReadJob | DiskWriteJob, threads: ThreadPoolExecutor, move: Callable[..., _Part], more: Any
+    ) -> list[Future[_Part]]:
         segments, number = self._segments_of(job.folder), {slot: i for i, slot in enumerate(job.slots)}
-        # Damage in RAM must not reach the disk, where it would get a digest that matches it.
-        verdict = self._checksums.check(job.slots)
         return [
-            self._writers.submit(self._write, segments, call, [number[slot] for _, slot in call], verdict)
+            threads.submit(move, segments, call, [number[slot] for _, slot in call], more)
             for call in segments.calls(list(zip(job.places, job.slots, strict=True)))
         ]
 

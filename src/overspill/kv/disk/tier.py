@@ -319,7 +319,7 @@ class DiskTier:
 
     # Writing.
 
-    def evicted(self, block: KVCacheBlock, item: Stored, *, used_again: bool) -> KVCacheBlock | None:
+    def evicted(self, block: KVCacheBlock, item: Stored, used_again: bool) -> KVCacheBlock | None:
         """A block's content left RAM. Returns a block that may be reused now: this one, or one that waited to be
         written for longest; None if this one keeps its slot until it is written."""
         index = self._ready

@@ -162,7 +162,12 @@ def kv_bytes_with_spill(
     check_spilled(options, spilled, step * block_bytes * world_size)
     available_bytes -= _block_table_bytes(vllm_config, groups)
     if options.resident_bytes:
-        available_bytes = _limited(options.resident_bytes // world_size, available_bytes)
+        if (limit := options.resident_bytes // world_size) > available_bytes:
+            raise OverspillError(
+                f"resident_bytes is {format_size(limit)}, and {format_size(available_bytes)} of GPU memory is left for "
+                "KV: lower it, or raise --gpu-memory-utilization"
+            )
+        available_bytes = limit
     resident = num_resident_blocks(available_bytes, spilled, page_bytes, num_regions, granularity())
     window = window_bytes(spilled, page_bytes, num_regions)
     states = states_per_request(vllm_config, groups)
@@ -175,7 +180,9 @@ def kv_bytes_with_spill(
             "raise --gpu-memory-utilization or resident_bytes, or use a smaller model."
         )
     total = resident + spilled
-    need = -(-_bytes_of_longest(vllm_config, groups) // block_bytes) + 1  # and vLLM's null block
+    # Nothing if vLLM chooses the longest context that fits; and vLLM's null block.
+    is_given = vllm_config.model_config.original_max_model_len != -1
+    need = -(-bytes_of_longest(vllm_config, groups) // block_bytes) + 1 if is_given else 1
     if need > total:
         longest = longest_that_fits(vllm_config, groups, (total - 1) * block_bytes)
         least = least_spilled_blocks(need, available_bytes, page_bytes, num_regions, granularity())
@@ -207,19 +214,3 @@ def _advice(spill_bytes: int) -> str:
     if not spill_bytes:
         return "Remove spill_bytes: even the smallest window does not fit"
     return f'Use "spill_bytes": "{-(-spill_bytes // KiB)}KiB"'
-
-
-def _bytes_of_longest(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
-    """KV of one request of `max_model_len`; nothing if vLLM chooses the longest that fits."""
-    if vllm_config.model_config.original_max_model_len == -1:
-        return 0
-    return bytes_of_longest(vllm_config, groups)
-
-
-def _limited(resident_bytes: int, available_bytes: int) -> int:
-    if resident_bytes > available_bytes:
-        raise OverspillError(
-            f"resident_bytes is {format_size(resident_bytes)}, and {format_size(available_bytes)} of GPU memory is "
-            "left for KV: lower it, or raise --gpu-memory-utilization"
-        )
-    return resident_bytes
