@@ -85,7 +85,7 @@ def test_a_closed_gate_keeps_copies_in_flight(rig: Rig) -> None:
     before = rig.block(2)
     PlainCopier.gate.clear()
     load, store = rig.copier.load(ids(1), ids(2)), rig.copier.store(ids(3), ids(4))
-    assert not load.wait_queued(0.05)
+    assert not load._queued.wait(0.05)
     assert not load.done() and not store.done()
     assert rig.block(2) == before
     PlainCopier.gate.set()

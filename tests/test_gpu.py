@@ -64,7 +64,7 @@ def rig(request: pytest.FixtureRequest, layers_outermost: bool) -> Iterator[Rig]
 
 
 def finish(transfer) -> None:  # type: ignore[no-untyped-def]
-    assert transfer.wait_queued(30)
+    assert transfer._queued.wait(30)
     torch.cuda.synchronize()
     assert transfer.done() and transfer.error is None, transfer.error
 
@@ -111,7 +111,7 @@ def test_loads_wait_for_prior_compute_and_compute_for_the_fence(rig: Rig) -> Non
     rig.copier.end_step()
     blocks = np.arange(NUM_BLOCKS)
     transfer = rig.copier.load(blocks, blocks)
-    assert transfer.wait_queued(30)
+    assert transfer._queued.wait(30)
     transfer.fence()
     seen = rig.buffer.clone()  # queued while the copies may still run
     finish(transfer)
@@ -124,7 +124,7 @@ def test_a_load_reports_its_remaining_bytes(rig: Rig, monkeypatch: pytest.Monkey
     rig.copier.end_step()
     blocks = np.arange(NUM_BLOCKS)
     transfer = rig.copier.load(blocks, blocks)
-    assert transfer.wait_queued(30)
+    assert transfer._queued.wait(30)
     seen = [transfer.remaining_bytes()]
     if rig.memory.pinned_bytes == rig.memory.num_bytes:
         assert seen[0] == transfer.num_bytes, "it waits for the compute before it"

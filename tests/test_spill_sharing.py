@@ -86,7 +86,7 @@ def test_a_long_request_stops_waiting_once_the_others_end(llama: Path) -> None:
     with engine(llama, spilling(spill_share=0.01)) as spills:
         slow_link(spills)
         _, steps = run(spills, long_first=True)
-        assert spills.vllm_scheduler._pacing._requests == {}
+        assert spills.vllm_scheduler._pacing._held == {}
     alone = [step for step in steps["long"] if step > max(steps["short 1"])]
     assert alone and alone == list(range(alone[0], alone[0] + len(alone)))
     assert alone[0] <= max(steps["short 1"]) + 2
@@ -178,9 +178,9 @@ def test_a_held_request_is_released_at_its_deadline(llama: Path) -> None:
     pacing, waited = Pacing(), SimpleNamespace(request_id="a", status=RequestStatus.RUNNING)
     waited.next_decode_eligible_step = 200
     scheduler = SimpleNamespace(running=[waited, SimpleNamespace(request_id="b")], current_step=10)
-    pacing._requests["a"], pacing._deadlines["a"] = waited, time.monotonic() + 60
+    pacing._held["a"] = waited, time.monotonic() + 60  # type: ignore[assignment]
     pacing.release(scheduler)  # type: ignore[arg-type]
     assert waited.next_decode_eligible_step == 200
-    pacing._deadlines["a"] = time.monotonic() - 1
+    pacing._held["a"] = waited, time.monotonic() - 1  # type: ignore[assignment]
     pacing.release(scheduler)  # type: ignore[arg-type]
-    assert waited.next_decode_eligible_step == 0 and pacing._requests == {}
+    assert waited.next_decode_eligible_step == 0 and pacing._held == {}

@@ -39,9 +39,6 @@ class Transfer:
         """Whether later compute can be ordered behind the copies with `fence`."""
         return self._queued.is_set()
 
-    def wait_queued(self, timeout: float) -> bool:
-        return self._queued.wait(timeout)
-
     def done(self) -> bool:
         """Whether all copies have completed, or failed."""
         return self._done.is_set()

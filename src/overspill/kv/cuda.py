@@ -1,5 +1,6 @@
 """CUDA's driver calls: batched copies, registered host memory, and virtual memory. Nothing here knows of KV."""
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,9 @@ from vllm.logger import init_logger
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Mark
+
+with contextlib.suppress(ImportError):  # the CPU platform has none, and calls nothing of this
+    from cuda.bindings import driver
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -42,8 +46,6 @@ class _MemcpyAttributes(ctypes.Structure):
 
 def _driver_function(name: str, *argument_types: Any) -> Callable[..., int]:
     """A driver call that releases the interpreter lock, which a wrapper taking Python lists would hold for long."""
-    from cuda.bindings import driver
-
     error, pointer, _ = driver.cuGetProcAddress(name.encode(), _CUDA_VERSION, 0)
     if error != driver.CUresult.CUDA_SUCCESS or not pointer:
         raise OverspillError(f"the CUDA driver has no {name} ({error}); a driver for CUDA 12.8 or newer is needed")
@@ -51,8 +53,6 @@ def _driver_function(name: str, *argument_types: Any) -> Callable[..., int]:
 
 
 def _error_name(code: int) -> str:
-    from cuda.bindings import driver
-
     return driver.CUresult(code).name
 
 
@@ -185,8 +185,6 @@ def gpu_numa_node(device: torch.device) -> int | None:
 
 def _call(function: Any, *arguments: Any) -> Any:
     """Result of a driver call; raises its error."""
-    from cuda.bindings import driver
-
     code, *results = function(*arguments)
     if code != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{function.__name__}: {code.name}")
@@ -194,8 +192,6 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 def _memory_of(device: int) -> Any:
-    from cuda.bindings import driver
-
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -205,8 +201,6 @@ def _memory_of(device: int) -> Any:
 
 def mapping_granularity(device: int) -> int:
     """Granularity of mappings on a device. Refuses a device without virtual memory management."""
-    from cuda.bindings import driver
-
     torch.cuda.init()
     supported = _call(
         driver.cuDeviceGetAttribute,
@@ -226,8 +220,6 @@ class PhysicalMemory:
     """GPU memory without an address. It can be mapped at several addresses at once."""
 
     def __init__(self, device: int, num_bytes: int) -> None:
-        from cuda.bindings import driver
-
         self.device, self.num_bytes = device, num_bytes
         try:
             self.handle = _call(driver.cuMemCreate, num_bytes, _memory_of(device), 0)
@@ -239,8 +231,6 @@ class PhysicalMemory:
 
     def release(self) -> None:
         """Drop the handle; the driver frees the memory with its last mapping."""
-        from cuda.bindings import driver
-
         _call(driver.cuMemRelease, self.handle)
 
 
@@ -248,16 +238,12 @@ class AddressRange:
     """Reserved addresses. Parts are backed by physical memory, and mappings may change while the range is in use."""
 
     def __init__(self, device: int, num_bytes: int) -> None:
-        from cuda.bindings import driver
-
         self.device, self.num_bytes = device, num_bytes
         self.address = int(_call(driver.cuMemAddressReserve, num_bytes, 0, driver.CUdeviceptr(0), 0))
         self._mapped: dict[int, int] = {}  # offset -> length
 
     def map(self, offset: int, memory: PhysicalMemory) -> None:
         """Map all of `memory` at `offset`, readable and writable."""
-        from cuda.bindings import driver
-
         place = driver.CUdeviceptr(self.address + offset)
         _call(driver.cuMemMap, place, memory.num_bytes, 0, memory.handle, 0)
         self._mapped[offset] = memory.num_bytes
@@ -273,8 +259,6 @@ class AddressRange:
 
     def unmap(self, offset: int) -> None:
         """Unmap what was mapped at `offset`. No kernel or copy may use it any more."""
-        from cuda.bindings import driver
-
         _call(driver.cuMemUnmap, driver.CUdeviceptr(self.address + offset), self._mapped.pop(offset))
 
     def tensor(self, num_bytes: int | None = None) -> torch.Tensor:
@@ -284,8 +268,6 @@ class AddressRange:
 
     def close(self) -> None:
         """Free the addresses; tensors over them become invalid. All compute must have completed."""
-        from cuda.bindings import driver
-
         for offset in list(self._mapped):
             self.unmap(offset)
         if self.address:

@@ -109,6 +109,21 @@ class Hit:
         return [b for group in self.blocks for b in group if not isinstance(b, BelowRam) and not b.is_null]
 
 
+def heads_first(
+    blocks: Iterable[KVCacheBlock], above: Callable[[KVCacheBlock], KVCacheBlock | None]
+) -> list[KVCacheBlock]:
+    """The blocks in this order, but each behind the one that it continues, which `above` names."""
+    found: dict[int, KVCacheBlock] = {}
+    for block in blocks:
+        prefix: list[KVCacheBlock] = []
+        at: KVCacheBlock | None = block
+        while at is not None and at.block_id not in found:
+            prefix.append(at)
+            at = above(at)
+        found |= {one.block_id: one for one in reversed(prefix)}
+    return list(found.values())
+
+
 class HostCache:
     """Host blocks by content. Block id n is host slot n - 1: id 0 is vLLM's null block and has no memory."""
 
@@ -243,20 +258,17 @@ class HostCache:
 
     def by_last_use(self) -> list[tuple[KVCacheBlock, Stored]]:
         """All content, the prefixes used most recently first, each from its head."""
-        last_use = self.pool.order.last_use
-        held = [block for block in self.pool.blocks if self.pool.items[block.block_id] is not None]
-        found: dict[int, tuple[KVCacheBlock, Stored]] = {}
-        for block in sorted(held, key=last_use, reverse=True):
-            prefix: list[tuple[KVCacheBlock, Stored]] = []
-            above: KVCacheBlock | None = block
-            while above is not None and above.block_id not in found:
-                item = self.pool.items[above.block_id]
-                if item is None:
-                    break
-                prefix.append((above, item))
-                above = self.find(item.parent) if item.parent is not None else None
-            found |= {pair[0].block_id: pair for pair in reversed(prefix)}
-        return list(found.values())
+        items = self.pool.items
+        held = [block for block in self.pool.blocks if items[block.block_id] is not None]
+        held.sort(key=self.pool.order.last_use, reverse=True)
+
+        def above(block: KVCacheBlock) -> KVCacheBlock | None:
+            item = items[block.block_id]
+            parent = self.find(item.parent) if item is not None and item.parent is not None else None
+            return parent if parent is not None and items[parent.block_id] is not None else None
+
+        ordered = heads_first(held, above)
+        return [(block, item) for block in ordered if (item := items[block.block_id]) is not None]
 
     def insert(self, stored: Sequence[Stored]) -> None:
         """Make stored content findable, and drop the stores' references."""

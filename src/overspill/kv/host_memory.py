@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -261,9 +261,6 @@ class Verdict:
 
     def done(self) -> bool:
         return all(part.done() for part in self.parts)
-
-    def wait(self, timeout: float) -> None:
-        wait(self.parts, timeout)
 
     def error(self) -> BaseException | None:
         """The error of a check that failed itself; waits for the check."""

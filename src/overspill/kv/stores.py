@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from overspill.kv.host_cache import HostCache, Stored
+from overspill.kv.host_cache import HostCache, Stored, heads_first
 from overspill.kv.jobs import StoreJob
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.provenance import Origin, Origins
@@ -128,16 +128,12 @@ class Stores:
         free = self._gpu.free_block_queue.get_all_free_blocks()
         held = [block for block in self._gpu.blocks if block.ref_cnt > 0]
         wanted = {block.block_hash: block for block in (*free, *held) if self.lacks_copy(block)}
-        offered: dict[BlockHashWithGroupId, KVCacheBlock] = {}
-        for key in wanted:
-            prefix: list[KVCacheBlock] = []
-            at: BlockHashWithGroupId | None = key
-            while at is not None and at in wanted and at not in offered:
-                prefix.append(wanted[at])
-                origin = self._origins.of(wanted[at])
-                at = origin.parent if origin is not None else None
-            offered.update((block.block_hash, block) for block in reversed(prefix) if block.block_hash is not None)
-        self.offer(offered.values(), "")
+
+        def above(block: KVCacheBlock) -> KVCacheBlock | None:
+            origin = self._origins.of(block)
+            return wanted.get(origin.parent) if origin is not None and origin.parent is not None else None
+
+        self.offer(heads_first(wanted.values(), above), "")
 
     def finished(self, request_id: str, blocks: Iterable[KVCacheBlock]) -> None:
         """The request's blocks may be reallocated in the next pass, before the next step is planned."""

@@ -198,7 +198,13 @@ class DiskTier:
         index, adapter = self._ready, self.adapters.of(request)
         if index is None or not len(index) or adapter is None or self._num_reads.get(request_id, 0) >= _MOST_READS:
             return False
-        found = self._lookup(index, request, adapter, num_local_tokens, max_tokens)
+
+        def find(key: BlockHashWithGroupId) -> BelowRam | None:
+            content = content_key(key, adapter)
+            return BelowRam(key, content) if content in index else None
+
+        most = max(1, self._host.num_slots // 2)
+        found = self._host.lookup_below(request.block_hashes, num_local_tokens, max_tokens, find, most)
         blocks = found.blocks if found is not None else ()
         on_disk = [block for group in blocks for block in group if isinstance(block, BelowRam)]
         if found is None or not on_disk:
@@ -215,16 +221,6 @@ class DiskTier:
             self._stats.count("disk_skipped_tokens", num_tokens)
             return False
         return self._read(index, request, found, on_disk, num_tokens, adapter)
-
-    def _lookup(
-        self, index: DiskIndex, request: Request, adapter: bytes, num_local_tokens: int, max_tokens: int
-    ) -> Hit | None:
-        def find(key: BlockHashWithGroupId) -> BelowRam | None:
-            content = content_key(key, adapter)
-            return BelowRam(key, content) if content in index else None
-
-        most = max(1, self._host.num_slots // 2)
-        return self._host.lookup_below(request.block_hashes, num_local_tokens, max_tokens, find, most)
 
     def _is_worth_it(self, num_tokens: int, num_blocks: int) -> bool:
         num_bytes = num_blocks * self._stride

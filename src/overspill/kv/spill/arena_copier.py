@@ -2,7 +2,7 @@
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from overspill.kv.copies import Copier, Ids, Transfer
 from overspill.kv.host_memory import HostMemory
 from overspill.kv.spill.geometry import Geometry
-from overspill.kv.spill.streams import Event, Streams
+from overspill.kv.spill.streams import Streams
 
 _THREADS = 4  # one core alone copies slower than the link
 
@@ -26,10 +26,6 @@ class JoinedTransfer(Transfer):
     def queued(self) -> bool:
         """A failed part counts as queued, and its request must not run before the failure is known."""
         return all(part.queued and part.error is None for part in self._parts)
-
-    def wait_queued(self, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
-        return all(part.wait_queued(max(0.0, deadline - time.monotonic())) for part in self._parts)
 
     def done(self) -> bool:
         if not all(part.done() for part in self._parts):
@@ -58,38 +54,24 @@ class ArenaCopier(Copier):
         self._threads = ThreadPoolExecutor(_THREADS, "overspill-arena-copy")
 
     def load(self, slots: Ids, blocks: Ids) -> Transfer:
-        # The blocks were free, but a step in flight may be the last to have touched them.
-        after = self._streams.fill_event(), self._streams.save_event()
-        return self._split(slots, blocks, self._gpu.load, after, to_arena=True)
+        return self._split(slots, blocks, to_arena=True)
 
     def store(self, blocks: Ids, slots: Ids) -> Transfer:
-        # The step that filled the blocks is queued, and so are the copies of what it wrote into the arena.
-        def store(slots: Ids, blocks: Ids) -> Transfer:
-            return self._gpu.store(blocks, slots)
+        return self._split(slots, blocks, to_arena=False)
 
-        return self._split(
-            slots, blocks, store, (self._streams.fill_event(), self._streams.save_event()), to_arena=False
-        )
-
-    def _split(
-        self,
-        slots: Ids,
-        blocks: Ids,
-        resident: Callable[[Ids, Ids], Transfer],
-        after: Sequence[Event],
-        *,
-        to_arena: bool,
-    ) -> Transfer:
+    def _split(self, slots: Ids, blocks: Ids, *, to_arena: bool) -> Transfer:
         spilled = blocks >= self._geometry.num_resident
-        if not spilled.any():
-            return resident(slots, blocks)
-        parts = [self._within_ram(slots[spilled], blocks[spilled], after, to_arena=to_arena)]
+        parts = [self._within_ram(slots[spilled], blocks[spilled], to_arena=to_arena)] if spilled.any() else []
         if not spilled.all():
-            parts.append(resident(slots[~spilled], blocks[~spilled]))
-        return JoinedTransfer(parts)
+            slots, blocks = slots[~spilled], blocks[~spilled]
+            parts.append(self._gpu.load(slots, blocks) if to_arena else self._gpu.store(blocks, slots))
+        return JoinedTransfer(parts) if spilled.any() else parts[0]
 
-    def _within_ram(self, slots: Ids, blocks: Ids, after: Sequence[Event], *, to_arena: bool) -> Transfer:
+    def _within_ram(self, slots: Ids, blocks: Ids, *, to_arena: bool) -> Transfer:
         transfer = Transfer(len(slots) * self._pool.slot_bytes)
+        # The step that filled blocks to be stored is queued, and so are the copies of what it wrote into the arena.
+        # Blocks to be loaded were free, but a step in flight may be the last to have touched them.
+        after = self._streams.fill_event(), self._streams.save_event()
 
         def run() -> None:
             try:

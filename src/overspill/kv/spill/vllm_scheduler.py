@@ -14,8 +14,7 @@ class Pacing:
     """Requests that sit out steps: vLLM skips a request until its `next_decode_eligible_step`."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, Request] = {}
-        self._deadlines: dict[str, float] = {}
+        self._held: dict[str, tuple[Request, float]] = {}  # until when
 
     def hold(self, scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
         """Let requests of this step that stream much sit out the next ones."""
@@ -32,20 +31,19 @@ class Pacing:
                 request.next_decode_eligible_step = max(
                     request.next_decode_eligible_step, scheduler.current_step + spacing.steps_apart
                 )
-                self._requests[request_id] = request
-                self._deadlines[request_id] = time.monotonic() + spacing.seconds_apart
+                self._held[request_id] = request, time.monotonic() + spacing.seconds_apart
 
     def release(self, scheduler: Scheduler) -> None:
         """Before a step: release requests whose wait has ended, that were preempted, or that are the only ones left."""
-        if not self._requests:
+        if not self._held:
             return
-        only_held = all(request.request_id in self._requests for request in scheduler.running)
+        only_held = all(request.request_id in self._held for request in scheduler.running)
         now = time.monotonic()
-        for request_id, request in list(self._requests.items()):
-            if only_held or request.status != RequestStatus.RUNNING or now >= self._deadlines[request_id]:
+        for request_id, (request, deadline) in list(self._held.items()):
+            if only_held or request.status != RequestStatus.RUNNING or now >= deadline:
                 request.next_decode_eligible_step = 0
             if request.next_decode_eligible_step <= scheduler.current_step + 1:
-                del self._requests[request_id], self._deadlines[request_id]
+                del self._held[request_id]
 
 
 class OverspillScheduler(ScheduleHooks, Scheduler):
