@@ -556,7 +556,7 @@ def test_a_second_engine_on_the_folder_is_refused(llama: Path, folder: Path) -> 
         scheduler = running.scheduler
         tier.DiskTier(
             running.vllm_scheduler.connector._options, config, None, scheduler.host, scheduler.speeds,  # type: ignore[arg-type]
-            scheduler.stats, iter(()), SLOT,
+            scheduler.stats, iter(()), SLOT, scheduler.adapters, scheduler._origins.event,
         )  # fmt: skip
 
 

@@ -274,8 +274,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             # Running requests keep the adapter's old weights; what they compute must not be hit by others.
             self.adapter_changed(adapter, f"adapter {adapter.lora_name}", self._scheduler.live)
         else:
-            for tier in self._scheduler.tiers:
-                tier.register_adapter(adapter)
+            self._scheduler.register_adapter(adapter)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
@@ -347,8 +346,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def adapter_changed(self, adapter: LoRARequest, what: str, request_ids: Iterable[str]) -> None:
         """The same for one adapter; KV of the model itself is written to disk as before."""
-        for tier in self._tiers:
-            tier.bar_adapter(adapter)
+        if self._scheduler is not None:
+            self._scheduler.adapters.bar(adapter)
         self.weights_version += 1
         self._drop_cached(what, request_ids)
 

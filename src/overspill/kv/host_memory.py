@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options, Verify
 from overspill.kv.ram import numa_cpus
 from overspill.kv.sizes import MiB, format_size
+
+if TYPE_CHECKING:
+    from overspill.kv.cuda import PinnedRanges
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -104,15 +107,6 @@ class Mapping:
             self._raw = 0
 
 
-class Pinning(Protocol):
-    """Registers (pins) memory for DMA."""
-
-    def register(self, address: int, length: int) -> str | None:
-        """None on success, else the reason for the refusal."""
-
-    def unregister(self, address: int) -> None: ...
-
-
 class HostMemory:
     """`num_slots` slots of `slot_bytes` each; slots are pinned in order, from the first to the last."""
 
@@ -140,14 +134,14 @@ class HostMemory:
         self._numa_node = numa_node
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._pinning: Pinning | None = None
+        self._pinning: PinnedRanges | None = None
         self._registered: list[int] = []
 
     def pages(self, slot: int) -> memoryview:
         """All of a slot, in whole pages, as direct I/O needs it."""
         return self._pages[slot].data
 
-    def prepare(self, pinning: Pinning | None) -> None:
+    def prepare(self, pinning: "PinnedRanges | None") -> None:
         """Fill and, with `pinning`, register the pool in the background."""
         self._pinning = pinning
         self._thread = threading.Thread(target=self._prepare, name="overspill-pool", daemon=True)
@@ -216,7 +210,7 @@ class HostMemory:
                 return
             self._mapping.populate(at, min(_FILL_BYTES, end - at))
 
-    def _pin(self, pinning: Pinning, start: int) -> bool:
+    def _pin(self, pinning: "PinnedRanges", start: int) -> bool:
         length = min(self._piece_bytes, self.num_bytes - start)
         refused = pinning.register(self.address + start, length)
         if refused is not None:

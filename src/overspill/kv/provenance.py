@@ -45,6 +45,10 @@ class Origin:
     adapter: bytes | None = None
 
 
+# Of a request, the number of its block, the tokens in one, and the group.
+EventOf = Callable[[Request, int, int, int], BlockStored | None]
+
+
 class Origins:
     """The origin of every full block, by GPU block id."""
 

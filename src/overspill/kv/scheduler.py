@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from vllm.config import VllmConfig
 
 from overspill.kv.buffer import bytes_per_block
+from overspill.kv.disk.key import AdapterDigests
 from overspill.kv.disk.tier import DiskTier
 from overspill.kv.host_cache import HostCache
 from overspill.kv.host_memory import num_host_slots, slot_stride
@@ -26,6 +27,7 @@ from overspill.kv.vllm_api import (
     KVCacheBlocks,
     KVCacheConfig,
     KVCacheEvent,
+    LoRARequest,
     Request,
     SchedulerOutput,
     reset_with_prefix_cache,
@@ -57,25 +59,22 @@ class OffloadScheduler:
         self.live: set[str] = set()  # requests admitted and not finished
         self._local_tokens: dict[str, int] = {}  # from a lookup to the admission in the same pass
         job_ids = itertools.count(1)
-        shared = options, vllm_config, kv_cache_config, self.host, self.speeds, self.stats, job_ids
-        stride = slot_stride(block_bytes)
-        self.disk = DiskTier(*shared, stride) if options.disk_bytes else None
-        adapters = self.disk.adapters if self.disk is not None else None
-        self.remote = RemoteTier(*shared, stride, adapters) if options.remote else None
-        # Below RAM, the nearest first.
-        self.tiers: list[Tier] = [tier for tier in (self.disk, self.remote) if tier is not None]
-        if self.remote is not None:
-            adapters = self.remote.adapters
+        self.adapters = AdapterDigests()
+        is_kept = bool(options.disk_bytes or options.remote)  # beyond RAM
         self._origins = Origins(
             self._groups,
             self.host.hash_block_size,
             with_events=self.host.events_enabled,
-            adapter_of=adapters.of if adapters is not None else None,
+            adapter_of=self.adapters.of if is_kept else None,
         )
-        if self.disk is not None:
-            self.disk.event_of = self._origins.event
-        if self.remote is not None:
-            self.remote.event_of = self._origins.event
+        shared = (
+            options, vllm_config, kv_cache_config, self.host, self.speeds, self.stats, job_ids,
+            slot_stride(block_bytes), self.adapters, self._origins.event,
+        )  # fmt: skip
+        self.disk = DiskTier(*shared) if options.disk_bytes else None
+        self.remote = RemoteTier(*shared) if options.remote else None
+        # Below RAM, the nearest first.
+        self.tiers: list[Tier] = [tier for tier in (self.disk, self.remote) if tier is not None]
         self.loads = Loads(
             self.host, self.speeds, self.stats, job_ids, self.live, self.tiers,
             always=options.load == "always", world_size=world_size, block_bytes=block_bytes, groups=self._groups,
@@ -113,6 +112,10 @@ class OffloadScheduler:
         for tier in self.tiers:
             tier.detach("vLLM's prefix cache was reset, as after new weights; keep_on_reset keeps it")
         return self.reset()
+
+    def register_adapter(self, adapter: LoRARequest) -> None:
+        if self.tiers:
+            self.adapters.register(adapter, self.tiers[0].digests / "adapters.json")
 
     # Admission.
 

@@ -1,14 +1,18 @@
 """What lies below RAM, as the scheduler sees it: the disk, and the store between machines."""
 
+from pathlib import Path
 from typing import Protocol
 
 from overspill.kv.jobs import StepJobs, StepReport
-from overspill.kv.vllm_api import LoRARequest, Request
+from overspill.kv.vllm_api import Request
 
 
 class Tier(Protocol):
     """Blocks that a request needs are brought into free slots of RAM while it waits, and are ordinary hits from there.
     So a tier that fails is a miss."""
+
+    digests: Path
+    """Folder for digests of weights and adapters."""
 
     def wants(self, request: Request, num_local_tokens: int, max_tokens: int) -> bool:
         """Whether the request should wait for blocks of this tier. May evict from RAM to make room."""
@@ -31,11 +35,6 @@ class Tier(Protocol):
 
     def clear(self) -> None:
         """Forget everything that is this server's alone, and detach."""
-
-    def register_adapter(self, adapter: LoRARequest) -> None: ...
-
-    def bar_adapter(self, adapter: LoRARequest) -> None:
-        """The adapter was replaced: its KV is neither read nor written until the next start."""
 
     def take_stats(self) -> None: ...
 

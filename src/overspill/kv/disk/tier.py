@@ -26,6 +26,7 @@ from overspill.kv.host_cache import BelowRam, Hit, HostCache, Stored
 from overspill.kv.jobs import DiskReadJob, DiskWriteJob, StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
+from overspill.kv.provenance import EventOf
 from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Speeds, load_beats_recompute
 from overspill.kv.vllm_api import (
@@ -36,7 +37,6 @@ from overspill.kv.vllm_api import (
     KVCacheBlock,
     KVCacheConfig,
     KVCacheEvent,
-    LoRARequest,
     Request,
     get_block_hash,
     get_group_id,
@@ -105,6 +105,8 @@ class DiskTier:
         stats: OverspillStats,
         job_ids: Iterator[int],
         stride: int,
+        adapters: AdapterDigests,
+        event_of: EventOf,
     ) -> None:
         self._host, self._speeds, self._stats, self._job_ids = host, speeds, stats, job_ids
         self._always = options.load == "always"
@@ -113,12 +115,12 @@ class DiskTier:
         self._num_places = num_disk_places(options, self._world_size, stride)
         root = Path(options.disk_path) if options.disk_path else default_folder(vllm_config.model_config.model)
         self._folder = Folder(root)
-        self._path = root
+        self._path = self.digests = root
         self._journal: Journal | None = None
         self.index: DiskIndex | None = None
         self._others_bytes = 0  # KV of other keys in the folder
         self._detached = ""
-        self.adapters = AdapterDigests()
+        self._adapters, self._event_of = adapters, event_of
         # Blocks that left RAM and wait to be written; they keep their slots meanwhile. The newest is written first: of
         # a prefix the tail leaves RAM first, and is worth nothing without its head.
         self._queue: deque[tuple[KVCacheBlock, Stored]] = deque()
@@ -130,7 +132,6 @@ class DiskTier:
         self._waiting: dict[str, int] = {}  # request -> its read
         self._num_reads: dict[str, int] = {}
         self._num_skipped = 0  # since the last read
-        self.event_of: Callable[[Request, int, int, int], BlockStored | None] = lambda *_: None
         self._announced: set[bytes] = set()  # content of which a stored event was published
         self._shown = -1
         self._stop = threading.Event()
@@ -145,7 +146,7 @@ class DiskTier:
     def _open(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         began = time.monotonic()
         try:
-            facts = model_facts(vllm_config, kv_cache_config, Digests(self._path / "digests.json", self._stop))
+            facts = model_facts(vllm_config, kv_cache_config, Digests(self.digests / "digests.json", self._stop))
             identity = identity_of(facts)
             path = self._folder.open(identity, facts)
             self._others_bytes = self._folder.trim(path, 0, self._bound)
@@ -180,12 +181,6 @@ class DiskTier:
     def _ready(self) -> DiskIndex | None:
         return None if self._detached else self.index
 
-    def register_adapter(self, adapter: LoRARequest) -> None:
-        self.adapters.register(adapter, self._folder.root / "adapters.json")
-
-    def bar_adapter(self, adapter: LoRARequest) -> None:
-        self.adapters.bar(adapter)
-
     # Reading.
 
     def wants(self, request: Request, num_local_tokens: int, max_tokens: int) -> bool:
@@ -195,7 +190,7 @@ class DiskTier:
         if read is not None:
             return time.monotonic() - read.began < _PATIENCE_S
         self._waiting.pop(request_id, None)
-        index, adapter = self._ready, self.adapters.of(request)
+        index, adapter = self._ready, self._adapters.of(request)
         if index is None or not len(index) or adapter is None or self._num_reads.get(request_id, 0) >= _MOST_READS:
             return False
 
@@ -280,7 +275,7 @@ class DiskTier:
             block.key: event
             for group, blocks in enumerate(found.blocks)
             for i, block in enumerate(blocks)
-            if isinstance(block, BelowRam) and (event := self.event_of(request, i, sizes[group], group)) is not None
+            if isinstance(block, BelowRam) and (event := self._event_of(request, i, sizes[group], group)) is not None
         }
 
     def _read_done(self, read: _Read) -> None:

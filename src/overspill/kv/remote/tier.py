@@ -8,7 +8,7 @@ which blocks the store has, and then while these are read into RAM; together for
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,13 +22,12 @@ from overspill.kv.host_cache import BelowRam, HostCache, Stored
 from overspill.kv.jobs import RemoteJob, RemoteResult, StepJobs, StepReport
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
+from overspill.kv.provenance import EventOf
 from overspill.kv.speeds import Speeds, load_beats_recompute
 from overspill.kv.vllm_api import (
     BlockHashWithGroupId,
-    BlockStored,
     KVCacheBlock,
     KVCacheConfig,
-    LoRARequest,
     Request,
     make_block_hash_with_group_id,
 )
@@ -128,7 +127,8 @@ class RemoteTier:
         stats: OverspillStats,
         job_ids: Iterator[int],
         stride: int,
-        adapters: AdapterDigests | None,
+        adapters: AdapterDigests,
+        event_of: EventOf,
     ) -> None:
         self._host, self._speeds, self._stats, self._job_ids = host, speeds, stats, job_ids
         self._always = options.load == "always"
@@ -137,9 +137,8 @@ class RemoteTier:
         self._groups = kv_cache_config.prefix_cacheable_group_ids
         self._prefix = ""  # of all keys; empty until the weights' digest is known
         self._detached = ""
-        self.adapters = adapters or AdapterDigests()
+        self._adapters, self._event_of = adapters, event_of
         self.breaker = Breaker(stats)
-        self.event_of: Callable[[Request, int, int, int], BlockStored | None] = lambda *_: None
         self._asks: dict[str, _Ask] = {}
         self._calls: dict[int, _Call] = {}
         self._planned: list[RemoteJob] = []
@@ -148,7 +147,7 @@ class RemoteTier:
         self._num_skipped = 0
         # Beside the folders of the disk tier, each of which is one server's.
         folder = default_folder(vllm_config.model_config.model)
-        self._folder = folder.parent.with_name("digests") / folder.name
+        self.digests = folder.parent.with_name("digests") / folder.name
         self._stop = threading.Event()
         self._opening = threading.Thread(
             target=self._open, args=(vllm_config, kv_cache_config), name="overspill-remote-key", daemon=True
@@ -157,8 +156,8 @@ class RemoteTier:
 
     def _open(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            facts = model_facts(vllm_config, kv_cache_config, Digests(self._folder / "digests.json", self._stop))
+            self.digests.mkdir(mode=0o700, parents=True, exist_ok=True)
+            facts = model_facts(vllm_config, kv_cache_config, Digests(self.digests / "digests.json", self._stop))
         except (OSError, OverspillError, ValueError) as error:
             self.detach(f"the key of this model's KV cannot be made: {error}")
             return
@@ -171,7 +170,7 @@ class RemoteTier:
     # Reading.
 
     def wants(self, request: Request, num_local_tokens: int, max_tokens: int) -> bool:
-        ask, adapter = self._asks.get(request.request_id), self.adapters.of(request)
+        ask, adapter = self._asks.get(request.request_id), self._adapters.of(request)
         if not self._prefix or self._detached or adapter is None:
             return False
         if ask is None:
@@ -240,7 +239,7 @@ class RemoteTier:
                     # Null beyond the GPU's part lies before a window.
                     is_first = i == 0 or (blocks[i - 1].is_null and i * size > num_local_tokens)
                     parent = None if is_first else self._key(request, group, i - 1)
-                    event = self.event_of(request, i, size, group)
+                    event = self._event_of(request, i, size, group)
                     items.append(Stored(block, block.key, (i + 1) * size, parent, adapter, event))
         slots = self._host.allocate_beside(hit, len(items))
         if not slots:
@@ -368,12 +367,6 @@ class RemoteTier:
     def clear(self) -> None:
         """What is in the store is other engines', too, and stays."""
         self.detach("the KV cache was reset")
-
-    def register_adapter(self, adapter: LoRARequest) -> None:
-        self.adapters.register(adapter, self._folder / "adapters.json")
-
-    def bar_adapter(self, adapter: LoRARequest) -> None:
-        self.adapters.bar(adapter)
 
     def take_stats(self) -> None: ...
 
