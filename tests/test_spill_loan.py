@@ -178,6 +178,20 @@ def test_a_long_request_is_not_kept_waiting_by_short_ones(llama: Path, plain: Pl
         held(running)
 
 
+def test_a_block_given_back_in_the_pass_that_moves_its_memory_is_not_zeroed(deep: Callable[[str], Path]) -> None:
+    """vLLM may preempt a request that it has scheduled in the same pass, and zeroes its new blocks all the same."""
+    settings = {"max_model_len": 1500, "max_num_batched_tokens": 32}
+    with engine(deep("mamba-hybrid"), spilling(resident=20, spilled=110, spill_lends=True), **settings) as running:
+        manager, loan, zeroed = running.vllm_scheduler.kv_cache_manager, running.spill.placement.loan, list[int]()
+        assert loan is not None
+        gone, take = next(iter(loan._out.ids)), manager.take_new_block_ids
+        manager.take_new_block_ids = lambda: [gone, *take()]
+        runner = running.core.model_executor.driver_worker.worker.model_runner
+        runner._zero_block_ids = zeroed.extend
+        running.ask([random_prompt(1, 40)], max_tokens=2)
+        assert zeroed and gone not in zeroed
+
+
 def test_no_memory_moves_beside_a_request_with_a_window(deep: Callable[[str], Path]) -> None:
     """Tables in workers keep blocks that its window has left, and a kernel may read them."""
     settings = {"max_model_len": 1900, "max_num_batched_tokens": 64}

@@ -262,6 +262,7 @@ v1/core/sched/output.py
     SchedulerOutput.kv_cache_block_copies
     SchedulerOutput.kv_connector_block_state
     SchedulerOutput.kv_connector_metadata
+    SchedulerOutput.new_block_ids_to_zero
     SchedulerOutput.scheduled_cached_reqs
     SchedulerOutput.scheduled_new_reqs
 v1/core/sched/async_scheduler.py

@@ -83,6 +83,9 @@ class Loan:
     def window_bytes(self) -> int:
         return self.units.geometry.num_halves * self.num_spilled * self.units.geometry.page_bytes
 
+    def has_memory(self, block_id: int) -> bool:
+        return block_id not in self._out.ids
+
     def take_change(self) -> frozenset[int] | None:
         """Units that are to have memory from the next step on; None if they have."""
         is_changed, self._is_changed = self._is_changed, False

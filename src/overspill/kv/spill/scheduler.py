@@ -95,8 +95,11 @@ class SpillScheduler:
         """Add the step's block copies and its spilled blocks to its jobs."""
         jobs.block_copies = self._block_copies(output)
         jobs.spill = self._streamed(output)
-        if self.placement.loan is not None:
-            jobs.units = self.placement.loan.take_change()
+        if (loan := self.placement.loan) is not None:
+            jobs.units = loan.take_change()
+            if output.new_block_ids_to_zero:
+                # Also blocks that a request gave back in this very pass, whose memory may have moved since.
+                output.new_block_ids_to_zero = [n for n in output.new_block_ids_to_zero if loan.has_memory(n)] or None
 
     def _streamed(self, output: SchedulerOutput) -> SpillStep | None:
         """The spilled blocks of this step, each streamed once however many requests read it."""
