@@ -133,7 +133,7 @@ class TestedEngine(Engine):
         self.drain()
         self._pool.free_blocks(self._held)
         self._held = []
-        lost = len(self._pool.blocks) - 1 - self._pool.get_num_free_blocks()
+        lost = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
         found = [f"{lost} KV block(s) on the GPU"] if lost else []
         if self.has_offload:
             held = sum(block.ref_cnt != 0 for block in self.offload_scheduler.host.pool.blocks[1:])
@@ -456,6 +456,16 @@ def spilled(engine: TestedEngine, script: Script) -> None:
     engine.ask(second[1], first[0])
 
 
+def lent(engine: TestedEngine, script: Script) -> None:
+    """A context that is alone gets the window's memory, and those that come beside it take it back."""
+    first, second = script.longs
+    for _ in range(2):
+        engine.ask(first[0])
+        engine.ask(first[1], second[0], *script.shorts)
+        engine.ask(second[1], first[1])
+        engine.ask(script.shorts[0])
+
+
 def spilled_and_offloaded(engine: TestedEngine, script: Script) -> None:
     """What spilled is stored from RAM, and is loaded into RAM."""
     first, second = script.longs
@@ -516,6 +526,7 @@ PLAYS: Mapping[str, Callable[[TestedEngine, Script], None]] = {
     "store-killed-filled": store_filled,
     "store-killed": store_killed,
     "spilled": spilled,
+    "lent": lent,
     "spilled-and-offloaded": spilled_and_offloaded,
     "shared-attention": shared_attention,
     "arrivals": arrivals,

@@ -237,6 +237,8 @@ class _Round:
     def _play(self, scenario: Scenario, reference: Reference, allowed: Tolerance) -> Outcome:
         options = drawn_options(scenario, self.request.seed) if self.request.soak else {}
         spec = self._spec(scenario, options)
+        if scenario.lends_window:
+            spec = replace(spec, options={**(spec.options or {}), "spill_lends": True})
         if scenario.shares_attention:
             return self._share(scenario, sharing(self.plan, spec), reference, allowed)
         if scenario.has_store and (why := missing()):

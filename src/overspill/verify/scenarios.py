@@ -44,6 +44,8 @@ class Scenario:
     soak_only: bool = False
     shares_attention: bool = False
     """Whether the CPU attends to a part, so that answers are held to the distance of another attention kernel."""
+    lends_window: bool = False
+    """Whether the window's memory moves to GPU blocks and back."""
 
 
 _LOADED = {"hit_tokens": "no token came from RAM", "load_bytes": "no byte was loaded from RAM"}
@@ -95,6 +97,10 @@ SCENARIOS = (
     ),
     Scenario(
         name="spilled", title="contexts are spilled", tier=Tier.SPILL, required=_STREAMED, same_pieces=True,
+    ),
+    Scenario(
+        name="lent", title="the window's memory is lent, and taken back", tier=Tier.SPILL, lends_window=True,
+        required={"window_moves": "no memory moved between GPU blocks and the window"},
     ),
     Scenario(
         name="spilled-and-offloaded", title="both", tier=Tier.BOTH, required=_LOADED | _STREAMED,
