@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,39 @@ def test_running_requests_give_way_and_go_on(
             answers.update(running.step())
         assert_same([answers[name] for name in names], expected)
         assert running.metric("shrink_preemptions") > 0
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.05], ids=["it ends", "it is preempted"])
+def test_no_memory_goes_while_a_request_reads_behind_its_window(
+    deep: Callable[[str], Path], ledger: Ledger, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables in workers keep blocks that its window has left, and a kernel may read them."""
+    monkeypatch.setattr("overspill.kv.elastic._PATIENCE_S", patience)
+    settings = {"max_model_len": 24 * BLOCK, "max_num_batched_tokens": 12 * BLOCK, "blocks": 90}
+    prompts, gemma3 = [random_prompt(seed, 20 * BLOCK) for seed in range(2)], deep("gemma3")
+    expected = stock(gemma3, prompts, max_tokens=40, **settings)
+    with engine(gemma3, overspill(ledger=str(ledger.path)), **settings) as running:
+        grown = Grown(running, ledger)
+        names, answers = [running.add(prompt, max_tokens=40) for prompt in prompts], dict[str, Answer]()
+        for _ in range(6):
+            answers.update(running.step())
+        requests = list(running.vllm_scheduler.running)
+        known = running.core.model_executor.driver_worker.worker.model_runner.requests
+        tables = {number for one in requests for group in known[one.request_id].block_ids for number in group}
+        behind = {number for number in tables if not running.gpu_pool.blocks[number].ref_cnt}
+        at_risk = {unit for unit in grown.elastic.mapped if behind.intersection(grown.elastic.units.blocks(unit))}
+        ledger.write(grown.row, granted=grown.account.floor)
+        running.core.overspill_adjust()
+        assert at_risk & grown.elastic._leaving.keys(), "units with nothing but blocks that windows have left"
+        while running.llm.llm_engine.has_unfinished_requests():
+            running.core.overspill_adjust()
+            if len(running.vllm_scheduler.running) == 2 and not any(one.num_preemptions for one in requests):
+                assert at_risk <= grown.elastic.mapped
+            answers.update(running.step())
+        assert_same([answers[name] for name in names], expected)
+        assert any(one.num_preemptions for one in requests) == (patience < 1)
+        grown.settle()
+        assert grown.account.held == grown.account.floor
 
 
 def test_memory_without_a_grant_cannot_be_touched(llama: Path, ledger: Ledger) -> None:

@@ -259,9 +259,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager.block_pool)
         if self.elastic is not None:
-            self.elastic.bind(
-                kv_cache_manager.block_pool, self._scheduler.stores if self._scheduler is not None else None
-            )
+            self.elastic.bind(kv_cache_manager, self._scheduler.stores if self._scheduler is not None else None)
         if self._options.park:
             # How callers say that they have put new weights in.
             reset_with_prefix_cache(kv_cache_manager.block_pool, self._note_reset)

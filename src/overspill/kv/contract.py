@@ -274,7 +274,10 @@ v1/core/sched/scheduler.py
     Scheduler._update_after_schedule(scheduler_output)
 v1/core/single_type_kv_cache_manager.py
     MambaManager.get_num_blocks_to_allocate(...)
+    SingleTypeKVCacheManager.kv_cache_spec
     SingleTypeKVCacheManager.req_to_blocks
+    SingleTypeKVCacheManager.pop_blocks_for_free(request_id)
+    SingleTypeKVCacheManager._remove_blocks_in_range(request_id, first_block, last_block)
 v1/cudagraph_dispatcher.py
     CudagraphDispatcher.dispatch(..., invalid_modes)
 v1/kv_cache_interface.py

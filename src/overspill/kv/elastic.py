@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,10 @@ from overspill.kv.stores import Stores
 from overspill.kv.vllm_api import (
     BlockPool,
     KVCacheConfig,
+    KVCacheManager,
     add_engine_method,
     before_loop,
+    blocks_behind_windows,
     blocks_waiting,
     bytes_of_block,
     bytes_of_longest,
@@ -37,7 +39,7 @@ from overspill.kv.vllm_api import (
     connectors_of,
     is_frozen,
     on_wakeup,
-    preempt_holders,
+    preempt,
     wake_up,
     watch_outputs,
 )
@@ -96,6 +98,8 @@ class Leaving:
     offered_at: float = 0.0
     out_after: int | None = None
     """The step planned last when its last block was taken out: one in flight may still write to it."""
+    readers: set[str] = field(default_factory=set)
+    """Requests whose sliding windows have left one of its blocks, and that may still read it."""
 
 
 class Elastic:
@@ -111,6 +115,7 @@ class Elastic:
         )  # fmt: skip
         self._leaving: dict[int, Leaving] = {}
         self._pool: BlockPool | None = None
+        self._behind_windows: dict[str, set[int]] = {}
         self._out: HeldOut | None = None
         self._stores: Stores | None = None
         self._planned = self._done = 0
@@ -123,9 +128,11 @@ class Elastic:
         """The last unit may be smaller than the others."""
         return sum(len(self.units.blocks(unit)) for unit in units) * self.units.block_bytes
 
-    def bind(self, pool: BlockPool, stores: Stores | None) -> None:
+    def bind(self, manager: KVCacheManager, stores: Stores | None) -> None:
         """Hide blocks that have no memory yet."""
+        pool: BlockPool = manager.block_pool
         self._pool, self._stores, self._out = pool, stores, HeldOut(pool)
+        self._behind_windows = blocks_behind_windows(manager)
         self._out.take(
             pool.blocks[block] for unit in range(self.units.count) if unit not in self.mapped
             for block in self.units.blocks(unit)
@@ -212,8 +219,8 @@ class Elastic:
         assert self._pool is not None
         blocks = self._pool.blocks
 
-        def cost(unit: int) -> tuple[int, int]:
-            return sum(blocks[block].ref_cnt > 0 for block in self.units.blocks(unit)), -unit
+        def cost(unit: int) -> tuple[int, int, int]:
+            return sum(blocks[block].ref_cnt > 0 for block in self.units.blocks(unit)), len(self._readers(unit)), -unit
 
         candidates = sorted(self.mapped - self._leaving.keys() - {0}, key=cost)
         deadline = time.monotonic() + _PATIENCE_S
@@ -224,6 +231,7 @@ class Elastic:
         """Take out what is free of the leaving units, and have copied what RAM lacks."""
         assert self._pool is not None and self._out is not None
         now, held, lost = time.monotonic(), set[int](), 0
+        late_readers = set[str]()
         for unit, leaving in self._leaving.items():
             is_late, is_given_up = now > leaving.deadline, now > leaving.deadline + _COPYING_S
             may_offer = now - leaving.offered_at > _SECONDS_BETWEEN_OFFERS
@@ -241,19 +249,28 @@ class Elastic:
             if offered and may_offer and self._stores is not None:
                 leaving.offered_at = now
                 self._stores.offer(offered, "")
-            if leaving.out_after is None and self._out.ids.issuperset(self.units.blocks(unit)):
+            had_readers = bool(leaving.readers)
+            leaving.readers = self._readers(unit)
+            is_out = self._out.ids.issuperset(self.units.blocks(unit))
+            if is_out and (leaving.out_after is None or had_readers):
                 leaving.out_after = self._planned
+            late_readers.update(leaving.readers if is_late else ())
         if lost:
             self.stats.count("shrink_lost_blocks", lost)
             logger.warning("Overspill: %d cached block(s) were given up without a copy: RAM took none of them", lost)
-        if held:
-            self.stats.count("shrink_preemptions", len(preempt_holders(core, held)))
+        if held or late_readers:
+            self.stats.count("shrink_preemptions", len(preempt(core.scheduler, late_readers, held)))
+
+    def _readers(self, unit: int) -> set[str]:
+        blocks = self.units.blocks(unit)
+        return {name for name, behind in self._behind_windows.items() if not behind.isdisjoint(blocks)}
 
     def _give_back(self, core: Any) -> None:
         """Unmap units that no step in flight knows any more."""
         ready = {
-            unit for unit, one in self._leaving.items() if one.out_after is not None and one.out_after <= self._done
-        }
+            unit for unit, one in self._leaving.items()
+            if one.out_after is not None and one.out_after <= self._done and not one.readers
+        }  # fmt: skip
         if not ready:
             return
         call_workers(core, "overspill_keep_units", self.mapped - ready)

@@ -65,7 +65,7 @@ class Parking:
             self._settle()
             self._connector.store_all()
             self._settle()
-            release_waiting(core)
+            release_waiting(core.scheduler)
             with self._connector.parking():
                 core.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
         except BaseException:

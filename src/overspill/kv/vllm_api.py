@@ -252,6 +252,31 @@ def requests_holding_blocks(manager: KVCacheManager, group: int) -> int:
     return sum(map(bool, manager.coordinator.single_type_managers[group].req_to_blocks.values()))
 
 
+def blocks_behind_windows(manager: KVCacheManager) -> dict[str, set[int]]:
+    """Of each request, the blocks that its sliding windows have left, from now on. Workers' tables still name them, and
+    kernels load the rest of the tile in which a window begins."""
+    behind: dict[str, set[int]] = {}
+
+    def watch(single: Any) -> None:
+        remove, pop = single._remove_blocks_in_range, single.pop_blocks_for_free
+
+        def removing(request_id: str, first_block: int, last_block: int) -> None:
+            blocks = single.req_to_blocks.get(request_id, ())[first_block:last_block]
+            behind.setdefault(request_id, set()).update(block.block_id for block in blocks if not block.is_null)
+            remove(request_id, first_block, last_block)
+
+        def popping(request_id: str) -> list[KVCacheBlock]:
+            behind.pop(request_id, None)
+            return list(pop(request_id))
+
+        single._remove_blocks_in_range, single.pop_blocks_for_free = removing, popping
+
+    for single in manager.coordinator.single_type_managers:
+        if isinstance(single.kv_cache_spec, SlidingWindowSpec):
+            watch(single)
+    return behind
+
+
 # Memory.
 
 
@@ -589,9 +614,8 @@ def run_step(core: Any) -> None:
         core.step_fn = deliver
 
 
-def release_waiting(core: Any) -> None:
+def release_waiting(scheduler: Any) -> None:
     """Take the blocks of requests that wait with loaded KV; they load it again."""
-    scheduler = core.scheduler
     for request in reversed(list(scheduler.kv_holding_waiting)):
         if not scheduler._handle_blocked_waiting_request(request):
             continue
@@ -734,16 +758,16 @@ def blocks_waiting(core: Any, block_tokens: int, most: int) -> int:
     return num_blocks
 
 
-def preempt_holders(core: Any, block_ids: set[int]) -> list[str]:
-    """Preempt running requests that hold one of the blocks, and those that wait with loaded KV."""
-    scheduler, preempted = core.scheduler, []
+def preempt(scheduler: Any, names: Collection[str], block_ids: Collection[int]) -> list[str]:
+    """Preempt running requests of these names or that hold one of the blocks, and those that wait with loaded KV."""
+    preempted = []
     for request in reversed(list(scheduler.running)):
         held = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        if any(not block_ids.isdisjoint(group) for group in held):
+        if request.request_id in names or any(number in block_ids for group in held for number in group):
             scheduler.running.remove(request)
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
             # It may be scheduled again in the next pass, as if it had not run in the one before.
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             preempted.append(request.request_id)
-    release_waiting(core)
+    release_waiting(scheduler)
     return preempted
