@@ -192,34 +192,64 @@ def test_a_block_given_back_in_the_pass_that_moves_its_memory_is_not_zeroed(deep
         assert zeroed and gone not in zeroed
 
 
-def test_no_memory_moves_beside_a_request_with_a_window(deep: Callable[[str], Path]) -> None:
-    """Tables in workers keep blocks that its window has left, and a kernel may read them."""
+def test_blocks_that_a_window_has_left_keep_their_memory(deep: Callable[[str], Path]) -> None:
+    """Tables in workers keep them, and a kernel may read them."""
     settings = {"max_model_len": 1900, "max_num_batched_tokens": 64}
-    prompts = short, middle, long = [random_prompt(seed, length) for seed, length in enumerate((60, 700, 1700))]
+    prompts = short, middle, long = [random_prompt(seed, length) for seed, length in enumerate((150, 700, 1700))]
     answers = dict(zip(map(tuple, prompts), stock(deep("gemma3"), prompts, 60, **settings), strict=True))
     with engine(deep("gemma3"), spilling(resident=16, spilled=60, spill_lends=True), **settings) as running:
-        num_running = watch_moves(running)
+        moves = watch_moves(running)
         for asked in [middle], [short, long], [middle]:
             assert_same(running.ask(asked, 60), [answers[tuple(prompt)] for prompt in asked])
             running.drain()
             running.evict_gpu()
-        assert num_running == [0, 0, 0], "to the GPU, to the window, to the GPU"
+        assert len(moves) >= 3, "to the GPU, to the window, to the GPU"
+        assert any(behind for behind, _ in moves), "a request runs beside one of them, and its window has moved on"
+        assert not any(behind & without for behind, without in moves)
         assert running.metric("spilled_blocks_used") == running.metric("resident_blocks_used") == 0
 
 
-def watch_moves(running: Engine) -> list[int]:
-    """Running requests, whenever memory moves."""
-    loan, found = running.spill.placement.loan, list[int]()
+def watch_moves(running: Engine) -> list[tuple[set[int], set[int]]]:
+    """Whenever memory moves: blocks in workers' tables that windows have left, and blocks without memory."""
+    placement, found = running.spill.placement, list[tuple[set[int], set[int]]]()
+    loan, known = placement.loan, running.core.model_executor.driver_worker.worker.model_runner.requests
     assert loan is not None
     make_room = loan.make_room
 
     def watched(*args: Any, **kwargs: Any) -> None:
         make_room(*args, **kwargs)
         if loan._is_changed:
-            found.append(len(running.vllm_scheduler.running))
+            tables = {
+                number for one in running.vllm_scheduler.running if one.request_id in known
+                for group in known[one.request_id].block_ids for number in group
+            }  # fmt: skip
+            behind = {number for number in tables if not running.gpu_pool.blocks[number].ref_cnt}
+            found.append((behind, set(loan._out.ids)))
 
     loan.make_room = watched  # type: ignore[method-assign]
     return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_request_that_waits_gets_the_memory_back(
+    llama: Path, plain: Plain, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that came alone has it, and would keep the other waiting until it ends."""
+    monkeypatch.setattr("overspill.kv.spill.loan._PATIENCE_S", 0.0)
+    first, second = random_prompt(1, 30 * BLOCK), random_prompt(2, 30 * BLOCK)
+    expected = plain([first, second], 60)
+    with engine(llama, lending(), max_model_len=MODEL_LEN, async_scheduling=asynchronous) as running:
+        names, answers, together = [running.add(first, 60)], dict[str, Answer](), 0
+        for _ in range(12):
+            answers.update(running.step())
+        assert held(running)[0] > RESIDENT and not answers
+        names.append(running.add(second, 60))
+        while running.llm.llm_engine.has_unfinished_requests():
+            answers.update(running.step())
+            together += len(running.vllm_scheduler.running) == 2
+        assert_same([answers[name] for name in names], expected)
+        assert together > 30 and held(running)[0] == RESIDENT
+        assert running.metric("window_preemptions") == 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

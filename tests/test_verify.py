@@ -28,7 +28,7 @@ from tests.command import run_overspill
 
 SETTINGS = ("--device", "cpu", "--dtype", "float32", "--ram", "6GiB", "--enforce-eager")
 OFFLOAD = ("returning", "preempted", "aborted", "damaged", "failed-load", "killed", "stopped", "torn", "store-killed")
-SPILL = ("spilled", "spilled-and-offloaded", "shared-attention")
+SPILL = ("spilled", "lent", "spilled-and-offloaded", "shared-attention")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -68,6 +68,7 @@ def test_a_llama_is_verified_and_everything_is_told_as_json(llama: Path) -> None
         assert one["awaited"] == one["requests"] > 0, name
         assert not one["mismatches"] and not one["failure"] and not one["skipped"] and not one["left_behind"], name
     assert scenarios["damaged"]["faults_injected"] == scenarios["damaged"]["faults_caught"] == 2
+    assert scenarios["lent"]["figures"]["window_preemptions"] > 0, "memory goes to the GPU's blocks, and back"
     assert scenarios["damaged"]["sensitive"] is True, "the model does not notice damage, so it proves nothing"
     assert scenarios["failed-load"]["faults_injected"] == scenarios["failed-load"]["faults_caught"] == 2
     assert scenarios["torn"]["faults_injected"] == scenarios["torn"]["faults_caught"] == 1

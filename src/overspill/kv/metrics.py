@@ -46,6 +46,7 @@ COUNTERS = {
     "spill_far_bytes": "Bytes of spilled KV that the CPU attended to in RAM",
     "spill_out_bytes": "Bytes of spilled KV written back to RAM",
     "window_moves": "Times that memory moved between GPU blocks and the window",
+    "window_preemptions": "Requests preempted because others waited for the window's memory",
     "grown_bytes": "GPU memory added under the KV cache, as granted",
     "shrunk_bytes": "GPU memory of the KV cache given back for others",
     "grow_failures": "Times that granted GPU memory could not be had",

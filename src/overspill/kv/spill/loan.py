@@ -2,10 +2,12 @@
 
 The window must hold two layers of every spilled block that is in use, and most of the time few are. Its memory and that
 of the last GPU blocks are divided into units. Units move when a request does not fit as they are: to the GPU's blocks
-if it then needs no RAM, or less of it; to the window if it is too long otherwise. Blocks without memory are held out of
+if it then needs no RAM, or less of it, and is alone; to the window if it is too long otherwise. If running requests are
+in its way for a while, they are preempted, and all memory is as at the start. Blocks without memory are held out of
 vLLM's free queue.
 """
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 # Of the spilled blocks, what requests that come later are left.
 _HEADROOM = 8
+# Requests keep blocks that lie in the window's memory for so long when others wait for it.
+_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,8 @@ class Loan:
         self._resident: set[int] = set()
         self._out = HeldOut(pool)
         self._leaving: set[int] = set()  # of the GPU's: their free blocks are held out until all of them are
+        self._is_waited_for = False  # by a request that asked in the last pass
+        self._waited_since: float | None = None
         self._is_changed = False
         for unit in range(units.count):
             self._out.take(self._blocks(units.blocks(unit)))
@@ -91,11 +97,12 @@ class Loan:
         is_changed, self._is_changed = self._is_changed, False
         return mapped_units(self.units, self._resident, self._window) if is_changed else None
 
-    def make_room(self, need: int, spare: int, hits: Sequence[KVCacheBlock], *, may_lower: bool) -> None:
+    def make_room(
+        self, need: int, spare: int, hits: Sequence[KVCacheBlock], kept: Collection[int], *, may_lower: bool
+    ) -> None:
         """For a request that takes `need` blocks and does not find them on the GPU. `hits` are cached blocks that it is
-        about to use."""
+        about to use; those in `kept`, and blocks in use, keep their memory."""
         self._stay()
-        kept = {block.block_id for block in hits}
         idle = [block.block_id for block in hits if not block.ref_cnt and not block.is_null]
         num_resident = self.units.geometry.num_resident
         resident_hits = sum(number < num_resident for number in idle)
@@ -111,6 +118,27 @@ class Loan:
         elif number > len(self._window):
             self._shrink_resident(len(self._resident) - self.units.beside(number), kept)
             self._grow_window(number)
+            self._is_waited_for = len(self._window) < number
+
+    def overdue(self) -> set[int]:
+        """Blocks in the window's memory, if a request has waited for it for a while. Asked before each pass."""
+        is_waited_for, self._is_waited_for = self._is_waited_for, False
+        if not is_waited_for:
+            self._waited_since = None
+            return set()
+        now = time.monotonic()
+        if self._waited_since is None:
+            self._waited_since = now
+        if now - self._waited_since < _PATIENCE_S:
+            return set()
+        return {number for unit in self._resident for number in self.units.blocks(unit)}
+
+    def take_back(self, kept: Collection[int]) -> None:
+        """All of it, but for units in use."""
+        self._stay()
+        most = self.units.window_count
+        self._shrink_resident(len(self._resident) - self.units.beside(most), kept)
+        self._grow_window(most)
 
     def _shrink_window(self, count: int, in_use: Collection[int]) -> None:
         idle = self._window.difference(in_use)

@@ -16,10 +16,12 @@ from overspill.kv.vllm_api import (
     KVCacheConfig,
     KVCacheManager,
     Request,
-    SlidingWindowSpec,
+    Scheduler,
     around_allocation,
+    blocks_behind_windows,
     first_free,
     limit_groups,
+    preempt,
     requests_holding_blocks,
 )
 
@@ -182,17 +184,19 @@ class Placement:
         self.geometry = geometry
         self._units = units
         self.loan: Loan | None = None
+        self.is_alone = True
+        """Whether there is no more than one request."""
         self.is_spilled = is_spilled
         groups = kv_cache_config.kv_cache_groups
         self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
-        self._window_groups = [i for i, group in enumerate(groups) if type(group.kv_cache_spec) is SlidingWindowSpec]
         self._state_groups = [i for i, group in enumerate(groups) if is_state(group.kv_cache_spec)]
         self._states_per_request = states_per_request
         # Blocks for states of the allocation under way.
         self._states_wanted = 0
         self._is_allocating = False
         self._num_holders: Callable[[int], int] = lambda _: 0  # requests that hold blocks of a group
+        self._behind_windows: dict[str, set[int]] = {}
         self._queue: TieredQueue | None = None
         # The allocation under way: its request, tokens that hit the cache, and tokens to compute in the step.
         self._current: tuple[Request, int, int] | None = None
@@ -225,6 +229,7 @@ class Placement:
         pool.free_block_queue = self._queue
         if self._units is not None:
             self.loan = Loan(self._units, pool, self._queue)
+            self._behind_windows = blocks_behind_windows(manager)
         self._num_holders = lambda group: requests_holding_blocks(manager, group)
         around_allocation(manager, self._allocate)
         if self._state_groups:
@@ -250,10 +255,7 @@ class Placement:
 
     def _make_room(self, loan: Loan, hits: KVCacheBlocks | None) -> None:
         """Move memory between GPU blocks and window, if the request does not fit as it is divided. A request that has
-        blocks already needs no more than a place for the next ones.
-
-        Not beside requests with a sliding window: workers' tables keep blocks that it has left, and kernels load the
-        rest of the tile in which it begins."""
+        blocks already needs no more than a place for the next ones."""
         assert self._current is not None
         request, num_hit_tokens, num_new_tokens = self._current
         found = [block for group in hits.blocks for block in group] if hits is not None else []
@@ -262,13 +264,26 @@ class Placement:
         is_first = request.num_computed_tokens == 0
         if need + len(found) <= free_resident or (not is_first and need <= free_resident + free_spilled):
             return
-        if any(map(self._num_holders, self._window_groups)):
-            return
         growth = min(request.max_tokens, _GROWTH_TOKENS) if is_first else 0
         spare = sum(
             -(-growth // size) for group, size in enumerate(self.block_sizes) if group not in self._state_groups
         )
-        loan.make_room(need, spare, found, may_lower=is_first)
+        kept = {block.block_id for block in found}.union(*self._behind_windows.values())
+        loan.make_room(need, spare, found, kept, may_lower=is_first and self.is_alone)
+
+    def before_pass(self, scheduler: Scheduler) -> list[str]:
+        """Preempt requests whose blocks have kept others waiting for the window's memory for a while; returns their
+        names."""
+        if self.loan is None:
+            return []
+        self.is_alone = len(scheduler.requests) < 2
+        if not (overdue := self.loan.overdue()):
+            return []
+        readers = {name for name, behind in self._behind_windows.items() if not behind.isdisjoint(overdue)}
+        in_use = {number for number in overdue if scheduler.kv_cache_manager.block_pool.blocks[number].ref_cnt}
+        preempted = preempt(scheduler, readers, in_use)
+        self.loan.take_back(set().union(*self._behind_windows.values()))
+        return preempted
 
     def _states_fit(self, num_states: int, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Whether there are GPU blocks for an allocation's states: vLLM compares with free blocks of both tiers. Hits

@@ -18,7 +18,7 @@ from overspill.kv.spill.balance import Balance
 from overspill.kv.spill.capacity import far_groups, lent_units, spill_geometry, states_per_request
 from overspill.kv.spill.placement import Placement
 from overspill.kv.spill.steps import Ids, Span, SpillStep, Stretch, far_stretch, group_step
-from overspill.kv.vllm_api import KVCacheConfig, Request, SchedulerOutput
+from overspill.kv.vllm_api import KVCacheConfig, Request, Scheduler, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -90,6 +90,14 @@ class SpillScheduler:
         return request_id in self._spilled
 
     # Steps.
+
+    def before_pass(self, scheduler: Scheduler) -> None:
+        if preempted := self.placement.before_pass(scheduler):
+            self.stats.count("window_preemptions", len(preempted))
+            logger.info(
+                "Overspill: %d request(s) begin again: others waited for memory that they had of the window's",
+                len(preempted),
+            )  # fmt: skip
 
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Add the step's block copies and its spilled blocks to its jobs."""

@@ -53,6 +53,8 @@ class OverspillScheduler(ScheduleHooks, Scheduler):
 
     def before_schedule(self) -> None:
         self._pacing.release(self)
+        if isinstance(self.connector, OverspillConnector) and self.connector.spill_scheduler is not None:
+            self.connector.spill_scheduler.before_pass(self)
 
     def after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         self._pacing.hold(self, scheduler_output)
