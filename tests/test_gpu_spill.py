@@ -397,7 +397,7 @@ def test_the_windows_memory_lies_under_gpu_blocks_by_turns(llama: Path, settings
             assert_same_but_for_ties(spills.ask([middle, short, long]), together)
             spills.drain()
             spills.evict_gpu()
-        assert spills.metric("window_moves") >= 6
+        assert spills.metric("window_moves") >= 2, "to GPU blocks, and back"
         assert abs(torch.cuda.mem_get_info()[0] - free) < 64 * MIB, "what was given up is free for what was taken"
 
 
