@@ -115,11 +115,13 @@ class SpillEngine(Engine):
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
         }
         if self.spill_scheduler is not None:
-            geometry = self.spill_scheduler.geometry
+            geometry, loan = self.spill_scheduler.geometry, self.spill_scheduler.placement.loan
+            block_bytes = geometry.num_regions * geometry.page_bytes
             facts |= {
                 "resident_tokens": self.resident_tokens,
                 "resident_bytes": geometry.num_regions * geometry.resident_bytes,
                 "window_bytes": geometry.num_halves * geometry.half_bytes,
+                "lent_bytes": 0 if loan is None else (geometry.num_resident - loan.units.num_fixed) * block_bytes,
                 "arena_bytes": geometry.num_regions * geometry.half_bytes,
                 "spill_share": self.spill_scheduler.share,
             }

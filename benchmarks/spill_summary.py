@@ -264,8 +264,10 @@ def context_row(label: str, life: Json, ones: Sequence[Json]) -> Json:
 
 
 def computed_row(life: Json) -> Json:
-    """Without a baseline life: the tokens whose KV would fit where the resident blocks and the window are."""
-    tokens = (life["resident_bytes"] + life["window_bytes"]) // life["kv_bytes_per_token"]
+    """Without a baseline life: the tokens whose KV would fit where the resident blocks and the window are, which have
+    a part of their memory by turns."""
+    kv_bytes = life["resident_bytes"] + life["window_bytes"] - life.get("lent_bytes", 0)
+    tokens = kv_bytes // life["kv_bytes_per_token"]
     return {
         "label": "without spill (computed)",
         "context": tokens - life["block_tokens"],
