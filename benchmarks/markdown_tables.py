@@ -558,6 +558,8 @@ def _longer(result: Json) -> list[str]:
     longest = next(one["context"] for one in entry["contexts"] if one["label"].startswith("without spill"))
     row = next(one for one in entry["lengths"] if one["length"] == 131_072)
     token = f"{ranged(row['spill']['tpot'], 1000)} ms for each token of the answer"
+    if streamed := row.get("ways", {}).get("pieces"):
+        token += f", {number(streamed['tpot']['median'], 3, 1000)} without the CPU's part"
     return [
         f"The longest context in {number(result['settings']['gpu_bytes'] / GB)} GB",
         f"{longest:,} tokens",
