@@ -6,16 +6,21 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from overspill.kv.elastic import Elastic
+from overspill.kv.buffer import Units
+from overspill.kv.elastic import Elastic, Shape
 from overspill.kv.ledger import Ledger
-from overspill.kv.vllm_api import own_connector
+from overspill.kv.options import Options
+from overspill.kv.vllm_api import own_connector, watch_outputs
 from tests.engine import BLOCK, Answer, Engine, assert_same, engine, overspill, random_prompt, spilling, stock
+from tests.simulated_copies import Setup
+from tests.simulated_engine import Engine as Simulated
 from tests.test_serve import (
     ASKED,
     PROMPT,
@@ -349,3 +354,49 @@ def test_a_served_engine_follows_its_grants_idle_or_busy(model: Path, ledger: Le
         while ledger.accounts():
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_a_preempted_holder_leaves_before_it_runs_again(
+    ledger: Ledger, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step in flight, whose blocks vLLM frees when its output is read."""
+    monkeypatch.setattr("overspill.kv.elastic._PATIENCE_S", 0.0)
+    simulated = Simulated(Setup(gpu_blocks=33, host_slots=40, max_seqs=2, asynchronous=True))
+    monkeypatch.setattr(simulated, "check", lambda: None)  # it misses blocks that are held out
+    scheduler, unmapped = simulated.scheduler, list[set[int]]()
+    core = SimpleNamespace(scheduler=scheduler, batch_queue=simulated._in_flight)
+    shape = Shape(Units(num_blocks=33, blocks_per_unit=4, block_bytes=4096), first=9, floor=4)
+    one = Elastic(shape, Options.parse({"ledger": str(ledger.path), "host_bytes": "1GiB"}), block_tokens=4)
+    one.bind(scheduler.kv_cache_manager, simulated.offload.stores)
+    monkeypatch.setattr("overspill.kv.elastic.call_workers", lambda core, name, units: unmapped.append(set(units)))
+    monkeypatch.setattr("overspill.kv.elastic.is_frozen", lambda core: False)
+    one.attach(watch_outputs(core, one.done))
+    schedule = scheduler.schedule
+
+    def planned() -> Any:
+        output = schedule()
+        one.planned()
+        return output
+
+    scheduler.schedule = planned
+    pool = scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(32)
+    pool.free_blocks(taken[::3])  # so that the request has blocks in every unit
+    name = simulated.add(list(range(3, 40)), max_tokens=20)
+    request = simulated.requests[name]
+    for _ in range(8):
+        simulated.step()
+    pool.free_blocks([block for number, block in enumerate(taken) if number % 3])
+    tokens = request.num_output_tokens
+    assert 0 < tokens < 8 and len(simulated._in_flight) == 1
+    (row,) = ledger.accounts()
+    ledger.write(row, granted=6 * shape.units.unit_bytes)
+    for _ in range(8):
+        one.adjust(core)
+        simulated.step()
+    assert one.is_settled() and unmapped[-1] == one.mapped and len(one.mapped) == 6
+    assert request.num_preemptions == 1 and request.num_output_tokens > tokens
+    for _ in range(40):
+        simulated.step()
+    assert request.is_finished() and request.num_output_tokens == 20
+    one.close()

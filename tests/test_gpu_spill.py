@@ -12,6 +12,7 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.spill.geometry import Geometry
 from tests.engine import (
     PAGE,
+    Answer,
     Engine,
     assert_identical,
     assert_same_but_for_ties,
@@ -399,6 +400,33 @@ def test_the_windows_memory_lies_under_gpu_blocks_by_turns(llama: Path, settings
             spills.evict_gpu()
         assert spills.metric("window_moves") >= 2, "to GPU blocks, and back"
         assert abs(torch.cuda.mem_get_info()[0] - free) < 64 * MIB, "what was given up is free for what was taken"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_request_that_waits_gets_the_memory_back(
+    llama: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asynchronously, blocks of a preempted request are in use until the step in flight is over."""
+    monkeypatch.setattr("overspill.kv.spill.loan._PATIENCE_S", 0.0)
+    first, second = random_prompt(1, 13_000), random_prompt(2, 13_000)
+    with engine(llama, blocks=2000, **SETTINGS) as plain:
+        plain.num_logprobs = 5
+        expected = [plain.ask_one(prompt, 100) for prompt in (first, second)]
+    config = spilling(1536, spill_share=1.0, spill_compute="gpu", spill_lends=True)
+    with engine(llama, config, async_scheduling=asynchronous, **SETTINGS) as spills:
+        spills.num_logprobs = 5
+        names, answers, together = [spills.add(first, 100)], dict[str, Answer](), 0
+        for _ in range(20):
+            answers.update(spills.step())
+        assert spills.spill.placement.num_resident > RESIDENT and not answers
+        names.append(spills.add(second, 100))
+        for _ in range(1000):
+            if not spills.llm.llm_engine.has_unfinished_requests():
+                break
+            answers.update(spills.step())
+            together += len(spills.vllm_scheduler.running) == 2
+        assert_same_but_for_ties([answers[name] for name in names], expected)
+        assert together > 50 and spills.metric("window_preemptions") == 1
 
 
 def full_graph_runs(running: Engine, ask: Any) -> int:

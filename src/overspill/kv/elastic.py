@@ -98,6 +98,8 @@ class Leaving:
     offered_at: float = 0.0
     out_after: int | None = None
     """The step planned last when its last block was taken out: one in flight may still write to it."""
+    vacated: set[int] = field(default_factory=set)
+    """Of its blocks, those whose holders were preempted."""
     readers: set[str] = field(default_factory=set)
     """Requests whose sliding windows have left one of its blocks, and that may still read it."""
 
@@ -145,6 +147,8 @@ class Elastic:
 
     def done(self) -> None:
         self._done += 1
+        if self._leaving:
+            self._vacate()
 
     def attach(self, num_in_flight: int) -> None:
         """Steps are counted from now on."""
@@ -230,22 +234,25 @@ class Elastic:
     def _empty(self, core: Any) -> None:
         """Take out what is free of the leaving units, and have copied what RAM lacks."""
         assert self._pool is not None and self._out is not None
-        now, held, lost = time.monotonic(), set[int](), 0
-        late_readers = set[str]()
+        now, held, late_readers, lost = time.monotonic(), set[int](), set[str](), 0
         for unit, leaving in self._leaving.items():
             is_late, is_given_up = now > leaving.deadline, now > leaving.deadline + _COPYING_S
             may_offer = now - leaving.offered_at > _SECONDS_BETWEEN_OFFERS
-            offered = []
+            offered, in_use = [], set[int]()
             for block in (
                 self._pool.blocks[number] for number in self.units.blocks(unit) if number not in self._out.ids
             ):
-                if block.ref_cnt:
-                    held.update((block.block_id,) if is_late else ())
-                elif self._stores is not None and self._stores.lacks_copy(block) and not is_given_up:
-                    offered.append(block)
-                else:
-                    lost += self._stores is not None and self._stores.lacks_copy(block)
+                lacks_copy = self._stores is not None and self._stores.lacks_copy(block)
+                if lacks_copy and not is_given_up:
+                    offered.append(block)  # those in use, too: their holders load it when they come back
+                elif not block.ref_cnt:
+                    lost += lacks_copy
                     self._out.take([block])
+                if block.ref_cnt:
+                    in_use.add(block.block_id)
+            if is_late:
+                leaving.vacated |= in_use
+                held |= in_use
             if offered and may_offer and self._stores is not None:
                 leaving.offered_at = now
                 self._stores.offer(offered, "")
@@ -255,11 +262,28 @@ class Elastic:
             if is_out and (leaving.out_after is None or had_readers):
                 leaving.out_after = self._planned
             late_readers.update(leaving.readers if is_late else ())
+        self._count_lost(lost)
+        if held or late_readers:
+            self.stats.count("shrink_preemptions", len(preempt(core.scheduler, late_readers, held)))
+            self._vacate()
+
+    def _vacate(self) -> None:
+        """Let no request have a block again whose holders were preempted, and take it out as soon as it is free."""
+        assert self._pool is not None and self._out is not None
+        lost = 0
+        for leaving in self._leaving.values():
+            blocks = [self._pool.blocks[number] for number in leaving.vacated]
+            lost += self._stores is not None and sum(map(self._stores.lacks_copy, blocks))
+            self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})
+            free = [block for block in blocks if not block.ref_cnt]
+            self._out.take(block for block in free if block.block_id not in self._out.ids)
+            leaving.vacated.difference_update(block.block_id for block in free)
+        self._count_lost(lost)
+
+    def _count_lost(self, lost: int) -> None:
         if lost:
             self.stats.count("shrink_lost_blocks", lost)
             logger.warning("Overspill: %d cached block(s) were given up without a copy: RAM took none of them", lost)
-        if held or late_readers:
-            self.stats.count("shrink_preemptions", len(preempt(core.scheduler, late_readers, held)))
 
     def _readers(self, unit: int) -> set[str]:
         blocks = self.units.blocks(unit)

@@ -253,8 +253,8 @@ def requests_holding_blocks(manager: KVCacheManager, group: int) -> int:
 
 
 def blocks_behind_windows(manager: KVCacheManager) -> dict[str, set[int]]:
-    """Of each request, the blocks that its sliding windows have left, from now on. Workers' tables still name them, and
-    kernels load the rest of the tile in which a window begins."""
+    """Of each request, the blocks that its windows have left, from now on. Workers' tables still name them, and kernels
+    load the rest of the tile in which a window begins."""
     behind: dict[str, set[int]] = {}
 
     def watch(single: Any) -> None:
@@ -272,7 +272,7 @@ def blocks_behind_windows(manager: KVCacheManager) -> dict[str, set[int]]:
         single._remove_blocks_in_range, single.pop_blocks_for_free = removing, popping
 
     for single in manager.coordinator.single_type_managers:
-        if isinstance(single.kv_cache_spec, SlidingWindowSpec):
+        if not isinstance(single.kv_cache_spec, MambaSpec):  # whose kernels read no state but the last
             watch(single)
     return behind
 
@@ -759,13 +759,14 @@ def blocks_waiting(core: Any, block_tokens: int, most: int) -> int:
 
 
 def preempt(scheduler: Any, names: Collection[str], block_ids: Collection[int]) -> list[str]:
-    """Preempt running requests of these names or that hold one of the blocks, and those that wait with loaded KV."""
+    """Preempt running requests of these names or that hold one of the blocks, and those that wait with loaded KV. They
+    run again after the steps in flight, whose tokens count; until then their blocks may be in use."""
     preempted = []
     for request in reversed(list(scheduler.running)):
         held = scheduler.kv_cache_manager.get_block_ids(request.request_id)
         if request.request_id in names or any(number in block_ids for group in held for number in group):
             scheduler.running.remove(request)
-            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=False)
             # It may be scheduled again in the next pass, as if it had not run in the one before.
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             preempted.append(request.request_id)

@@ -69,6 +69,7 @@ class Loan:
         self._resident: set[int] = set()
         self._out = HeldOut(pool)
         self._leaving: set[int] = set()  # of the GPU's: their free blocks are held out until all of them are
+        self.is_taking_back = False  # all that is lent: units leave as their blocks become free
         self._is_waited_for = False  # by a request that asked in the last pass
         self._waited_since: float | None = None
         self._is_changed = False
@@ -102,6 +103,8 @@ class Loan:
     ) -> None:
         """For a request that takes `need` blocks and does not find them on the GPU. `hits` are cached blocks that it is
         about to use; those in `kept`, and blocks in use, keep their memory."""
+        if self.is_taking_back:
+            return
         self._stay()
         idle = [block.block_id for block in hits if not block.ref_cnt and not block.is_null]
         num_resident = self.units.geometry.num_resident
@@ -111,6 +114,7 @@ class Loan:
             len(self._window), self._queue.num_free_resident - resident_hits,
             self._queue.num_free_spilled - (len(idle) - resident_hits), len(in_use),
         )  # fmt: skip
+        used = self.num_resident + self.num_spilled - room.free_resident - room.free_spilled
         number = choose_window(self.units, room, need=need, spare=spare, may_lower=may_lower)
         if number < len(self._window):
             self._shrink_window(len(self._window) - number, in_use)
@@ -118,7 +122,9 @@ class Loan:
         elif number > len(self._window):
             self._shrink_resident(len(self._resident) - self.units.beside(number), kept)
             self._grow_window(number)
-            self._is_waited_for = len(self._window) < number
+            # Only where the request fits beside those that run, once all is as at the start.
+            fits = self.units.num_fixed + self.units.geometry.num_spilled - used >= need
+            self._is_waited_for = fits and len(self._window) < number
 
     def overdue(self) -> set[int]:
         """Blocks in the window's memory, if a request has waited for it for a while. Asked before each pass."""
@@ -131,14 +137,19 @@ class Loan:
             self._waited_since = now
         if now - self._waited_since < _PATIENCE_S:
             return set()
+        self._waited_since = now  # those that come back are not preempted at once
         return {number for unit in self._resident for number in self.units.blocks(unit)}
 
     def take_back(self, kept: Collection[int]) -> None:
-        """All of it, but for units in use."""
+        """All of it, but for units in use and blocks in `kept`, which follow in later passes; nothing in them is hit
+        again."""
         self._stay()
+        lent = self._blocks(number for unit in self._resident for number in self.units.blocks(unit))
+        self._pool.evict_blocks({block.block_id for block in lent if block.block_hash is not None})
         most = self.units.window_count
         self._shrink_resident(len(self._resident) - self.units.beside(most), kept)
         self._grow_window(most)
+        self.is_taking_back = len(self._window) < most
 
     def _shrink_window(self, count: int, in_use: Collection[int]) -> None:
         idle = self._window.difference(in_use)
