@@ -237,6 +237,7 @@ v1/core/block_pool.py
 v1/core/kv_cache_coordinator.py
     KVCacheCoordinator.get_num_blocks_to_allocate(..., new_computed_blocks)
 v1/core/kv_cache_manager.py
+    KVCacheManager.get_block_ids(request_id)
     KVCacheManager.allocate_slots(request, num_new_tokens, num_new_computed_tokens)
     KVCacheManager.coordinator
 v1/core/kv_cache_utils.py
@@ -265,12 +266,26 @@ v1/core/sched/output.py
     SchedulerOutput.new_block_ids_to_zero
     SchedulerOutput.scheduled_cached_reqs
     SchedulerOutput.scheduled_new_reqs
+v1/core/sched/request_queue.py
+    RequestQueue.prepend_request(request)
+    RequestQueue.remove_request(request)
 v1/core/sched/async_scheduler.py
     AsyncScheduler
 v1/core/sched/scheduler.py
     Scheduler.current_step
+    Scheduler.deferred_waiting
+    Scheduler.kv_cache_manager
+    Scheduler.kv_holding_waiting
+    Scheduler.prev_step_scheduled_req_ids
+    Scheduler.requires_kv_delivery
     Scheduler.running
     Scheduler.schedule()
+    Scheduler.waiting
+    Scheduler._free_request_blocks(request)
+    Scheduler._handle_blocked_waiting_request(request)
+    Scheduler._inflight_prefills
+    Scheduler._preempt_request(request, timestamp, drop_stale_output)
+    Scheduler._set_kv_fetch_stage(request, stage)
     Scheduler._update_after_schedule(scheduler_output)
 v1/core/single_type_kv_cache_manager.py
     MambaManager.get_num_blocks_to_allocate(...)
@@ -288,6 +303,7 @@ v1/kv_cache_interface.py
     KVCacheSpec.tokens_per_state()
     MambaSpec.max_memory_usage_bytes(vllm_config)
 v1/request.py
+    Request.resumable
     Request.is_prefill_chunk
     Request.next_decode_eligible_step
     Request.status
@@ -349,20 +365,10 @@ device_allocator/cumem.py
 v1/core/sched/interface.py
     PauseState.PAUSED_ALL
     PauseState.UNPAUSED
-v1/core/sched/request_queue.py
-    RequestQueue.prepend_request(request)
-    RequestQueue.remove_request(request)
 v1/core/sched/scheduler.py
-    Scheduler.deferred_waiting
     Scheduler.has_requests()
-    Scheduler.kv_holding_waiting
     Scheduler.pause_state()
     Scheduler.set_pause_state(pause_state)
-    Scheduler.waiting
-    Scheduler._free_request_blocks(request)
-    Scheduler._handle_blocked_waiting_request(request)
-    Scheduler._inflight_prefills
-    Scheduler._set_kv_fetch_stage(request, stage)
 v1/engine/core.py
     EngineCore.batch_queue
     EngineCore.post_step(model_executed)
@@ -381,13 +387,8 @@ v1/worker/gpu_worker.py
 """
 
 ELASTIC = """
-v1/core/kv_cache_manager.py
-    KVCacheManager.get_block_ids(request_id)
 v1/core/sched/scheduler.py
-    Scheduler.kv_cache_manager
-    Scheduler.prev_step_scheduled_req_ids
     Scheduler.update_from_output(...)
-    Scheduler._preempt_request(request, timestamp, drop_stale_output)
 v1/engine/__init__.py
     EngineCoreRequestType.WAKEUP
 v1/engine/core.py
@@ -432,7 +433,8 @@ def parts(text: str) -> Iterator[Part]:
 
 def check_contract(*, spill: bool, park: bool = False, elastic: bool = False, root: Path | None = None) -> None:
     """Refuse a vLLM that lacks something. `root` is its package's folder; the installed one, if none is given. Park
-    and elastic KV map the KV buffer and replace the worker as spill does, and preempt requests as park does."""
+    and elastic KV map the KV buffer, replace the worker and preempt requests as spill does; elastic KV knows parked
+    engines."""
     root = root or _installed()
     options = {"spill_bytes": spill, "park": park, "ledger": elastic}
     missing = (

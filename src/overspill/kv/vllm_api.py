@@ -614,10 +614,10 @@ def run_step(core: Any) -> None:
         core.step_fn = deliver
 
 
-def release_waiting(scheduler: Any) -> None:
+def release_waiting(scheduler: Any, is_meant: Callable[[Request], bool] = lambda _: True) -> None:
     """Take the blocks of requests that wait with loaded KV; they load it again."""
     for request in reversed(list(scheduler.kv_holding_waiting)):
-        if not scheduler._handle_blocked_waiting_request(request):
+        if not is_meant(request) or not scheduler._handle_blocked_waiting_request(request):
             continue
         scheduler._inflight_prefills.discard(request)
         scheduler._set_kv_fetch_stage(request, None)
@@ -761,14 +761,20 @@ def blocks_waiting(core: Any, block_tokens: int, most: int) -> int:
 def preempt(scheduler: Any, names: Collection[str], block_ids: Collection[int]) -> list[str]:
     """Preempt running requests of these names or that hold one of the blocks, and those that wait with loaded KV. They
     run again after the steps in flight, whose tokens count; until then their blocks may be in use."""
+
+    def is_meant(request: Request) -> bool:
+        held = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return request.request_id in names or any(number in block_ids for group in held for number in group)
+
     preempted = []
     for request in reversed(list(scheduler.running)):
-        held = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        if request.request_id in names or any(number in block_ids for group in held for number in group):
+        if is_meant(request):
             scheduler.running.remove(request)
-            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=False)
+            # A request that hands its KV over, or goes on with more input, must not end without blocks.
+            is_dropped = scheduler.requires_kv_delivery or request.resumable
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=is_dropped)
             # It may be scheduled again in the next pass, as if it had not run in the one before.
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             preempted.append(request.request_id)
-    release_waiting(scheduler)
+    release_waiting(scheduler, is_meant)
     return preempted

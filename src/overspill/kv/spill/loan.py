@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _HEADROOM = 8
 # Requests keep blocks that lie in the window's memory for so long when others wait for it.
 _PATIENCE_S = 2.0
+# And one that has not asked for so long is gone, or has found room.
+_FORGOTTEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,7 @@ class Loan:
         self._out = HeldOut(pool)
         self._leaving: set[int] = set()  # of the GPU's: their free blocks are held out until all of them are
         self.is_taking_back = False  # all that is lent: units leave as their blocks become free
-        self._is_waited_for = False  # by a request that asked in the last pass
-        self._waited_since: float | None = None
+        self._asked_at, self._waited_since = -_FORGOTTEN_S, 0.0  # for memory that requests hold
         self._is_changed = False
         for unit in range(units.count):
             self._out.take(self._blocks(units.blocks(unit)))
@@ -124,29 +125,32 @@ class Loan:
             self._grow_window(number)
             # Only where the request fits beside those that run, once all is as at the start.
             fits = self.units.num_fixed + self.units.geometry.num_spilled - used >= need
-            self._is_waited_for = fits and len(self._window) < number
+            if fits and len(self._window) < number:
+                self._wait()
 
-    def overdue(self) -> set[int]:
-        """Blocks in the window's memory, if a request has waited for it for a while. Asked before each pass."""
-        is_waited_for, self._is_waited_for = self._is_waited_for, False
-        if not is_waited_for:
-            self._waited_since = None
-            return set()
+    def _wait(self) -> None:
         now = time.monotonic()
-        if self._waited_since is None:
+        if now - self._asked_at >= _FORGOTTEN_S:
             self._waited_since = now
-        if now - self._waited_since < _PATIENCE_S:
-            return set()
-        self._waited_since = now  # those that come back are not preempted at once
+        self._asked_at = now
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a request has waited for lent memory for a while."""
+        is_waiting = time.monotonic() - self._asked_at < _FORGOTTEN_S
+        return is_waiting and self._asked_at - self._waited_since >= _PATIENCE_S
+
+    @property
+    def lent(self) -> set[int]:
+        """GPU blocks that have memory of the window's."""
         return {number for unit in self._resident for number in self.units.blocks(unit)}
 
     def take_back(self, kept: Collection[int]) -> None:
         """All of it, but for units in use and blocks in `kept`, which follow in later passes; nothing in them is hit
         again."""
         self._stay()
-        lent = self._blocks(number for unit in self._resident for number in self.units.blocks(unit))
-        self._pool.evict_blocks({block.block_id for block in lent if block.block_hash is not None})
-        most = self.units.window_count
+        self._pool.evict_blocks({block.block_id for block in self._blocks(self.lent) if block.block_hash is not None})
+        self._asked_at, most = -_FORGOTTEN_S, self.units.window_count
         self._shrink_resident(len(self._resident) - self.units.beside(most), kept)
         self._grow_window(most)
         self.is_taking_back = len(self._window) < most

@@ -277,12 +277,12 @@ class Placement:
         if self.loan is None:
             return []
         self.is_alone = len(scheduler.requests) < 2
-        overdue, preempted = self.loan.overdue(), list[str]()
-        if overdue:
-            readers = {name for name, behind in self._behind_windows.items() if not behind.isdisjoint(overdue)}
-            preempted = preempt(scheduler, readers, overdue)
-        if overdue or self.loan.is_taking_back:
-            self.loan.take_back(set[int]().union(*self._behind_windows.values()))
+        if not self.loan.is_overdue and not self.loan.is_taking_back:
+            return []
+        lent = self.loan.lent
+        readers = {name for name, behind in self._behind_windows.items() if not behind.isdisjoint(lent)}
+        preempted = preempt(scheduler, readers, lent)
+        self.loan.take_back(set[int]().union(*self._behind_windows.values()))
         return preempted
 
     def _states_fit(self, num_states: int, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
