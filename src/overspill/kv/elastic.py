@@ -274,7 +274,7 @@ class Elastic:
         for leaving in self._leaving.values():
             blocks = [self._pool.blocks[number] for number in leaving.vacated]
             lost += self._stores is not None and sum(map(self._stores.lacks_copy, blocks))
-            self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})
+            self._out.forget(blocks)
             free = [block for block in blocks if not block.ref_cnt]
             self._out.take(block for block in free if block.block_id not in self._out.ids)
             leaving.vacated.difference_update(block.block_id for block in free)

@@ -15,12 +15,16 @@ class HeldOut:
     def take(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Free blocks, out of vLLM's sight from now on."""
         taken = list(blocks)
-        self._pool.evict_blocks({block.block_id for block in taken if block.block_hash is not None})
+        self.forget(taken)
         for block in taken:
             self._pool.free_block_queue.remove(block)
             self.ids.add(block.block_id)
         # vLLM takes what is not free for held.
         self._pool.num_gpu_blocks -= len(taken)
+
+    def forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Let nobody hit them, free or in use."""
+        self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})
 
     def give(self, numbers: Iterable[int]) -> None:
         """Back to vLLM, empty; those that it has are left alone."""

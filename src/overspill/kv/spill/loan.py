@@ -110,7 +110,8 @@ class Loan:
         idle = [block.block_id for block in hits if not block.ref_cnt and not block.is_null]
         num_resident = self.units.geometry.num_resident
         resident_hits = sum(number < num_resident for number in idle)
-        in_use = [unit for unit in self._window if self._num_used(self.units.spilled(unit), kept)]
+        # All spilled blocks are looked at only for a request that may take the window's memory, not while one waits.
+        in_use = [unit for unit in self._window if may_lower and self._num_used(self.units.spilled(unit), kept)]
         room = Room(
             len(self._window), self._queue.num_free_resident - resident_hits,
             self._queue.num_free_spilled - (len(idle) - resident_hits), len(in_use),
@@ -149,7 +150,7 @@ class Loan:
         """All of it, but for units in use and blocks in `kept`, which follow in later passes; nothing in them is hit
         again."""
         self._stay()
-        self._pool.evict_blocks({block.block_id for block in self._blocks(self.lent) if block.block_hash is not None})
+        self._out.forget(self._blocks(self.lent))
         self._asked_at, most = -_FORGOTTEN_S, self.units.window_count
         self._shrink_resident(len(self._resident) - self.units.beside(most), kept)
         self._grow_window(most)
