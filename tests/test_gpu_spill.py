@@ -408,12 +408,13 @@ def test_a_request_that_waits_gets_the_memory_back(
 ) -> None:
     """Asynchronously, blocks of a preempted request are in use until the step in flight is over."""
     monkeypatch.setattr("overspill.kv.spill.loan._PATIENCE_S", 0.0)
-    first, second = random_prompt(1, 13_000), random_prompt(2, 13_000)
-    with engine(llama, blocks=2000, **SETTINGS) as plain:
+    settings = {**SETTINGS, "max_model_len": 30_000}
+    first, second = random_prompt(1, 24_000), random_prompt(2, 24_000)
+    with engine(llama, blocks=2000, **settings) as plain:
         plain.num_logprobs = 5
         expected = [plain.ask_one(prompt, 100) for prompt in (first, second)]
     config = spilling(1536, spill_share=1.0, spill_compute="gpu", spill_lends=True)
-    with engine(llama, config, async_scheduling=asynchronous, **SETTINGS) as spills:
+    with engine(llama, config, async_scheduling=asynchronous, **settings) as spills:
         spills.num_logprobs = 5
         names, answers, together = [spills.add(first, 100)], dict[str, Answer](), 0
         for _ in range(20):
