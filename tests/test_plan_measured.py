@@ -78,16 +78,22 @@ def test_decoding_is_as_fast_as_was_measured(case: dict[str, Any], request: pyte
     assert way.decode_tokens_per_s.value == pytest.approx(case["measured"]["decode_tokens_per_s"], rel=0.15)
 
 
-WAYS = json.loads((RESULT.parent / "spill-ways-h200.json").read_text())
+WAYS = {
+    (one["length"], entry["kv_cache_dtype"]): (result, one)
+    for kind in ("", "-524k", "-fp8")
+    for result in [json.loads((RESULT.parent / f"spill-ways{kind}-h200.json").read_text())]
+    for entry in result["summary"]
+    for one in entry["lengths"]
+}
 KERNEL = json.loads((RESULT.parent / "attention-kernel-h200.json").read_text())
 
 
 @pytest.mark.parametrize("way", ["shared", "graphs", "pieces"])
-@pytest.mark.parametrize("length", [39000, 52000, 131072])
-def test_steps_with_spilled_kv_are_as_fast_as_was_measured(length: int, way: str) -> None:
+@pytest.mark.parametrize(("length", "kv_dtype"), WAYS)
+def test_steps_with_spilled_kv_are_as_fast_as_was_measured(length: int, kv_dtype: str, way: str) -> None:
     """The CPU's speed is what a plan would have taken there: that of its threads alone, less a part for the link."""
-    life = next(one for one in WAYS["lives"] if one["name"] == "spill")
-    (row,) = (one for one in WAYS["summary"][0]["lengths"] if one["length"] == length)
+    result, row = WAYS[length, kv_dtype]
+    life = next(one for one in result["lives"] if one["name"] == "spill")
     alone = next(
         one["attend_bytes_per_s"] for one in KERNEL["rates"]
         if (one["shape"], one["kernel"], one["threads"], one["queries"]) == ("Llama-3.1-8B", "avx512bf16", 14, 1)
