@@ -235,7 +235,6 @@ class Engine:
         copier.tick()
         under_way = {load.job.request_id for load in worker._loads if not load.transfer.done()}
         results = worker.results(jobs)
-        self._starts_again(results.failed_recving)
         ahead = under_way & (results.finished_recving - results.failed_recving)
         self.announced_ahead["busy" if output.num_scheduled_tokens else "idle"] += len(ahead)
         reported = KVConnectorOutput(
@@ -282,6 +281,8 @@ class Engine:
 
     def _take_one_back(self) -> None:
         output, answer = self._in_flight.popleft()
+        # Until the scheduler has heard of it, weights may change once more, and the request still holds KV.
+        self._starts_again(answer.kv_connector_output.failed_recving or ())
         for outputs in self.scheduler.update_from_output(output, answer).values():
             self._check_stats(outputs.scheduler_stats)
         report = answer.kv_connector_output.kv_connector_worker_meta
