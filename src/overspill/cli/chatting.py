@@ -7,6 +7,7 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +19,7 @@ from overspill.cli.launching import require_startable
 from overspill.errors import CannotServe
 from overspill.processes import on_stop_signals
 from overspill.settings import AUTO
-from overspill.upstream import Upstream, UpstreamLost
+from overspill.upstream import DONE, Connection, Events, Upstream, UpstreamLost, error_text
 
 if TYPE_CHECKING:
     from overspill.serve.status import Status
@@ -130,7 +131,7 @@ class Conversation:
                             said.append(piece)
                             print(piece, end="", flush=True)
                         return
-                    refused = _message(await connection.read_all(_MOST_REFUSAL_BYTES))
+                    refused = error_text(await connection.read_all(_MOST_REFUSAL_BYTES))
                 finally:
                     connection.close()  # the engine stops computing
                 if "chat template" not in refused or path == _COMPLETE:
@@ -152,32 +153,25 @@ class CannotAnswer(CannotServe):
     """The server refuses one question; the conversation goes on without it."""
 
 
-async def _pieces(connection: Any) -> Any:
+async def _pieces(connection: Connection) -> AsyncIterator[str]:
     """Texts of a stream of events, thoughts of a reasoning model included."""
-    rest = b""
-    while (data := await connection.read()) is not None:
-        *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in events:
-            content = event.strip().removeprefix(b"data:").strip()
-            if not content.startswith(b"{"):
-                continue  # [DONE], and comments that keep a connection
-            found = json.loads(content)
+    events = Events()
+    while (part := await connection.read()) is not None:
+        for data in events.feed(part):
+            if not data or data == DONE:
+                continue
+            try:
+                found = json.loads(data)
+                choices = found.get("choices", ())
+            except (ValueError, AttributeError) as error:
+                raise CannotAnswer(f"a piece of the answer is not what OpenAI's API gives: {data[:80]!r}") from error
             if "error" in found:
-                raise CannotAnswer(_message(content))
-            for choice in found.get("choices", ()):
+                raise CannotAnswer(error_text(data))
+            for choice in choices:
                 delta = choice.get("delta", {})
                 piece = delta.get("content") or delta.get("reasoning") or choice.get("text")
                 if piece:
                     yield piece
-
-
-def _message(body: bytes) -> str:
-    try:
-        answer = json.loads(body)
-        error = answer.get("error", answer)
-        return str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        return body[:200].decode(errors="replace")
 
 
 def _chat(conversation: Conversation, question: str | None) -> None:
