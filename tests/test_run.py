@@ -190,6 +190,22 @@ def test_an_empty_pipe_is_a_mistake(home: dict[str, str]) -> None:
     assert done.returncode == 2 and "no question on standard input" in done.stderr and not StandIn.asked
 
 
+WRONG = {
+    "a flag": (["{model}", "--max-modle-len", "4k"], "did you mean --max-model-len?"),
+    "a value": (["{model}", "--max-model-len", "lots"], "'lots' is not a number of tokens"),
+    "a model": (["./nosuch"], "nosuch does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_command_needs_no_question(home: dict[str, str], tmp_path: Path, name: str) -> None:
+    """It was told that its question is missing, and only with one what is wrong."""
+    words, why = WRONG[name]
+    model = make_chat_model(tmp_path / "model")
+    done = piped(*(word.format(model=model) for word in words), text="", home=home)
+    assert done.returncode == 2 and why in done.stderr and "question" not in done.stderr
+
+
 @pytest.mark.usefixtures("server")
 def test_a_piece_that_is_not_json_fails_the_pipe(home: dict[str, str]) -> None:
     StandIn.last = b'event: x\ndata: {"choices": [{"delta": {"content": "w3"}}]}\n\ndata: {"cho\n\n'

@@ -17,6 +17,7 @@ import typer
 from overspill.cli.flags import SERVING, Model, failing, launch_of, to_stderr, with_settings
 from overspill.cli.launching import require_startable
 from overspill.errors import CannotServe
+from overspill.kv.errors import OverspillError
 from overspill.processes import on_stop_signals
 from overspill.settings import AUTO
 from overspill.upstream import DONE, Connection, Events, Upstream, UpstreamLost, error_text
@@ -39,28 +40,26 @@ def run(
     log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
 ) -> None:
     """Chat with a model in the shell: plans and starts it, unless it runs already. A question on standard input that is
-    not a terminal gets one answer."""
+    not a terminal gets one answer. Here --max-model-len is auto if not given, --offload-ram 0, and --port a free one.
+    """
     from overspill.address import free_port
     from overspill.planning.report import plan_in_short
     from overspill.serve.log import open_log
     from overspill.serve.run import run_server
 
-    question = None if sys.stdin.isatty() else sys.stdin.read().strip()
-    if question == "":
-        to_stderr("error: there is no question on standard input; write one there, or use a terminal")
-        raise typer.Exit(2)
     with failing(CannotServe):
         if (there := _running(model)) is not None:
             if context.args or any(value is not None for value in given.values()):
                 to_stderr(f"warning: {model} runs already, with its own settings; the flags given here are not used")
             to_stderr(f"{model} runs already at {there.url}, and stays when this ends")
-            _chat(Conversation(there.url, there.served_name), question)
+            _chat(Conversation(there.url, there.served_name), _question())
             return
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         # One conversation: what is idle is on the GPU, and a port of its own lets several run.
         defaults = {"max_model_len": AUTO, "offload_ram": 0, "port": free_port()}
         launch = launch_of(model, given, context.args, own, defaults=defaults, is_server=True)
         prepared = launch.prepared()
+        question = _question()  # the command is fine up to here
         for line in (*plan_in_short(launch.plan), *(f"warning: {warning}" for warning in prepared.warnings)):
             to_stderr(line)
         require_startable(launch, prepared, context.args)
@@ -72,6 +71,15 @@ def run(
             prepared, force=bool(launch.settings["force"]), quiet=True, log_file=log,
             during=lambda: _chat(conversation, question),
         )  # fmt: skip
+
+
+def _question() -> str | None:
+    """From standard input; None if that is a terminal."""
+    if sys.stdin.isatty():
+        return None
+    if not (question := sys.stdin.read().strip()):
+        raise OverspillError("there is no question on standard input; write one there, or use a terminal")
+    return question
 
 
 def _running(model: str) -> "Status | None":
