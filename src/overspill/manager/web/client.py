@@ -160,6 +160,10 @@ def _log_file(name: str) -> Path:
     ended = Path(last_start(name).log_file or kept)
     if ended.exists():
         return ended
+    if any(one.is_alive and name in (one.model, one.served_name) for one in _statuses()):
+        raise ManagerError(
+            f"{name} writes its log where it was started, and to no file; start it with --quiet, or with --log-file"
+        )
     hint = among(name, [one.model for one in known], "none is known here")
     raise ManagerError(f"there is no log of {name!r:.220}; {hint}")
 
