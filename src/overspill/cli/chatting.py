@@ -52,6 +52,10 @@ def run(
             if context.args or any(value is not None for value in given.values()):
                 to_stderr(f"warning: {model} runs already, with its own settings; the flags given here are not used")
             to_stderr(f"{model} runs already at {there.url}, and stays when this ends")
+            from overspill.manager.web.client import is_parked
+
+            if is_parked(there):
+                to_stderr(f"warning: {model} is parked, and answers when it is woken: overspill wake {model}")
             _chat(Conversation(there.url, there.served_name), _question())
             return
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
