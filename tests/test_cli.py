@@ -150,6 +150,12 @@ def test_a_mistake_is_one_sentence_and_exit_code_two(llama: Path, name: str) -> 
     assert "Traceback" not in answer.stderr and len(answer.stderr.strip().splitlines()) == 1
 
 
+def test_clearing_an_empty_cache_says_so(tmp_path: Path) -> None:
+    """It printed nothing."""
+    answer = overspill("cache", "clear", XDG_CACHE_HOME=str(tmp_path))
+    assert (answer.returncode, answer.stdout) == (0, "no KV is on disk\n")
+
+
 def test_config_says_where_values_come_from(tmp_path: Path) -> None:
     (tmp_path / "overspill").mkdir()
     (tmp_path / "overspill/config.toml").write_text('gpu = "rtx4090"\n')
