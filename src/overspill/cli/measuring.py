@@ -125,7 +125,7 @@ def ab(
 
 
 # Settings that are given here are not varied, and kept.
-@with_settings(OF_MODELS_AND_COMMANDS)
+@with_settings(OF_MODELS_AND_COMMANDS | {"device"})
 @with_flags("how", [
     flag("goal", typer.Option(help="throughput (the default), ttft (time to the first token) or context (the longest "
          "one).")),
@@ -162,6 +162,7 @@ def tune(
     with _failing():
         budget_s = parse_budget(budget)
         with open_registry() as registry, stopped_by_signals() as stop:
+            how["device"] = given.pop("device")  # not a model's setting, and so not kept
             definition, subject = prepare(registry, resume, model=model, given=given, **how)
             report = run(definition, subject, registry, to_stderr, resume=resume, budget_s=budget_s, stop=stop)
             if not as_json:
