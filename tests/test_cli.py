@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from overspill import __version__, plan
 from overspill.cli import app
+from overspill.measure.workload import WORKLOADS
 from overspill.processes import identity
 from overspill.serve.status import Status, folder_of, write_status
 from tests.command import run_overspill
@@ -181,6 +182,11 @@ def test_documented_flags_of_plan_match_its_help() -> None:
     rows = re.findall(r"^\| (`--[^|]+) \|", page, re.MULTILINE)
     documented = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row)}
     assert documented == flags
+
+
+def test_the_help_of_bench_names_every_workload() -> None:
+    told = re.sub(r"\s+", "", overspill("bench", "--help").stdout)  # lines are broken at hyphens
+    assert [name for name in WORKLOADS if name not in told] == []
 
 
 def test_the_version_is_told() -> None:

@@ -31,8 +31,8 @@ def _failing() -> contextlib.AbstractContextManager[None]:
 
 
 @with_flags("given", [
-    flag("workload", typer.Option(help="overhead, multi-turn (the default), shared-prefix, long-context or offline; "
-         "then what is not to be the default: multi-turn:conversations=8,turns=4.")),
+    flag("workload", typer.Option(help="overhead, multi-turn (the default), shared-prefix, long-context, offline, "
+         "edit or write; then what is not to be the default: multi-turn:conversations=8,turns=4.")),
     flag("prompts", typer.Option(help="A file of conversations in ShareGPT's shape, to send instead; with --workload "
          "file:turns=3 what is not to be the default.")),
     flag("goodput", typer.Option(help="Count requests that keep to these limits in milliseconds: ttft:500,tpot:50.")),
