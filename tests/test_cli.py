@@ -151,6 +151,29 @@ def test_a_mistake_is_one_sentence_and_exit_code_two(llama: Path, name: str) -> 
     assert "Traceback" not in answer.stderr and len(answer.stderr.strip().splitlines()) == 1
 
 
+IDLE = {
+    "--disk-path /x": "--disk-path does nothing without --disk",
+    "--elastic-weight 2": "--elastic-weight does nothing without --elastic",
+    "--ram-reserve 2GiB": "--ram-reserve does nothing where RAM is stated (--ram)",
+}
+
+
+@pytest.mark.parametrize("given", IDLE)
+def test_a_flag_without_the_one_it_belongs_to_is_reported(llama: Path, given: str) -> None:
+    """It was ignored in silence."""
+    words = ("plan", str(llama), "--gpu", "24GiB", "--ram", "64GiB")
+    answer = overspill(*words, *given.split())
+    assert answer.returncode == 0 and f"warning: {IDLE[given]}" in answer.stderr
+    assert not overspill(*words, OVERSPILL_DISK_PATH="/x", OVERSPILL_RAM_RESERVE="2GiB").stderr
+
+
+def test_a_flag_that_a_plan_has_no_use_for_is_named_as_given(llama: Path) -> None:
+    """It was named as an option of the connector, in bytes."""
+    words = ("plan", str(llama), "--gpu", "24GiB", "--ram", "64GiB", "--offload-ram", "0")
+    answer = overspill(*words, "--disk", "2GiB", "--spill-threads", "3", "--kv-options", "store=lazy")
+    assert "warning: --disk 2GiB --spill-threads 3 --kv-options store=lazy would do nothing here" in answer.stdout
+
+
 def test_clearing_an_empty_cache_says_so(tmp_path: Path) -> None:
     """It printed nothing."""
     answer = overspill("cache", "clear", XDG_CACHE_HOME=str(tmp_path))
