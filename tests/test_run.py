@@ -193,6 +193,7 @@ def test_an_empty_pipe_is_a_mistake(home: dict[str, str]) -> None:
 WRONG = {
     "a flag": (["{model}", "--max-modle-len", "4k"], "did you mean --max-model-len?"),
     "a value": (["{model}", "--max-model-len", "lots"], "'lots' is not a number of tokens"),
+    "a card": (["{model}", "--gpu", "rtx4090", "--ram", "8GiB"], "use overspill serve --dry-run for the command"),
     "a model": (["./nosuch"], "nosuch does not exist"),
 }
 

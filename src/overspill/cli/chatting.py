@@ -63,10 +63,10 @@ def run(
         defaults = {"max_model_len": AUTO, "offload_ram": 0, "port": free_port()}
         launch = launch_of(model, given, context.args, own, defaults=defaults, is_server=True)
         prepared = launch.prepared()
-        question = _question()  # the command is fine up to here
         for line in (*plan_in_short(launch.plan), *(f"warning: {warning}" for warning in prepared.warnings)):
             to_stderr(line)
         require_startable(launch, prepared, context.args)
+        question = _question()  # the command is fine up to here
         log = open_log(log_file, prepared.address.port)
         to_stderr(f"vLLM's log: {log}")
         key = prepared.full_environment().get("VLLM_API_KEY")

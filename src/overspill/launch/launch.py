@@ -226,7 +226,7 @@ def require_this_machine(prepared: Prepared) -> None:
     if plan.gpu.is_stated and not plan.platform.is_cpu:
         raise OverspillError(
             "--gpu states a card, and a model is served on the GPU that is here; leave it out, use --gpu-memory to "
-            "keep to a part of the GPU, or add --dry-run for the command that would serve it there"
+            "keep to a part of the GPU, or use overspill serve --dry-run for the command that would serve it there"
         )
     if (why := wrong_build(plan, vllm)) is not None:
         raise CannotServe(why)
