@@ -370,6 +370,12 @@ def test_an_answer_is_the_same_however_it_is_cut_into_pieces(size: int) -> None:
     assert answer.ttft == 1.0 + (len(b": ping\n\n") // size if size < 50 else 0)
 
 
+def test_events_may_have_other_fields() -> None:
+    stream = _Stream(sent=10.0)
+    stream.feed(events(choice(5), USAGE).replace(b"data: ", b"event: token\r\nid: 1\r\ndata:"), 11.0)
+    assert stream.answer(0.0).tokens == (5,)
+
+
 BROKEN = {
     "cut off": (events(choice(1))[:-14], Unavailable, "broke off"),
     "an error": (events({"error": {"message": "EngineCore died"}}), Unavailable, "EngineCore died"),

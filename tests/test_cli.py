@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from overspill import __version__, plan
 from overspill.cli import app
+from overspill.measure.workload import WORKLOADS
 from overspill.processes import identity
 from overspill.serve.status import Status, folder_of, write_status
 from tests.command import run_overspill
@@ -124,6 +125,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "not a link": (["plan", "{llama}", "--gpu", "24GiB", "--link", "fast"], "--link"),
     "no GPU here": (["plan", "{llama}", "--device", "cuda"], "--gpu"),
     "no such device": (["plan", "{llama}", "--device", "tpu"], "--device: 'tpu' is none of auto, cuda, cpu"),
+    "a near device that was not meant": (["plan", "{llama}", "--device", "gpu"], "none of auto, cuda, cpu\n"),
+    "a power": (["plan", "{llama}", "--gpu", "24GiB", "--max-model-len", "²"], "'²' is not a number of tokens"),
+    "too many": (["plan", "{llama}", "--gpu", "24GiB", "--max-model-len", "9" * 23], "is too large; at most"),
+    "far too many": (["plan", "{llama}", "--gpu", "24GiB", "--at-once", "9" * 5000], "is too long for a number"),
+    "hardly any RAM": (["plan", "{llama}", "--gpu", "24GiB", "--ram", "1MiB"], "--ram '1MiB' is not a size from 1GiB"),
     "a GPU for the CPU": (["plan", "{llama}", "--device", "cpu", "--gpu", "24GiB"], "leave one of them out"),
     "more than the card": (["plan", "{llama}", "--gpu", "24GiB", "--gpu-memory", "48GiB"], "has 24 GiB; give at most"),
     "more than all RAM": (["plan", "{llama}", "--device", "cpu", "--gpu-memory", "900TiB"], "of RAM is available"),
@@ -143,6 +149,35 @@ def test_a_mistake_is_one_sentence_and_exit_code_two(llama: Path, name: str) -> 
     assert answer.returncode == 2, answer.stdout + answer.stderr
     assert answer.stderr.startswith("error: ") and said in answer.stderr
     assert "Traceback" not in answer.stderr and len(answer.stderr.strip().splitlines()) == 1
+
+
+IDLE = {
+    "--disk-path /x": "--disk-path does nothing without --disk",
+    "--elastic-weight 2": "--elastic-weight does nothing without --elastic",
+    "--ram-reserve 2GiB": "--ram-reserve does nothing where RAM is stated (--ram)",
+}
+
+
+@pytest.mark.parametrize("given", IDLE)
+def test_a_flag_without_the_one_it_belongs_to_is_reported(llama: Path, given: str) -> None:
+    """It was ignored in silence."""
+    words = ("plan", str(llama), "--gpu", "24GiB", "--ram", "64GiB")
+    answer = overspill(*words, *given.split())
+    assert answer.returncode == 0 and f"warning: {IDLE[given]}" in answer.stderr
+    assert not overspill(*words, OVERSPILL_DISK_PATH="/x", OVERSPILL_RAM_RESERVE="2GiB").stderr
+
+
+def test_a_flag_that_a_plan_has_no_use_for_is_named_as_given(llama: Path) -> None:
+    """It was named as an option of the connector, in bytes."""
+    words = ("plan", str(llama), "--gpu", "24GiB", "--ram", "64GiB", "--offload-ram", "0")
+    answer = overspill(*words, "--disk", "2GiB", "--spill-threads", "3", "--kv-options", "store=lazy")
+    assert "warning: --disk 2GiB --spill-threads 3 --kv-options store=lazy would do nothing here" in answer.stdout
+
+
+def test_clearing_an_empty_cache_says_so(tmp_path: Path) -> None:
+    """It printed nothing."""
+    answer = overspill("cache", "clear", XDG_CACHE_HOME=str(tmp_path))
+    assert (answer.returncode, answer.stdout) == (0, "no KV is on disk\n")
 
 
 def test_config_says_where_values_come_from(tmp_path: Path) -> None:
@@ -170,6 +205,11 @@ def test_documented_flags_of_plan_match_its_help() -> None:
     rows = re.findall(r"^\| (`--[^|]+) \|", page, re.MULTILINE)
     documented = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row)}
     assert documented == flags
+
+
+def test_the_help_of_bench_names_every_workload() -> None:
+    told = re.sub(r"\s+", "", overspill("bench", "--help").stdout)  # lines are broken at hyphens
+    assert [name for name in WORKLOADS if name not in told] == []
 
 
 def test_the_version_is_told() -> None:

@@ -1,5 +1,6 @@
 """`overspill manager`, `ps`, `stop` and `logs` as commands."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ import pytest
 from overspill.address import free_port
 from overspill.processes import identity
 from overspill.serve.engine_report import Phase
-from overspill.serve.status import Status, folder_of, write_status
+from overspill.serve.status import Status, folder_of, read_statuses, write_status
 from tests.command import run_overspill
 from tests.managed import Managed, managed
 
@@ -130,6 +131,17 @@ def test_logs_are_read_searched_and_followed_without_a_manager(
     following.send_signal(signal.SIGINT)
     assert following.wait(timeout=120) == 0
     following.stdout.close()
+
+
+@pytest.mark.usefixtures("server")
+def test_logs_of_a_server_without_a_log_file_say_so(home: Home) -> None:
+    """It was "none is known here", while `ps` listed the server."""
+    folder = folder_of(home.environment)
+    assert folder is not None
+    (status,) = read_statuses(home.environment)
+    write_status(dataclasses.replace(status, log_file=None), folder)
+    told = home.overspill("logs", "qwen")
+    assert told.returncode == 2 and "qwen writes its log where it was started" in told.stderr
 
 
 def test_stop_ends_the_server_that_is_named_and_no_other(home: Home, server: "subprocess.Popen[bytes]") -> None:

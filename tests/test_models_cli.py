@@ -150,6 +150,7 @@ MISTAKES: dict[str, tuple[list[str], str, int]] = {
     "no requests": (["edit", "old", "--max-num-seqs", "none"], "--max-num-seqs: 'none' is not a number", 2),
     "not a duration": (["edit", "old", "--ttl", "soon"], "--ttl: 'soon' is not a duration; write seconds", 2),
     "no such folder": (["add", "new", "--source", "./missing"], "--source: ./missing is not a folder of a model", 2),
+    "a source without its flag": (["add", "new", "./model"], "overspill models add new --source ./model", 2),
     "not a repository": (["add", "new", "--source", "a/b/c"], "--source: 'a/b/c' is neither a folder here", 2),
     "a secret": (["add", "new", "--", "--api-key", "x"], "set VLLM_API_KEY in the environment", 2),
     "a flag with a setting": (["add", "new", "--", "--dtype", "half"], "--dtype is a setting of its own", 2),

@@ -68,6 +68,16 @@ def test_a_folder_with_a_registered_name_is_taken_and_reported(
     assert run("plan", "./small", "--gpu", "rtx4090", "--ram", "64GiB").stderr == ""
 
 
+@pytest.mark.usefixtures("registered")
+def test_a_misspelt_name_of_the_registry_is_reported(run: Overspill) -> None:
+    """It was said to be neither a folder nor in the hub's cache, and nothing of the registry."""
+    told = run("plan", "smal", "--gpu", "rtx4090", "--ram", "64GiB", HF_HUB_OFFLINE="1")
+    assert told.returncode == 2 and "error: smal is neither a folder nor in the cache" in told.stderr
+    hint = "there is no model 'smal' in the registry; did you mean small? So smal is taken for a repository"
+    assert f"warning: {hint}\n" in told.stderr
+    assert "registry" not in run("plan", "other/model", "--gpu", "rtx4090", HF_HUB_OFFLINE="1").stderr
+
+
 def test_a_plan_says_where_its_ram_was_stated(
     registered: dict[str, str], run: Overspill, llama: Path, tmp_path: Path
 ) -> None:

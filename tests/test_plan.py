@@ -526,6 +526,14 @@ def test_tokens_that_the_disk_holds_need_a_pool() -> None:
 # Several at once.
 
 
+def test_a_refusal_names_the_requests_at_once() -> None:
+    """The need of 16 requests was told as if one of them had it."""
+    assert "This is for 16 requests of the full length at once" in refusal(
+        plan(LLAMA_8B, "24GiB", "16GiB", 32768, at_once=16)
+    )
+    assert "--at-once" not in refusal(plan(LLAMA_8B, "24GiB", "4GiB", 131072))
+
+
 def test_requests_that_are_to_run_at_once_all_have_room() -> None:
     for gpu, at_once in (("24GiB", 1), ("24GiB", 2), ("24GiB", 4), ("48GiB", 3)):
         made = plan(LLAMA_8B, gpu, "128GiB", 65536, at_once=at_once)

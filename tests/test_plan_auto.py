@@ -1,6 +1,7 @@
 """`--max-model-len auto`: the longest context that decodes fast enough, and what bounds it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,16 @@ def test_weights_in_ram_that_are_too_slow_are_refused() -> None:
     with pytest.raises(CannotServe, match=r"reaches 10 tokens/s with no context: 1,024 tokens decode at 2.*RAM"):
         auto(LLAMA_8B, "8GiB", "64GiB")
     assert auto(LLAMA_8B, "8GiB", "64GiB", min_speed=2).max_model_len > 1024, "as the refusal advises"
+
+
+@pytest.mark.parametrize("gpu", ["6GiB", "8GiB", "10GiB", "12GiB"])
+def test_the_speed_that_a_refusal_advises_can_be_had(gpu: str) -> None:
+    """It was rounded up to one digit, or written as 1e+02."""
+    with pytest.raises(CannotServe) as refused:
+        auto(LLAMA_8B, gpu, "64GiB", min_speed=1e6)
+    advised = re.search(r"Use --min-speed ([0-9.]+) for", str(refused.value))
+    assert advised is not None and "e+" not in str(refused.value).partition("with no context")[2]
+    assert auto(LLAMA_8B, gpu, "64GiB", min_speed=float(advised[1])).max_model_len >= 1024
 
 
 def test_without_room_the_usual_refusal_says_why() -> None:

@@ -35,7 +35,7 @@ class StandIn(http.server.BaseHTTPRequestHandler):
     """A server of a model: answers with words, as many and as slowly as the test says."""
 
     asked: ClassVar[list[tuple[str, dict[str, Any]]]] = []
-    words, word_s, refuses, broken = 3, 0.0, "", threading.Event()
+    words, word_s, refuses, broken, last = 3, 0.0, "", threading.Event(), b""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -52,7 +52,7 @@ class StandIn(http.server.BaseHTTPRequestHandler):
                 choice = {"delta": {"content": f"w{i} "}} if "chat" in self.path else {"text": f"w{i} "}
                 self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
                 time.sleep(StandIn.word_s)
-            self.wfile.write(b"data: [DONE]\n\n")
+            self.wfile.write(StandIn.last)
         except OSError:
             StandIn.broken.set()
 
@@ -69,7 +69,7 @@ def home(tmp_path: Path) -> dict[str, str]:
 def server(home: dict[str, str]) -> Iterator[http.server.ThreadingHTTPServer]:
     """One that runs, as `overspill ps` knows it by its status file."""
     StandIn.asked, StandIn.words, StandIn.word_s, StandIn.refuses = [], 3, 0.0, ""
-    StandIn.broken = threading.Event()
+    StandIn.broken, StandIn.last = threading.Event(), b"data: [DONE]\n\n"
     served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
     threading.Thread(target=served.serve_forever, daemon=True).start()
     now = "2026-01-01T00:00:00+00:00"
@@ -188,6 +188,31 @@ def test_flags_for_a_running_server_are_not_used(home: dict[str, str]) -> None:
 def test_an_empty_pipe_is_a_mistake(home: dict[str, str]) -> None:
     done = piped("mine", text=" \n", home=home)
     assert done.returncode == 2 and "no question on standard input" in done.stderr and not StandIn.asked
+
+
+WRONG = {
+    "a flag": (["{model}", "--max-modle-len", "4k"], "did you mean --max-model-len?"),
+    "a value": (["{model}", "--max-model-len", "lots"], "'lots' is not a number of tokens"),
+    "a card": (["{model}", "--gpu", "rtx4090", "--ram", "8GiB"], "use overspill serve --dry-run for the command"),
+    "a model": (["./nosuch"], "nosuch does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_command_needs_no_question(home: dict[str, str], tmp_path: Path, name: str) -> None:
+    """It was told that its question is missing, and only with one what is wrong."""
+    words, why = WRONG[name]
+    model = make_chat_model(tmp_path / "model")
+    done = piped(*(word.format(model=model) for word in words), text="", home=home)
+    assert done.returncode == 2 and why in done.stderr and "question" not in done.stderr
+
+
+@pytest.mark.usefixtures("server")
+def test_a_piece_that_is_not_json_fails_the_pipe(home: dict[str, str]) -> None:
+    StandIn.last = b'event: x\ndata: {"choices": [{"delta": {"content": "w3"}}]}\n\ndata: {"cho\n\n'
+    done = piped("mine", text="hello", home=home)
+    assert (done.returncode, done.stdout) == (1, "w0 w1 w2 w3\n")
+    assert "error: a piece of the answer is not what OpenAI's API gives" in done.stderr and "Trace" not in done.stderr
 
 
 @pytest.mark.usefixtures("server")

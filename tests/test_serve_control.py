@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from overspill.processes import identity
 from overspill.serve import control
 from overspill.serve.control import HEADER, VARIABLE, ControlMiddleware, forget_secret, make_secret, secret_of
 from overspill.serve.status import folder_of
+from tests.command import run_overspill
 from tests.engine import random_prompt
 from tests.test_serve import ASKED, Serve, model, serving, words
 
@@ -104,6 +107,30 @@ def test_a_request_meanwhile_waits_and_a_running_one_goes_on(server: Serve) -> N
     assert answers == [expected] and len(tokens) >= enough
     whole = server.client().completions.create(**{**asked, "max_tokens": len(tokens)})
     assert whole.choices[0].token_ids == tokens  # type: ignore[attr-defined]
+
+
+def test_commands_without_a_manager_say_that_it_is_parked(server: Serve) -> None:
+    """`ps` listed it as ready, and a chat with it waited in silence."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERSPILL_")}
+    env = {**clean, **server.home}
+    assert run_overspill("park", "tiny", env=env).stdout == "parked tiny; requests wait until: overspill wake tiny\n"
+    try:
+        (listed,) = json.loads(run_overspill("ps", "--json", env=env).stdout)["engines"]
+        assert listed["state"] == "parked"
+        chat = [sys.executable, "-m", "overspill", "run", "tiny"]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(chat, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as asking:
+            assert asking.stdin is not None and asking.stdout is not None and asking.stderr is not None
+            asking.stdin.write("t5 t6")
+            asking.stdin.close()
+            seen = [asking.stderr.readline(), asking.stderr.readline()]
+            assert "tiny is parked, and answers when it is woken: overspill wake tiny" in seen[1], seen
+            assert run_overspill("wake", "tiny", env=env).stdout == "tiny is awake\n"
+            assert asking.stdout.read(1)
+            asking.kill()
+    finally:
+        call(server, "wake", secret_for(server))
+    assert "ready" in run_overspill("ps", env=env).stdout
 
 
 @pytest.mark.parametrize("secret", [None, "", "wrong", "é"])

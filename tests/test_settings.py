@@ -87,6 +87,17 @@ def test_a_wrong_value_in_the_environment_or_the_file_names_it(tmp_path: Path) -
         resolve({}, {}, written(tmp_path, "port = -1"))
 
 
+def test_a_bare_number_in_the_file_is_not_taken_for_bytes(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"config\.toml: ram: 3 without a unit is 3 bytes; write for example 3GiB"):
+        resolve({}, {}, written(tmp_path, "ram = 3"))
+
+
+def test_a_models_own_setting_in_the_file_names_its_place(tmp_path: Path) -> None:
+    """It was taken for a misspelt `port`."""
+    with pytest.raises(SettingsError, match="ttl is set for a model: overspill models edit NAME --ttl"):
+        resolve({}, {}, written(tmp_path, 'ttl = "10m"'))
+
+
 def test_misspelt_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no variable OVERSPILL_PROT; did you mean OVERSPILL_PORT"):
         resolve({}, {"OVERSPILL_PROT": "1"}, None)

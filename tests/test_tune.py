@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from overspill.cli import app, main
+from overspill.kv.errors import OverspillError
 from overspill.measure import CannotMeasure
 from overspill.measure.experiment import find_results
 from overspill.measure.report import Report as Compared
@@ -305,6 +306,20 @@ def test_a_context_that_is_too_slow_is_not_taken(model: Path, registry: Registry
     assert "too slow: " in report.as_text() and "and 5 are wanted" in report.as_text()
 
 
+def test_all_candidates_have_the_device_and_it_is_not_kept(
+    model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
+) -> None:
+    """A model has no such setting, so there was no flag."""
+    definition, subject = asked(registry, model, most=1, device="cpu")
+    report = go(registry, (definition, subject))
+    assert report.winner is not None
+    (result,) = list_results(registry)
+    assert "--device cpu" in str(result.config), result.config
+    keep(registry, subject, report.winner, definition.given)
+    with pytest.raises(OverspillError, match="GPU"):
+        asked(registry, model, device="cuda")
+
+
 def test_what_does_not_fit_is_refused_before_anything_starts(model: Path, registry: Registry) -> None:
     with pytest.raises(CannotMeasure, match="does not fit with 32768 tokens"):
         asked(registry, model, given={**TIGHT, "max_model_len": "32k", "ram": "3GiB"})
@@ -339,6 +354,7 @@ def test_resuming_a_tuning_without_a_stored_model_warns(
         (["MODEL", "--goal", "context", "--repeats", "5", "--candidates", "2"], "once; leave out --repeats"),
         (["MODEL", "--goal", "context", "--candidates", "2"], "leave out --candidates"),
         (["MODEL", "--min-speed", "5"], "--min-speed is for --max-model-len auto"),
+        (["MODEL", "--device", "gpu"], "--device: 'gpu' is none of auto, cuda, cpu"),
         (["MODEL", "--ram", "1GiX"], "--ram: '1GiX' is not a size"),
         (["MODEL", "--name", "a b"], "is not a name for a model"),
         (["--resume", "tune-nothing"], "there is no tuning 'tune-nothing'"),

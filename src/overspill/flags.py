@@ -110,7 +110,7 @@ class _Known:
         elif choices := self.choices:
             meant = value.lower().replace("-", "_") if self.kind.startswith("~") else value
             if meant not in choices:
-                return f"{value!r:.40} is none of {', '.join(choices)}; {nearest(value, choices)}"
+                return none_of(value, choices)
         return None
 
 
@@ -171,6 +171,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {found[0]}?" if found else ""
 
 
+def none_of(value: str, choices: Sequence[str]) -> str:
+    """With the nearest one; of few it must be near, as `cuda` for `cuad` and not `cpu` for `gpu`."""
+    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.7 if len(choices) <= _FEW else 0.0)
+    return f"{value!r:.40} is none of {', '.join(choices)}" + (f"; did you mean {near[0]}?" if near else "")
+
+
 def among(name: str, known: Iterable[str], if_none: str) -> str:
     """For names that users gave: one that is near, else some that there are."""
     names = list(known)
@@ -180,6 +186,7 @@ def among(name: str, known: Iterable[str], if_none: str) -> str:
     return f"known here: {', '.join(names[:_MOST_NAMED])}{more}" if names else if_none
 
 
+_FEW = 4
 _MOST_NAMED = 5
 HIDDEN = "***"
 # vLLM and huggingface_hub read these as well. A process's environment is its user's to read, its command line

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.flags import among as among  # noqa: PLC0414
-from overspill.flags import choices_of, hide_in_text, read_flags, refuse_secrets, refuse_unknown
+from overspill.flags import choices_of, hide_in_text, none_of, read_flags, refuse_secrets, refuse_unknown
 from overspill.flags import nearest as nearest  # noqa: PLC0414
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import parse_folder, parse_remote
@@ -63,7 +63,7 @@ def _size(text: object) -> int:
     if size < 0:
         raise OverspillError(f"a size cannot be negative, got {text!r}; write for example 24GiB")
     # Nobody who writes 64 means bytes.
-    if isinstance(text, str) and text.strip().isdigit() and 0 < size < MiB:
+    if (isinstance(text, int) or str(text).strip().isdecimal()) and 0 < size < MiB:
         raise OverspillError(f"{text} without a unit is {size} bytes; write for example {text}GiB")
     return size
 
@@ -81,7 +81,7 @@ def _length(text: object) -> int:
     digits = str(text).strip().lower().replace("_", "").replace(",", "")
     factor = {"k": 1024, "m": 1024 * 1024}.get(digits[-1:], 1)
     digits = digits[:-1] if factor > 1 else digits
-    if not digits.isdigit() or int(digits) == 0:
+    if not digits.isdecimal() or int(digits) == 0:
         raise OverspillError(f"{text!r} is not a number of tokens; write for example 131072 or 128k")
     return int(digits) * factor
 
@@ -106,7 +106,7 @@ def _speed(text: object) -> float:
 
 
 def _count(text: object) -> int:
-    if isinstance(text, bool) or not str(text).isdigit() or int(str(text)) == 0:
+    if isinstance(text, bool) or not str(text).isdecimal() or int(str(text)) == 0:
         raise OverspillError(f"{text!r} is not a number from 1 on; write for example 64")
     return int(str(text))
 
@@ -133,7 +133,7 @@ def _share(text: object) -> float:
 def _one_of(*choices: str) -> Callable[[object], str]:
     def parse(text: object) -> str:
         if text not in choices:
-            raise OverspillError(f"{text!r} is none of {', '.join(choices)}; {nearest(str(text), choices)}")
+            raise OverspillError(none_of(str(text), choices))
         return str(text)
 
     return parse
@@ -144,7 +144,7 @@ def _kv_cache_dtype(text: object) -> str:
 
 
 def _port(text: object) -> int:
-    if isinstance(text, bool) or not str(text).isdigit() or not 1 <= int(str(text)) <= 65535:
+    if isinstance(text, bool) or not str(text).isdecimal() or not 1 <= int(str(text)) <= 65535:
         raise OverspillError(f"{text!r} is not a port; ports are 1 to 65535")
     return int(str(text))
 
@@ -548,6 +548,10 @@ def _parse_kept(setting: Setting, value: object, where: str) -> Any:
         raise SettingsError(f"{place}: a single value is needed here, not a {type(value).__name__}")
     # A command passes dtypes that the plan does not know on to vLLM without a plan; a model is always planned.
     parse = _one_of("auto", *KV_CACHE_DTYPE_BYTES) if setting.name == "kv_cache_dtype" else setting.parse
+    return _checked(parse, value, place)
+
+
+def _checked(parse: Callable[[object], Any], value: object, place: str) -> Any:
     try:
         parsed = parse(value)
     except OverspillError as error:
@@ -555,7 +559,7 @@ def _parse_kept(setting: Setting, value: object, where: str) -> Any:
     except (ValueError, OverflowError) as error:  # int() of thousands of digits
         raise SettingsError(f"{place}: {str(value)[:40]}… is too long for a number") from error
     if isinstance(parsed, int) and parsed > _LARGEST:
-        raise SettingsError(f"{place}: {str(value)[:40]} is too large; at most {_LARGEST} can be kept")
+        raise SettingsError(f"{place}: {str(value)[:40]} is too large; at most {_LARGEST}")
     return parsed
 
 
@@ -626,10 +630,7 @@ def origins(values: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def _value(setting: Setting, given: object, origin: GivenBy, place: str) -> Value:
-    try:
-        return Value(setting, setting.parse(given), origin, place)
-    except OverspillError as error:
-        raise SettingsError(f"{place}: {error}") from error
+    return Value(setting, _checked(setting.parse, given, place), origin, place)
 
 
 def config_path(environment: Mapping[str, str] | None = None) -> Path:
@@ -655,6 +656,8 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} is not TOML: {error}") from error
     known = [setting.name for setting in SETTINGS]
     for name in written:
+        if name in BY_NAME and name not in known:
+            raise SettingsError(f"{path}: {name} is set for a model: overspill models edit NAME {BY_NAME[name].flag}")
         if name not in known:
             raise SettingsError(f"{path}: there is no setting {name!r}; {nearest(name, known)}")
     return written

@@ -24,6 +24,7 @@ _MOST_PENDING_BYTES = 256 * 1024
 _IDLE_S = 2.0
 _MOST_IDLE = 128
 _MOST_PAGE_BYTES = 8 << 20
+DONE = b"[DONE]"  # OpenAI's last event
 
 
 class UpstreamLost(Exception):
@@ -42,6 +43,33 @@ class Head:
 
     def value(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
+
+
+class Events:
+    """Data of server-sent events, out of the pieces in which a stream comes."""
+
+    def __init__(self) -> None:
+        self.rest = b""
+        """Of an event that has not come to its end."""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Of each event that ends in the piece; empty for a comment, which keeps a connection."""
+        *events, self.rest = (self.rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        return [_data(event) for event in events]
+
+
+def _data(event: bytes) -> bytes:
+    return b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+
+
+def error_text(body: bytes) -> str:
+    """Why a server refuses, in the words of its JSON, or else the first words of whatever it answers."""
+    try:
+        answer = json.loads(body)
+        error = answer.get("error", answer)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        return body[:200].decode(errors="replace")
 
 
 class Connection(asyncio.Protocol):

@@ -63,7 +63,9 @@ def clear(disk_path: DiskPath = None) -> None:
     from overspill.kv.sizes import format_size
 
     failed = False
-    for folder in _folders(disk_path):
+    if not (folders := _folders(disk_path)):
+        print("no KV is on disk")
+    for folder in folders:
         try:
             print(f"{format_size(clear_folder(folder))} deleted from {folder}")
         except OverspillError as error:

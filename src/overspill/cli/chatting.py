@@ -7,6 +7,7 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +17,10 @@ import typer
 from overspill.cli.flags import SERVING, Model, failing, launch_of, to_stderr, with_settings
 from overspill.cli.launching import require_startable
 from overspill.errors import CannotServe
+from overspill.kv.errors import OverspillError
 from overspill.processes import on_stop_signals
 from overspill.settings import AUTO
-from overspill.upstream import Upstream, UpstreamLost
+from overspill.upstream import DONE, Connection, Events, Upstream, UpstreamLost, error_text
 
 if TYPE_CHECKING:
     from overspill.serve.status import Status
@@ -38,22 +40,23 @@ def run(
     log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
 ) -> None:
     """Chat with a model in the shell: plans and starts it, unless it runs already. A question on standard input that is
-    not a terminal gets one answer."""
+    not a terminal gets one answer. Here --max-model-len is auto if not given, --offload-ram 0, and --port a free one.
+    """
     from overspill.address import free_port
     from overspill.planning.report import plan_in_short
     from overspill.serve.log import open_log
     from overspill.serve.run import run_server
 
-    question = None if sys.stdin.isatty() else sys.stdin.read().strip()
-    if question == "":
-        to_stderr("error: there is no question on standard input; write one there, or use a terminal")
-        raise typer.Exit(2)
     with failing(CannotServe):
         if (there := _running(model)) is not None:
             if context.args or any(value is not None for value in given.values()):
                 to_stderr(f"warning: {model} runs already, with its own settings; the flags given here are not used")
             to_stderr(f"{model} runs already at {there.url}, and stays when this ends")
-            _chat(Conversation(there.url, there.served_name), question)
+            from overspill.manager.web.client import is_parked
+
+            if is_parked(there):
+                to_stderr(f"warning: {model} is parked, and answers when it is woken: overspill wake {model}")
+            _chat(Conversation(there.url, there.served_name), _question())
             return
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         # One conversation: what is idle is on the GPU, and a port of its own lets several run.
@@ -63,6 +66,7 @@ def run(
         for line in (*plan_in_short(launch.plan), *(f"warning: {warning}" for warning in prepared.warnings)):
             to_stderr(line)
         require_startable(launch, prepared, context.args)
+        question = _question()  # the command is fine up to here
         log = open_log(log_file, prepared.address.port)
         to_stderr(f"vLLM's log: {log}")
         key = prepared.full_environment().get("VLLM_API_KEY")
@@ -71,6 +75,15 @@ def run(
             prepared, force=bool(launch.settings["force"]), quiet=True, log_file=log,
             during=lambda: _chat(conversation, question),
         )  # fmt: skip
+
+
+def _question() -> str | None:
+    """From standard input; None if that is a terminal."""
+    if sys.stdin.isatty():
+        return None
+    if not (question := sys.stdin.read().strip()):
+        raise OverspillError("there is no question on standard input; write one there, or use a terminal")
+    return question
 
 
 def _running(model: str) -> "Status | None":
@@ -130,7 +143,7 @@ class Conversation:
                             said.append(piece)
                             print(piece, end="", flush=True)
                         return
-                    refused = _message(await connection.read_all(_MOST_REFUSAL_BYTES))
+                    refused = error_text(await connection.read_all(_MOST_REFUSAL_BYTES))
                 finally:
                     connection.close()  # the engine stops computing
                 if "chat template" not in refused or path == _COMPLETE:
@@ -152,32 +165,25 @@ class CannotAnswer(CannotServe):
     """The server refuses one question; the conversation goes on without it."""
 
 
-async def _pieces(connection: Any) -> Any:
+async def _pieces(connection: Connection) -> AsyncIterator[str]:
     """Texts of a stream of events, thoughts of a reasoning model included."""
-    rest = b""
-    while (data := await connection.read()) is not None:
-        *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in events:
-            content = event.strip().removeprefix(b"data:").strip()
-            if not content.startswith(b"{"):
-                continue  # [DONE], and comments that keep a connection
-            found = json.loads(content)
+    events = Events()
+    while (part := await connection.read()) is not None:
+        for data in events.feed(part):
+            if not data or data == DONE:
+                continue
+            try:
+                found = json.loads(data)
+                choices = found.get("choices", ())
+            except (ValueError, AttributeError) as error:
+                raise CannotAnswer(f"a piece of the answer is not what OpenAI's API gives: {data[:80]!r}") from error
             if "error" in found:
-                raise CannotAnswer(_message(content))
-            for choice in found.get("choices", ()):
+                raise CannotAnswer(error_text(data))
+            for choice in choices:
                 delta = choice.get("delta", {})
                 piece = delta.get("content") or delta.get("reasoning") or choice.get("text")
                 if piece:
                     yield piece
-
-
-def _message(body: bytes) -> str:
-    try:
-        answer = json.loads(body)
-        error = answer.get("error", answer)
-        return str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        return body[:200].decode(errors="replace")
 
 
 def _chat(conversation: Conversation, question: str | None) -> None:

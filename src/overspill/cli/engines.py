@@ -50,8 +50,10 @@ def stop(name: Name, api_key: ApiKey = None) -> None:
 
 def park(name: Name, api_key: ApiKey = None) -> None:
     """Parks a model's engine: its GPU memory is free for others, and it waits in RAM until it is woken."""
-    _source(api_key).control("park", name)
-    print(f"parked {name}")
+    source = _source(api_key)
+    source.control("park", name)
+    # A manager wakes it for a request.
+    print(f"parked {name}" if source.url is not None else f"parked {name}; requests wait until: overspill wake {name}")
 
 
 def wake(name: Name, api_key: ApiKey = None) -> None:

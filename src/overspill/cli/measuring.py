@@ -31,8 +31,8 @@ def _failing() -> contextlib.AbstractContextManager[None]:
 
 
 @with_flags("given", [
-    flag("workload", typer.Option(help="overhead, multi-turn (the default), shared-prefix, long-context or offline; "
-         "then what is not to be the default: multi-turn:conversations=8,turns=4.")),
+    flag("workload", typer.Option(help="overhead, multi-turn (the default), shared-prefix, long-context, offline, "
+         "edit or write; then what is not to be the default: multi-turn:conversations=8,turns=4.")),
     flag("prompts", typer.Option(help="A file of conversations in ShareGPT's shape, to send instead; with --workload "
          "file:turns=3 what is not to be the default.")),
     flag("goodput", typer.Option(help="Count requests that keep to these limits in milliseconds: ttft:500,tpot:50.")),
@@ -125,7 +125,7 @@ def ab(
 
 
 # Settings that are given here are not varied, and kept.
-@with_settings(OF_MODELS_AND_COMMANDS)
+@with_settings(OF_MODELS_AND_COMMANDS | {"device"})
 @with_flags("how", [
     flag("goal", typer.Option(help="throughput (the default), ttft (time to the first token) or context (the longest "
          "one).")),
@@ -162,6 +162,7 @@ def tune(
     with _failing():
         budget_s = parse_budget(budget)
         with open_registry() as registry, stopped_by_signals() as stop:
+            how["device"] = given.pop("device")  # not a model's setting, and so not kept
             definition, subject = prepare(registry, resume, model=model, given=given, **how)
             report = run(definition, subject, registry, to_stderr, resume=resume, budget_s=budget_s, stop=stop)
             if not as_json:

@@ -27,8 +27,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are byte
 def add(given: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> None:
     """Adds a model; without --source, the name is the repository. What is not set is left to the environment,
     config.toml and the plan."""
-    from overspill.registry import add_model
+    from overspill.registry import RegistryError, add_model
 
+    if vllm_args and not vllm_args[0].startswith("-"):
+        raise RegistryError(f"what {name} is comes with a flag: overspill models add {name} --source {vllm_args[0]}")
     with opened_registry() as registry:
         added = add_model(registry, name, {**given, "vllm_args": vllm_args or None})
     print(f"added {added.name}: {added.settings.source}")

@@ -5,7 +5,7 @@
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +89,20 @@ class Prepared:
         }
 
 
+def _idle_flags(values: Mapping[str, Value]) -> Iterator[str]:
+    """Flags that do nothing for want of another. Of the registry or a file they may be there for other models."""
+
+    def is_flag(name: str) -> bool:
+        return values[name].origin is GivenBy.FLAG
+
+    if is_flag("disk_path") and not values["disk"].value and "disk_bytes" not in (values["kv_options"].value or ""):
+        yield "warning: --disk-path does nothing without --disk; add that, or leave it out"
+    if is_flag("elastic_weight") and not values["elastic"].value:
+        yield "warning: --elastic-weight does nothing without --elastic; add that, or leave it out"
+    if is_flag("ram_reserve") and values["ram"].value is not None:
+        yield f"warning: --ram-reserve does nothing where RAM is stated ({values['ram'].place}); leave one of them out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch(Adopted):
     """A model with its settings and its plan."""
@@ -120,7 +134,7 @@ class Launch(Adopted):
         ref = look_up(ref) if isinstance(ref, str) else ref
         values = ref.applied(resolve(given, file=config_path(), defaults=defaults))
         if note is not None:
-            for line in ref.notes(values):
+            for line in (*ref.notes(values), *_idle_flags(values)):
                 note(line)
         adopted = adopt(values, vllm_args, registered=ref.vllm_args)
         is_auto, speed = values["max_model_len"].value == AUTO, values["min_speed"]
@@ -212,7 +226,7 @@ def require_this_machine(prepared: Prepared) -> None:
     if plan.gpu.is_stated and not plan.platform.is_cpu:
         raise OverspillError(
             "--gpu states a card, and a model is served on the GPU that is here; leave it out, use --gpu-memory to "
-            "keep to a part of the GPU, or add --dry-run for the command that would serve it there"
+            "keep to a part of the GPU, or use overspill serve --dry-run for the command that would serve it there"
         )
     if (why := wrong_build(plan, vllm)) is not None:
         raise CannotServe(why)

@@ -19,7 +19,7 @@ from overspill.hardware.stated import parse_cpu_attention
 from overspill.kv.errors import OverspillError
 from overspill.kv.ledger import Ledger
 from overspill.kv.options import Options
-from overspill.kv.sizes import GiB, format_size, parse_size
+from overspill.kv.sizes import GiB, exact_size, format_size, parse_size
 from overspill.launch.profiles import measured_profiles
 from overspill.launch.vllm import installed_vllm
 from overspill.model.source import read_model
@@ -162,7 +162,7 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
     found = detect() if found is None else found
     ram = settings.get("ram")
     hardware = with_stated(
-        found, gpu=settings.get("gpu"), ram=None if ram is None else f"{ram}B", link=settings.get("link"),
+        found, gpu=settings.get("gpu"), ram=None if ram is None else exact_size(ram), link=settings.get("link"),
         ram_place=settings.get("ram_place") or "--ram",
     )  # fmt: skip
     vllm = installed_vllm()

@@ -72,7 +72,7 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
         return plain
     if _is_model_folder(name):
         with suppress(NoRegistry):  # which is not needed here
-            if (model := _registered(name, environ)) is not None:
+            if not isinstance(model := _registered(name, environ), str):
                 shadowed = (
                     f"{name} is a folder here, and taken; the registry's {name} ({model.settings.source}) and its "
                     "settings are not. For these, run this somewhere else"
@@ -86,8 +86,12 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
             raise
         warning = f"{str(error).rstrip('.')}. So {name} is taken for a repository or a folder"
         return ModelRef(name=name, source=name, warning=warning)
-    if model is None:
-        return plain
+    if isinstance(model, str):
+        # Most repositories have an owner and a slash, and are not registered; a bare name is likely a misspelt one.
+        if not model or "/" in name or os.path.exists(name):
+            return plain
+        ended = model if model.endswith("?") else f"{model}."
+        return ModelRef(name=name, source=name, warning=f"{ended} So {name} is taken for a repository")
     if not os.path.isabs(model.settings.source) and os.path.lexists(model.settings.source):
         # Whoever may name a repository must not thereby reach into folders.
         raise OverspillError(
@@ -122,17 +126,18 @@ def using_registry() -> Iterator[None]:
         raise NoRegistry(f"the registry failed: {type(error).__name__}: {error}") from error
 
 
-def _registered(name: str, environ: Mapping[str, str]) -> "Model | None":
+def _registered(name: str, environ: Mapping[str, str]) -> "Model | str":
+    """Or why there is none; empty without a registry."""
     with using_registry():
         from overspill.registry import UnknownModel, get_model, open_existing
 
         if (registry := open_existing(environ)) is None:
-            return None
+            return ""
         with registry:
             try:
                 return get_model(registry, name)
-            except UnknownModel:
-                return None
+            except UnknownModel as error:
+                return str(error)
 
 
 def _is_model_folder(name: str) -> bool:

@@ -21,7 +21,7 @@ from overspill.flags import hide_in_value
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.workload import ids_as_text
 from overspill.settings import nearest
-from overspill.upstream import Upstream, UpstreamLost
+from overspill.upstream import DONE, Events, Upstream, UpstreamLost, error_text
 
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 
@@ -252,7 +252,7 @@ class _Stream:
 
     def __init__(self, sent: float) -> None:
         self._sent = sent
-        self._rest, self._rest_at = b"", 0.0
+        self._events, self._rest_at = Events(), 0.0
         self._times: list[float] = []
         self._tokens: list[int] = []
         self._texts: list[str] = []
@@ -263,18 +263,16 @@ class _Stream:
     def feed(self, piece: bytes, at: float) -> None:
         # An event counts from when it begins to arrive. That is when it is there, but for a prompt's ids, which come
         # with the first token here and not for vLLM's own client.
-        began = self._rest_at if self._rest else at
-        *events, rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in events:
-            self._event(event.strip(), began)
+        began = self._rest_at if self._events.rest else at
+        for data in self._events.feed(piece):
+            self._event(data, began)
             began = at
-        self._rest, self._rest_at = rest, began
+        self._rest_at = began
 
-    def _event(self, event: bytes, at: float) -> None:
-        data = event.removeprefix(b"data:").strip()
-        if not data or event.startswith(b":"):
+    def _event(self, data: bytes, at: float) -> None:
+        if not data:
             return
-        if data == b"[DONE]":
+        if data == DONE:
             self._is_over = True
             return
         if len(data) > _LARGE:
@@ -282,7 +280,7 @@ class _Stream:
         try:
             found = json.loads(data.decode())
             if "error" in found:
-                raise Unavailable(_message(found))
+                raise Unavailable(error_text(data))
             if choices := found.get("choices"):
                 self._choice(choices[0], at)
             elif usage := found.get("usage"):
@@ -324,16 +322,7 @@ class _Stream:
 
 
 def _refusal(status: int, body: bytes) -> RequestFailed:
-    try:
-        why = _message(json.loads(body))
-    except (ValueError, AttributeError):
-        why = body[:200].decode(errors="replace")
-    sentence = f"status {status}: {' '.join(why.split())[:400]}"
+    sentence = f"status {status}: {' '.join(error_text(body).split())[:400]}"
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return Unavailable(sentence)
     return RequestFailed(sentence) if status == HTTPStatus.TOO_MANY_REQUESTS else Refused(sentence)
-
-
-def _message(answer: dict[str, Any]) -> str:
-    error = answer.get("error", answer)
-    return str(error.get("message", error) if isinstance(error, dict) else error)

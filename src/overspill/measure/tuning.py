@@ -99,7 +99,7 @@ class Tuning(Definition):
     given: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the command: not varied, and kept."""
     pinned: Mapping[str, Any] = field(default_factory=dict)
-    """Memory as it was when candidates were planned, so that all are planned alike; not kept."""
+    """Memory as it was when candidates were planned, and the device, so that all are planned alike; not kept."""
     candidates: tuple[Candidate, ...] = ()
     """Empty for `context`."""
     longest: int = 0
@@ -184,17 +184,19 @@ def define(
     allow_fp8: bool = False,
     least_tokens_per_s: float = 0.0,
     most: int | None = None,
+    device: str | None = None,
 ) -> Tuning:
     """Finds what is to be tried; starts nothing. Raises if nothing fits."""
     hardware = detect()
-    plan = _replan(subject, given, hardware)({})
+    on = {} if device is None else {"device": device}
+    plan = _replan(subject, {**on, **given}, hardware)({})
     if plan.auto is not None:
         given = {**given, "max_model_len": plan.max_model_len}
         given.pop("min_speed", None)
     # Memory that candidates may use: found once, since what is free changes while they are tried.
     memory = {"ram": plan.ram_bytes.value}
     memory |= {"gpu_memory": plan.gpu.total_bytes.value} if plan.platform.is_cpu else {}
-    pinned = {name: value for name, value in memory.items() if given.get(name) is None}
+    pinned = on | {name: value for name, value in memory.items() if given.get(name) is None}
     replan = _replan(subject, {**pinned, **given}, hardware)
     way, alike = plan.chosen, replan({}).chosen
     if way is not None and alike is not None and alike.offload_bytes > way.offload_bytes:

@@ -20,10 +20,12 @@ def layer_caches(config: Config) -> tuple[LayerCache, ...]:
     """In the order in which vLLM registers them, which decides who shares a group."""
     rule = RULES.get(config.architecture)
     if rule is None:
-        similar = get_close_matches(config.architecture, RULES, n=3, cutoff=0.0)
+        similar = get_close_matches(config.architecture, RULES, n=3)
+        known = f" Planned are {len(RULES)} others{', ' + ', '.join(similar) + ' among them' if similar else ''}."
         raise ModelError(
             f"{config.where} names the architecture {config.architecture}, and how vLLM keeps its KV is not known "
-            f"here; it is for {len(RULES)} others, {', '.join(similar)} among them"
+            f"here, so it cannot be planned.{known} If vLLM knows it, vllm serve runs it, with Overspill's connector "
+            "(--kv-transfer-config) if it generates; an encoder keeps no KV, and needs none"
         )
     return tuple(rule(config))
 

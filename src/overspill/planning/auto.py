@@ -70,14 +70,19 @@ def auto_context(model: str, limit: int, min_speed: float, best_at: Callable[[in
     if found is None:
         most = speed_at(step)
         raise CannotServe(
-            f"{model} reaches {min_speed:g} tokens/s with no context: {step:,} tokens decode at {most:.2g}, since "
-            f"weights have to be in RAM. Use --min-speed {most * 0.95:.1g} for the longest context at that speed, "
-            "--max-model-len to name one, or a smaller or quantised model"
+            f"{model} reaches {min_speed:g} tokens/s with no context: {step:,} tokens decode at {_rounded(most)}, "
+            f"since weights have to be in RAM. Use --min-speed {_rounded(most * 0.95)} for the longest context at that "
+            "speed, --max-model-len to name one, or a smaller or quantised model"
         )
     return AutoContext(
         max_model_len=found, bound=bound, min_speed=min_speed, speed=speed_at(found), longest=longest,
         longest_speed=speed_at(longest),
     )  # fmt: skip
+
+
+def _rounded(speed: float) -> str:
+    """To two digits, which adds less than 5 %: what is advised can be had."""
+    return f"{float(f'{speed:.2g}'):g}"
 
 
 def _last(lengths: Sequence[int], is_met: Callable[[int], bool]) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import Options, hint_for
+from overspill.kv.sizes import exact_size
 
 _ELSEWHERE = {
     "host_bytes": "--offload-ram says it",
@@ -17,6 +18,10 @@ _ELSEWHERE = {
     "resident_bytes": "the plan finds it, within --gpu-memory",
 }
 _FIELDS = {field.name: field for field in fields(Options) if field.name not in _ELSEWHERE}
+_FLAGS = {
+    "disk_bytes": "--disk", "disk_path": "--disk-path", "remote": "--remote",
+    "spill_compute": "--spill-compute", "spill_threads": "--spill-threads",
+}  # fmt: skip
 _NUMBER = re.compile(r"\d*\.?\d+", re.ASCII)
 _SWITCH = {"true": True, "false": False}
 
@@ -40,6 +45,17 @@ def read_options(text: str) -> dict[str, Any]:
 
 def write_options(options: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={_written(value)}" for name, value in options.items())
+
+
+def options_as_flags(options: Mapping[str, Any]) -> str:
+    """As a command takes them: those with a flag of their own by that."""
+    words = [
+        f"{flag} {exact_size(options[name]) if name == 'disk_bytes' else options[name]}"
+        for name, flag in _FLAGS.items()
+        if name in options
+    ]
+    rest = write_options({name: value for name, value in options.items() if name not in _FLAGS})
+    return " ".join([*words, *([f"--kv-options {rest}"] if rest else [])])
 
 
 def used_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from overspill.planning.attempts import (
     longest_context,
 )
 from overspill.planning.auto import AutoContext, Bound, auto_context
-from overspill.planning.connector_options import read_options, unused_options, write_options
+from overspill.planning.connector_options import options_as_flags, read_options, unused_options
 from overspill.planning.memory import Budget, card_bytes
 from overspill.planning.ranks import rank_facts
 from overspill.planning.setup import (
@@ -392,7 +392,7 @@ def _asked_warnings(plan: Plan) -> Iterator[str]:
         )
     if chosen is not None and (unused := unused_options(read_options(wishes.kv_options), chosen.connector_sizes)):
         yield (
-            f"--kv-options {write_options(unused)} would do nothing here and is left out: the plan "
+            f"{options_as_flags(unused)} would do nothing here and is left out: the plan "
             f"{' and '.join(words for size, words in _WITHOUT.items() if size not in chosen.connector_sizes)}"
         )
     if wishes.elastic and chosen is not None and not is_elastic(plan, chosen):

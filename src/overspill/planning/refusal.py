@@ -42,6 +42,8 @@ def need_and_have(plan: Plan) -> tuple[str, str]:
 
 def remedies(plan: Plan) -> list[str]:
     found = [*_contexts(plan)]
+    if (at_once := plan.wishes.at_once) > 1:
+        found.append(f"This is for {at_once:,} requests of the full length at once; fewer need less: --at-once")
     if plan.fitting_weights_ram is not None:
         found.append(f"It would fit with --weights-ram {_written(plan.fitting_weights_ram)}")
     found += _amounts_of_ram(plan)

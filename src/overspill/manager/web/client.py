@@ -94,7 +94,7 @@ class ThisMachine:
         return [
             {
                 "name": one.model,
-                "state": str(State.READY if one.is_ready else State.STARTING if one.is_alive else State.FAILED),
+                "state": str(_state(one)),
                 "since": datetime.fromisoformat(one.ready_at or one.started_at).timestamp(),
                 "phase": str(one.phase),
                 "pid": one.pid if one.is_alive else None,
@@ -123,13 +123,7 @@ class ThisMachine:
         secret = secret_of(status)
         if secret is None:
             raise ManagerError(f"{name} was started without --park; stop it, and start it with that")
-        try:
-            verify = client_context(status.url) or True
-            with httpx.Client(base_url=status.url, timeout=_MANAGER_STOP_S, trust_env=False, verify=verify) as client:
-                answer = client.post(f"{PATH}{action}", headers={HEADER: secret})
-            told = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise ManagerError(f"{name} does not answer at {status.url}: {error}") from error
+        answer, told = _controlled(status, secret, "POST", action, _MANAGER_STOP_S)
         if answer.is_error:
             raise ManagerError(f"{name}: {told.get('error', told)}")
 
@@ -151,6 +145,33 @@ class ThisMachine:
                 yield from runner.run(read())
 
 
+def is_parked(status: Status) -> bool:
+    """As the server says."""
+    if not status.is_ready or (secret := secret_of(status)) is None:
+        return False
+    return bool(_controlled(status, secret, "GET", "state", _WAIT_S)[1].get("state") == "parked")
+
+
+def _state(status: Status) -> State:
+    if not status.is_ready:
+        return State.STARTING if status.is_alive else State.FAILED
+    with contextlib.suppress(ManagerError):  # a server that hangs is listed too, by its status file
+        return State.PARKED if is_parked(status) else State.READY
+    return State.READY
+
+
+def _controlled(
+    status: Status, secret: str, method: str, action: str, timeout: float
+) -> tuple[httpx.Response, dict[str, Any]]:
+    try:
+        verify = client_context(status.url) or True
+        with httpx.Client(base_url=status.url, timeout=timeout, trust_env=False, verify=verify) as client:
+            answer = client.request(method, f"{PATH}{action}", headers={HEADER: secret})
+        return answer, answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ManagerError(f"{status.model} does not answer at {status.url}: {error}") from error
+
+
 def _log_file(name: str) -> Path:
     known = [one for one in _statuses() if one.log_file is not None]
     with contextlib.suppress(ManagerError):
@@ -160,6 +181,10 @@ def _log_file(name: str) -> Path:
     ended = Path(last_start(name).log_file or kept)
     if ended.exists():
         return ended
+    if any(one.is_alive and name in (one.model, one.served_name) for one in _statuses()):
+        raise ManagerError(
+            f"{name} writes its log where it was started, and to no file; start it with --quiet, or with --log-file"
+        )
     hint = among(name, [one.model for one in known], "none is known here")
     raise ManagerError(f"there is no log of {name!r:.220}; {hint}")
 
