@@ -48,8 +48,12 @@ PRELOADED = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
-_FORKED_MODULES = ("overspill", "tests.disk_script", "tests.vllm_specs", "vllm.entrypoints")
-_FORKED_CODE = ("from multiprocessing.spawn import spawn_main", "from multiprocessing.forkserver import main")
+_FORKED_MODULES = (
+    "overspill", "tests.disk_script", "tests.vllm_specs", "vllm.entrypoints", "vllm.model_executor.models.registry",
+)  # fmt: skip
+# Code of tests begins with FORKED where a start of its own shows nothing.
+FORKED = "# forked\n"
+_FORKED_CODE = (FORKED, "from multiprocessing.spawn import spawn_main", "from multiprocessing.forkserver import main")
 _PR_SET_CHILD_SUBREAPER = 36
 _FREE_FD = 300
 # Room for the arguments of programs, which are written over those of the preloaded process.
@@ -87,6 +91,8 @@ class Program:
         sys.path[:] = [*self.env.get("PYTHONPATH", "").split(":"), *_site_path]
         sys.path[:] = [entry for entry in sys.path if entry]
         importlib.invalidate_caches()
+        if "HF_HOME" in self.env and "huggingface_hub.constants" in sys.modules:  # which read it when they were loaded
+            importlib.reload(sys.modules["huggingface_hub.constants"])
         _write_arguments(self.args)
         if "vllm" in sys.modules:
             sys.modules["vllm.logger"]._configure_vllm_root_logger()  # type: ignore[attr-defined]
