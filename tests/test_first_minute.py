@@ -15,7 +15,12 @@ from tests.test_serve import START_S
 REPOSITORY = "org/tiny-chat"
 QUESTION = "t5 t6 t7"
 # What a machine without a GPU needs to be quick, and this test to be small; nobody types it.
-SMALL = {"OVERSPILL_RAM": "6GiB", "OVERSPILL_DTYPE": "float32", "OVERSPILL_ENFORCE_EAGER": "true"}
+SMALL = {
+    "OVERSPILL_RAM": "6GiB",
+    "OVERSPILL_GPU_MEMORY": "256MiB",
+    "OVERSPILL_DTYPE": "float32",
+    "OVERSPILL_ENFORCE_EAGER": "true",
+}
 COUNT = """
 addEventListener("click", (event) => event.isTrusted && event.detail && counted("click", ""), true);
 addEventListener("keydown", (event) => event.isTrusted && counted("key", event.key), true);
