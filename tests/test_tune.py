@@ -176,7 +176,10 @@ def test_clearly_worse_ones_are_measured_once_and_the_rest_again(
     model: Path, registry: Registry, stand_in: pytest.MonkeyPatch
 ) -> None:
     stand_in.setenv("STAND_IN", json.dumps({POOL: 0.6, LAZILY: 1.2}))
-    report = go(registry, asked(registry, model, repeats=2, most=3, given={**TIGHT, "offload_ram": "64MiB"}))
+    # Slow tokens, and few of them.
+    workload = WORKLOAD.replace("conversations=2", "conversations=1").replace("output=4", "output=2")
+    given = {**TIGHT, "offload_ram": "64MiB"}
+    report = go(registry, asked(registry, model, repeats=2, most=3, given=given, workload=workload))
     runs = [(label, repeat) for label, repeat, _ in stored(registry)]
     assert runs.count((LAZY, 1)) == 1 and (LAZY, 2) not in runs and ("plan", 2) in runs
     assert all(label != NO_POOL for label, _ in runs), "what is given is not varied"
