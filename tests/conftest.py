@@ -44,12 +44,14 @@ for _sign, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 # The longest first: begun last, one of them would keep a single process busy when the others have nothing left.
 SLOWEST = (
     "test_verify.py", "test_tune.py", "test_ranks.py", "test_demo.py", "test_bench.py", "test_park.py",
-    "test_remote.py", "test_manager_browser.py", "test_llm.py", "test_disk.py", "test_serve.py",
+    "test_remote.py", "test_elastic.py", "test_spill_loan.py", "test_manager_dashboard.py", "test_manager_elastic.py",
+    "test_manager_browser.py", "test_llm.py", "test_disk.py", "test_serve.py", "test_serve_control.py",
     "test_elastic_sharing.py", "test_manager_engines.py", "test_spill_states.py", "test_manager_scripts.py",
     "test_scheduler_properties.py", "test_registry_writers.py", "test_offload.py", "test_spill_models.py",
     "test_ab.py", "test_unpacked.py", "test_registry_migrations.py", "test_manager_attacks.py", "test_examples.py",
     "test_docs.py", "test_hybrids.py", "test_contract.py", "test_wheel.py", "test_spill_with_offload.py",
-    "test_tensor_parallel.py",
+    "test_tensor_parallel.py", "test_routers.py", "test_soak.py", "test_spill_soak.py", "test_manager_faults.py",
+    "test_manager_behind_nginx.py", "test_model_vllm.py", "test_disk_serve.py",
 )  # fmt: skip
 
 
