@@ -40,11 +40,8 @@ from typing import Any
 import setproctitle
 
 PRELOADED = (
-    "alembic.command",
     "overspill.cli",
-    "overspill.manager.web.app",
     "overspill.verify.inprocess",
-    "sqlalchemy.dialects.sqlite",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.core",
