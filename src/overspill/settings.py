@@ -63,7 +63,7 @@ def _size(text: object) -> int:
     if size < 0:
         raise OverspillError(f"a size cannot be negative, got {text!r}; write for example 24GiB")
     # Nobody who writes 64 means bytes.
-    if (isinstance(text, int) or str(text).strip().isdecimal()) and 0 < size < MiB:
+    if isinstance(text, str) and text.strip().isdecimal() and 0 < size < MiB:
         raise OverspillError(f"{text} without a unit is {size} bytes; write for example {text}GiB")
     return size
 
@@ -601,7 +601,9 @@ def resolve(
         elif setting.variable in environment:
             values[setting.name] = _value(setting, environment[setting.variable], GivenBy.ENVIRONMENT, setting.variable)
         elif setting.name in written:
-            values[setting.name] = _value(setting, written[setting.name], GivenBy.FILE, f"{file}: {setting.name}")
+            # Written by hand: a size without a unit is as doubtful as in a flag.
+            found = str(written[setting.name]) if setting.is_size else written[setting.name]
+            values[setting.name] = _value(setting, found, GivenBy.FILE, f"{file}: {setting.name}")
         else:
             values[setting.name] = Value(
                 setting, {**(defaults or {})}.get(setting.name, setting.default), GivenBy.DEFAULT, ""
