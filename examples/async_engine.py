@@ -16,7 +16,7 @@ import overspill
 
 
 async def ask(engine: AsyncLLM, name: str, prompt: str) -> None:
-    sampling = SamplingParams(temperature=0, max_tokens=64, output_kind=RequestOutputKind.DELTA)
+    sampling = SamplingParams(temperature=0, max_tokens=256, output_kind=RequestOutputKind.DELTA)
     async for output in engine.generate(prompt, sampling, request_id=name):
         print(f"{name}: {output.outputs[0].text!r}")
 
