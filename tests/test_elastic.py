@@ -356,47 +356,90 @@ def test_a_served_engine_follows_its_grants_idle_or_busy(model: Path, ledger: Le
             time.sleep(0.05)
 
 
+class Shrunk:
+    """A simulated engine of 33 blocks, four to a unit of memory."""
+
+    def __init__(self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, **setup: Any) -> None:
+        self.engine = Simulated(Setup(gpu_blocks=33, host_slots=40, max_seqs=2, **setup))
+        monkeypatch.setattr(self.engine, "check", lambda: None)  # it misses blocks that are held out
+        self.scheduler, self.unmapped = self.engine.scheduler, list[set[int]]()
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=self.engine._in_flight)
+        shape = Shape(Units(num_blocks=33, blocks_per_unit=4, block_bytes=4096), first=9, floor=4)
+        self.elastic = Elastic(shape, Options.parse({"ledger": str(ledger.path), "host_bytes": "1GiB"}), block_tokens=4)
+        self.elastic.bind(self.scheduler.kv_cache_manager, self.engine.offload.stores)
+        monkeypatch.setattr(
+            "overspill.kv.elastic.call_workers", lambda core, name, units: self.unmapped.append(set(units))
+        )
+        monkeypatch.setattr("overspill.kv.elastic.is_frozen", lambda core: False)
+        self.elastic.attach(watch_outputs(self.core, self.elastic.done))
+        self._ledger, schedule = ledger, self.scheduler.schedule
+
+        def planned() -> Any:
+            output = schedule()
+            self.elastic.planned()
+            return output
+
+        self.scheduler.schedule = planned
+
+    def grant(self, num_units: int) -> None:
+        (row,) = self._ledger.accounts()
+        self._ledger.write(row, granted=num_units * self.elastic.units.unit_bytes)
+
+    def step(self) -> None:
+        self.elastic.adjust(self.core)
+        self.engine.step()
+
+
 def test_a_preempted_holder_leaves_before_it_runs_again(
     ledger: Ledger, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a step in flight, whose blocks vLLM frees when its output is read."""
     monkeypatch.setattr("overspill.kv.elastic._PATIENCE_S", 0.0)
-    simulated = Simulated(Setup(gpu_blocks=33, host_slots=40, max_seqs=2, asynchronous=True))
-    monkeypatch.setattr(simulated, "check", lambda: None)  # it misses blocks that are held out
-    scheduler, unmapped = simulated.scheduler, list[set[int]]()
-    core = SimpleNamespace(scheduler=scheduler, batch_queue=simulated._in_flight)
-    shape = Shape(Units(num_blocks=33, blocks_per_unit=4, block_bytes=4096), first=9, floor=4)
-    one = Elastic(shape, Options.parse({"ledger": str(ledger.path), "host_bytes": "1GiB"}), block_tokens=4)
-    one.bind(scheduler.kv_cache_manager, simulated.offload.stores)
-    monkeypatch.setattr("overspill.kv.elastic.call_workers", lambda core, name, units: unmapped.append(set(units)))
-    monkeypatch.setattr("overspill.kv.elastic.is_frozen", lambda core: False)
-    one.attach(watch_outputs(core, one.done))
-    schedule = scheduler.schedule
-
-    def planned() -> Any:
-        output = schedule()
-        one.planned()
-        return output
-
-    scheduler.schedule = planned
-    pool = scheduler.kv_cache_manager.block_pool
-    taken = pool.get_new_blocks(32)
-    pool.free_blocks(taken[::3])  # so that the request has blocks in every unit
-    name = simulated.add(list(range(3, 40)), max_tokens=20)
-    request = simulated.requests[name]
+    shrunk = Shrunk(ledger, monkeypatch, asynchronous=True)
+    engine = shrunk.engine
+    taken = shrunk.pool.get_new_blocks(32)
+    shrunk.pool.free_blocks(taken[::3])  # so that the request has blocks in every unit
+    request = engine.requests[engine.add(list(range(3, 40)), max_tokens=20)]
     for _ in range(8):
-        simulated.step()
-    pool.free_blocks([block for number, block in enumerate(taken) if number % 3])
+        engine.step()
+    shrunk.pool.free_blocks([block for number, block in enumerate(taken) if number % 3])
     tokens = request.num_output_tokens
-    assert 0 < tokens < 8 and len(simulated._in_flight) == 1
-    (row,) = ledger.accounts()
-    ledger.write(row, granted=6 * shape.units.unit_bytes)
+    assert 0 < tokens < 8 and len(engine._in_flight) == 1
+    shrunk.grant(6)
     for _ in range(8):
-        one.adjust(core)
-        simulated.step()
-    assert one.is_settled() and unmapped[-1] == one.mapped and len(one.mapped) == 6
+        shrunk.step()
+    elastic = shrunk.elastic
+    assert elastic.is_settled() and shrunk.unmapped[-1] == elastic.mapped and len(elastic.mapped) == 6
     assert request.num_preemptions == 1 and request.num_output_tokens > tokens
     for _ in range(40):
-        simulated.step()
+        engine.step()
     assert request.is_finished() and request.num_output_tokens == 20
-    one.close()
+    elastic.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_loaded_requests_whose_blocks_left_do_not_wait_for_ever(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """vLLM had promised each of them the rest of the blocks that it needs, and those went to another engine."""
+    shrunk = Shrunk(ledger, monkeypatch, asynchronous=asynchronous, longest_flight=0, batched_tokens=64)
+    engine = shrunk.engine
+    known = [[100 * number + token for token in range(40)] for number in (1, 2)]
+    for prompt in known:
+        engine.add([*prompt, 1], max_tokens=1)
+        while shrunk.scheduler.has_requests():
+            shrunk.step()
+    engine.forget_gpu()
+    for copier in engine.copiers:
+        copier.longest_flight = 40
+    names = [engine.add([*prompt, *range(500, 520)], max_tokens=1) for prompt in known]
+    shrunk.step()
+    assert len(engine.offload.loads.in_flight) == 2
+    shrunk.grant(6)
+    for _ in range(90):
+        shrunk.step()
+    assert shrunk.elastic.is_settled() and len(shrunk.elastic.mapped) == 6
+    assert all(engine.requests[name].is_finished() for name in names)
+    assert shrunk.elastic.stats.data["shrink_preemptions"] == 1
+    shrunk.elastic.close()

@@ -282,6 +282,21 @@ def test_a_failed_load_yields_to_requests_with_loads_in_flight() -> None:
     assert engine.totals["hit_tokens"] > len(long)
 
 
+def test_two_loaded_requests_do_not_wait_for_each_other() -> None:
+    """vLLM reserved no blocks for the rest of a window that had moved on, and admitted one load too many."""
+    engine = Engine(Setup(groups=FULL_AND_WINDOW, gpu_blocks=33, host_slots=120, longest_flight=0))
+    known = [PREFIXES[0][:44], PREFIXES[1][:40]]
+    for prompt in known:
+        engine.add([*prompt, 1], max_tokens=1)
+        while engine.scheduler.has_requests():
+            engine.step()
+    engine.forget_gpu()
+    for prompt in known:
+        engine.add([*prompt, *range(500, 516)], max_tokens=1)
+    engine.drain(limit=80)
+    assert engine.totals["hit_tokens"] == sum(map(len, known))
+
+
 def test_a_request_whose_load_failed_does_not_wait_for_others() -> None:
     """vLLM keeps blocks free for it, which a preempted request before it did not get to load into; and looked no
     further."""

@@ -56,6 +56,7 @@ from overspill.kv.vllm_api import (
     Request,
     SchedulerOutput,
     SupportsHMA,
+    count_skipped_blocks,
     reset_with_prefix_cache,
 )
 from overspill.kv.weights import weights_to_copy
@@ -257,6 +258,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self.spill_scheduler is not None:
             self.spill_scheduler.placement.bind(kv_cache_manager)
         if self._scheduler is not None:
+            count_skipped_blocks(kv_cache_manager)
             self._scheduler.bind(kv_cache_manager.block_pool)
         if self.elastic is not None:
             self.elastic.bind(kv_cache_manager, self._scheduler.stores if self._scheduler is not None else None)

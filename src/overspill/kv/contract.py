@@ -108,6 +108,7 @@ allow_partial_hash_hits)
 v1/core/kv_cache_manager.py
     KVCacheBlocks.blocks
     KVCacheManager.block_pool
+    KVCacheManager.coordinator
 v1/core/kv_cache_utils.py
     FreeKVCacheBlockQueue.iter_blocks_after(cursor)
     FreeKVCacheBlockQueue.prepend_n(blocks)
@@ -132,8 +133,15 @@ v1/core/sched/output.py
     SchedulerOutput.preempted_req_ids
     SchedulerOutput.total_num_scheduled_tokens
 v1/core/single_type_kv_cache_manager.py
+    ChunkedLocalAttentionManager
     FullAttentionManager
     SingleTypeKVCacheManager.block_pool
+    SingleTypeKVCacheManager.block_size
+    SingleTypeKVCacheManager.max_admission_blocks_per_request
+    SingleTypeKVCacheManager.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, \
+total_computed_tokens, ..., apply_admission_cap)
+    SingleTypeKVCacheManager.get_num_skipped_tokens(num_computed_tokens)
+    SlidingWindowManager
 v1/engine/core.py
     EngineCore.add_lora(lora_request)
     EngineCore.collective_rpc(method)
@@ -239,7 +247,6 @@ v1/core/kv_cache_coordinator.py
 v1/core/kv_cache_manager.py
     KVCacheManager.get_block_ids(request_id)
     KVCacheManager.allocate_slots(request, num_new_tokens, num_new_computed_tokens)
-    KVCacheManager.coordinator
 v1/core/kv_cache_utils.py
     FreeKVCacheBlockQueue.__init__(blocks)
     FreeKVCacheBlockQueue.append(block)
@@ -388,6 +395,8 @@ v1/worker/gpu_worker.py
 
 ELASTIC = """
 v1/core/sched/scheduler.py
+    Scheduler.finished_recving_kv_req_ids
+    Scheduler._request_remaining_blocks(request)
     Scheduler.update_from_output(...)
 v1/engine/__init__.py
     EngineCoreRequestType.WAKEUP

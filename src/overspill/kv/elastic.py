@@ -40,6 +40,7 @@ from overspill.kv.vllm_api import (
     is_frozen,
     on_wakeup,
     preempt,
+    release_stuck,
     wake_up,
     watch_outputs,
 )
@@ -181,6 +182,10 @@ class Elastic:
             self._ask_to_leave(-missing)
         if self._leaving:
             self._empty(core)
+        # vLLM promised them blocks that have left since.
+        if release_stuck(core.scheduler):
+            self.stats.count("shrink_preemptions")
+            logger.info("Overspill: a request that waited with loaded KV gives its blocks up, for one before it")
         self._report(core)
 
     def is_settled(self) -> bool:

@@ -55,7 +55,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    SlidingWindowManager,
+)
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -245,6 +249,31 @@ def limit_groups(
         return num_blocks if fits(taken, new_computed_blocks) else pool.num_gpu_blocks + 1
 
     coordinator.get_num_blocks_to_allocate = count
+
+
+def count_skipped_blocks(manager: KVCacheManager) -> None:
+    """Let requests reserve what their sliding windows are going to take. vLLM's limit per request is for blocks that a
+    window holds, and vLLM compares it with all of a request's, those that its window has left among them: it reserves
+    nothing for a window that has moved on, so that two requests with loaded KV may wait for each other for ever."""
+
+    def count_in(single: Any, most: int) -> None:
+        count = single.get_num_blocks_to_allocate
+
+        def counted(
+            request_id: str, num_tokens: int, new_computed_blocks: Any, total_computed_tokens: int,
+            *args: Any, **kwargs: Any,
+        ) -> int:  # fmt: skip
+            if kwargs.get("apply_admission_cap"):
+                num_skipped = single.get_num_skipped_tokens(total_computed_tokens) // single.block_size
+                single.max_admission_blocks_per_request = most + num_skipped
+            return int(count(request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs))
+
+        single.get_num_blocks_to_allocate = counted
+
+    for single in manager.coordinator.single_type_managers:
+        most = single.max_admission_blocks_per_request
+        if most is not None and isinstance(single, SlidingWindowManager | ChunkedLocalAttentionManager):
+            count_in(single, most)
 
 
 def requests_holding_blocks(manager: KVCacheManager, group: int) -> int:
@@ -626,6 +655,25 @@ def release_waiting(scheduler: Any, is_meant: Callable[[Request], bool] = lambda
         scheduler._free_request_blocks(request)
         request.num_computed_tokens = 0
         scheduler.waiting.prepend_request(request)
+
+
+def release_stuck(scheduler: Any) -> bool:
+    """Take the blocks of the last of several requests that wait with loaded KV, if the first lacks blocks to go on and
+    no request runs or loads that would free any. Returns whether that was so."""
+    if scheduler.running:
+        return False
+    holding = [r for r in scheduler.kv_holding_waiting if r.status != RequestStatus.WAITING_FOR_STREAMING_REQ]
+    is_loading = any(
+        request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        and request.request_id not in scheduler.finished_recving_kv_req_ids
+        for request in holding
+    )
+    if is_loading or len(holding) < 2:
+        return False
+    if scheduler._request_remaining_blocks(holding[0]) <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+        return False
+    release_waiting(scheduler, lambda request: request is holding[-1])
+    return True
 
 
 _WHILE_FROZEN = ("check_health", "shutdown")
