@@ -221,10 +221,10 @@ class Loads:
         self._to_requeue |= failed
 
     def drop_corrupt(self, slots: Collection[int]) -> None:
-        dropped = self._host.drop(self._host.pool.blocks[slot + 1] for slot in slots)
+        self._host.drop(self._host.pool.blocks[slot + 1] for slot in slots)
         logger.warning(
             "Overspill: %d block(s) in RAM no longer held what was stored; dropped, and the tokens are recomputed",
-            dropped,
+            len(slots),
         )
 
     def _release(self, load: LoadInFlight) -> None:
