@@ -48,9 +48,9 @@ const int16_t* order_of(int type) { return type == kBf16 ? kOrder<kBf16>.positio
 
 OVERSPILL_INLINE int padded(int head_size) { return (head_size + kPair - 1) / kPair * kPair; }
 
-// 2^x for x up to 100, with a relative error of about 2e-7; below 2^-126 that.
+// 2^x for x up to 100, with a relative error of about 2e-7; below 2^-126 that; NaN for NaN.
 OVERSPILL_INLINE Vector exp2_of(Vector x) {
-    x = maximum(x, splat(-126.0f));
+    x = maximum(splat(-126.0f), x);  // in this order: x86 returns the second of two if one is NaN
     const Vector n = nearest(x), f = sub(x, n);
     Vector p = splat(1.5403530e-4f);
     p = fma(p, f, splat(1.3333558e-3f));
