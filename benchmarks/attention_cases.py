@@ -109,6 +109,13 @@ class Case:
             lse[:, query] = scores.logsumexp(-1).flatten()
         return output, lse
 
+    def suits(self, kernel: str) -> bool:
+        """Whether the kernel takes such a case when it is forced."""
+        if kernel not in ("amx", "avx512bf16"):
+            return True
+        whole_e4m3 = self.kv_type == "float8_e4m3fn" and self.head_size % 64 == 0
+        return self.query_type == "bfloat16" and (self.kv_type == "bfloat16" or whole_e4m3)
+
     def errors(self, pool: Pool) -> tuple[float, float]:
         """Largest errors of the output, as a part of its largest number, and of the log-sum-exp."""
         output, lse = self.attend(pool)
@@ -135,7 +142,9 @@ def cases() -> Iterator[Case]:
         # The second segment is one request's own, as behind a shared prefix.
         own = ((2, (queries - 1,)),) if number % 3 == 0 else ()
         fp8 = kv_type.startswith("float8")
-        for query_type in ("bfloat16", "float32") if kv_type == "bfloat16" else (("float16", "float32")[number % 2],):
+        other = ("float16", "float32")[number % 2]
+        query_types = {"bfloat16": ("bfloat16", "float32"), "float8_e4m3fn": ("bfloat16", other)}.get(kv_type, (other,))
+        for query_type in query_types:
             yield Case(
                 kv_type=kv_type, query_type=query_type, kv_heads=kv_heads, group=group, head_size=head_size,
                 block_size=block_size, segments=((blocks, together), *own), num_queries=queries,

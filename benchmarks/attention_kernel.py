@@ -45,8 +45,7 @@ def check(library: Library, pool: Pool) -> list[Json]:
     rows = []
     for kernel in library.kernels:
         pool.force_kernel(kernel)
-        only_bf16 = kernel in ("amx", "avx512bf16")
-        chosen = [c for c in cases() if not only_bf16 or (c.kv_type, c.query_type) == ("bfloat16", "bfloat16")]
+        chosen = [case for case in cases() if case.suits(kernel)]
         errors = [case.errors(pool) for case in chosen]
         worst = [max(error) for error in zip(*errors)]
         passed = all(error < bound for error, bound in zip(worst, bounds(kernel)))

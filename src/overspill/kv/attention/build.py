@@ -24,13 +24,14 @@ COMMON = ("cpu", "plan", "pool")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
 # Files of each architecture, and their flags. All but the first may be missing: old compilers know less.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": _AVX2,
         "avx512": _AVX512,
-        "avx512bf16": (*_AVX512, "-mavx512bf16"),
-        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        "avx512bf16": _BF16,
+        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16"),
     },
     "aarch64": {"neon": ()},
 }

@@ -1,12 +1,6 @@
-// AMX tiles of bf16 numbers, for bf16 queries and KV: 16 rows cost about as much as one.
-#include "avx512.h"
+// AMX tiles of bf16 numbers, for bf16 queries with KV that is bf16 or becomes it: 16 rows cost about as much as one.
+#include "avx512bf16.h"
 #include "tiles.h"
-
-namespace overspill {
-namespace {
-constexpr bool kBf16Dot = false;
-}
-}  // namespace overspill
 
 #include "attend.h"
 
@@ -19,36 +13,55 @@ constexpr int kTileRows = 16;
 constexpr int kDepth = 32;
 
 // Sums of a pair of tiles of values lie in another order than the head's dimensions, see pack_values.
+template <int type>
 struct TileOrder {
     int16_t position[kMaxHeadSize] = {};
     constexpr TileOrder() {
-        for (int d = 0; d < kMaxHeadSize; d++)
-            position[d] = int16_t(d / 32 * 32 + d / 4 % 2 * 16 + d % 32 / 8 * 4 + d % 4);
+        for (int d = 0; d < kMaxHeadSize; d++) {
+            const int word = word_of<type>(d);
+            position[d] = int16_t(word / 32 * 32 + word / 4 % 2 * 16 + word % 32 / 8 * 4 + word % 4);
+        }
     }
 };
-constexpr TileOrder kTileOrder;
+template <int type>
+constexpr TileOrder<type> kTileOrder{};
 
 // A kv head's queries: for each 16 rows and 32 dimensions a tile of [pair of dimensions][row][2].
+template <int type>
 void pack_tile_row(const uint8_t* from, int head_size, int width, int row, uint16_t* to) {
     to += row / kTileRows * kTileRows * width + row % kTileRows * 2;
-    for (int d = 0; d < head_size; d++) std::memcpy(to + d / 2 * 32 + d % 2, from + 2 * d, 2);
+    for (int d = 0; d < head_size; d++) {
+        const int word = word_of<type>(d);
+        std::memcpy(to + word / 2 * 32 + word % 2, from + 2 * d, 2);
+    }
+}
+
+// A unit, whole or not: only bf16's may be in part.
+template <int type>
+OVERSPILL_INLINE void load_rest(const uint8_t* p, bool whole, Words* words) {
+    if (whole) load_unit<type, true>(p, words);
+    else load_unit<type, false>(p, words);
 }
 
 // Values of 32 tokens: for each 16 dimensions a tile of [pair of tokens][dimension][2]. Unpacking within 128 bits puts
 // four of each eight dimensions into one tile and four into the next.
+template <int type>
 void pack_values(const uint8_t* const* tokens, int64_t offset, int head_size, const uint8_t* const* ahead,
                  uint16_t* packed) {
     for (int j = 0; j < kTileRows; j++) {
         const uint8_t *left = tokens[2 * j] + offset, *right = tokens[2 * j + 1] + offset;
-        for (int d = 0; d < head_size; d += 32) {
-            const bool whole = d + 32 <= head_size;
-            const Words x = whole ? load_words<true>(left + 2 * d) : load_words<false>(left + 2 * d);
-            const Words y = whole ? load_words<true>(right + 2 * d) : load_words<false>(right + 2 * d);
+        for (int d = 0, at = 0; d < head_size; d += kUnit<type>, at += kLineBytes) {  // a unit is a line
+            Words x[kUnit<type> / 32], y[kUnit<type> / 32];
+            load_rest<type>(left + at, d + kUnit<type> <= head_size, x);
+            load_rest<type>(right + at, d + kUnit<type> <= head_size, y);
             uint16_t* to = packed + d / 16 * 512 + j * 32;
-            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x, y));
-            _mm512_storeu_si512(to + 512, _mm512_unpackhi_epi16(x, y));
-            prefetch(ahead[2 * j] + offset + 2 * d);
-            prefetch(ahead[2 * j + 1] + offset + 2 * d);
+#pragma GCC unroll 2
+            for (int i = 0; i < kUnit<type> / 32; i++, to += 1024) {
+                _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x[i], y[i]));
+                _mm512_storeu_si512(to + 512, _mm512_unpackhi_epi16(x[i], y[i]));
+            }
+            prefetch(ahead[2 * j] + offset + at);
+            prefetch(ahead[2 * j + 1] + offset + at);
         }
     }
 }
@@ -96,11 +109,23 @@ struct Tiles {
     alignas(64) float scores[kTileRows * kDepth];  // [row][token]
     alignas(64) uint16_t weights[2][16 * kDepth];  // [row][token], the sum of two bf16 numbers: 16 bits of precision
     alignas(64) uint16_t values[kMaxHeadSize / 16 * 512];
-    alignas(64) uint8_t keys[16 * kMaxHeadSize * 2];  // copied, where a tile cannot be loaded from where they lie
+    alignas(64) uint16_t keys[kDepth * kMaxHeadSize];  // where a tile cannot be loaded from where they lie
     alignas(64) uint8_t nothing[kMaxHeadSize * 2] = {};
 };
 
-// 16 tokens: keys are rows of a tile as they lie in memory.
+// Keys of 16 tokens as bf16 numbers, rows of tiles.
+template <int type>
+void copy_keys(const uint8_t* const* tokens, int64_t offset, int head_size, int width, uint16_t* to) {
+    for (int i = 0; i < kTileRows; i++, to += width)
+        for (int d = 0; d < head_size; d += kUnit<type>) {
+            Words words[kUnit<type> / 32];
+            load_rest<type>(tokens[i] + offset + d * kTypeBytes[type], d + kUnit<type> <= head_size, words);
+#pragma GCC unroll 2
+            for (int j = 0; j < kUnit<type> / 32; j++) _mm512_storeu_si512(to + d + 32 * j, words[j]);
+        }
+}
+
+// 16 tokens: keys are rows of a tile, bf16 as they lie in memory.
 void multiply_keys(const uint16_t* queries, const uint8_t* keys, int64_t stride, int width, float* products) {
     TILE_ZERO(0);
     int d = 0;
@@ -165,6 +190,7 @@ void add_values(const Tiles& tiles, int width, float* sums) {
 
 int padded_rows(int rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
 
+template <int type>
 void attend_tiles(const OverspillJob& job, const Chunk& chunk, Scratch& scratch, Result result) {
     const OverspillLayout& layout = *job.layout;
     const OverspillSegment& segment = job.segments[chunk.segment];
@@ -174,7 +200,7 @@ void attend_tiles(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
     if (packs_now(job, chunk, scratch)) {
         std::memset(queries, 0, sizeof(uint16_t) * heads * all_rows * width);
         pack_queries(job, segment, [&](const uint8_t* from, int head, int row) {
-            pack_tile_row(from, head_size, width, row, queries + size_t(head) * all_rows * width);
+            pack_tile_row<type>(from, head_size, width, row, queries + size_t(head) * all_rows * width);
         });
     }
     // Of all rows of tiles, unlike a result's.
@@ -189,7 +215,7 @@ void attend_tiles(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
     TILE_CONFIGURE(config);
     const float scale = job.scale * job.key_scale * kLog2e;
     const int last = segment.num_blocks * layout.block_size - 1;
-    const bool in_place = layout.block_size % kTileRows == 0 && head_size % 32 == 0;
+    const bool in_place = type == kBf16 && layout.block_size % kTileRows == 0 && head_size % 32 == 0;
     const uint8_t *tokens[kDepth], *values[kDepth], *ahead[kDepth];
     for (int first = chunk.first; first < chunk.end; first += kDepth) {
         const int valid = chunk.end - first < kDepth ? chunk.end - first : kDepth;
@@ -201,21 +227,19 @@ void attend_tiles(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
             const int64_t offset = h * layout.head_stride, value_offset = offset + layout.value_offset;
             // Tokens that do not count have no weight, but their values might be anything.
             for (int t = 0; t < kDepth; t++) values[t] = t < valid ? tokens[t] : tiles.nothing - value_offset;
-            pack_values(values, value_offset, head_size, ahead, tiles.values);
+            pack_values<type>(values, value_offset, head_size, ahead, tiles.values);
             for (int row = 0; row < rows; row += kTileRows) {
                 const uint16_t* q = queries + (size_t(h) * all_rows + row) * width;
                 for (int t = 0; t < valid; t += kTileRows) {
                     const uint8_t* keys = tokens[t] + offset;
                     int64_t stride = layout.token_stride;
                     if (!in_place || t + kTileRows > valid) {
-                        keys = tiles.keys, stride = 2 * width;
-                        for (int i = 0; i < kTileRows; i++) {
-                            std::memset(tiles.keys + i * stride + stride - 32, 0, 32);
-                            std::memcpy(tiles.keys + i * stride, tokens[t + i] + offset, 2 * head_size);
-                        }
+                        uint16_t* copy = tiles.keys + t * width;
+                        keys = (const uint8_t*)copy, stride = 2 * width;
+                        if (row == 0) copy_keys<type>(tokens + t, offset, head_size, width, copy);
                     }
                     for (int i = 0; i < kTileRows && row == 0; i++)
-                        for (int line = 0; line < 2 * head_size; line += kLineBytes)
+                        for (int line = 0; line < head_size * kTypeBytes[type]; line += kLineBytes)
                             prefetch(ahead[t + i] + offset + line);
                     multiply_keys(q, keys, stride, width, tiles.products);
                     transpose(tiles.products, tiles.scores + t);
@@ -237,11 +261,15 @@ void attend_tiles(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
     }
 }
 
-bool suits(const OverspillLayout& layout) { return layout.kv_type == kBf16 && layout.query_type == kBf16; }
+void attend_type(const OverspillJob& job, const Chunk& chunk, Scratch& scratch, Result result) {
+    (job.layout->kv_type == kBf16 ? attend_tiles<kBf16> : attend_tiles<kFp8E4m3>)(job, chunk, scratch, result);
+}
 size_t tile_state_floats(const OverspillLayout& layout, int rows) {
     return size_t(layout.kv_heads) * padded_rows(rows) * (padded(layout.head_size) + 2);
 }
-const int16_t* tile_order(const OverspillLayout&) { return kTileOrder.position; }
+const int16_t* tile_order(const OverspillLayout& layout) {
+    return layout.kv_type == kBf16 ? kTileOrder<kBf16>.position : kTileOrder<kFp8E4m3>.position;
+}
 
 }  // namespace
 
@@ -265,6 +293,6 @@ void try_amx_instructions(int stage) {
 
 // With fewer rows AVX-512 reads faster than tiles do.
 extern const Kernel kAmx = {
-    "amx", may_use_amx, suits, 10, width_of, tile_state_floats, attend_tiles, tile_order, value_factor_of,
+    "amx", may_use_amx, suits, 10, width_of, tile_state_floats, attend_type, tile_order, value_factor_of,
 };
 }  // namespace overspill

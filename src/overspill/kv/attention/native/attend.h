@@ -6,7 +6,10 @@
 //   nearest (integers), power (p * 2^n), totals (lane i: sum of the i-th of kLanes vectors), prefetch;
 //   load_pair<type, whole>: 2 * kLanes elements as floats, or half as many and zeros;
 //   kSums: dot products kept in registers at a time; kSlab: pairs of vectors of sums, of all rows;
-//   kBf16Dot: whether bf16 queries stay bf16, and dot_bf16 multiplies them (then OVERSPILL_BF16_DOT is defined too).
+//   kE4m3Factor: what e4m3 numbers lack after they were loaded;
+//   kBf16Dot: whether queries and KV are multiplied as bf16 numbers. Then OVERSPILL_BF16_DOT is defined too, and
+//   dot_bf16, load_unit<type, whole> of kUnit<type> elements as bf16 numbers, their order word_of, and split, which
+//   makes floats of them.
 //
 // Every byte of KV comes from memory once: all rows of a kv head attend to kStep tokens while these are in the cache.
 
@@ -29,22 +32,35 @@ constexpr int kFetchDistance = 16;
 constexpr float kSlack = 8.0f;
 constexpr float kNothingSeen = -1e30f;
 
-// load_pair leaves bf16 as even and odd elements, which takes a shift and a mask; other types in their order. Queries
-// are packed in the same order, and sums come out in it.
+#if !defined(OVERSPILL_BF16_DOT)
+template <int type>
+constexpr int kUnit = kPair;
+template <int type>
+constexpr int word_of(int d) {
+    return d;
+}
+#endif
+
+// bf16 becomes floats as even and odd elements, which takes a shift and a mask; other types in their order. Queries are
+// packed in the same order, and sums come out in it.
 template <int type>
 struct Order {
     int16_t position[kMaxHeadSize] = {};
     constexpr Order() {
         for (int d = 0; d < kMaxHeadSize; d++) {
-            const int lane = d % kPair;
-            position[d] = int16_t(type == kBf16 ? d - lane + lane % 2 * kLanes + lane / 2 : d);
+            const int word = word_of<type>(d), lane = word % kPair;
+            const bool halves = type == kBf16 || (kBf16Dot && type == kFp8E4m3);
+            position[d] = int16_t(halves ? word - lane + lane % 2 * kLanes + lane / 2 : d);
         }
     }
 };
 template <int type>
 constexpr Order<type> kOrder{};
 
-const int16_t* order_of(int type) { return type == kBf16 ? kOrder<kBf16>.position : kOrder<kFp32>.position; }
+const int16_t* order_of(int type) {
+    if (kBf16Dot && type == kFp8E4m3) return kOrder<kFp8E4m3>.position;
+    return type == kBf16 ? kOrder<kBf16>.position : kOrder<kFp32>.position;
+}
 
 OVERSPILL_INLINE int padded(int head_size) { return (head_size + kPair - 1) / kPair * kPair; }
 
@@ -78,22 +94,25 @@ struct Block {
     // Pairs of vectors of sums of each row that are kept in registers: a line's, or more where vectors are as long.
     static constexpr int kMostWide = kPair < 32 ? 32 / kPair : 2;
     static constexpr int kWide = kSlab / kRows < kMostWide ? kSlab / kRows : kMostWide;
-    static constexpr bool kDot = kBf16Dot && type == kBf16;
+    static constexpr int kPairsAtOnce = kUnit<type> / kPair;
     static constexpr int kLine = kPair * kBytes < kLineBytes ? kLineBytes / kBytes : kPair;  // elements
 
-    // Products of one pair of vectors of kGroup keys: all of the first vectors, then all of the second, so that a sum
-    // is ready again when its turn comes.
+    // Products of one unit of kGroup keys: all of the first vectors, then all of the second, so that a sum is ready
+    // again when its turn comes.
     template <bool whole>
     static OVERSPILL_INLINE void multiply(const float* q, int width, const uint8_t* keys, int64_t stride,
                                           Vector* sums) {
 #if defined(OVERSPILL_BF16_DOT)
 #pragma GCC unroll 4
         for (int t = 0; t < kGroup; t++) {
-            const Words key = load_words<whole>(keys + t * stride);
+            Words key[kPairsAtOnce];
+            load_unit<type, whole>(keys + t * stride, key);
+#pragma GCC unroll 2
+            for (int i = 0; i < kPairsAtOnce; i++)
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; r++)
-                sums[r * kPart + t] =
-                    dot_bf16(sums[r * kPart + t], key, load_words<true>((const uint8_t*)q + r * width * 2));
+                for (int r = 0; r < kRows; r++)
+                    sums[r * kPart + t] = dot_bf16(
+                        sums[r * kPart + t], key[i], load_words<true>((const uint8_t*)q + (r * width + i * kPair) * 2));
         }
 #else
         Vector a[kGroup], b[kGroup];
@@ -112,7 +131,7 @@ struct Block {
     }
 
     static OVERSPILL_INLINE const float* at(const float* q, int d) {
-        return kDot ? (const float*)((const uint16_t*)q + d) : q + d;
+        return kBf16Dot ? (const float*)((const uint16_t*)q + d) : q + d;
     }
 
     static OVERSPILL_INLINE void dots(const float* q, int head_size, int width, const uint8_t* keys,
@@ -132,16 +151,17 @@ struct Block {
 #pragma GCC unroll 4
             for (int t = 0; t < kPart; t += kGroup)
 #pragma GCC unroll 2
-                for (int e = d; e < d + kLine; e += kPair)
+                for (int e = d; e < d + kLine; e += kUnit<type>)
                     multiply<true>(at(q, e), width, keys + t * tokens.stride + e * kBytes, tokens.stride, sums + t);
         }
-        for (; d < head_size; d += kPair)
+        if constexpr (kPairsAtOnce == 1)
+            for (; d < head_size; d += kPair)
 #pragma GCC unroll 4
-            for (int t = 0; t < kPart; t += kGroup) {
-                const uint8_t* key = keys + t * tokens.stride + d * kBytes;
-                if (d + kPair <= head_size) multiply<true>(at(q, d), width, key, tokens.stride, sums + t);
-                else multiply<false>(at(q, d), width, key, tokens.stride, sums + t);
-            }
+                for (int t = 0; t < kPart; t += kGroup) {
+                    const uint8_t* key = keys + t * tokens.stride + d * kBytes;
+                    if (d + kPair <= head_size) multiply<true>(at(q, d), width, key, tokens.stride, sums + t);
+                    else multiply<false>(at(q, d), width, key, tokens.stride, sums + t);
+                }
 #pragma GCC unroll 16
         for (int i = 0; i < kVectors; i++) scores[i] = totals(sums + i * kLanes);
     }
@@ -183,13 +203,24 @@ struct Block {
 #pragma GCC unroll 4
                 for (int r = 0; r < kRows; r++) weight[r] = splat(weights[i * kSums + r * kPart + t]);
 #pragma GCC unroll 8
-                for (int w = 0; w < kPairs; w++) {
+                for (int w = 0; w < kPairs; w += kPairsAtOnce) {
                     Vector a, b;
-                    load_pair<type, whole>(value + w * kPair * kBytes, a, b);
+#if defined(OVERSPILL_BF16_DOT)
+                    Words words[kPairsAtOnce];
+                    load_unit<type, whole>(value + w * kPair * kBytes, words);
+#endif
+#pragma GCC unroll 2
+                    for (int v = w; v < w + kPairsAtOnce; v++) {
+#if defined(OVERSPILL_BF16_DOT)
+                        split(words[v - w], a, b);
+#else
+                        load_pair<type, whole>(value + w * kPair * kBytes, a, b);
+#endif
 #pragma GCC unroll 4
-                    for (int r = 0; r < kRows; r++) {
-                        sum[r][2 * w] = fma(a, weight[r], sum[r][2 * w]);
-                        sum[r][2 * w + 1] = fma(b, weight[r], sum[r][2 * w + 1]);
+                        for (int r = 0; r < kRows; r++) {
+                            sum[r][2 * v] = fma(a, weight[r], sum[r][2 * v]);
+                            sum[r][2 * v + 1] = fma(b, weight[r], sum[r][2 * v + 1]);
+                        }
                     }
                 }
             }
@@ -248,9 +279,13 @@ struct Block {
         const auto fetch = [&] { return tokens.ahead && d * kBytes % kLineBytes == 0; };
         for (; d + kWide * kPair <= head_size; d += kWide * kPair)
             add_slab<kWide, true>(weights, values + d * kBytes, tokens, width, fetch(), sums + d);
-        for (; d + kPair <= head_size; d += kPair)
-            add_slab<1, true>(weights, values + d * kBytes, tokens, width, fetch(), sums + d);
-        if (d < head_size) add_slab<1, false>(weights, values + d * kBytes, tokens, width, fetch(), sums + d);
+        static_assert(kWide % kPairsAtOnce == 0, "a slab is of whole units");
+        // Of larger units a head has a whole number.
+        if constexpr (kPairsAtOnce == 1) {
+            for (; d + kPair <= head_size; d += kPair)
+                add_slab<1, true>(weights, values + d * kBytes, tokens, width, fetch(), sums + d);
+            if (d < head_size) add_slab<1, false>(weights, values + d * kBytes, tokens, width, fetch(), sums + d);
+        }
     }
 };
 
@@ -259,7 +294,7 @@ constexpr int row_blocks(int rows) { return (rows + kRowBlock - 1) / kRowBlock; 
 // All rows of a kv head, a block of them at a time; only the first fetches.
 template <int type>
 void attend_rows(const float* q, int rows, int head_size, Tokens tokens, float scale, float* state, float* sums) {
-    const int width = padded(head_size), q_width = Block<type, 1>::kDot ? width / 2 : width;
+    const int width = padded(head_size), q_width = kBf16Dot ? width / 2 : width;
     for (int row = 0; row < rows; row += kRowBlock, state += 2 * kCells, tokens.ahead = 0) {
         const float* mine = q + row * q_width;
         float* out = sums + row * width;
@@ -323,14 +358,14 @@ void attend_chunk(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
     const OverspillSegment& segment = job.segments[chunk.segment];
     const int rows = segment.num_queries * layout.group, heads = layout.kv_heads, head_size = layout.head_size;
     constexpr int bytes = kTypeBytes[type];
-    constexpr bool dot = Block<type, 1>::kDot;
-    const int width = padded(head_size), q_width = dot ? width / 2 : width;
+    const int width = padded(head_size), q_width = kBf16Dot ? width / 2 : width;
     if (packs_now(job, chunk, scratch))
         pack_queries(job, segment, [&](const uint8_t* from, int head, int row) {
             float* to = scratch.queries + (size_t(head) * rows + row) * q_width;
-            if (!dot) return pack_row(layout, from, to);
+            if (!kBf16Dot) return pack_row(layout, from, to);
             std::memset(to + q_width - kLanes, 0, kLanes * sizeof(float));
-            std::memcpy(to, from, head_size * bytes);
+            for (int d = 0; d < head_size; d += 8)  // word_of keeps eight together
+                std::memcpy((uint16_t*)to + word_of<type>(d), from + 2 * d, 16);
         });
     const int state_floats = row_blocks(rows) * 2 * kCells;
     std::memset(scratch.state, 0, sizeof(float) * heads * state_floats);

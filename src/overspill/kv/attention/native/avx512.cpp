@@ -4,6 +4,8 @@
 namespace overspill {
 namespace {
 constexpr bool kBf16Dot = false;
+// An e4m3 number, shifted into the bits of an fp16 one, is smaller by the difference of their exponents' biases.
+constexpr float kE4m3Factor = 256.0f;
 }
 }  // namespace overspill
 

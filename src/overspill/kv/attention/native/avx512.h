@@ -9,8 +9,6 @@ namespace overspill {
 namespace {
 
 constexpr int kLanes = 16, kSums = 16, kSlab = 8;
-// An e4m3 number, shifted into the bits of an fp16 one, is smaller by the difference of their exponents' biases.
-constexpr float kE4m3Factor = 256.0f;
 using Vector = __m512;
 using Words = __m512i;
 
@@ -52,15 +50,19 @@ OVERSPILL_INLINE Words load_words(const uint8_t* p) {
     return whole ? _mm512_loadu_si512(p) : _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)p));
 }
 
+// Even and odd bf16 numbers as floats.
+OVERSPILL_INLINE void split(Words pairs, Vector& a, Vector& b) {
+    a = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    b = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
+}
+
 template <int type, bool whole>
 OVERSPILL_INLINE void load_pair(const uint8_t* p, Vector& a, Vector& b) {
     if (type == kFp32) {
         a = _mm512_loadu_ps(p);
         b = whole ? _mm512_loadu_ps(p + 64) : zero();
     } else if (type == kBf16) {
-        const Words pairs = load_words<whole>(p);
-        a = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-        b = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
+        split(load_words<whole>(p), a, b);
     } else {
         Words half;
         if (type == kFp16) {

@@ -41,7 +41,7 @@ struct Features {
         const auto saved = [&](uint32_t mask) { return (low & mask) == mask; };  // by the system, between threads
         avx2 = saved(0x6) && has(7, 0, ebx, 1u << 5) && has(1, 0, ecx, 1u << 12 | 1u << 29);        // FMA, F16C
         avx512 = avx2 && saved(0xe6) && has(7, 0, ebx, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31);  // F, DQ, BW, VL
-        avx512_bf16 = avx512 && has(7, 1, eax, 1u << 5);
+        avx512_bf16 = avx512 && has(7, 1, eax, 1u << 5) && has(7, 0, ecx, 1u << 1);  // VBMI, for e4m3
         amx = avx512_bf16 && saved(0x60000) && has(7, 0, edx, 1u << 22 | 1u << 24);  // BF16, TILE
     }
 };
