@@ -1,5 +1,6 @@
 """A real vLLM engine in this process, with and without Overspill, and answers that can be compared."""
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -297,18 +298,26 @@ def assert_identical(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
             assert here == there, f"answer {i}: {here} and {there} at {position}"
 
 
+def apart(mine: Answer, theirs: Answer) -> float:
+    """How far log-probabilities of two answers' tokens are apart, up to the first token that differs. Infinitely, where
+    one of an answer's tokens is not even among the likely ones of the other."""
+    worst = 0.0
+    for position, (token, other) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)):
+        here, there = mine.logprobs[position], theirs.logprobs[position]
+        both = {token, other}
+        if not both <= here.keys() & there.keys():
+            return math.inf
+        worst = max(worst, *(abs(here[one] - there[one]) for one in both))
+        if token != other:
+            break
+    return worst
+
+
 def assert_same_but_for_ties(got: Sequence[Answer], expected: Sequence[Answer], *, rounding: float = 0.6) -> None:
     """For requests computed in other pieces, in bf16: a logit near 40, as the tiny models have, has steps of 1/4.
 
     Where another token is as likely but for that, what follows may differ.
     """
-    assert len(got) == len(expected)
     for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        for position, (token, other) in enumerate(zip(mine.tokens, theirs.tokens, strict=True)):
-            here, there = mine.logprobs[position], theirs.logprobs[position]
-            both = {token, other}
-            assert both <= here.keys() & there.keys(), f"answer {i}: {here} and {there} at {position}"
-            apart = max(abs(here[one] - there[one]) for one in both)
-            assert apart <= rounding, f"answer {i}: {here} and {there} at {position}"
-            if token != other:
-                break
+        distance = apart(mine, theirs)
+        assert distance <= rounding, f"answer {i}, {distance} apart: {mine} and {theirs}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overspill.kv.ledger import Ledger
-from tests.engine import Answer, assert_identical, assert_same_but_for_ties, engine, overspill, random_prompt
+from tests.engine import Answer, apart, assert_identical, assert_same_but_for_ties, engine, overspill, random_prompt
 from tests.test_elastic import Granted, Grown
 from tests.test_gpu_park import used_bytes
 from tests.test_gpu_spill import GRAPHS
@@ -56,6 +56,8 @@ def test_random_grants_under_load_change_no_answer(llama: Path, ledger: Ledger, 
     with engine(llama, overspill(host_bytes="1GiB"), blocks=BLOCKS, **GRAPHS) as plain:
         plain.num_logprobs = 5  # in bf16 more than two tokens may be equally likely
         expected = [plain.ask_one(prompt, 24) for prompt in prompts]
+        assert plain.llm.reset_prefix_cache()
+        together = plain.ask(prompts, 24)
     with elastic(llama, ledger) as running:
         running.__class__, running.num_logprobs = Granted, 5
         running.draw, running.grants, running.ledger = drawn, 0, ledger
@@ -67,8 +69,10 @@ def test_random_grants_under_load_change_no_answer(llama: Path, ledger: Ledger, 
         assert running.grants > 10 and running.metric("shrunk_bytes") > 0 < running.metric("grown_bytes")
         assert running.metric("corrupt_blocks") == running.metric("load_failures") == 0
         running.grown.grant(running.grown.elastic.units.count)
-    # Batches of other sizes round differently.
-    assert_same_but_for_ties([answers[name] for name in names], expected)
+    # Batches of other sizes round differently; grants add nothing to that.
+    rounding = max(apart(*pair) for pair in zip(together, expected, strict=True))
+    assert 0 < rounding < 1
+    assert_same_but_for_ties([answers[name] for name in names], expected, rounding=rounding)
 
 
 def test_a_lone_prompt_is_answered_bit_for_bit_after_a_shrink(llama: Path, ledger: Ledger) -> None:
