@@ -441,5 +441,5 @@ def test_loaded_requests_whose_blocks_left_do_not_wait_for_ever(
         shrunk.step()
     assert shrunk.elastic.is_settled() and len(shrunk.elastic.mapped) == 6
     assert all(engine.requests[name].is_finished() for name in names)
-    assert shrunk.elastic.stats.data["shrink_preemptions"] == 1
+    assert shrunk.elastic.stats.data["standstills"] == 1
     shrunk.elastic.close()

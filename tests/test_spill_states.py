@@ -8,8 +8,10 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from overspill.kv.ledger import Ledger
 from overspill.kv.spill.capacity import is_state
 from tests.engine import BLOCK, Engine, assert_same, engine, overspill_config, random_prompt, stock
+from tests.test_elastic import Grown
 from tests.test_hybrids import NAMES, SETTINGS
 
 Models = Callable[[str], Path]
@@ -122,6 +124,36 @@ def test_spilled_hybrids_return_from_ram(deep: Models, name: str, store: str) ->
         assert both.metric("hit_tokens") - loaded == sum(a.num_cached for a in again) > 0
         assert both.metric("spill_in_bytes") > 0 and seen["state"] < 13
         both.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_hybrids_that_return_together_do_not_wait_for_each_other(deep: Models, schedule: None, name: str) -> None:
+    """vLLM let each of them load while there were blocks in RAM, until none had a place on the GPU for the states that
+    it needed to go on."""
+    prompts = [random_prompt(seed, 300 + 30 * seed) for seed in range(6)]
+    expected = stock(deep(name), prompts, 12, **settings(name))
+    config = spilling(PAGES[name], resident=13, spilled=120, host_bytes="64MiB", load="always")
+    with engine(deep(name), config, **settings(name)) as both:
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert_same([both.ask_one(prompt, 12)], [answer])
+        both.forget_gpu()
+        again = both.ask(prompts, 12)
+        assert_same(again, expected)
+        assert both.metric("standstills") > 0 and sum(answer.num_cached for answer in again) > 0
+        both.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_least_memory_of_an_engine_has_room_for_states(deep: Models, ledger: Ledger, name: str) -> None:
+    prompt = random_prompt(1, 400)
+    expected = stock(deep(name), [prompt], 24, **settings(name))
+    config = spilling(PAGES[name], resident=64, spilled=120, host_bytes="64MiB", ledger=str(ledger.path))
+    with engine(deep(name), config, **settings(name)) as running:
+        grown = Grown(running, ledger)
+        ledger.write(grown.row, granted=grown.account.floor)
+        grown.settle()
+        assert grown.account.held == grown.account.floor
+        assert_same([running.ask_one(prompt, 24)], expected)
 
 
 def test_a_gpu_without_room_for_states_is_refused(deep: Models) -> None:

@@ -262,6 +262,8 @@ v1/core/kv_cache_utils.py
     _max_memory_usage_bytes_from_groups(vllm_config, kv_cache_groups)
     _pool_bytes_per_block(vllm_config, kv_cache_groups)
     get_kv_cache_groups(vllm_config, kv_cache_spec)
+v1/core/sched/interface.py
+    PauseState.UNPAUSED
 v1/core/sched/output.py
     CachedRequestData.new_block_ids
     CachedRequestData.num_computed_tokens
@@ -280,9 +282,12 @@ v1/core/sched/async_scheduler.py
     AsyncScheduler
 v1/core/sched/scheduler.py
     Scheduler.current_step
+    Scheduler.deferred_frees
     Scheduler.deferred_waiting
+    Scheduler.finished_recving_kv_req_ids
     Scheduler.kv_cache_manager
     Scheduler.kv_holding_waiting
+    Scheduler.pause_state()
     Scheduler.prev_step_scheduled_req_ids
     Scheduler.requires_kv_delivery
     Scheduler.running
@@ -371,10 +376,8 @@ device_allocator/cumem.py
     unmap_and_release(allocation_handle)
 v1/core/sched/interface.py
     PauseState.PAUSED_ALL
-    PauseState.UNPAUSED
 v1/core/sched/scheduler.py
     Scheduler.has_requests()
-    Scheduler.pause_state()
     Scheduler.set_pause_state(pause_state)
 v1/engine/core.py
     EngineCore.batch_queue
@@ -395,8 +398,6 @@ v1/worker/gpu_worker.py
 
 ELASTIC = """
 v1/core/sched/scheduler.py
-    Scheduler.finished_recving_kv_req_ids
-    Scheduler._request_remaining_blocks(request)
     Scheduler.update_from_output(...)
 v1/engine/__init__.py
     EngineCoreRequestType.WAKEUP

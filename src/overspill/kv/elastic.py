@@ -20,10 +20,11 @@ from overspill.kv.buffer import Units, block_regions, granularity
 from overspill.kv.errors import OverspillError
 from overspill.kv.held_out import HeldOut
 from overspill.kv.ledger import Ledger
+from overspill.kv.loads import Standstill
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.sizes import format_size
-from overspill.kv.spill.capacity import spill_geometry
+from overspill.kv.spill.capacity import spill_geometry, states_per_request
 from overspill.kv.stores import Stores
 from overspill.kv.vllm_api import (
     BlockPool,
@@ -40,7 +41,6 @@ from overspill.kv.vllm_api import (
     is_frozen,
     on_wakeup,
     preempt,
-    release_stuck,
     wake_up,
     watch_outputs,
 )
@@ -76,7 +76,9 @@ def elastic_shape(options: Options, vllm_config: VllmConfig, kv_cache_config: KV
     if options.spill_bytes:
         geometry = spill_geometry(options, vllm_config, kv_cache_config)
         units = Units.of(geometry.num_resident, geometry.page_bytes, geometry.num_regions)
-        least = max(units.blocks_per_unit, least - geometry.num_spilled)
+        # And one request's recurrent states, which cannot spill.
+        states = 1 + states_per_request(vllm_config, groups)
+        least = max(units.blocks_per_unit, states, least - geometry.num_spilled)
     else:
         regions = block_regions(kv_cache_config)
         sizes = {region.block_bytes for region in regions}
@@ -111,6 +113,7 @@ class Elastic:
         self._block_tokens = block_tokens
         self.mapped = set(range(first))
         self.stats = OverspillStats()
+        self._standstill = Standstill(self.stats)
         self._ledger = Ledger(Path(options.ledger))
         self._row = self._ledger.take(
             os.getpid(), held=self._bytes(self.mapped), floor=self._bytes(range(self._floor)),
@@ -182,10 +185,7 @@ class Elastic:
             self._ask_to_leave(-missing)
         if self._leaving:
             self._empty(core)
-        # vLLM promised them blocks that have left since.
-        if release_stuck(core.scheduler):
-            self.stats.count("shrink_preemptions")
-            logger.info("Overspill: a request that waited with loaded KV gives its blocks up, for one before it")
+        self._standstill.end(core.scheduler, self._planned)
         self._report(core)
 
     def is_settled(self) -> bool:

@@ -11,7 +11,16 @@ from overspill.kv.jobs import LoadJob
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.speeds import Speeds, load_beats_recompute, may_probe
 from overspill.kv.tier import Tier
-from overspill.kv.vllm_api import BlockHash, BlockPool, KVCacheBlock, KVCacheBlocks, Request
+from overspill.kv.vllm_api import (
+    BlockHash,
+    BlockPool,
+    KVCacheBlock,
+    KVCacheBlocks,
+    Request,
+    Scheduler,
+    release_waiting,
+    requests_at_rest,
+)
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
@@ -250,3 +259,26 @@ class Loads:
             self._release(load)
         self._planned = [LoadInFlight(load.request_id, [], [], void=True) for load in self._planned]
         return all(load.void for load in self.in_flight.values())
+
+
+class Standstill:
+    """Requests whose KV was loaded, and that wait for blocks that only others of them hold. vLLM reserves blocks for
+    requests that it lets load, and knows neither those that elastic KV has taken since, nor that recurrent states
+    cannot spill."""
+
+    def __init__(self, stats: OverspillStats) -> None:
+        self._stats = stats
+        self._seen: tuple[int, list[str]] = (0, [])
+
+    def end(self, scheduler: Scheduler, num_passes: int) -> None:
+        """Called between passes, of which there were so many: if one has left the same requests waiting, take the last
+        one's blocks. It loads them again."""
+        waiting = [request.request_id for request in requests_at_rest(scheduler)]
+        passes, before = self._seen
+        if waiting != before:
+            self._seen = num_passes, waiting
+        elif waiting and num_passes > passes:
+            self._seen = num_passes, []
+            release_waiting(scheduler, lambda request: request.request_id == waiting[-1])
+            self._stats.count("standstills")
+            logger.info("Overspill: %d request(s) with loaded KV waited for blocks; one loads it again", len(waiting))

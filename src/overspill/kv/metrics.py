@@ -51,7 +51,8 @@ COUNTERS = {
     "shrunk_bytes": "GPU memory of the KV cache given back for others",
     "grow_failures": "Times that granted GPU memory could not be had",
     "shrink_lost_blocks": "Cached blocks given up without a copy in RAM, for others' memory",
-    "shrink_preemptions": "Requests whose blocks were taken for others' memory",
+    "shrink_preemptions": "Requests preempted for others' memory",
+    "standstills": "Times that a request gave loaded KV up because none that had loaded could go on",
 }
 GAUGES = {
     "pool_bytes": "RAM of the pool",

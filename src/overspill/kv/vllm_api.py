@@ -657,23 +657,18 @@ def release_waiting(scheduler: Any, is_meant: Callable[[Request], bool] = lambda
         scheduler.waiting.prepend_request(request)
 
 
-def release_stuck(scheduler: Any) -> bool:
-    """Take the blocks of the last of several requests that wait with loaded KV, if the first lacks blocks to go on and
-    no request runs or loads that would free any. Returns whether that was so."""
-    if scheduler.running:
-        return False
-    holding = [r for r in scheduler.kv_holding_waiting if r.status != RequestStatus.WAITING_FOR_STREAMING_REQ]
+def requests_at_rest(scheduler: Any) -> list[Request]:
+    """Requests that wait with loaded KV while nothing runs, loads or is about to free blocks: what keeps them waiting
+    will not end by itself. None while the engine is paused."""
+    if scheduler.running or scheduler.deferred_frees or scheduler.pause_state != PauseState.UNPAUSED:
+        return []
+    waiting = [r for r in scheduler.kv_holding_waiting if r.status != RequestStatus.WAITING_FOR_STREAMING_REQ]
     is_loading = any(
         request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         and request.request_id not in scheduler.finished_recving_kv_req_ids
-        for request in holding
+        for request in waiting
     )
-    if is_loading or len(holding) < 2:
-        return False
-    if scheduler._request_remaining_blocks(holding[0]) <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
-        return False
-    release_waiting(scheduler, lambda request: request is holding[-1])
-    return True
+    return [] if is_loading or not waiting or scheduler.connector.has_pending_block_frees() else waiting
 
 
 _WHILE_FROZEN = ("check_health", "shutdown")

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from overspill.kv.jobs import StepJobs
+from overspill.kv.loads import Standstill
 from overspill.kv.metrics import OverspillStats
 from overspill.kv.options import Options
 from overspill.kv.sizes import MiB, format_size
@@ -60,6 +61,7 @@ class SpillScheduler:
         self.geometry = spill_geometry(options, vllm_config, kv_cache_config)
         self.speeds = speeds
         self.stats = OverspillStats()
+        self._standstill, self._num_passes = Standstill(self.stats), 0
         self.share = options.spill_share
         self._world_size = vllm_config.parallel_config.world_size
         self._at_risk = drafts_at_risk(vllm_config)
@@ -92,6 +94,8 @@ class SpillScheduler:
     # Steps.
 
     def before_pass(self, scheduler: Scheduler) -> None:
+        self._num_passes += 1
+        self._standstill.end(scheduler, self._num_passes)
         if preempted := self.placement.before_pass(scheduler):
             self.stats.count("window_preemptions", len(preempted))
             logger.info(
