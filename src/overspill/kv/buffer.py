@@ -1,4 +1,4 @@
-"""vLLM's KV buffer: where a block's bytes lie in it, and the memory that spill and park map under it."""
+"""vLLM's KV buffer: where a block's bytes lie, and the memory that spill, park and elastic KV map under it."""
 
 import ctypes
 import mmap
@@ -31,7 +31,7 @@ from overspill.kv.vllm_api import (
     KVCacheConfig,
 )
 
-# Block-outermost: a block of all layers is one contiguous piece, one copy. The default keeps layers outermost.
+# Block-outermost: a block's KV of all layers is contiguous, one copy. vLLM's default has layers outermost.
 BLOCK_OUTERMOST = "BLNHC"
 # Layer-outermost: a layer's blocks are one contiguous range, which spill maps and streams.
 LAYER_OUTERMOST = "LBNHC"
@@ -49,9 +49,9 @@ class Region:
 
 
 def block_regions(kv_cache_config: KVCacheConfig) -> list[Region]:
-    """The regions that together hold every block; one if blocks are outermost, one per layer otherwise.
+    """Regions that together hold every block: one if blocks are outermost, otherwise one per layer.
 
-    Cache groups lie over each other: a block id belongs to one group at a time, and the same bytes serve all.
+    Cache groups overlap: a block id belongs to one group at a time, so the same bytes serve all groups.
     """
     num_blocks = kv_cache_config.num_blocks
     found: dict[int, Region] = {}
@@ -82,14 +82,14 @@ def bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
 
 
 def kv_buffer(kv_caches: dict[str, Any]) -> torch.Tensor:
-    """vLLM's KV cache as bytes: all layers' tensors are views of one buffer."""
+    """vLLM's whole KV cache as bytes: the tensors of all layers are views of one buffer."""
     first = next(iter(kv_caches.values()))
     tensor: torch.Tensor = first[0] if isinstance(first, list | tuple) else first
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class KvAllocation(TorchFunctionMode):
-    """Inside this context the one `torch.zeros` that makes vLLM's KV buffer returns `make()` instead.
+    """Context in which the one `torch.zeros` call for vLLM's KV buffer returns `make()` instead.
 
     vLLM enters the connector's memory-pool context for this allocation alone. A `torch.cuda.MemPool` could serve it
     too, but needs a compiled allocator.
@@ -118,23 +118,23 @@ class KvAllocation(TorchFunctionMode):
 
 
 def granularity() -> int:
-    """Granularity of mappings. The scheduler has no GPU to query; workers check that theirs is not coarser."""
+    """Granularity of mappings. Fixed for CUDA, as the scheduler has no GPU to query; workers check that theirs fits."""
     return mmap.PAGESIZE if current_platform.is_cpu() else CUDA_GRANULARITY
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of physical memory, and the places of the buffer that it lies under."""
+    """A piece of physical memory, and the offsets in the buffer at which it is mapped."""
 
     num_bytes: int
     offsets: tuple[int, ...]
     unit: int | None = None
-    """Stretch of blocks whose memory can be given back alone; None where it stays."""
+    """Stretch of blocks that gains and loses this memory on its own; None if `keep_units` never releases it."""
 
 
 def pieces_of(num_bytes: int, *places: int) -> list[Piece]:
-    """`num_bytes` at each of the places, in pieces that are mapped and unmapped one by one. Mapping takes the driver a
-    fixed time for a piece, whatever its size; larger ones would be coarse to lend."""
+    """Pieces of `num_bytes` of memory that lies at all `places`, to be mapped and unmapped one by one. Mapping takes
+    the driver a fixed time per piece, whatever its size; larger pieces would be too coarse to lend."""
     return [
         Piece(min(PIECE_BYTES, num_bytes - start), tuple(place + start for place in places))
         for start in range(0, num_bytes, PIECE_BYTES)
@@ -142,13 +142,13 @@ def pieces_of(num_bytes: int, *places: int) -> list[Piece]:
 
 
 def plain_pieces(num_bytes: int) -> list[Piece]:
-    """A buffer whose blocks all have memory of their own."""
+    """Pieces of a buffer whose blocks all have memory of their own."""
     return pieces_of(-(-num_bytes // granularity()) * granularity(), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Stretches of blocks, of the same size but for the last one, that get and lose their memory as a whole."""
+    """Equal stretches of blocks (the last may be shorter), each of which gains and loses its memory as a whole."""
 
     num_blocks: int
     blocks_per_unit: int
@@ -172,14 +172,14 @@ class Units:
 
     @classmethod
     def of(cls, num_blocks: int, page_bytes: int, num_regions: int) -> Self:
-        """Pieces as large as they may be, but sixteen units at least where mappings are fine enough."""
+        """The largest units within PIECE_BYTES per region, but at least 16 units where the granularity allows."""
         step = block_step(page_bytes, granularity())
         wanted = min(PIECE_BYTES, num_blocks * page_bytes // 16) // page_bytes
         return cls(num_blocks, max(step, wanted // step * step), num_regions * page_bytes)
 
 
 def unit_pieces(units: Units, page_bytes: int, *regions: int) -> list[Piece]:
-    """The units' memory in regions that begin at these offsets."""
+    """Pieces of the units' memory in regions that begin at these offsets."""
     step, stretches = granularity(), [units.blocks(unit) for unit in range(units.count)]
     return [
         Piece(-(-len(blocks) * page_bytes // step) * step, (region + blocks.start * page_bytes,), unit)
@@ -189,7 +189,7 @@ def unit_pieces(units: Units, page_bytes: int, *regions: int) -> list[Piece]:
 
 
 def spill_pieces(geometry: Geometry, units: Units | None = None) -> list[Piece]:
-    """A buffer in which two window halves lie under all spilled ranges."""
+    """Pieces of a buffer in which two window halves lie under all spilled ranges."""
     starts = _starts(geometry)
     if units is not None:
         resident = unit_pieces(units, geometry.page_bytes, *starts)
@@ -200,7 +200,7 @@ def spill_pieces(geometry: Geometry, units: Units | None = None) -> list[Piece]:
 
 
 def lent_pieces(units: LentUnits) -> list[Piece]:
-    """The same where GPU blocks and window have memory by turns; units of the window are counted behind the others."""
+    """Pieces of a spill buffer whose GPU blocks and window share memory; window units are numbered after the others."""
     geometry, page = units.geometry, units.geometry.page_bytes
     fixed = [piece for start in _starts(geometry) for piece in pieces_of(units.num_fixed * page, start)]
     resident = [
@@ -223,7 +223,7 @@ def _starts(geometry: Geometry) -> list[int]:
 
 
 def _halves(geometry: Geometry) -> list[list[int]]:
-    """Where each half of the window lies."""
+    """Offsets of each window half: one per region that uses the half."""
     regions = range(geometry.num_regions)
     return [
         [geometry.spilled_offset(region) for region in regions if geometry.half_of(region) == half]
@@ -232,13 +232,13 @@ def _halves(geometry: Geometry) -> list[list[int]]:
 
 
 class KvBuffer(ABC):
-    """Addresses of vLLM's KV buffer, which stay, and the memory under them, which may be given back meanwhile."""
+    """vLLM's KV buffer: its addresses stay, while the memory under them may be released and mapped again."""
 
     def __init__(self, num_bytes: int, pieces: Sequence[Piece], units: Collection[int] | None = None) -> None:
         self.num_bytes = num_bytes
         self._pieces = pieces
         self._mapped: dict[Piece, None] = {}
-        self._units = units  # that have memory, or will when it is mapped; None: all
+        self._units = units  # units that have memory or get it in `map`; None means all
 
     @property
     def reserved_bytes(self) -> int:
@@ -246,11 +246,11 @@ class KvBuffer(ABC):
 
     @property
     def mapped_bytes(self) -> int:
-        """Physical memory under the buffer."""
+        """Bytes of physical memory under the buffer."""
         return sum(piece.num_bytes for piece in self._mapped)
 
     def map(self) -> None:
-        """Memory, with zeroes in it, under all of the buffer that has any; under none of it if there is not enough."""
+        """Map zeroed memory under all kept units; if there is not enough, unmap everything and raise."""
         try:
             self._map_all()
         except BaseException:
@@ -258,11 +258,11 @@ class KvBuffer(ABC):
             raise
 
     def unmap(self) -> None:
-        """Give the memory back. No kernel or copy may use the buffer any more."""
+        """Release all memory; no kernel or copy may still be using the buffer."""
         self._unmap_all(list(self._mapped))
 
     def keep_units(self, units: Collection[int]) -> None:
-        """Give back the memory of all other units, and map what is missing of these; none of it if that fails."""
+        """Release the memory of all other units and map missing units; if that fails, these stay without memory."""
         before, self._units = self._units, frozenset(units)
         missing = [piece for piece in self._pieces if self._is_kept(piece) and piece not in self._mapped]
         self._unmap_all([piece for piece in self._mapped if not self._is_kept(piece)])
@@ -290,7 +290,7 @@ class KvBuffer(ABC):
 
     @abstractmethod
     def _map(self, piece: Piece) -> None:
-        """Nothing of the piece is mapped if this fails."""
+        """Map one piece; after a failure no part of the piece is mapped."""
 
     @abstractmethod
     def _unmap(self, piece: Piece) -> None: ...
@@ -300,15 +300,15 @@ class KvBuffer(ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """The buffer; it must not be used while it is not mapped, nor after `close`."""
+        """The buffer as int8; must not be used while unmapped, nor after `close`."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class HostBuffer(KvBuffer):
-    """The CPU platform's buffer. Where it is not mapped it cannot be touched: a stray access ends the process instead
-    of reading what happens to lie there."""
+    """The KV buffer on the CPU platform. Unmapped parts are inaccessible: a stray access ends the process instead of
+    reading whatever lies there."""
 
     def __init__(
         self, num_bytes: int, pieces: Sequence[Piece], option: str, units: Collection[int] | None = None
@@ -345,7 +345,7 @@ class HostBuffer(KvBuffer):
             map_memory(piece.num_bytes, _RESERVED | MAP_FIXED, self._option, address=address, protection=PROT_NONE)
 
     def _zero(self, pieces: Sequence[Piece]) -> None:
-        """New pages are."""
+        """No-op: new pages are zeroed."""
 
     def tensor(self) -> torch.Tensor:
         memory = (ctypes.c_int8 * self.num_bytes).from_address(self._address)
@@ -359,7 +359,7 @@ class HostBuffer(KvBuffer):
 
 
 class CudaBuffer(KvBuffer):
-    """The GPU's buffer."""
+    """The KV buffer on a GPU."""
 
     def __init__(
         self, num_bytes: int, pieces: Sequence[Piece], device: torch.device, units: Collection[int] | None = None
@@ -398,7 +398,7 @@ class CudaBuffer(KvBuffer):
             self._range.unmap(offset)
 
     def _zero(self, pieces: Sequence[Piece]) -> None:
-        """Memory of an earlier process may hold NaN. On a stream of its own: steps in flight go on meanwhile."""
+        """Zero new memory: an earlier process may have left NaN. A separate stream lets steps in flight continue."""
         stream = torch.cuda.Stream(self._device)
         whole = self._range.tensor()
         with torch.cuda.stream(stream):
@@ -416,7 +416,7 @@ class CudaBuffer(KvBuffer):
 
 
 def map_buffer(num_bytes: int, pieces: Sequence[Piece], option: str, units: Collection[int] | None = None) -> KvBuffer:
-    """A mapped buffer of this platform, with memory under these units only. `option` is what asked for it."""
+    """Map a buffer for this platform, with memory under `units` only. `option` is the setting that requires it."""
     if current_platform.is_cpu():
         return HostBuffer(num_bytes, pieces, option, units)
     return CudaBuffer(num_bytes, pieces, torch.device("cuda", torch.cuda.current_device()), units)

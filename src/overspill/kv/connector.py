@@ -1,4 +1,4 @@
-"""The connector that vLLM loads: one instance beside the scheduler and one in each worker; every hook delegates."""
+"""The connector that vLLM loads: one instance in the scheduler and one in each worker; every hook delegates."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -66,7 +66,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own logge
 
 
 class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
-    """Offload: keeps KV that no running request uses in RAM. Spill: lets running requests use RAM. Either, or both."""
+    """Connector for offload (RAM keeps KV that no running request uses), spill (running requests use RAM) or both."""
 
     _cache_hit_source = CacheHitSource.HOST
     # A store that is dropped is a later miss, nothing worse.
@@ -74,10 +74,10 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # Under MultiConnector this is the child's own configuration; the plugin demands the policy of the outer one.
+        # Under MultiConnector this is the child's own configuration; the plugin requires the policy of the outer one.
         options = self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config)
-        # vLLM's default ends the request of a failed load. The scheduler reads this after building the connector.
+        # vLLM's default aborts a request whose load failed. The scheduler reads this after building the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
@@ -87,7 +87,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self._speeds = Speeds()
         self._stale_hashes = StaleHashes()
         self.adapters = Adapters()
-        # What is copied of the weights is of this version: calls that may change them count it up.
+        # Tells workers whether their copy of the weights is current; incremented by calls that may change weights.
         self.weights_version = 0
         self.is_parking = False
         self._buffer: KvBuffer | None = None
@@ -181,7 +181,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def buffer(self) -> KvBuffer:
-        """The memory under vLLM's KV buffer, if it is ours."""
+        """vLLM's KV buffer, mapped by Overspill."""
         buffer = self.spill_worker.buffer if self.spill_worker is not None else self._buffer
         assert buffer is not None, "vLLM's KV buffer was not mapped by Overspill"
         return buffer
@@ -189,7 +189,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         buffer = kv_buffer(kv_caches)
         self._timer = StepTimer(CudaMark if buffer.is_cuda else WallMark)
-        # Once more, for this rank's part: the model has taken RAM since the start, and the plugin may not be loaded.
+        # Checked again for this rank: the model has taken RAM since the start, and the plugin may not be loaded.
         needs = {
             "host_bytes": self._worker.pool_bytes if self._worker is not None else 0,
             "spill_bytes": self.spill_worker.arena_bytes if self.spill_worker is not None else 0,
@@ -211,15 +211,15 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self._timer.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads start in bind_connector_metadata, before the forward, which does not touch their blocks."""
+        """No-op: bind_connector_metadata starts loads before the forward, which does not touch their blocks."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole blocks of all layers; only spilled KV comes layer by layer."""
+        """Wait for spilled KV, which arrives layer by layer; loads copy whole blocks of all layers."""
         if self.spill_worker is not None:
             self.spill_worker.before_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Stores are whole blocks of all layers; only spilled KV goes layer by layer."""
+        """Save spilled KV, which leaves layer by layer; stores copy whole blocks of all layers."""
         if self.spill_worker is not None:
             self.spill_worker.after_layer(layer_name)
 
@@ -238,8 +238,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         if not isinstance(metadata, StepJobs):
             return self._worker.results(None)
-        # With some drafting methods vLLM calls this before the step has ended. The GPU may wait for loads announced
-        # now, which is not part of the step.
+        # With some drafting methods vLLM calls this before the step has ended. Loads announced now may make the GPU
+        # wait, and that time must not count as part of the step.
         assert self._timer is not None
         self._timer.end_step(metadata)
         return self._worker.results(metadata)
@@ -263,7 +263,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self.elastic is not None:
             self.elastic.bind(kv_cache_manager, self._scheduler.stores if self._scheduler is not None else None)
         if self._options.park:
-            # How callers say that they have put new weights in.
+            # Callers signal new weights by resetting the prefix cache.
             reset_with_prefix_cache(kv_cache_manager.block_pool, self._note_reset)
 
     def on_new_request(self, request: Request) -> None:
@@ -271,7 +271,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None or adapter is None:
             return
         if self.adapters.is_replaced(adapter):
-            # Running requests keep the adapter's old weights; what they compute must not be hit by others.
+            # Running requests keep the adapter's old weights; other requests must not hit the KV they compute.
             self.adapter_changed(adapter, f"adapter {adapter.lora_name}", self._scheduler.live)
         else:
             self._scheduler.register_adapter(adapter)
@@ -338,14 +338,14 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset()
 
     def weights_changed(self, what: str, request_ids: Iterable[str]) -> None:
-        """Drop cached KV: `what` may have replaced weights while the requests had KV of the old ones."""
+        """Drop cached KV: `what` may have replaced weights while these requests held KV of the old ones."""
         self.weights_version += 1
         for tier in self._tiers:
             tier.detach(f"{what} may change weights")
         self._drop_cached(what, request_ids)
 
     def adapter_changed(self, adapter: LoRARequest, what: str, request_ids: Iterable[str]) -> None:
-        """The same for one adapter; KV of the model itself is written to disk as before."""
+        """Drop cached KV: only `adapter` may have changed, so KV of the model itself is still written to disk."""
         if self._scheduler is not None:
             self._scheduler.adapters.bar(adapter)
         self.weights_version += 1
@@ -353,7 +353,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _drop_cached(self, what: str, request_ids: Iterable[str]) -> None:
         if self._scheduler is None:
-            return  # vLLM's own caches are its caller's to reset
+            return  # the caller has to reset vLLM's own caches
         num_blocks = self._scheduler.host.num_cached
         self._stale_hashes.weights_changed(request_ids)
         self._scheduler.reset()
@@ -367,13 +367,13 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
     # Parking, in the engine core.
 
     def store_all(self) -> None:
-        """Offer all that the GPU has cached for a copy in RAM."""
+        """Offer every block cached on the GPU for storing in RAM."""
         if self._scheduler is not None:
             self._scheduler.stores.offer_all()
 
     @contextmanager
     def parking(self) -> Iterator[None]:
-        """Inside this context a reset of the GPU's prefix cache leaves RAM as it is."""
+        """Context in which a reset of the GPU's prefix cache leaves KV in RAM alone."""
         self._set_parking(True)
         try:
             yield
@@ -386,12 +386,12 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.is_parking = is_parking
 
     def flush_disk(self, core: Any, limit_s: float) -> int:
-        """Write everything in RAM to disk; between steps only. Returns the blocks written."""
+        """Write all KV in RAM to disk, between steps only; returns the number of blocks written."""
         if self._scheduler is None or self._scheduler.disk is None:
             return 0
         return self._scheduler.disk.flush(lambda job: write_in_workers(core, job, limit_s), limit_s)
 
-    # Both.
+    # Scheduler and worker hooks.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         parts = (self._scheduler, self.spill_scheduler, self._worker, self.spill_worker, self.elastic)
@@ -402,7 +402,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         with ExitStack() as stack:
-            # The offload worker copies from and to memory of the spill worker, so it stops first.
+            # Run in reverse: the offload worker copies from and to memory of the spill worker, so it stops before it.
             if self.elastic is not None:
                 stack.callback(self.elastic.close)
             if self._buffer is not None:
@@ -416,8 +416,8 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _check_stages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """The scheduler counts slots by the blocks of rank 0. A stage with other layers would have other blocks, and so a
-    slot would be given out that some rank does not have. Each rank sees its own layers, so each of them checks."""
+    """Refuse unequal pipeline stages: the scheduler counts slots by rank 0's blocks, and would give out slots that a
+    rank with other layers does not have. Every rank checks, because each sees only its own layers."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return

@@ -1,8 +1,8 @@
-"""What Overspill uses of vLLM's inside, the check that the installed vLLM has it, and how methods are wrapped.
+"""The contract with vLLM: the internals Overspill uses, a check that the installed vLLM has them, and method wrapping.
 
-`overspill.kv.vllm_api` is where it is used. Releases change such things without notice: a method that is gone would
-show in the middle of a request, and a hook that is no longer called would not show at all. So names and parameters are
-compared before a model is loaded. They are read from vLLM's source files: importing all of them takes seconds.
+`overspill.kv.vllm_api` uses them. Releases change internals without notice: a missing method would fail in the middle
+of a request, and a hook that is no longer called would go unnoticed. So names and parameters are compared before a
+model is loaded, by parsing vLLM's source files: importing all of them takes seconds.
 """
 
 import ast
@@ -17,9 +17,9 @@ from typing import Any
 
 from overspill.kv.errors import OverspillError
 
-# One file of vLLM's, then what is used of it: a function or method with the parameters that are passed or received, in
-# order, or an attribute. Parameters that are not listed must have defaults, unless there is a "..." for them: those
-# vLLM passes, and Overspill only passes them on.
+# A file of vLLM, then each function, method or attribute used from it. Functions list the parameters that Overspill
+# passes or receives, in order. Unlisted parameters must have defaults, unless "..." stands for them: vLLM passes those,
+# and Overspill only forwards them.
 OFFLOAD = """
 config/model.py
     ModelConfig.get_total_num_hidden_layers()
@@ -415,12 +415,12 @@ Method = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One thing that is used of vLLM."""
+    """A function, method, class or attribute of vLLM that Overspill uses."""
 
     file: str
-    owner: str  # a class; empty for what a module holds
+    owner: str  # class name; empty at module level
     name: str
-    parameters: tuple[str, ...] | None  # none for an attribute
+    parameters: tuple[str, ...] | None  # None for an attribute or a class
 
     def __str__(self) -> str:
         module = self.file.removesuffix(".py").replace("/", ".")
@@ -442,9 +442,9 @@ def parts(text: str) -> Iterator[Part]:
 
 
 def check_contract(*, spill: bool, park: bool = False, elastic: bool = False, root: Path | None = None) -> None:
-    """Refuse a vLLM that lacks something. `root` is its package's folder; the installed one, if none is given. Park
-    and elastic KV map the KV buffer, replace the worker and preempt requests as spill does; elastic KV knows parked
-    engines."""
+    """Raise if vLLM lacks internals that the enabled features use; `root` defaults to the installed package's folder.
+    Park and elastic KV need spill's list, too: they map the KV buffer, replace the worker and preempt requests. Elastic
+    KV also needs park's, since it recognises parked engines."""
     root = root or _installed()
     options = {"spill_bytes": spill, "park": park, "ledger": elastic}
     missing = (
@@ -466,7 +466,7 @@ def check_contract(*, spill: bool, park: bool = False, elastic: bool = False, ro
 
 @cache
 def differences(root: Path, text: str) -> tuple[str, ...]:
-    """What is not there, or takes other parameters."""
+    """Parts listed in `text` that are missing or take other parameters, as messages."""
     return tuple(reason for part in parts(text) if (reason := _difference(root, part)))
 
 
@@ -497,7 +497,7 @@ def _difference(root: Path, part: Part) -> str:
 
 @cache
 def _scopes(path: Path) -> dict[str, Scope]:
-    """What a source file defines: in the module, under "", and in its classes."""
+    """Names that a source file defines, by class; module-level names are under ""."""
     try:
         module = ast.parse(path.read_text())
     except FileNotFoundError:
@@ -545,8 +545,8 @@ def _installed() -> Path:
 
 
 def wrap_once(owner: type, name: str, make: Callable[[Method], Method]) -> None:
-    """Replace a method by what `make` makes of it. vLLM loads plugins more than once in a process: what was replaced
-    stays as it is."""
+    """Replace a method with `make(method)`, unless it was replaced before: vLLM loads plugins more than once per
+    process."""
     method = getattr(owner, name)
     if hasattr(method, "overspill"):
         return

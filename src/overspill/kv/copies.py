@@ -1,4 +1,4 @@
-"""Copiers of blocks between the KV buffer and the pool: for the CPU platform, and for CUDA streams."""
+"""Copiers of blocks between the KV buffer and the pool in RAM: one for the CPU platform, one for CUDA streams."""
 
 import contextlib
 import queue
@@ -21,11 +21,11 @@ from overspill.kv.sizes import MiB
 Ids = npt.NDArray[np.int64]
 
 _BATCH = 512
-_MARK_BYTES = 128 * MiB  # distance of a load's progress events: a few milliseconds
+_MARK_BYTES = 128 * MiB  # between a load's progress events: a few milliseconds of copying
 
 
 class Transfer:
-    """A batch of block copies in one direction. The copier's threads complete it; the model's thread polls it."""
+    """A batch of block copies in one direction, completed by the copier's threads and polled by the model's thread."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -36,19 +36,19 @@ class Transfer:
 
     @property
     def queued(self) -> bool:
-        """Whether later compute can be ordered behind the copies with `fence`."""
+        """Whether `fence` can already order later compute behind the copies."""
         return self._queued.is_set()
 
     def done(self) -> bool:
-        """Whether all copies have completed, or failed."""
+        """Whether all copies have completed or failed."""
         return self._done.is_set()
 
     def remaining_bytes(self) -> int:
-        """Upper bound of the bytes still to be copied."""
+        """Upper bound on the bytes still to be copied."""
         return 0 if self.done() else self.num_bytes
 
     def fence(self) -> None:
-        """Make compute that is queued from now on wait for the copies."""
+        """Make compute queued from now on wait for the copies."""
 
     def settle(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -61,7 +61,7 @@ class Copier(ABC):
 
     @abstractmethod
     def load(self, slots: Ids, blocks: Ids) -> Transfer:
-        """Start copying slots into blocks, after the steps that may have touched them."""
+        """Start copying slots into blocks, after all steps that may have touched the blocks."""
 
     @abstractmethod
     def store(self, blocks: Ids, slots: Ids) -> Transfer:
@@ -79,8 +79,8 @@ class Copier(ABC):
 class PlainCopier(Copier):
     """Plain copies for the CPU platform, in the order of the calls.
 
-    A store blocks, which keeps the engine deterministic; loads run beside other requests. Tests close `gate` to keep
-    copies in flight.
+    A store blocks the caller, which keeps the engine deterministic; loads run while other requests compute. Tests clear
+    `gate` to keep copies in flight.
     """
 
     gate = threading.Event()
@@ -138,7 +138,7 @@ class PlainCopier(Copier):
 
 
 def merge_runs(dst: Addresses, src: Addresses, size: int, pieces: Ids) -> tuple[Addresses, Addresses, Addresses]:
-    """Merge neighbouring copies of `size` bytes each, within a registered piece and up to a progress event."""
+    """Merge adjacent copies of `size` bytes each; merged copies stay within a registered piece and `_MARK_BYTES`."""
     if len(dst) < 2:
         return dst, src, np.full(len(dst), size, np.uint64)
     step = np.uint64(size)
@@ -151,8 +151,8 @@ def merge_runs(dst: Addresses, src: Addresses, size: int, pieces: Ids) -> tuple[
 
 
 def batches(sizes: Addresses) -> Iterator[slice]:
-    """Slices of copies to submit together. The driver starts a batch when it has all of it, so the first bytes should
-    not wait for the last; and progress events are recorded between batches."""
+    """Slices of copies to submit together. The driver starts a batch only once all of it is submitted, so the first
+    bytes should not wait for the last; progress events are recorded between batches."""
     ends = np.cumsum(sizes)
     begin = 0
     while begin < len(sizes):
@@ -163,12 +163,12 @@ def batches(sizes: Addresses) -> Iterator[slice]:
 
 
 class _CudaTransfer(Transfer):
-    """Done when the event behind the last copy has completed."""
+    """A transfer that is done once the event behind its last copy has completed."""
 
     def __init__(self, num_bytes: int, after: torch.cuda.Event) -> None:
         super().__init__(num_bytes)
         self.after = after
-        # Appended by the lane's thread, taken by the model's.
+        # Appended by the lane's thread, popped by the model's thread.
         self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
         self._queued_bytes = self._marked_bytes = self._arrived_bytes = 0
         self._first = torch.cuda.Event(enable_timing=True)
@@ -213,7 +213,7 @@ class _CudaTransfer(Transfer):
 
 
 class _Lane:
-    """One direction: a low-priority stream and a thread that queues copies on it.
+    """A low-priority stream for one direction, and a thread that queues copies on it.
 
     Queueing a copy takes the driver some microseconds, so the model's thread only hands the work over.
     """
@@ -238,7 +238,7 @@ class _Lane:
                 copy()
                 transfer.end(self.stream)
             except Exception as error:
-                # Copies queued before must not land in blocks that are reallocated. A dead context copies nothing.
+                # Copies queued earlier must not land in blocks reallocated meanwhile. A dead context copies nothing.
                 with contextlib.suppress(RuntimeError):
                     self.stream.synchronize()
                 transfer.settle(error)
@@ -250,14 +250,14 @@ class _Lane:
 
 
 class CudaCopier(Copier):
-    """Loads and stores on streams of their own; neither ever makes the model's thread wait.
+    """Copier with separate CUDA streams for loads and stores; neither makes the model's thread wait.
 
-    A store waits for all compute queued before it. A load need not: its blocks were free when it was planned, and
-    vLLM frees a block only once the steps that touch it are processed. With `steps_in_flight` steps at a time, that
-    was so for all but the latest of them, and a long prefill under way does not delay the load.
+    A store waits for all compute queued before it. A load need not: its blocks were free when it was planned, and vLLM
+    frees a block only after processing the steps that touch it. So a load waits only for the step `steps_in_flight`
+    steps ago, and a long prefill under way does not delay it.
 
-    Where vLLM zeroes new blocks that does not hold: a block may be allocated, given back and allocated again within one
-    pass, and the zeroes for its first owner are queued all the same. A load waits for all compute there, too.
+    The exception is a model whose new blocks vLLM zeroes: a block may be allocated, freed and allocated again within
+    one pass, and the zeroes for its first owner are queued nevertheless. There, loads wait for all compute, too.
     """
 
     def __init__(
@@ -301,8 +301,8 @@ class CudaCopier(Copier):
         if pinned.any():
             self._queue(lane, transfer, slots[pinned], blocks[pinned], to_gpu=to_gpu)
         if not pinned.all():
-            # CUDA does not order copies of pageable memory by events, so this thread waits: for the compute before
-            # them, and for the copies, before the transfer counts as queued.
+            # CUDA does not order copies of pageable memory by events. So this thread waits: first for earlier compute,
+            # then for the copies, before the transfer counts as queued.
             lane.stream.synchronize()
             self._queue(lane, transfer, slots[~pinned], blocks[~pinned], to_gpu=to_gpu)
             lane.stream.synchronize()

@@ -1,4 +1,4 @@
-"""CUDA's driver calls: batched copies, registered host memory, and virtual memory. Nothing here knows of KV."""
+"""CUDA driver calls: batched copies, stream flags, registered host memory, virtual memory. Independent of KV."""
 
 import contextlib
 import ctypes
@@ -15,19 +15,19 @@ from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import format_size
 from overspill.kv.speeds import Mark
 
-with contextlib.suppress(ImportError):  # the CPU platform has none, and calls nothing of this
+with contextlib.suppress(ImportError):  # absent on the CPU platform, which calls nothing in this module
     from cuda.bindings import driver
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 Addresses = npt.NDArray[np.uint64]
 
-_CUDA_VERSION = 12080  # the first that has cuMemcpyBatchAsync, in the form with a fail index
+_CUDA_VERSION = 12080  # first version with cuMemcpyBatchAsync in the form that has a fail index
 _SUCCESS, _ALREADY_REGISTERED = 0, 712
 _WHILE_CAPTURING = (900, 901)  # stream capture unsupported, or invalidated
 _CAPTURE_MODE_RELAXED = 2
 _CAPTURE_WAIT_S = 60.0
-# CU_STREAM_MEM_OP_WAIT_VALUE_32 and WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ, and how many a call takes.
+# CU_STREAM_MEM_OP_WAIT_VALUE_32 and WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ, and the most operations per call.
 _WAIT_VALUE, _WRITE_VALUE, _WAIT_EQUAL, _MOST_FLAG_OPERATIONS = 1, 2, 1, 256
 
 
@@ -45,7 +45,7 @@ class _MemcpyAttributes(ctypes.Structure):
 
 
 def _driver_function(name: str, *argument_types: Any) -> Callable[..., int]:
-    """A driver call that releases the interpreter lock, which a wrapper taking Python lists would hold for long."""
+    """A driver call that releases the GIL; a wrapper that takes Python lists would hold the GIL for long."""
     error, pointer, _ = driver.cuGetProcAddress(name.encode(), _CUDA_VERSION, 0)
     if error != driver.CUresult.CUDA_SUCCESS or not pointer:
         raise OverspillError(f"the CUDA driver has no {name} ({error}); a driver for CUDA 12.8 or newer is needed")
@@ -64,7 +64,7 @@ class BatchCopy:
         self._call = _driver_function(
             "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
         )
-        # In stream order: a copy must not read its source before what precedes it on the stream.
+        # In stream order: a copy must not read its source before earlier work on the stream has finished.
         self._attributes = _MemcpyAttributes(src_access_order=1)
         self._attribute_index = ctypes.c_size_t(0)
 
@@ -80,7 +80,7 @@ class BatchCopy:
 
 
 class FlagOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of which waiting and writing have the same fields."""
+    """CUstreamBatchMemOpParams; wait and write operations have the same fields."""
 
     _fields_ = (
         ("operation", ctypes.c_int), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64),
@@ -89,10 +89,10 @@ class FlagOperation(ctypes.Structure):
 
 
 class StreamFlags:
-    """Numbers, 0 or 1, that streams wait for and set; both can be captured in a graph."""
+    """Flags (0 or 1) that streams set and wait for; both operations can be captured in a graph."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        """`values` are int32, on the GPU or pinned, one flag in each row."""
+        """`values` is an int32 tensor, on the GPU or in pinned memory, with one flag per row."""
         self._values = values
         self._address, self._stride = values.data_ptr(), values.stride(0) * values.itemsize
 
@@ -103,7 +103,7 @@ class StreamFlags:
         return [FlagOperation(_WRITE_VALUE, self.address(index), 0)]
 
     def taken(self, index: int) -> list[FlagOperation]:
-        """The stream waits until the flag is up, and lowers it."""
+        """Operations that wait until the flag is raised, then lower it."""
         return [FlagOperation(_WAIT_VALUE, self.address(index), 1, _WAIT_EQUAL), *self.lowered(index)]
 
     def address(self, index: int) -> int:
@@ -111,7 +111,7 @@ class StreamFlags:
 
 
 class FlagQueue:
-    """Queues operations on flags, many at once: in a graph each call is a node."""
+    """Queues flag operations in batches, because each call becomes a node of a captured graph."""
 
     def __init__(self) -> None:
         arguments = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
@@ -142,8 +142,8 @@ class PinnedRanges:
         return None if code in (_SUCCESS, _ALREADY_REGISTERED) else _error_name(code)
 
     def _register_relaxed(self, address: int, length: int) -> int:
-        """vLLM captures graphs while the pool is being registered; by default a capture in one thread forbids such
-        calls to all others."""
+        """Register in relaxed capture mode: vLLM captures graphs at the same time, and by default a capture in one
+        thread forbids such calls in all other threads."""
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._exchange_capture_mode(ctypes.addressof(mode))
         try:
@@ -162,7 +162,7 @@ class CudaMark(Mark):
     """A CUDA event with timing."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        """On the compute stream by default."""
+        """Record the event on `stream`, by default the compute stream."""
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
 
@@ -172,7 +172,7 @@ class CudaMark(Mark):
 
 
 def gpu_numa_node(device: torch.device) -> int | None:
-    """NUMA node of the GPU; None if the machine does not say."""
+    """NUMA node of the GPU; None if the machine does not report one."""
     properties = torch.cuda.get_device_properties(device)
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -184,7 +184,7 @@ def gpu_numa_node(device: torch.device) -> int | None:
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """Result of a driver call; raises its error."""
+    """Call the driver and return the results; raises if the call failed."""
     code, *results = function(*arguments)
     if code != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{function.__name__}: {code.name}")
@@ -200,7 +200,7 @@ def _memory_of(device: int) -> Any:
 
 
 def mapping_granularity(device: int) -> int:
-    """Granularity of mappings on a device. Refuses a device without virtual memory management."""
+    """Granularity of mappings on a device; raises if the device lacks virtual memory management."""
     torch.cuda.init()
     supported = _call(
         driver.cuDeviceGetAttribute,
@@ -217,7 +217,7 @@ def mapping_granularity(device: int) -> int:
 
 
 class PhysicalMemory:
-    """GPU memory without an address. It can be mapped at several addresses at once."""
+    """GPU memory without an address of its own, which can be mapped at several addresses at once."""
 
     def __init__(self, device: int, num_bytes: int) -> None:
         self.device, self.num_bytes = device, num_bytes
@@ -230,12 +230,12 @@ class PhysicalMemory:
             ) from error
 
     def release(self) -> None:
-        """Drop the handle; the driver frees the memory with its last mapping."""
+        """Drop the handle; the driver frees the memory once its last mapping is gone."""
         _call(driver.cuMemRelease, self.handle)
 
 
 class AddressRange:
-    """Reserved addresses. Parts are backed by physical memory, and mappings may change while the range is in use."""
+    """Reserved addresses, partly backed by physical memory; mappings may change while the range is in use."""
 
     def __init__(self, device: int, num_bytes: int) -> None:
         self.device, self.num_bytes = device, num_bytes
@@ -258,11 +258,11 @@ class AddressRange:
             raise
 
     def unmap(self, offset: int) -> None:
-        """Unmap what was mapped at `offset`. No kernel or copy may use it any more."""
+        """Unmap the memory at `offset`; no kernel or copy may still be using it."""
         _call(driver.cuMemUnmap, driver.CUdeviceptr(self.address + offset), self._mapped.pop(offset))
 
     def tensor(self, num_bytes: int | None = None) -> torch.Tensor:
-        """The range, or the first bytes of it, without a copy."""
+        """The range, or its first `num_bytes`, without a copy."""
         array = _CudaArray(self.address, self.num_bytes if num_bytes is None else num_bytes)
         return torch.as_tensor(array, device=torch.device("cuda", self.device))
 
@@ -276,7 +276,7 @@ class AddressRange:
 
 
 class _CudaArray:
-    """The array interface by which torch accepts foreign GPU memory."""
+    """The array interface through which torch accepts foreign GPU memory."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

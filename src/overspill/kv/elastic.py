@@ -1,8 +1,8 @@
-"""Elastic KV, in the engine core: blocks with memory under them, as many as the GPU's ledger grants this engine.
+"""Elastic KV in the engine core: gives memory to as many blocks as the GPU's ledger grants this engine.
 
-vLLM knows the most blocks that the GPU could give. Those without memory are held out of its free queue. To shrink,
-empty blocks are taken out at once; cached ones are copied to RAM first, and their requests' KV is loaded from there
-when it is needed again. Holders are preempted only after a while.
+vLLM is set up with the most blocks that the GPU could back; blocks without memory are held out of its free queue. To
+shrink, empty blocks are taken out at once. Cached blocks are copied to RAM first, and loaded from there when a request
+needs them again. Requests that hold blocks are preempted only after a delay.
 """
 
 import os
@@ -47,19 +47,19 @@ from overspill.kv.vllm_api import (
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# Requests keep their blocks for so long when their engine has to shrink.
+# How long requests keep their blocks when their engine has to shrink.
 _PATIENCE_S = 2.0
-# And cached blocks wait so much longer for their copies: a slow link is no reason to lose them.
+# How much longer cached blocks wait for their copies: a slow link is not a reason to lose them.
 _COPYING_S = 10.0
-# Offered stores may be dropped, for want of slots in RAM.
+# Offers are repeated, since stores may be dropped when RAM has no free slots.
 _SECONDS_BETWEEN_OFFERS = 0.5
-# After the GPU had no memory for what was granted.
+# Retry interval after the GPU lacked the memory that was granted.
 _SECONDS_BETWEEN_TRIES = 1.0
 _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_REPORTS = 0.02, 0.2
 
 
 class Shape(NamedTuple):
-    """Units of a KV cache, and how many of them have memory at first and at least."""
+    """Units of a KV cache, the number that have memory at the start, and the least number."""
 
     units: Units
     first: int
@@ -67,16 +67,16 @@ class Shape(NamedTuple):
 
 
 def elastic_shape(options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Shape | None:
-    """The same in the scheduler and in workers; None without a ledger."""
+    """Shape of the elastic KV cache, or None without a ledger; the scheduler and workers compute the same one."""
     if not options.ledger:
         return None
     groups = kv_cache_config.kv_cache_groups
-    # The longest request, and vLLM's null block.
+    # Room for the longest request and vLLM's null block.
     least = 1 + -(-bytes_of_longest(vllm_config, groups) // bytes_of_block(vllm_config, groups))
     if options.spill_bytes:
         geometry = spill_geometry(options, vllm_config, kv_cache_config)
         units = Units.of(geometry.num_resident, geometry.page_bytes, geometry.num_regions)
-        # And one request's recurrent states, which cannot spill.
+        # One request's recurrent states, which cannot spill, and the null block.
         states = 1 + states_per_request(vllm_config, groups)
         least = max(units.blocks_per_unit, states, least - geometry.num_spilled)
     else:
@@ -100,11 +100,11 @@ class Leaving:
     deadline: float
     offered_at: float = 0.0
     out_after: int | None = None
-    """The step planned last when its last block was taken out: one in flight may still write to it."""
+    """Number of steps planned when all its blocks were out and unread; steps in flight may still write to it."""
     vacated: set[int] = field(default_factory=set)
-    """Of its blocks, those whose holders were preempted."""
+    """Blocks of the unit whose holders were preempted, until they are free."""
     readers: set[str] = field(default_factory=set)
-    """Requests whose sliding windows have left one of its blocks, and that may still read it."""
+    """Requests whose sliding windows have moved past one of its blocks, but may still read it."""
 
 
 class Elastic:
@@ -126,16 +126,16 @@ class Elastic:
         self._stores: Stores | None = None
         self._planned = self._done = 0
         self.is_attached = False  # to the engine core's steps
-        self.is_parked = False  # as the ledger has it
+        self.is_parked = False  # as of the last `adjust`
         self._tried_at = -_SECONDS_BETWEEN_TRIES
         self._reported_at, self._seen = 0.0, (0, 0)
 
     def _bytes(self, units: Iterable[int]) -> int:
-        """The last unit may be smaller than the others."""
+        """Bytes of these units; the last unit may be smaller than the others."""
         return sum(len(self.units.blocks(unit)) for unit in units) * self.units.block_bytes
 
     def bind(self, manager: KVCacheManager, stores: Stores | None) -> None:
-        """Hide blocks that have no memory yet."""
+        """Hold out blocks that have no memory yet."""
         pool: BlockPool = manager.block_pool
         self._pool, self._stores, self._out = pool, stores, HeldOut(pool)
         self._behind_windows = blocks_behind_windows(manager)
@@ -155,7 +155,7 @@ class Elastic:
             self._vacate()
 
     def attach(self, num_in_flight: int) -> None:
-        """Steps are counted from now on."""
+        """Count finished steps from now on; `num_in_flight` planned steps have not finished yet."""
         self.is_attached, self._done = True, self._planned - num_in_flight
 
     # Called by the engine's loop, between steps.
@@ -170,7 +170,7 @@ class Elastic:
         return max(self._floor, granted // self.units.unit_bytes)
 
     def adjust(self, core: Any) -> None:
-        """Get nearer to what is granted, without waiting for anything."""
+        """Move towards the granted size without waiting for anything."""
         self.is_parked = is_frozen(core)
         if self.is_parked:
             self._ledger.write(self._row, held=0, used=0, wanted=0)
@@ -196,7 +196,7 @@ class Elastic:
         if now - self._tried_at < _SECONDS_BETWEEN_TRIES:
             return
         added = [unit for unit in range(self.units.count) if unit not in self.mapped][:num_units]
-        # Told before it is taken: the sum of the ledger is never below the truth.
+        # Written before memory is taken, so that the ledger's sum is never below the memory in use.
         self._ledger.write(self._row, held=self._bytes(self.mapped.union(added)))
         try:
             call_workers(core, "overspill_keep_units", self.mapped.union(added))
@@ -215,7 +215,7 @@ class Elastic:
         self.stats.count("grown_bytes", self._bytes(added))
 
     def _keep_after_all(self, num_units: int) -> int:
-        """Take back as many of the leaving units; returns how many."""
+        """Keep up to `num_units` of the leaving units; returns how many are kept."""
         assert self._out is not None
         kept = list(self._leaving)[:num_units]
         for unit in kept:
@@ -224,7 +224,7 @@ class Elastic:
         return len(kept)
 
     def _ask_to_leave(self, num_units: int) -> None:
-        """Units with the fewest blocks in use, the last ones first; the first one has vLLM's null block."""
+        """Mark units to give up: fewest blocks in use first, then from the end; unit 0 holds vLLM's null block."""
         assert self._pool is not None
         blocks = self._pool.blocks
 
@@ -237,7 +237,7 @@ class Elastic:
             self._leaving[unit] = Leaving(deadline)
 
     def _empty(self, core: Any) -> None:
-        """Take out what is free of the leaving units, and have copied what RAM lacks."""
+        """Take out the leaving units' free blocks, offer blocks without a copy to RAM, preempt late holders."""
         assert self._pool is not None and self._out is not None
         now, held, late_readers, lost = time.monotonic(), set[int](), set[str](), 0
         for unit, leaving in self._leaving.items():
@@ -249,7 +249,7 @@ class Elastic:
             ):
                 lacks_copy = self._stores is not None and self._stores.lacks_copy(block)
                 if lacks_copy and not is_given_up:
-                    offered.append(block)  # those in use, too: their holders load it when they come back
+                    offered.append(block)  # blocks in use, too: their holders load the copies after preemption
                 elif not block.ref_cnt:
                     lost += lacks_copy
                     self._out.take([block])
@@ -273,7 +273,7 @@ class Elastic:
             self._vacate()
 
     def _vacate(self) -> None:
-        """Let no request have a block again whose holders were preempted, and take it out as soon as it is free."""
+        """Keep requests from hitting blocks of preempted holders again, and take such blocks out once they are free."""
         assert self._pool is not None and self._out is not None
         lost = 0
         for leaving in self._leaving.values():
@@ -295,7 +295,7 @@ class Elastic:
         return {name for name, behind in self._behind_windows.items() if not behind.isdisjoint(blocks)}
 
     def _give_back(self, core: Any) -> None:
-        """Unmap units that no step in flight knows any more."""
+        """Unmap leaving units that no step in flight can use any more."""
         ready = {
             unit for unit, one in self._leaving.items()
             if one.out_after is not None and one.out_after <= self._done and not one.readers
@@ -312,7 +312,7 @@ class Elastic:
     def _report(self, core: Any) -> None:
         assert self._pool is not None and self._out is not None
         queue = self._pool.free_block_queue
-        free = getattr(queue, "num_free_resident", queue.num_free_blocks)  # with spill, of the GPU's tier
+        free = getattr(queue, "num_free_resident", queue.num_free_blocks)  # with spill, only the GPU's tier
         used = self.units.num_blocks - len(self._out.ids) - 1 - free
         waiting = blocks_waiting(core, self._block_tokens, most=self.units.num_blocks)
         wanted = min(self.units.count, -(-(used + waiting) // self.units.blocks_per_unit) + 1)
@@ -323,10 +323,10 @@ class Elastic:
         self._reported_at, self._seen = time.monotonic(), (self._planned, used)
         self.stats.gauge("kv_held_bytes", self._bytes(self.mapped))
 
-    # Called by a thread of its own.
+    # Called by the ledger thread.
 
     def is_due(self) -> bool:
-        """Whether the engine's loop should look: the grant changed, it is not met yet, or steps ran since."""
+        """Whether the engine's loop should adjust: the grant is not met, or a report of newly planned steps is due."""
         if not self.is_settled():
             return True
         return self._seen[0] != self._planned and time.monotonic() - self._reported_at > _SECONDS_BETWEEN_REPORTS
@@ -339,7 +339,7 @@ class Elastic:
 
 
 def add_elastic() -> None:
-    """Let engine cores adjust their memory: in their loop, whenever they are woken up."""
+    """Make engine cores adjust their KV memory in their loop, whenever they are woken up."""
     before_loop(_watch)
     on_wakeup(adjust)
     add_engine_method("overspill_adjust", adjust)
@@ -358,7 +358,7 @@ def _attach(core: Any, elastic: Elastic) -> None:
 
 
 def _watch(core: Any) -> None:
-    """Wake the loop up when there is something to adjust: an idle one waits for requests."""
+    """Wake the engine's loop when memory needs adjusting, since an idle loop only waits for requests."""
     (elastic,) = (one.elastic for one in connectors_of(core, "elastic"))
     if elastic is None:
         return

@@ -1,9 +1,9 @@
-"""Eviction order of host blocks: least recently used, or ARC, always the tail of a prefix first.
+"""Eviction order of host blocks: LRU or ARC, always the tail of a prefix before its head.
 
-Both stand in for vLLM's `FreeKVCacheBlockQueue` inside the host `BlockPool`: a block is in the queue while it has
-no references. A plain queue cannot keep "tail before head" cheaply: a conversation that grows puts its newest block
-behind its oldest, and the head would be evicted first and strand the rest. So only *leaves* (blocks that no cached
-block continues) are candidates, ordered by their last use; evicting one makes its parent a leaf.
+Both replace vLLM's `FreeKVCacheBlockQueue` inside the host `BlockPool`: a block is in the queue while it has no
+references. A plain queue cannot keep "tail before head" cheaply: a growing conversation puts its newest block behind
+its oldest, so the head would be evicted first and strand the rest. So only *leaves* (blocks that no cached block
+continues) are candidates, ordered by last use; evicting a leaf may make its parent a leaf.
 """
 
 import heapq
@@ -17,7 +17,7 @@ class LruOrder:
     """Leaf-first LRU. Costs O(log blocks) per evicted block and O(1) per block used."""
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """`blocks` are all blocks of the pool in id order, empty and free but for the first, vLLM's null block."""
+        """`blocks` are all blocks of the pool in id order, all empty and free except the first, vLLM's null block."""
         count = len(blocks)
         self._blocks = blocks
         # Lowest id first: low slots are registered for DMA first.
@@ -25,16 +25,16 @@ class LruOrder:
         self._is_free = [False] + [True] * (count - 1)
         self._clock = 0
         self._stamp = [0] * count
-        # A parent is remembered with its generation, so that a parent that was evicted (and whose slot holds
-        # something else by now) is not mistaken for the old one.
+        # A link to a parent includes its generation, so that a block whose slot was reused after eviction is not
+        # mistaken for the old parent.
         self._generation = [0] * count
         self._parent: list[tuple[int, int] | None] = [None] * count
         self._children = [0] * count
-        # Content whose parent is not here (yet): lazy stores bring the tail of a prefix before its head.
+        # Children by the key of a parent not cached (yet): lazy stores bring the tail of a prefix before its head.
         self._orphans: dict[BlockHashWithGroupId, list[tuple[int, int]]] = {}
         self._heap: list[tuple[int, int]] = []
-        # Blocks whose prefix is here as a whole, from its first block on: those whose number is that of the last time
-        # when a block was voided from under others.
+        # A block's prefix is known to be cached from its first block on while `_whole` equals `_num_voided`, which
+        # grows when a block that others continue loses its content.
         self._is_first = [False] * count
         self._whole = [0] * count
         self._num_voided = 1
@@ -43,13 +43,13 @@ class LruOrder:
     # Called by vLLM's BlockPool.
 
     def remove(self, block: KVCacheBlock) -> None:
-        """A hit: a free cached block is referenced again."""
+        """Take out a free cached block that was hit and is referenced again."""
         assert block.block_hash is not None, "only cached host blocks can be hit"
         self._is_free[block.block_id] = False
         self.num_free_blocks -= 1
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """The last references to cached blocks were dropped."""
+        """Add cached blocks whose last references were dropped, least recently used first."""
         for block in blocks:
             self._is_free[block.block_id] = True
         self.num_free_blocks += len(blocks)
@@ -68,7 +68,7 @@ class LruOrder:
     # Called by the host cache.
 
     def take(self) -> KVCacheBlock | None:
-        """The next block to reuse; None if evicting would strand a block in use."""
+        """Take the next block to reuse; None if evicting would strand a block in use."""
         block = self._empty.pop() if self._empty else self._evict_leaf()
         if block is not None:
             self._is_free[block.block_id] = False
@@ -76,7 +76,7 @@ class LruOrder:
         return block
 
     def insert(self, block: KVCacheBlock, parent: KVCacheBlock | None, parent_key: BlockHashWithGroupId | None) -> None:
-        """`block` now holds content that continues `parent`'s, or that of `parent_key`, which is not here."""
+        """Record that `block` now continues the content of `parent`, or of `parent_key` if that is not cached."""
         assert block.block_hash is not None
         child = (block.block_id, self._generation[block.block_id])
         if parent is not None:
@@ -92,15 +92,15 @@ class LruOrder:
             self._adopt(block.block_id, orphan)
 
     def use(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Refresh content that was hit, here or on the GPU. The last block becomes the most recent."""
+        """Refresh content that was hit in RAM or on the GPU; the last block becomes the most recently used."""
         self._stamp_in_order(blocks)
 
     def last_use(self, block: KVCacheBlock) -> int:
         return self._stamp[block.block_id]
 
     def has_whole_prefix(self, block: KVCacheBlock) -> bool:
-        """Whether all of the block's prefix is cached, so that refreshing the block refreshes all of it: only leaves
-        are evicted, and pass their last use on to their parents. Costs O(1) but for the first call."""
+        """Whether the block's whole prefix is cached, so that refreshing the block refreshes all of the prefix: only
+        leaves are evicted, and pass their last use on to their parents. Costs O(1) after the first call."""
         path, block_id = [], block.block_id
         while self._whole[block_id] != self._num_voided:
             path.append(block_id)
@@ -115,18 +115,18 @@ class LruOrder:
         return True
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Blocks were hit and are referenced. LRU refreshes them when they are released."""
+        """Note that blocks were hit and are referenced; a no-op in LRU, which refreshes blocks on release."""
 
     def forget(self, block: KVCacheBlock) -> None:
-        """Drop a block's content. A free block stays free, and becomes the next to be allocated."""
+        """Drop a block's content; a free block becomes the next to be allocated."""
         block_id = block.block_id
         if self._children[block_id]:
-            self._num_voided += 1  # what continues it is not whole any more
+            self._num_voided += 1  # prefixes through this block are no longer whole
         self._unlink(block_id)
         if self._is_free[block_id]:
             self._empty.append(block)
 
-    # Inside.
+    # Internals.
 
     def _alive(self, children: list[tuple[int, int]]) -> list[tuple[int, int]]:
         return [(child, generation) for child, generation in children if self._generation[child] == generation]
@@ -138,7 +138,7 @@ class LruOrder:
             self._children[parent_id] += 1
 
     def _stamp_in_order(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """One loop for thousands of blocks: a long prefix is stamped while its request waits."""
+        """Stamp blocks in one inlined loop: a long prefix has thousands of blocks, and its request waits."""
         stamps, is_free, children = self._stamp, self._is_free, self._children
         clock = self._clock
         for block in blocks:
@@ -150,7 +150,7 @@ class LruOrder:
         self._clock = clock
 
     def _offer(self, block_id: int) -> None:
-        """Make a free leaf a candidate."""
+        """Make the block a candidate if it is a free leaf."""
         if self._is_free[block_id] and self._children[block_id] == 0:
             self._push(block_id)
 
@@ -159,7 +159,7 @@ class LruOrder:
 
     def _push_on(self, heap: list[tuple[int, int]], block_id: int) -> None:
         heapq.heappush(heap, (self._stamp[block_id], block_id))
-        # Every use leaves a stale entry behind; bound their number.
+        # Every use leaves a stale entry in the heap; bound their number.
         if len(heap) > 4 * len(self._blocks) + 64:
             heap[:] = [entry for entry in heap if self._is_current(entry)]
             heapq.heapify(heap)
@@ -200,14 +200,14 @@ class LruOrder:
         parent, generation = link
         if self._generation[parent] == generation:
             self._children[parent] -= 1
-            # The parent was as useful as what continued it.
+            # The parent was as useful as its child.
             self._stamp[parent] = max(self._stamp[parent], self._stamp[block_id])
             self._offer(parent)
 
 
 class ArcOrder(LruOrder):
-    """Adaptive replacement (Megiddo and Modha, FAST 2003), leaf-first: what was used once and what was used again
-    compete, and a miss on a recently evicted block shifts the balance towards its side."""
+    """Adaptive replacement cache (Megiddo and Modha, FAST 2003), leaf-first: blocks used once compete with blocks used
+    again, and a miss on a recently evicted block shifts the balance towards its side."""
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         super().__init__(blocks)
@@ -241,7 +241,7 @@ class ArcOrder(LruOrder):
         super().use(blocks)
 
     def has_whole_prefix(self, block: KVCacheBlock) -> bool:
-        # What was used once and what was used again are counted block by block.
+        # ARC marks reuse per block: while this block is unmarked, its prefix may hold unmarked blocks, too.
         return self._again[block.block_id] and super().has_whole_prefix(block)
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -277,7 +277,7 @@ class ArcOrder(LruOrder):
         return block
 
     def _leave(self, block_id: int) -> None:
-        """Update the counts for a block whose content left the cache."""
+        """Update the counts for a block whose content leaves the cache."""
         if self._blocks[block_id].block_hash is not None and not self._again[block_id]:
             self._cached_once -= 1
         self._again[block_id] = False

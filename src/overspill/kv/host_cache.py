@@ -1,6 +1,6 @@
-"""The scheduler's view of the blocks in RAM: vLLM's own BlockPool and KVCacheCoordinator over host slots.
+"""The scheduler's cache of blocks in RAM: vLLM's own BlockPool and KVCacheCoordinator over host slots.
 
-Reusing them brings prefix hashes, hybrid groups, sliding windows and state groups as vLLM itself has them.
+Reusing these makes prefix hashes, hybrid groups, sliding windows and state groups work exactly as in vLLM itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,19 +33,19 @@ _ORDERS: dict[Eviction, type[LruOrder]] = {"lru": LruOrder, "arc": ArcOrder}
 
 
 class BelowRam(KVCacheBlock):
-    """Stands in for a block that is not in RAM but below it, on disk or in the store, in a lookup."""
+    """Placeholder in a lookup for a block that is not in RAM but below it: on disk or in the store."""
 
     def __init__(self, key: BlockHashWithGroupId, content: bytes) -> None:
         super().__init__(block_id=-1)
         self.key = key
-        self.content = content  # its key there
+        self.content = content  # key on disk or in the store
 
 
 FindBelow = Callable[[BlockHashWithGroupId], BelowRam | None]
 
 
 class HostPool(BlockPool):
-    """A BlockPool whose lookups return null blocks for the part of a prefix that the GPU already holds."""
+    """BlockPool of host blocks. Lookups return null blocks for the part of a prefix that the GPU already holds."""
 
     def __init__(self, num_blocks: int, hash_block_size: int, events: bool, order: type[LruOrder]) -> None:
         super().__init__(
@@ -57,11 +57,11 @@ class HostPool(BlockPool):
         )
         self.order = order(self.blocks)
         self.free_block_queue = self.order
-        # Hashes of the prefix that the request being looked up hits on the GPU. Lookups must see the whole prefix,
-        # not only the part beyond: chunked attention counts positions from its start.
+        # Hashes of the prefix that the current lookup's request hits on the GPU. Lookups must see the whole prefix, not
+        # only the part beyond the GPU's: chunked attention counts positions from the start.
         self.on_gpu: frozenset[BlockHash] = frozenset()
-        self.find_on_disk: FindBelow | None = None  # in lookups that go on to disk
-        # By block id: what it holds, and whether that was used after it was stored.
+        self.find_on_disk: FindBelow | None = None  # set during lookups that include disk or store
+        # By block id: the stored content, and whether it was used after it was stored.
         self.items: list[Stored | None] = [None] * num_blocks
         self.used_again = bytearray(num_blocks)
 
@@ -80,30 +80,30 @@ class HostPool(BlockPool):
 
 
 class Stored(NamedTuple):
-    """A host block that now holds what `key` names, the continuation of `parent`."""
+    """A host block that now holds the content of `key`, which continues `parent`."""
 
     block: KVCacheBlock
     key: BlockHashWithGroupId
     num_tokens: int | None
     parent: BlockHashWithGroupId | None
-    # Digest of the adapter that it was computed with, empty for none; None if it must not be written to disk.
+    # Digest of the adapter that computed the KV, empty without one; None if the KV must not be written to disk.
     adapter: bytes | None = None
-    event: BlockStored | None = None  # to publish when it is in RAM
+    event: BlockStored | None = None  # published once the block is in RAM
 
 
-# Takes a block whose content leaves RAM, what it held, and whether that was used again; returns a block to reuse, if
-# there is one.
+# Called with a block whose content leaves RAM, that content, and whether it was used again; returns a block to reuse,
+# if any.
 OnEvict = Callable[[KVCacheBlock, Stored, bool], KVCacheBlock | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Blocks in RAM that continue what the GPU holds of a request's prefix."""
+    """Blocks in RAM that continue the part of a request's prefix held by the GPU."""
 
-    # Per group, by position from the start of the prefix; null where nothing has to be loaded.
+    # Per group, by position from the start of the prefix; null blocks where nothing has to be loaded.
     blocks: tuple[list[KVCacheBlock], ...]
     num_local_tokens: int
-    num_tokens: int  # beyond the local ones
+    num_tokens: int  # beyond the local tokens
 
     def in_ram(self) -> list[KVCacheBlock]:
         return [b for group in self.blocks for b in group if not isinstance(b, BelowRam) and not b.is_null]
@@ -112,7 +112,7 @@ class Hit:
 def heads_first(
     blocks: Iterable[KVCacheBlock], above: Callable[[KVCacheBlock], KVCacheBlock | None]
 ) -> list[KVCacheBlock]:
-    """The blocks in this order, but each behind the one that it continues, which `above` names."""
+    """The blocks in the given order, but each behind the block that it continues (its parent, by `above`)."""
     found: dict[int, KVCacheBlock] = {}
     for block in blocks:
         prefix: list[KVCacheBlock] = []
@@ -125,7 +125,7 @@ def heads_first(
 
 
 class HostCache:
-    """Host blocks by content. Block id n is host slot n - 1: id 0 is vLLM's null block and has no memory."""
+    """Host blocks by content. Block id n is host slot n - 1, since id 0 is vLLM's null block and has no memory."""
 
     on_evict: OnEvict | None = None
     events_enabled = False
@@ -163,10 +163,10 @@ class HostCache:
         max_tokens: int,
         find_on_disk: FindBelow | None = None,
     ) -> Hit | None:
-        """The longest prefix of at most `max_tokens` that the GPU and RAM hold together, if RAM adds to it; with
-        `find_on_disk`, blocks that only the disk has count, too.
+        """Longest prefix of up to `max_tokens` held by GPU and RAM together, or None if RAM adds nothing to the GPU's.
+        Blocks that `find_on_disk` knows count as if in RAM.
 
-        `max_tokens` bounds the search itself: with a sliding window a hit of n tokens does not imply one of n - 1.
+        `max_tokens` bounds the search itself: with a sliding window, a hit of n tokens does not imply one of n - 1.
         """
         self.pool.find_on_disk = find_on_disk
         if self._is_plain:
@@ -187,8 +187,8 @@ class HostCache:
         return blocks, num_tokens
 
     def _lookup_plain(self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int) -> _Found:
-        """The same for one full-attention group. A long prefix is looked up while its request waits, and this takes
-        a third of the time."""
+        """Look up a prefix in a single full-attention group: takes a third of `_lookup_any`'s time, and the request
+        waits while its long prefix is looked up."""
         first, last = num_local_tokens // self.block_size, max_tokens // self.block_size
         blocks = [self.pool.null_block] * first
         on_disk = self.pool.find_on_disk
@@ -205,8 +205,8 @@ class HostCache:
     def lookup_below(
         self, block_hashes: Sequence[BlockHash], num_local_tokens: int, max_tokens: int, find: FindBelow, most: int
     ) -> Hit | None:
-        """The same with at most `most` blocks that RAM lacks and `find` knows, and one at least: what is read into RAM
-        must not push out its own head."""
+        """Longest prefix that needs at least one and at most `most` blocks that RAM lacks and `find` knows: blocks read
+        into RAM must not evict the head of their own prefix."""
         while max_tokens > num_local_tokens:
             found = self.lookup(block_hashes, num_local_tokens, max_tokens, find)
             if found is None:
@@ -218,7 +218,7 @@ class HostCache:
         return None
 
     def allocate_beside(self, found: Hit, count: int) -> list[KVCacheBlock]:
-        """`count` blocks to read into, or none; the part of the prefix that they continue stays."""
+        """Allocate `count` blocks to read into, or none, without evicting the hit's blocks in RAM."""
         in_ram = found.in_ram()
         self.read(in_ram)
         blocks = self.allocate(count)
@@ -229,7 +229,7 @@ class HostCache:
         return []
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
-        """Up to `count` blocks to store into; cached ones are evicted if no empty ones are left."""
+        """Allocate up to `count` blocks to store into; evicts cached blocks once no empty ones are left."""
         blocks: list[KVCacheBlock] = []
         while len(blocks) < count and (block := self.pool.order.take()) is not None:
             item, used_again = self._forget(block)
@@ -243,8 +243,8 @@ class HostCache:
         return blocks
 
     def _forget(self, block: KVCacheBlock) -> tuple[Stored | None, bool]:
-        """What a block that is evicted held, and whether it was used after it was stored. Its parent was used, too:
-        refreshing the tail of a prefix refreshes all of it."""
+        """Clear and return an evicted block's content, and whether it was used after it was stored. If so, its parent
+        counts as used, too: refreshing the tail of a prefix refreshes all of it."""
         item, used_again = self.pool.items[block.block_id], bool(self.pool.used_again[block.block_id])
         self.pool.items[block.block_id] = None
         self.pool.used_again[block.block_id] = 0
@@ -257,7 +257,7 @@ class HostCache:
             self.pool.used_again[block.block_id] = 1
 
     def by_last_use(self) -> list[tuple[KVCacheBlock, Stored]]:
-        """All content, the prefixes used most recently first, each from its head."""
+        """All content in RAM, most recently used prefixes first, each prefix from its head."""
         items = self.pool.items
         held = [block for block in self.pool.blocks if items[block.block_id] is not None]
         held.sort(key=self.pool.order.last_use, reverse=True)
@@ -271,7 +271,7 @@ class HostCache:
         return [(block, item) for block in ordered if (item := items[block.block_id]) is not None]
 
     def insert(self, stored: Sequence[Stored]) -> None:
-        """Make stored content findable, and drop the stores' references."""
+        """Make stored content available to lookups, and drop the stores' references."""
         order = self.pool.order
         for item in stored:
             block, key, num_tokens, parent = item.block, item.key, item.num_tokens, item.parent
@@ -279,35 +279,35 @@ class HostCache:
             insert_hash(self.pool, key, block, num_tokens)
             order.insert(block, self.find(parent) if parent is not None else None, parent)
         if self.events_enabled:
-            # In one queue with the removals: a reader must see them in the order in which they happened.
+            # In one queue with the removals: subscribers must see events in the order in which they happened.
             self.pool.kv_event_queue += [item.event for item in stored if item.event is not None]
-        # Together, so that only the tails are leaves.
+        # Released together, so that only tails become leaves.
         self.release([item.block for item in stored])
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.pool.touch(blocks)
 
     def read(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Pin blocks that a request hit."""
+        """Pin blocks that a request hit, and note their use."""
         self.pin(blocks)
         self._mark_used(blocks)
         self.pool.order.read(blocks)
 
     def release(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Unpin blocks, given in prefix order; the tail becomes the older one."""
+        """Unpin blocks, given in prefix order; the tail will count as older than the head."""
         self.pool.free_blocks(reversed(list(blocks)))
 
     def use(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Refresh blocks that were hit on the GPU, given in prefix order; the tail becomes the older one."""
+        """Refresh blocks hit on the GPU, given in prefix order; the tail will count as older than the head."""
         self._mark_used(blocks)
         self.pool.order.use(blocks[::-1])
 
     def has_whole_prefix(self, block: KVCacheBlock) -> bool:
-        """Whether refreshing this block refreshes its prefix, all of which is cached."""
+        """Whether the block's whole prefix is cached, and refreshing the block refreshes all of it."""
         return self.pool.order.has_whole_prefix(block)
 
     def drop(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Remove content from the cache at once; blocks in use stay referenced until they are released."""
+        """Remove content from the cache at once; returns the count. Blocks in use stay referenced until released."""
         dropped = 0
         for block in blocks:
             if block.block_hash is not None:

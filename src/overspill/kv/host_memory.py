@@ -1,5 +1,4 @@
-"""Memory for KV in RAM: mapped at once, filled with pages and registered for DMA piece by piece in the background; and
-checksums of what its slots hold."""
+"""Slots of RAM for KV: mapped at once, populated and pinned piece by piece in the background; and their checksums."""
 
 import ctypes
 import errno
@@ -32,14 +31,14 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
 _HUGE_PAGE = 2 * MiB
 
-# Registering holds the driver's lock, so a piece must be short against a step; small enough to be quick, large
-# enough that a terabyte is not millions of calls.
+# Registering holds the driver's lock, so it must take much less time per piece than a step; pieces must still be large
+# enough that a terabyte does not take millions of calls.
 PIECE_BYTES = 256 * MiB
-# Faulting pages in blocks other mappings of the process, which is starting up: a little at a time.
+# Faulting in pages blocks the process's other mappings while it starts up, so only a little is faulted at a time.
 _FILL_BYTES = 8 * MiB
 _FILL_THREADS = 4
 _PAGE = 4096
-# One slot in so many carries a checksum with `verify: sample`.
+# With `verify: sample`, one slot in this many carries a checksum.
 SAMPLE_EVERY = 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,7 +57,7 @@ def map_memory(
     descriptor: int = -1,
     protection: int = _PROT_READ_WRITE,
 ) -> int:
-    """Address of the new mapping. `option` is the option to lower if the kernel refuses."""
+    """Map memory and return its address. Errors name `option` as the setting to lower if the kernel refuses."""
     mapped = _libc.mmap(address, length, protection, flags, descriptor, 0)
     if mapped is None or mapped == _MAP_FAILED:
         reason = os.strerror(ctypes.get_errno())
@@ -71,7 +70,7 @@ def unmap_memory(address: int, length: int) -> None:
 
 
 class Mapping:
-    """Anonymous memory of our own: no /dev/shm, no rounding up to a power of two."""
+    """Anonymous memory mapped by Overspill itself: no /dev/shm, no rounding up to a power of two."""
 
     def __init__(self, num_bytes: int, option: str = "host_bytes") -> None:
         self.num_bytes = num_bytes
@@ -85,15 +84,15 @@ class Mapping:
         _libc.madvise(self.address, num_bytes, _MADV_DONTFORK)
 
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """The memory as an array; it must not outlive the mapping."""
+        """The memory as an array, which must not outlive the mapping."""
         buffer = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
         return np.frombuffer(memoryview(buffer), dtype=np.uint8)
 
     def populate(self, start: int, length: int) -> None:
-        """Fault the pages in now, from the calling thread, on its NUMA node.
+        """Fault in pages now, on the NUMA node of the calling thread.
 
-        Before Linux 5.14 this does nothing, and pages come when they are registered or first written: touching them
-        here would overwrite what was stored meanwhile.
+        No-op before Linux 5.14, where pages are allocated when registered or first written: touching them here could
+        overwrite KV stored meanwhile.
         """
         if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) == 0:
             return
@@ -108,7 +107,7 @@ class Mapping:
 
 
 class HostMemory:
-    """`num_slots` slots of `slot_bytes` each; slots are pinned in order, from the first to the last."""
+    """`num_slots` slots of `slot_bytes` each, pinned in order from first to last."""
 
     def __init__(
         self,
@@ -121,7 +120,7 @@ class HostMemory:
     ) -> None:
         self._name, self._option = name, option
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
-        # One copy must not cross from one registered piece into the next, so a piece is whole slots and whole pages.
+        # A copy must not cross from one registered piece into the next, so a piece holds whole slots and whole pages.
         self.slot_stride = slot_stride(slot_bytes)
         self.slots_per_piece = max(1, PIECE_BYTES // self.slot_stride)
         self.num_bytes = num_slots * self.slot_stride
@@ -138,18 +137,18 @@ class HostMemory:
         self._registered: list[int] = []
 
     def pages(self, slot: int) -> memoryview:
-        """All of a slot, in whole pages, as direct I/O needs it."""
+        """The slot's memory in whole pages, as direct I/O requires."""
         return self._pages[slot].data
 
     def prepare(self, pinning: "PinnedRanges | None") -> None:
-        """Fill and, with `pinning`, register the pool in the background."""
+        """Populate the pool and, with `pinning`, register it, in the background."""
         self._pinning = pinning
         self._thread = threading.Thread(target=self._prepare, name="overspill-pool", daemon=True)
         self._thread.start()
 
     @property
     def pinned_slots(self) -> int:
-        """Slots below this one are pinned."""
+        """Number of slots pinned so far; these are the first ones."""
         return self.pinned_bytes // self.slot_stride
 
     @property
@@ -167,7 +166,7 @@ class HostMemory:
         return True
 
     def close(self) -> None:
-        """Unpin and unmap everything; no transfer may be in flight."""
+        """Unpin and unmap all memory; no transfer may be in flight."""
         self._stop.set()
         self.wait_until_prepared()
         if self._pinning is not None:
@@ -235,12 +234,12 @@ def slot_stride(slot_bytes: int) -> int:
 
 
 def num_host_slots(options: Options, world_size: int, slot_bytes: int) -> int:
-    """Slots of each rank's part of the pool; the scheduler and all workers compute the same number."""
+    """Number of slots in each rank's part of the pool; the scheduler and all workers compute the same number."""
     return options.host_bytes_per_rank(world_size) // slot_stride(slot_bytes)
 
 
 def _run_on(cpus: frozenset[int]) -> None:
-    """Bind this thread to CPUs: the kernel takes a page from the node of the CPU that touches it first."""
+    """Bind this thread to CPUs: the kernel allocates a page on the node of the CPU that touches it first."""
     allowed = cpus & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)
@@ -248,7 +247,7 @@ def _run_on(cpus: frozenset[int]) -> None:
 
 @dataclass(slots=True)
 class Verdict:
-    """Result of checking a load's slots; the check runs beside the copies."""
+    """Result of checking a load's slots; the check runs in parallel with the copies."""
 
     parts: list[Future[list[int]]] = field(default_factory=list)
     num_checked: int = 0
@@ -257,7 +256,7 @@ class Verdict:
         return all(part.done() for part in self.parts)
 
     def error(self) -> BaseException | None:
-        """The error of a check that failed itself; waits for the check."""
+        """The exception if the check itself failed; waits for the check."""
         return next((error for part in self.parts if (error := part.exception()) is not None), None)
 
     def corrupt_slots(self) -> list[int]:
@@ -266,7 +265,7 @@ class Verdict:
 
 
 class Checksums:
-    """Checksums by host slot. xxhash releases the interpreter lock while it works."""
+    """Checksums by host slot, computed in threads: xxhash releases the GIL while hashing."""
 
     def __init__(self, memory: HostMemory, verify: Verify, threads: int | None = None) -> None:
         self._memory = memory
@@ -281,7 +280,7 @@ class Checksums:
         return self._verify == "all" or (self._verify == "sample" and slot % SAMPLE_EVERY == 0)
 
     def record(self, slots: Sequence[int]) -> None:
-        """Compute checksums of stored slots in the background. Checks of these slots wait for them."""
+        """Compute checksums of stored slots in the background; checks of these slots wait until that is done."""
         if self._pool is None:
             return
         for part in self._split(slots):
@@ -294,14 +293,14 @@ class Checksums:
         if self._pool is None:
             return verdict
         for part in self._split(slots):
-            # Futures of the same pool, submitted earlier: a later task that waits for them cannot deadlock.
+            # Futures of the same pool, submitted earlier: a later task waiting for them cannot deadlock.
             recording = {f for slot in part if (f := self._recording.pop(slot, None)) and not f.done()}
             verdict.parts.append(self._pool.submit(self._check, part, recording))
             verdict.num_checked += len(part)
         return verdict
 
     def note(self, slot: int, digest: int) -> None:
-        """The slot was filled with content whose digest is known."""
+        """Set the checksum of a slot that was filled with content of known digest."""
         self._recording.pop(slot, None)
         self._digests[slot] = digest
 

@@ -1,4 +1,4 @@
-"""Jobs of a step, from the scheduler to the workers, and their reports."""
+"""Jobs of a step, sent from the scheduler to the workers, and the workers' reports."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -15,7 +15,7 @@ class LoadJob:
     request_id: str
     slots: list[int]
     block_ids: list[int]
-    # vLLM took another number of tokens than was offered; the request must be recomputed.
+    # The hit was dropped, or does not match vLLM's allocation: nothing is copied, and the request must be recomputed.
     void: bool = False
 
 
@@ -30,7 +30,7 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class DiskReadJob:
-    """Read places of a folder on disk into host slots, and compare the digests, by rank and block."""
+    """Read places of a folder on disk into host slots and compare the digests, given per rank and block."""
 
     job_id: int
     folder: str
@@ -51,22 +51,22 @@ class DiskWriteJob:
 
 @dataclass(frozen=True, slots=True)
 class RemoteJob:
-    """A call of the store between machines: which of the keys it has, their content into slots, or slots into it."""
+    """A call to the store between machines: find which keys exist, load their content into slots, or store slots."""
 
     job_id: int
     kind: Literal["find", "load", "store"]
-    prefix: str  # of all keys
+    prefix: str  # common to all keys
     keys: list[bytes]
     slots: list[int]
-    patience_s: float  # without any progress
+    patience_s: float  # longest wait without progress
 
 
 @dataclass(slots=True)
 class RemoteResult:
-    """How a call of the store ended on one rank."""
+    """Result of a call to the store, on one rank."""
 
-    bad: list[int]  # positions that were not found, loaded or stored
-    failed: bool = False  # the store did not answer as it should
+    bad: list[int]  # positions of keys that were not found, loaded or stored
+    failed: bool = False  # the store raised, returned an error or gave no answer
     lost: bool = False  # bytes may still arrive in the slots
     corrupt: int = 0
     seconds: float = 0.0
@@ -81,7 +81,7 @@ class RemoteResult:
 
 @dataclass(slots=True)
 class StepJobs(KVConnectorMetadata):
-    """One step's work for every worker."""
+    """A step's work for every worker."""
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
@@ -89,17 +89,17 @@ class StepJobs(KVConnectorMetadata):
     disk_writes: list[DiskWriteJob] = field(default_factory=list)
     remote: list[RemoteJob] = field(default_factory=list)
     num_tokens: int = 0
-    # The step reads or writes KV in RAM, layer by layer.
+    # KV in RAM that the step reads or writes, layer by layer.
     spill: SpillStep | None = None
     # (source, target) blocks to copy before anything reads or writes them.
     block_copies: list[tuple[int, int]] = field(default_factory=list)
-    # Units of GPU blocks and window that have memory from this step on; None if that does not change.
+    # Units of GPU blocks and of the window that have memory from this step on; None if unchanged.
     units: frozenset[int] | None = None
 
 
 @dataclass(slots=True)
 class Sample:
-    """An amount and the seconds it took; amounts and seconds add up."""
+    """An amount and the seconds it took; both accumulate."""
 
     amount: int = 0
     seconds: float = 0.0
@@ -111,7 +111,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Lateness:
-    """Layers of which the CPU attends to a part, and those in which the GPU waited for its result."""
+    """Layers whose attention the CPU shared, and how many of them made the GPU wait for the CPU's result."""
 
     layers: int = 0
     late: int = 0
@@ -123,22 +123,22 @@ class Lateness:
 
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):
-    """Jobs completed since the last report; each worker reports each job once."""
+    """Jobs completed since a worker's last report; each worker reports each job once."""
 
-    # job id -> workers that are done with it
+    # job id -> number of workers that are done with the job
     loaded: dict[int, int] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
-    # Jobs for which a copy failed on some worker.
+    # Jobs with a copy that failed on some worker.
     failed: set[int] = field(default_factory=set)
     # Host slots whose content did not match its checksum.
     corrupt_slots: set[int] = field(default_factory=set)
-    # job id -> rank -> positions of blocks that could not be read, or did not match their digest
+    # job id -> rank -> positions of blocks that could not be read or did not match their digest
     disk_read: dict[int, dict[int, list[int]]] = field(default_factory=dict)
-    # job id -> rank -> digest of each block, None where it was not written
+    # job id -> rank -> digest of each block, None for blocks not written
     disk_written: dict[int, dict[int, list[int | None]]] = field(default_factory=dict)
-    disk_full_at: int | None = None  # the first place that the disk has no room for
+    disk_full_at: int | None = None  # lowest place that the disk has no room for
     remote: dict[int, dict[int, RemoteResult]] = field(default_factory=dict)  # by job id and rank
-    remote_late: set[int] = field(default_factory=set)  # jobs that did not end in time, on some rank; they go on
+    remote_late: set[int] = field(default_factory=set)  # jobs that timed out on some rank, but still run
     disk_speed: Sample = field(default_factory=Sample)
     remote_speed: Sample = field(default_factory=Sample)
     load_speed: Sample = field(default_factory=Sample)
@@ -146,7 +146,7 @@ class StepReport(KVConnectorWorkerMetadata):
     stream_speed: Sample = field(default_factory=Sample)
     plain_steps: Sample = field(default_factory=Sample)
     far_speed: Sample = field(default_factory=Sample)
-    spilled_steps: Sample = field(default_factory=Sample)  # bytes in RAM that they read
+    spilled_steps: Sample = field(default_factory=Sample)  # amount: bytes of KV in RAM that they read
     lateness: Lateness = field(default_factory=Lateness)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
@@ -162,7 +162,7 @@ class StepReport(KVConnectorWorkerMetadata):
         self.remote_late |= other.remote_late
         full_at = [at for at in (self.disk_full_at, other.disk_full_at) if at is not None]
         self.disk_full_at = min(full_at, default=None)
-        # Ranks work side by side: amounts of a rank over its own seconds.
+        # Ranks work in parallel, so each rank's amounts are added along with its own seconds.
         for name in _SAMPLES:
             more = getattr(other, name)
             getattr(self, name).add(more.amount, more.seconds)

@@ -1,8 +1,8 @@
-"""The ledger of a GPU: which engine has how much of its memory under KV, has been granted, and would use.
+"""The ledger of a GPU: how much memory each engine holds under its KV, has been granted, and would use.
 
-A small file that every engine of the GPU and the manager map. Each number has one writer: the manager writes grants,
-an engine its own row. So no lock is held while anything runs; only taking a row needs one. Numbers are 8 bytes at
-multiples of 8, which are written and read whole.
+A small file that the manager and every engine of the GPU map. Each number has one writer: the manager writes grants,
+an engine the rest of its row. So only taking a row needs a lock. Numbers are 8 bytes at multiples of 8, so reads and
+writes are atomic.
 """
 
 import fcntl
@@ -16,36 +16,36 @@ from typing import NamedTuple
 from overspill.kv.errors import OverspillError
 
 NUM_ROWS = 64
-_MAGIC = 0x6F7673_6C6564_01  # and the version of the format
+_MAGIC = 0x6F7673_6C6564_01  # includes the version of the format
 _FIELDS = ("pid", "started", "granted", "held", "used", "wanted", "floor", "most", "weight")
-_ROW = 16  # numbers: room for more fields
+_ROW = 16  # numbers in a row, with room for more fields
 _HEADER = 16
 _BYTES = 8 * (_HEADER + NUM_ROWS * _ROW)
 
 
 class Account(NamedTuple):
-    """An engine's row. Sizes are bytes."""
+    """An engine's row; sizes are in bytes."""
 
     pid: int
     started: int
-    """When, in the kernel's ticks: numbers of processes are used again."""
+    """Start time of the process in the kernel's ticks, which tells reused pids apart."""
     granted: int
-    """By the manager; 0 if none has granted anything yet."""
+    """Memory granted by the manager; 0 until the first grant."""
     held: int
-    """Memory under the engine's KV, which it never raises above what was granted."""
+    """Memory under the engine's KV; the engine never grows it beyond the grant."""
     used: int
-    """Of this, KV of running requests."""
+    """The part of `held` that running requests use."""
     wanted: int
-    """What running and waiting requests would use."""
+    """Memory that running and waiting requests would use."""
     floor: int
-    """Without this much the engine could not answer its longest request."""
+    """Least memory with which the engine can answer its longest request."""
     most: int
     weight: int
-    """Memory that nobody needs is divided by these."""
+    """Memory that no engine needs is divided in proportion to these."""
 
 
 class Ledger:
-    """The file, mapped; made if there is none."""
+    """The mapped ledger file, created if missing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class Ledger:
             )
 
     def accounts(self) -> dict[int, Account]:
-        """Of engines that live, by row."""
+        """Accounts of live engines, by row."""
         found = {row: self.read(row) for row in range(NUM_ROWS)}
         return {row: one for row, one in found.items() if one.pid and started_at(one.pid) == one.started}
 
@@ -82,14 +82,14 @@ class Ledger:
             self._numbers[_HEADER + row * _ROW + _FIELDS.index(name)] = number
 
     def take(self, pid: int, *, held: int, floor: int, most: int, weight: int) -> int:
-        """A row for an engine. Rows of dead engines are free."""
+        """Take a row that no live engine has, and return its number."""
         with self._locked():
             living = self.accounts()
             free = next((row for row in range(NUM_ROWS) if row not in living), None)
             if free is None:
                 raise OverspillError(f"{self.path} has rows for {NUM_ROWS} engines of a GPU, and all are taken")
             self.write(free, pid=0, granted=0, used=0, held=held, wanted=held, floor=floor, most=most, weight=weight)
-            # Last: with these it counts.
+            # Last: readers ignore a row until its pid and start time match a live process.
             self.write(free, started=started_at(pid) or 0)
             self.write(free, pid=pid)
         return free
@@ -112,7 +112,7 @@ class Ledger:
 
 
 def started_at(pid: int) -> int | None:
-    """When a process began; None for one that is gone."""
+    """Start time of a process in the kernel's ticks; None if it has ended, zombies included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):

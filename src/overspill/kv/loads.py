@@ -1,4 +1,4 @@
-"""Loads: which requests get their prefix from RAM, and the blocks held while it is copied."""
+"""Loads: which requests get their prefix from RAM, and the blocks pinned while it is copied."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,10 +37,10 @@ class LoadInFlight:
 
 
 class Loads:
-    """Hits and loads in flight. Blocks of both sides are referenced from admission until every worker has reported."""
+    """Hits, and loads in flight. Blocks in RAM and on the GPU are pinned from admission until all workers report."""
 
-    # Without loads nothing measures the link, and one bad measurement (the first one, of few bytes, or made while the
-    # pool was not pinned yet) would end them for good. So one in so many that seem slow is made all the same.
+    # Only loads measure the link, so one bad measurement (the first one, of few bytes, or made before the pool was
+    # pinned) would end them for good. After this many loads skipped as too slow, one runs anyway.
     probe_after = 32
 
     def __init__(
@@ -57,7 +57,7 @@ class Loads:
         block_bytes: int,
         groups: Collection[int],
     ) -> None:
-        """`always` loads even if recomputing is faster."""
+        """With `always`, hits are loaded even if recomputing is faster."""
         self._always, self._world_size, self._block_bytes, self._groups = always, world_size, block_bytes, groups
         self._host, self._speeds, self._stats = host, speeds, stats
         self._tiers = tiers
@@ -65,15 +65,15 @@ class Loads:
         self._job_ids = job_ids
         self._live = live  # requests admitted and not finished
         self._gpu: BlockPool | None = None
-        # From a lookup to the admission in the same scheduling pass. Nothing is evicted from RAM in between, so hits
+        # Kept from lookup to admission within one scheduling pass. Nothing is evicted from RAM in between, so hits
         # need no pin.
         self._hits: dict[str, Hit] = {}
-        self._skipped: dict[str, int] = {}  # tokens that are not worth a load, also until the admission
-        self._unloadable: set[str] = set()  # requests that are recomputed whatever RAM holds
-        self._failed: set[str] = set()  # of those, requests whose load failed and that have no blocks since
-        self._to_requeue: set[str] = set()  # of those, requests that vLLM still takes to hold blocks
+        self._skipped: dict[str, int] = {}  # tokens not worth a load, also until admission
+        self._unloadable: set[str] = set()  # requests to recompute whatever RAM holds
+        self._failed: set[str] = set()  # those whose load failed, until they have blocks again
+        self._to_requeue: set[str] = set()  # those that vLLM still believes to hold blocks
         self._planned: list[LoadInFlight] = []
-        self._heads: dict[BlockHash, LoadInFlight] = {}  # by the first hash that is loaded
+        self._heads: dict[BlockHash, LoadInFlight] = {}  # by the hash of the first block to load
         self.in_flight: dict[int, LoadInFlight] = {}
         self.num_blocks = 0  # planned and in flight
 
@@ -81,7 +81,7 @@ class Loads:
         self._gpu = pool
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond the GPU's that can be loaded from RAM; with None, vLLM calls again in a later pass."""
+        """Tokens to load from RAM beyond the GPU's hit, and whether asynchronously; None makes vLLM retry later."""
         self._forget(request.request_id)
         if request.request_id in self._to_requeue:
             self._to_requeue.discard(request.request_id)
@@ -94,10 +94,10 @@ class Loads:
             num_local_tokens + self._host.block_size <= max_tokens
             and self._head(request, num_local_tokens) in self._heads
         ):
-            # Another request is loading the same blocks; when it is done they are a hit on the GPU. Checked
-            # first: many requests may wait for one long prefix, and vLLM calls for all of them in every pass.
+            # Another request is loading the same blocks, which will then be a hit on the GPU. Checked before the
+            # lookup: many requests may wait for one long prefix, and vLLM calls for each of them in every pass.
             return None, False
-        # Before the lookup, since it may evict.
+        # Before the lookup, since a tier may evict from RAM to make room.
         if any(tier.wants(request, num_local_tokens, max_tokens) for tier in self._tiers):
             return None, False
         hit = self._host.lookup(request.block_hashes, num_local_tokens, max_tokens)
@@ -109,13 +109,13 @@ class Loads:
             self._host.use(blocks)
             return 0, False
         if self._failed:
-            # vLLM keeps their blocks free from other loads, and stops at the first request that gets none.
+            # vLLM reserves the failed requests' blocks against other loads, and ends its pass at the first refusal.
             return None, False
         self._hits[request.request_id] = hit
         return hit.num_tokens, True
 
     def _head(self, request: Request, num_local_tokens: int) -> BlockHash:
-        """Hash of the first block beyond the local tokens; it covers the prefix before it, too."""
+        """Hash of the first block beyond the local tokens, which covers the whole prefix before the block, too."""
         return request.block_hashes[num_local_tokens // self._host.hash_block_size]
 
     def _forget(self, request_id: str) -> tuple[Hit | None, int]:
@@ -140,7 +140,7 @@ class Loads:
         )
 
     def admit(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The request has its GPU blocks; its load starts with the step."""
+        """Plan the load of a request that now has its GPU blocks; the load starts with the step."""
         request_id = request.request_id
         hit, num_skipped = self._forget(request_id)
         for requests in (self._failed, self._to_requeue):
@@ -178,7 +178,7 @@ class Loads:
         for group in self._groups:
             size = self._host.group_block_sizes[group]
             span = slice(hit.num_local_tokens // size, -(-end // size))
-            # Null targets lie before the window.
+            # Null targets lie before the sliding window.
             pairs = zip_longest(blocks.blocks[group][span], hit.blocks[group][span])
             wanted = [(target, source) for target, source in pairs if target is not None and not target.is_null]
             if any(source is None or source.is_null for _, source in wanted):
@@ -188,7 +188,7 @@ class Loads:
         return load
 
     def plan(self) -> list[LoadJob]:
-        """The loads to start with this step."""
+        """Loads to start with this step."""
         jobs = []
         for load in self._planned:
             job_id = next(self._job_ids)
@@ -206,23 +206,23 @@ class Loads:
         return jobs
 
     def report(self, job_id: int, count: int, *, failed: bool) -> None:
-        """`count` more workers are done."""
+        """Count `count` more workers as done with the load."""
         load = self.in_flight[job_id]
         load.reports += count
         if failed:
-            # Any of the blocks may be unreadable; hit again, the load would fail again, for ever.
+            # Any of the blocks may be unreadable; loads of later hits on them would fail for ever.
             self._host.drop(load.host_blocks)
         if load.reports == self._world_size:
             del self.in_flight[job_id]
             self._release(load)
 
     def recompute(self, request_ids: Collection[str]) -> None:
-        """Loads failed. vLLM keeps a failed load's blocks reserved for its request, and would wait for ever to load
-        again, so it is computed.
+        """Recompute requests whose loads failed. vLLM keeps a failed load's blocks reserved for its request, so
+        another load would wait for ever.
 
-        It also leaves the request before others that hold blocks, though it frees those of its own. If it does not fit
-        beside them, because a window takes more blocks to compute than to load, all would wait for ever. With None
-        from `match`, vLLM requeues it behind them."""
+        vLLM also frees the request's blocks, yet leaves it queued before requests that hold theirs. If it does not fit
+        beside them, because a window takes more blocks to compute than to load, all would wait for ever. A None from
+        `match` makes vLLM requeue it behind them."""
         self._stats.count("load_failures", len(request_ids))
         failed = set(request_ids).intersection(self._live)
         self._unloadable |= failed
@@ -250,8 +250,8 @@ class Loads:
             requests.discard(request_id)
 
     def reset(self) -> bool:
-        """Planned loads become recomputations. False while a load is in flight: its request would still get the old
-        content."""
+        """Turn planned loads into recomputations. False while a load is in flight, whose request would still get the
+        old content."""
         self._hits.clear()
         self._skipped.clear()
         self._heads.clear()
@@ -262,8 +262,8 @@ class Loads:
 
 
 class Standstill:
-    """Requests whose KV was loaded, and that wait for blocks that only others of them hold. vLLM reserves blocks for
-    requests that it lets load, and knows neither those that elastic KV has taken since, nor that recurrent states
+    """Breaks deadlocks of requests with loaded KV that wait for blocks only such requests hold. vLLM reserves blocks
+    for requests it lets load, but knows neither of blocks that elastic KV has taken since, nor that recurrent states
     cannot spill."""
 
     def __init__(self, stats: OverspillStats) -> None:
@@ -271,8 +271,8 @@ class Standstill:
         self._seen: tuple[int, list[str]] = (0, [])
 
     def end(self, scheduler: Scheduler, num_passes: int) -> None:
-        """Called between passes, of which there were so many: if one has left the same requests waiting, take the last
-        one's blocks. It loads them again."""
+        """Free the last waiting request's blocks if a pass has left the same requests waiting; it loads them again.
+        Called between passes, of which there were `num_passes`."""
         waiting = [request.request_id for request in requests_at_rest(scheduler)]
         passes, before = self._seen
         if waiting != before:

@@ -1,4 +1,4 @@
-"""Overspill's numbers in vLLM's own /metrics and log line."""
+"""Overspill's metrics, in vLLM's own /metrics and log line."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +74,7 @@ _SHOWN = (
 
 @dataclass
 class OverspillStats(KVConnectorStats):
-    """Counters since the last report and gauges as they are now, in one flat dict."""
+    """Counters since the last report and current gauges, in one flat dict."""
 
     data: dict[str, float] = field(default_factory=dict)
 
@@ -84,12 +84,12 @@ class OverspillStats(KVConnectorStats):
             self.data[name] = self.data.get(name, 0) + amount
 
     def gauge(self, name: str, value: float, rank: int = 0) -> None:
-        """Set a rank's value, under a key of its own: vLLM aggregates ranks and steps by the same call."""
+        """Set a rank's value under a key of its own, since vLLM aggregates ranks and steps by the same call."""
         assert name in GAUGES, name
         self.data[f"{name}@{rank}"] = value
 
     def take(self) -> "OverspillStats | None":
-        """Everything since the last call, or None."""
+        """Stats since the last call, or None if there are none."""
         if not self.data:
             return None
         taken = OverspillStats(data=self.data)
@@ -127,7 +127,7 @@ class OverspillStats(KVConnectorStats):
 
 
 class OverspillPromMetrics(KVConnectorPromMetrics):
-    """`overspill_*` series, one child per engine."""
+    """The `overspill_*` series, with one child per engine."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class OverspillPromMetrics(KVConnectorPromMetrics):
 
 
 def _unregister_series() -> None:
-    """A second engine in the same process registers its series again, as vLLM does with its own."""
+    """Let a second engine in the same process register its series again, as vLLM does with its own."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith("overspill_"):
             REGISTRY.unregister(collector)

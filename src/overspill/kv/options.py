@@ -1,4 +1,4 @@
-"""Options in `kv_connector_extra_config`: one table for parsing, checking and the documentation."""
+"""The connector's options, in `kv_connector_extra_config`: one table for parsing, checks and documentation."""
 
 import difflib
 import os
@@ -44,7 +44,7 @@ def _path(value: object) -> str:
 
 
 def parse_folder(value: object) -> str:
-    """An absolute path, with the home of `~`; without commas, which divide options in a flag."""
+    """Parse an absolute path, expanding `~`; commas are refused because they separate options in a flag."""
     path = os.path.expanduser(value) if isinstance(value, str) else ""
     if not path.startswith("/") or "," in path or not path.isprintable() or ".." in path.split("/"):
         raise OverspillError(f"must be the absolute path of a folder, without .. or commas in it, got {value!r:.80}")
@@ -73,13 +73,13 @@ def _flag(value: object) -> bool:
 
 
 def _option(parse: Callable[[object], Any], default: Any, text: str, *, needs: str = "") -> Any:
-    """`needs` is the option without which this one does nothing."""
+    """Define an option; `needs` names the option without which this one does nothing."""
     return dataclass_field(default=default, metadata={"parse": parse, "help": text, "needs": needs})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of the connector. One of `host_bytes` and `spill_bytes` must be given."""
+    """Settings of the connector; `host_bytes`, `spill_bytes` or both must be given."""
 
     host_bytes: int = _option(
         _size,
@@ -229,7 +229,7 @@ class Options:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> "Options":
-        """Options from `kv_connector_extra_config`; every problem is one sentence that names the key."""
+        """Parse `kv_connector_extra_config`; every error is one sentence that names the key."""
         known = {f.name: f for f in fields(cls)}
         values: dict[str, Any] = {}
         for key, value in extra.items():
@@ -263,9 +263,9 @@ _RAM_ONLY = (
     "KV goes to RAM, with disk_bytes to local disk, with remote to a Mooncake Store, and nowhere else; remove it"
 )
 _OWN_PARTS = "it names a part of vLLM's own offloader; remove it"
-# Names of options in connectors that people come from: vLLM's OffloadingConnector and SimpleCPUOffloadConnector (0.32
-# and earlier), and LMCache, with or without its `lmcache.` in front. The nearest spelling would mislead: that of
-# num_cpu_blocks is spill_bytes.
+# Options of connectors that users migrate from: vLLM's OffloadingConnector and SimpleCPUOffloadConnector (0.32 and
+# earlier), and LMCache, with or without its `lmcache.` prefix. Suggesting the nearest spelling would mislead: for
+# num_cpu_blocks that is spill_bytes.
 ELSEWHERE: dict[str, str] = {
     "num_cpu_blocks": "use host_bytes, the RAM itself: blocks x tokens in a block x KV bytes of a token. If they were "
     "to make one context longer than the GPU holds, use spill_bytes",
@@ -305,7 +305,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 def hint_for(key: str, known: Iterable[str]) -> str:
-    """Hint for an unknown option: by its name in other connectors, or by the nearest spelling."""
+    """Hint for an unknown option: its counterpart if another connector has it, else the nearest spelling."""
     known = list(known)
     if (instead := ELSEWHERE.get(key.removeprefix("lmcache."))) is not None:
         return f": {instead}"

@@ -1,7 +1,7 @@
-"""Park and wake, in the engine core: the order in which requests, KV and weights leave the GPU and come back.
+"""Park and wake in the engine core: the order in which requests, KV and weights leave the GPU and come back.
 
-A parked engine keeps its process, its graphs and what it has in RAM, and computes nothing. Every step before memory is
-given back can be undone; a fault after that ends with memory under everything again, or ends the engine.
+A parked engine keeps its process, its graphs and everything in RAM, and computes nothing. Every step before GPU memory
+is released can be undone; a failure after that either restores all memory or ends the engine.
 """
 
 import time
@@ -30,7 +30,7 @@ from overspill.kv.vllm_api import (
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# Stores of a whole GPU over a slow link take seconds; copies that take longer than this are stuck.
+# Storing a whole GPU's KV over a slow link takes seconds; copies that take longer than this are stuck.
 _MOST_SECONDS_TO_SETTLE = 120.0
 
 
@@ -41,7 +41,7 @@ class ParkState(StrEnum):
 
 
 class Parking:
-    """One for each engine core."""
+    """Parks and wakes one engine core."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -50,7 +50,7 @@ class Parking:
         self._figures: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
-        """For whoever asked: the state, and what the last change of it took."""
+        """The state, with the seconds and bytes of the last park or wake."""
         return {"state": str(self.state), **self._figures}
 
     def park(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Parking:
         return self.describe()
 
     def _settle(self) -> None:
-        """Run steps in flight to their end, and copies with them."""
+        """Run the engine until no steps or copies are in flight."""
         deadline = time.monotonic() + _MOST_SECONDS_TO_SETTLE
         while has_steps_to_run(self._core):
             if time.monotonic() > deadline:
@@ -107,7 +107,7 @@ class Parking:
         )  # fmt: skip
 
     def _undo(self, error: BaseException) -> None:
-        """Some rank may have given memory back. Memory under all of it again, or the end of the engine."""
+        """Restore memory on all ranks, as some may have released theirs; if that fails, end the engine."""
         try:
             call_workers(self._core, "overspill_wake")
         except BaseException as second:
@@ -134,7 +134,7 @@ class Parking:
         return self.describe()
 
     def _stay_parked(self, error: BaseException) -> None:
-        """Mostly for want of GPU memory, which another process has: a rank that has some of it gives it back."""
+        """Park again after a failed wake, mostly for lack of GPU memory: ranks that restored theirs release it."""
         try:
             call_workers(self._core, "overspill_park", self._connector.weights_version)
         except BaseException as second:
@@ -148,21 +148,21 @@ class Parking:
             raise OverspillError(f"this engine is {self.state}, and has to be started again")
 
     def _fail(self, reason: str) -> None:
-        """Parts of the model have no memory: nothing may run, and a restart is the way out."""
+        """End the engine: parts of the model have no memory, so nothing may run until a restart."""
         self.state = ParkState.FAILED
         logger.error("Overspill: the engine ends: %s", reason)
         end_engine(self._core, OverspillError(f"the engine ends: {reason}"))
 
 
 def _together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Bytes of all ranks, and the seconds of the slowest: they work side by side."""
+    """Sum of all ranks' bytes, and the slowest rank's seconds, since ranks work in parallel."""
     return {
         name: (max if name.endswith("seconds") else sum)(rank[name] for rank in ranks) for name in (ranks or [{}])[0]
     }
 
 
 def add_parking() -> None:
-    """Add what the front end may call."""
+    """Let front ends call park, wake and state on the engine core."""
 
     def method(change: Callable[[Parking], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
         def called(core: Any) -> dict[str, Any]:

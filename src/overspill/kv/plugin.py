@@ -1,7 +1,7 @@
-"""vLLM's general plugin: registers the connector, and checks settings, vLLM and the machine before a model loads.
+"""The general plugin for vLLM: registers the connector, and checks settings, vLLM and the machine before a model loads.
 
-It is loaded wherever Overspill is installed, also by a vLLM that Overspill cannot work with and is not meant to. So it
-imports nothing of vLLM's inside, and what little it changes is not in `vllm_api`.
+Every vLLM loads it where Overspill is installed, even a release that Overspill does not and need not work with. So this
+module imports no vLLM internals, and its few patches are not in `vllm_api`.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from overspill.kv.ram import require_ram
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 CONNECTOR = "OverspillConnector"
-# Releases that the tests run on.
+# vLLM releases that the tests run on.
 TESTED_VLLM = ("0.32",)
 
 OVERSPILL_WORKER = "overspill.kv.spill.vllm_worker.OverspillWorker"
@@ -32,14 +32,14 @@ _SPILL_ASYNC_SCHEDULER = "overspill.kv.spill.vllm_scheduler.OverspillAsyncSchedu
 _VLLM_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
 
 
-# Block hashes that another process finds again. Others are seeded at random.
+# Algorithms whose block hashes are the same in another process; the others are seeded at random.
 _STABLE_HASHES = ("sha256", "sha256_cbor")
 
 
 class StopTimeout(int):
-    """A `shutdown_timeout` of 40 s, for KV that is written to disk at a stop, and not for requests to end.
+    """A `shutdown_timeout` of 40 s, meant for writing KV to disk at a stop and not for finishing requests.
 
-    vLLM kills an engine core that has not ended after that time; its default is at once.
+    vLLM kills an engine core that has not ended by then; its default is to kill at once.
     """
 
     def __new__(cls, seconds: int = 40) -> "StopTimeout":
@@ -47,10 +47,10 @@ class StopTimeout(int):
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once."""
+    """Register the connector and its checks; vLLM calls this in every process, possibly more than once."""
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "overspill.kv.connector", CONNECTOR)
-    # No hook of a connector is called before the weights are loaded, minutes into a start that cannot succeed.
+    # vLLM calls no connector before the weights are loaded, which is minutes into a start that cannot succeed.
     wrap_once(VllmConfig, "__post_init__", _checked)
     wrap_once(EngineArgs, "create_engine_config", _with_ram)
 
@@ -67,8 +67,8 @@ def _checked(post_init: Method) -> Method:
 
 
 def _with_ram(create: Method) -> Method:
-    """Once for each start, in the process that starts the engine. A VllmConfig is completed again in the engine core,
-    in workers and for draft models, when the engine's own pool is being filled and would be counted as used by
+    """Check RAM once per start, in the process that starts the engine. A VllmConfig is completed again in the engine
+    core, in workers and for draft models, while the engine fills its own pool, which would count as RAM used by
     others."""
 
     def create_with_ram(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
@@ -78,11 +78,11 @@ def _with_ram(create: Method) -> Method:
         options = check_engine(config)
         if options is not None and options.disk_bytes and config.shutdown_timeout == 0:
             config.shutdown_timeout = StopTimeout()
-        # One of several API servers, which are started beside the engine; -1 is the process that starts them all.
+        # True in one of several API servers, which start beside the engine; rank -1 is the process that starts them.
         is_beside_engine = self._api_process_count > 1 and self._api_process_rank >= 0
         if not is_beside_engine and options is not None:
-            # Ranks on other machines have their parts there, which they check themselves; where Ray puts ranks is not
-            # known yet.
+            # Ranks on other machines take and check their part of the RAM there; where Ray puts ranks is not known
+            # yet.
             parallel = config.parallel_config
             if parallel.distributed_executor_backend != "ray":
                 needs = {"host_bytes": options.host_bytes, "spill_bytes": options.spill_bytes}
@@ -99,8 +99,8 @@ def _is_to_park(arguments: EngineArgs) -> bool:
 
 
 def check_vllm(*, spill: bool, park: bool = False, elastic: bool = False, found: str | None = None) -> None:
-    """Offload runs on any release that has the internals it uses. Spill and park replace more than names and
-    parameters can show, so they run on tested releases only."""
+    """Refuse a vLLM that the given features do not work with. Offload runs on any release with the internals it uses;
+    the others replace more than names and parameters can show, so they run on tested releases only."""
     found = found or _vllm_version()
     is_tested = ".".join(found.split(".")[:2]) in TESTED_VLLM
     given = (("spill_bytes", "spill", spill), ("park", "park", park), ("ledger", "elastic KV", elastic))
@@ -130,7 +130,7 @@ def _vllm_version() -> str:
 
 
 def overspill_extra_config(vllm_config: VllmConfig) -> tuple[Mapping[str, Any], bool] | None:
-    """Our part of the KV transfer configuration, and whether it is a child of MultiConnector; None if there is none."""
+    """Overspill's part of the KV transfer configuration, if any, and whether it is a child of MultiConnector."""
     transfer = vllm_config.kv_transfer_config
     return _extra_config(transfer) if transfer is not None else None
 
@@ -146,7 +146,7 @@ def _extra_config(transfer: KVTransferConfig) -> tuple[Mapping[str, Any], bool] 
 
 
 def check_engine(vllm_config: VllmConfig) -> Options | None:
-    """Options if Overspill is configured; refuses an engine that it does not work with."""
+    """Options if Overspill is configured, else None; refuses an engine that Overspill does not work with."""
     ours = overspill_extra_config(vllm_config)
     if ours is None:
         return None
@@ -191,7 +191,7 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
 
 
 def check_connector_stays(vllm_config: VllmConfig) -> None:
-    """Before vLLM completes its configuration, which would silently replace the connector by its own."""
+    """Refuse --kv-offloading-size before vLLM, completing its configuration, silently uses its own connector."""
     size = vllm_config.cache_config.kv_offloading_size
     if size is not None and overspill_extra_config(vllm_config) is not None:
         raise OverspillError(
@@ -242,7 +242,7 @@ def _check_model(vllm_config: VllmConfig) -> None:
 
 
 def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
-    """Refuse engines that spill does not work with, with an alternative."""
+    """Refuse engines that spill does not work with, and name an alternative."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if is_child:
         raise OverspillError(
@@ -285,7 +285,7 @@ def _check_sleep_mode(vllm_config: VllmConfig, options: Options) -> None:
 
 
 def use_own_classes(vllm_config: VllmConfig, *, spill: bool) -> None:
-    """Replace vLLM's worker class and, for spill, its scheduler class."""
+    """Replace vLLM's worker class and, for spill, its scheduler class by Overspill's."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls in _VLLM_WORKERS:
         parallel.worker_cls = OVERSPILL_WORKER
@@ -303,8 +303,8 @@ def require_worker(vllm_config: VllmConfig, name: str) -> None:
 
 
 def require_spill_classes(vllm_config: VllmConfig, options: Options) -> None:
-    """Spill without the worker that counts its memory would be refused by vLLM, or worse, accepted; and without the
-    scheduler a share would do nothing."""
+    """Require Overspill's classes. Without the worker that counts spill's memory vLLM would refuse spill or, worse,
+    accept it; without the scheduler `spill_share` would do nothing."""
     require_worker(vllm_config, "spill")
     scheduler = vllm_config.scheduler_config.scheduler_cls
     if options.spill_share < 1 and scheduler not in (_SPILL_SCHEDULER, _SPILL_ASYNC_SCHEDULER):

@@ -1,4 +1,4 @@
-"""Provenance of cached KV: which content a GPU block holds, and whether its hash still promises the right one."""
+"""Provenance of cached KV: which content a GPU block holds, and whether its hash still stands for it."""
 
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -24,8 +24,8 @@ from overspill.kv.vllm_api import (
     watch_partial_blocks,
 )
 
-# Of the RPCs that vLLM's own front ends send to workers, those that leave weights as they are. Any other one, by name
-# or as a function, may do anything.
+# RPCs from vLLM's own front ends to workers that leave weights unchanged. Any other RPC, sent by name or as a function,
+# may do anything.
 _HARMLESS_RPCS = frozenset(
     {
         "check_health", "compute_weight_checksums", "get_model_inspection", "init_weight_transfer_engine", "profile",
@@ -36,21 +36,21 @@ _HARMLESS_RPCS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Content of a GPU block, and of the block before it in the prefix."""
+    """Identity of a GPU block's content, and of the block before it in the prefix."""
 
     key: BlockHashWithGroupId
     parent: BlockHashWithGroupId | None
     event: BlockStored | None
-    # Digest of the adapter it was computed with; None where KV must not outlive the process.
+    # Digest of the LoRA adapter the KV was computed with; None where KV must not outlive the process.
     adapter: bytes | None = None
 
 
-# Of a request, the number of its block, the tokens in one, and the group.
+# Makes a block's event from the request, the block's index, the block size in tokens, and the group.
 EventOf = Callable[[Request, int, int, int], BlockStored | None]
 
 
 class Origins:
-    """The origin of every full block, by GPU block id."""
+    """Origins of all full blocks, by GPU block id."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Origins:
         self._by_block: dict[int, Origin] = {}
 
     def watch(self, pool: BlockPool, on_full: Callable[[KVCacheBlock, BlockHashWithGroupId, str], None]) -> None:
-        """Record each block that becomes full, and report it with its request."""
+        """Record each block that becomes full, and report it with its key and request id."""
 
         def note(
             request: Request, blocks: list[KVCacheBlock], first: int, end: int, block_size: int, group: int
@@ -78,7 +78,7 @@ class Origins:
             for i in range(first, end):
                 block = blocks[i]
                 key = block.block_hash
-                # A hash that ends inside the block is a state the next step overwrites.
+                # A hash that ends inside the block names a recurrent state, which the next step overwrites.
                 if block.is_null or key is None or block.block_hash_num_tokens != (i + 1) * block_size:
                     continue
                 parent = self._parent(request, blocks, i, block_size, group)
@@ -96,17 +96,17 @@ class Origins:
         key = blocks[index - 1].block_hash
         if key is not None:
             return key
-        # Its hash was evicted while the request goes on; the content is the same.
+        # The parent's hash was evicted while the request runs on; the content is the same.
         per_block = block_size // self._hash_block_size
         return make_block_hash_with_group_id(request.block_hashes[index * per_block - 1], group)
 
     def of(self, block: KVCacheBlock) -> Origin | None:
-        """Origin of the block's content; None if it was not recorded, or was evicted."""
+        """Origin of the block's content, or None if it was not recorded or has been evicted."""
         origin = self._by_block.get(block.block_id)
         return origin if origin is not None and origin.key == block.block_hash else None
 
     def event(self, request: Request, index: int, block_size: int, group: int) -> BlockStored | None:
-        """Event to publish once the block is in RAM, if there are events; its request may have ended by then."""
+        """Event to publish once the block is in RAM, when its request may have ended; None if events are off."""
         if not self._with_events:
             return None
         start, end = index * block_size, (index + 1) * block_size
@@ -130,10 +130,10 @@ class Origins:
 class StaleHashes:
     """Removes two kinds of hashes that vLLM leaves behind.
 
-    Uncomputed: vLLM hashes a block when it schedules the step that fills it. With `--scheduling-policy priority` a
-    request that is already part of the pass may still be preempted for another one. Its blocks cannot have been hit by
-    the end of the pass: vLLM looks for hits only while it admits waiting requests, and admits none in a pass that has
-    preempted one.
+    Uncomputed blocks: vLLM hashes a block when it schedules the step that fills it. With `--scheduling-policy priority`
+    a request that is already part of the pass may still be preempted for another one. Its blocks cannot have been hit
+    by the end of the pass: vLLM looks up hits only while it admits waiting requests, and admits none in a pass that has
+    preempted a request.
 
     Old weights: KV computed before the weights changed, and KV that requests running then compute on top of it.
     """
@@ -166,8 +166,8 @@ class StaleHashes:
             self._owners[block.block_id] = request.request_id
 
     def end_pass(self, scheduled: Collection[str], preempted: Collection[str]) -> None:
-        """`scheduled` are the requests that the step computes: hashes of the others are removed. `preempted` ones start
-        again, with KV of the present weights."""
+        """Remove hashes of requests that are not in `scheduled`, because the step does not compute them. Requests in
+        `preempted` start again, with KV of the current weights."""
         if self._owners:
             self._evict(block_id for block_id, owner in self._owners.items() if owner not in scheduled)
             self._owners.clear()
@@ -175,7 +175,7 @@ class StaleHashes:
             self._mixed.difference_update(preempted)
 
     def weights_changed(self, request_ids: Iterable[str]) -> None:
-        """Evict the whole cache. The requests have KV of the old weights, and go on with it."""
+        """Evict the whole cache. The given requests have KV of the old weights, and continue with it."""
         assert self._pool is not None
         self._mixed.update(request_ids)
         if len(self._pool.cached_block_hash_to_block):
@@ -190,10 +190,10 @@ class StaleHashes:
 
 
 def watch_engine_core() -> None:
-    """Report calls that may have changed an engine's weights to its connectors.
+    """Report to an engine's connectors every call that may have changed its weights.
 
-    After new weights, or another LoRA adapter under the same name, KV in RAM belongs to another model. vLLM leaves it
-    to the caller to reset its caches, and its reset leaves connectors alone unless the caller says otherwise.
+    After new weights, or another LoRA adapter under the same name, KV in RAM belongs to another model. vLLM leaves
+    resetting its caches to the caller, and a reset spares connectors unless the caller says otherwise.
     """
 
     def on_rpc(core: Any, method: Any) -> None:
@@ -214,12 +214,12 @@ def watch_engine_core() -> None:
 
 
 def requests_with_kv(scheduler: Scheduler) -> list[str]:
-    """Unfinished requests that have computed or loaded KV; a finished one may still wait for its last step."""
+    """Unfinished requests that have computed or loaded KV; vLLM lists finished ones until their last step."""
     return [r.request_id for r in scheduler.requests.values() if r.num_computed_tokens and not r.is_finished()]
 
 
 class Adapters:
-    """LoRA adapters by name and path, all that vLLM hashes of them; both stay when the content is replaced."""
+    """LoRA adapters by name and path: vLLM hashes nothing else, and both stay when the content is replaced."""
 
     def __init__(self) -> None:
         self._identities: dict[tuple[str, str], tuple[Any, ...]] = {}
@@ -228,7 +228,7 @@ class Adapters:
         return (adapter.lora_name, adapter.lora_path) in self._identities
 
     def is_replaced(self, adapter: LoRARequest) -> bool:
-        """Whether the adapter under this name and path differs from the last one."""
+        """Record the adapter; True if it differs from the last one under the same name and path."""
         identity = (adapter.lora_int_id, _files(adapter.lora_path))
         before = self._identities.get((adapter.lora_name, adapter.lora_path), identity)
         self._identities[adapter.lora_name, adapter.lora_path] = identity
@@ -236,7 +236,7 @@ class Adapters:
 
 
 def _files(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Names, times and sizes of an adapter's files; empty if it is not a local folder."""
+    """Names, modification times and sizes of an adapter's files; empty unless the path is a local folder."""
     try:
         with os.scandir(path) as entries:
             stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]

@@ -11,7 +11,7 @@ from overspill.kv.sizes import MiB, format_size
 @dataclass(frozen=True)
 class Ram:
     available_bytes: int
-    source: str  # what set the bound, for messages
+    source: str  # what sets the bound, for messages
 
 
 def _meminfo_available(proc: Path) -> int:
@@ -62,7 +62,7 @@ def _cgroup_folders(proc: Path, sys: Path) -> list[tuple[Path, str, str]]:
 
 
 def cgroup_limit(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> tuple[int, Path] | None:
-    """The lowest memory limit of this process's cgroups, and the file that sets it; None without one."""
+    """Lowest memory limit among this process's cgroups and the file that sets it, or None without a limit."""
     files = [folder / limit_name for folder, limit_name, _ in _cgroup_folders(proc, sys)]
     return min(((limit, file) for file in files if (limit := _read_int(file)) is not None), default=None)
 
@@ -74,7 +74,7 @@ def available_ram(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ram:
         limit, usage = _read_int(folder / limit_name), _read_int(folder / usage_name)
         if limit is None or usage is None:
             continue
-        # Page cache counts as usage but is given back under pressure.
+        # Page cache counts as usage but is reclaimed under pressure.
         reclaimable = _stat(folder / "memory.stat", "inactive_file")
         room = max(0, limit - usage + reclaimable)
         if room < best.available_bytes:
@@ -83,7 +83,7 @@ def available_ram(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Ram:
 
 
 def num_oom_kills(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int | None:
-    """Processes that the kernel's OOM killer has killed: in this process's memory cgroup, or else on the machine."""
+    """Number of processes the kernel's OOM killer has killed, in this memory cgroup or else on the machine."""
     folders = [folder for folder, _, _ in _cgroup_folders(proc, sys)]
     counters = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
     for path in (*counters, proc / "vmstat"):
@@ -97,10 +97,10 @@ def num_oom_kills(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int |
 
 
 def require_ram(needs: Mapping[str, int], reserve_bytes: int, ram: Ram | None = None) -> None:
-    """Refuse to take the machine below its reserve. `needs` are bytes not taken yet, by option.
+    """Refuse needs that would take the machine below its reserve. `needs` are bytes not allocated yet, by option.
 
-    All needs of an engine are checked together, before the first is allocated: RAM that one of them has taken would be
-    missing from what is available to the others.
+    All needs of an engine are checked together, before the first is allocated: RAM taken by one would be missing from
+    the RAM available to the others.
     """
     ram = available_ram() if ram is None else ram
     fits, need_bytes = ram.available_bytes - reserve_bytes, sum(needs.values())
@@ -131,7 +131,7 @@ def numa_cpus(node: int | None, sys: Path = Path("/sys")) -> frozenset[int]:
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """CPUs of a list in the kernel's form: "0-3,8"."""
+    """CPUs in a list of the kernel's form, such as "0-3,8"."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""Offload in the engine core: decides what is loaded and stored; the workers copy."""
+"""Offload in the engine core: decides which blocks to load and store; the workers copy them."""
 
 import itertools
 from collections.abc import Collection, Iterable
@@ -35,7 +35,7 @@ from overspill.kv.vllm_api import (
 
 
 class OffloadScheduler:
-    """Ties admissions, steps, reports and ends of requests to loads and stores."""
+    """Ties admissions, steps, reports and ends of requests to loads, stores and the tiers below RAM."""
 
     def __init__(
         self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, speeds: Speeds
@@ -54,13 +54,13 @@ class OffloadScheduler:
         self.stats = OverspillStats()
         self._used_bytes = -1
         self._keep_on_reset = options.keep_on_reset
-        self.is_parking = False  # the GPU's cache is reset, and RAM's is not
+        self.is_parking = False  # the GPU's cache is being reset, RAM's is kept
         self._gpu: BlockPool | None = None
         self.live: set[str] = set()  # requests admitted and not finished
-        self._local_tokens: dict[str, int] = {}  # from a lookup to the admission in the same pass
+        self._local_tokens: dict[str, int] = {}  # kept from lookup to admission in the same pass
         job_ids = itertools.count(1)
         self.adapters = AdapterDigests()
-        is_kept = bool(options.disk_bytes or options.remote)  # beyond RAM
+        is_kept = bool(options.disk_bytes or options.remote)  # in a tier below RAM
         self._origins = Origins(
             self._groups,
             self.host.hash_block_size,
@@ -73,7 +73,7 @@ class OffloadScheduler:
         )  # fmt: skip
         self.disk = DiskTier(*shared) if options.disk_bytes else None
         self.remote = RemoteTier(*shared) if options.remote else None
-        # Below RAM, the nearest first.
+        # The nearest to RAM first.
         self.tiers: list[Tier] = [tier for tier in (self.disk, self.remote) if tier is not None]
         self.loads = Loads(
             self.host, self.speeds, self.stats, job_ids, self.live, self.tiers,
@@ -90,7 +90,7 @@ class OffloadScheduler:
             self.stores.on_stored = self.remote.stored
 
     def _front_depth(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-        """Twice what a step can take, and never more than half of the pool."""
+        """Depth of the eviction fronts: twice the blocks a step can take, at most half of the GPU's blocks."""
         most = vllm_config.scheduler_config.max_num_batched_tokens
         depth = 2 * sum(-(-most // self.host.group_block_sizes[group]) for group in self._groups)
         return min(depth, max(1, kv_cache_config.num_blocks // 2))
@@ -99,8 +99,8 @@ class OffloadScheduler:
         """Hook into the GPU's block pool."""
         self._gpu = pool
         if not self._keep_on_reset:
-            # vLLM resets its prefix cache after new weights, and by default leaves connectors alone. It refuses while
-            # any GPU block is held, so no load or store is in flight when RAM is cleared with it.
+            # vLLM resets its prefix cache after new weights, and by default spares connectors. It refuses while any
+            # GPU block is held, so no load or store is in flight when RAM is cleared with it.
             reset_with_prefix_cache(pool, self._reset_with_gpu)
         self.loads.bind(pool)
         self.stores.bind(pool)
@@ -126,21 +126,21 @@ class OffloadScheduler:
         return self.loads.match(request, num_local_tokens)
 
     def admit(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The request has its GPU blocks: plan its load, and keep RAM's copy of its local prefix fresh."""
+        """Plan the load of a request that now has its GPU blocks, and refresh RAM's copy of its local prefix."""
         request_id = request.request_id
         num_local = self._local_tokens.pop(request_id, None)
         if num_local is None:
-            return  # the second call for an asynchronous load
+            return  # vLLM's second call for an asynchronous load
         self.live.add(request_id)
         self._keep_local_prefix(request_id, blocks, num_local)
         self.stats.count("miss_tokens", request.num_tokens - num_local - num_external_tokens)
         self.loads.admit(request, blocks, num_external_tokens)
 
     def _keep_local_prefix(self, request_id: str, blocks: KVCacheBlocks, num_local_tokens: int) -> None:
-        """A hit on the GPU refreshes the copy in RAM, or makes one: in lazy mode a prefix that is used all the time
+        """Refresh RAM's copy of a prefix hit on the GPU, or offer to store one: in lazy mode a prefix in constant use
         never comes near eviction, and in eager mode a store may have been dropped.
 
-        Walks from the tail to the first copy whose prefix is whole: prefixes are long."""
+        The walk goes from the tail to the first copy whose prefix is whole, because prefixes are long."""
         for group in self._groups:
             copies: list[KVCacheBlock] = []
             without: list[KVCacheBlock] = []
@@ -148,7 +148,7 @@ class OffloadScheduler:
             for i in reversed(range(num_local_tokens // self.host.group_block_sizes[group])):
                 block = found[i]
                 if block.is_null:
-                    break  # a window begins behind it
+                    break  # a sliding window begins after it
                 if block.block_hash is None:
                     continue
                 copy = self.host.find(block.block_hash)
@@ -188,7 +188,7 @@ class OffloadScheduler:
     # Ends of requests.
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """The request has ended and its blocks are about to be freed; copies in flight go on."""
+        """Forget a request that has ended, before its blocks are freed; copies in flight continue."""
         assert self._gpu is not None
         request_id = request.request_id
         self.live.discard(request_id)
@@ -209,7 +209,7 @@ class OffloadScheduler:
         return nothing_loading
 
     def is_busy(self) -> bool:
-        """Whether the engine should go on stepping without requests."""
+        """Whether the engine must keep stepping even without requests."""
         is_busy = bool(self.loads.in_flight) or self.stores.is_busy()
         return is_busy or any(tier.is_busy() for tier in self.tiers)
 

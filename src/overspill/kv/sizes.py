@@ -1,4 +1,4 @@
-"""Byte sizes as people write them."""
+"""Byte sizes as people write and read them."""
 
 import re
 
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: object) -> int:
-    """Bytes of an int, or of a string such as "40GiB", "1.5 GB" or "512m"."""
+    """Bytes from an int, or from a string such as "40GiB", "1.5 GB" or "512m"."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise OverspillError(f'{value!r} is not a size; write bytes as an integer, or a string such as "40GiB"')
     if isinstance(value, int):
@@ -29,7 +29,7 @@ def parse_size(value: object) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """Bytes for print, with three significant digits: 1536 -> "1.5 KiB"."""
+    """Size for display, with three significant digits: 1536 -> "1.5 KiB"."""
     for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.3g} {name}" if abs(num_bytes) < 1000 * unit else f"{num_bytes // unit} {name}"
@@ -37,7 +37,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def exact_size(num_bytes: int) -> str:
-    """As people would write it, to the byte."""
+    """Size to the byte, in the largest unit that divides it: 1536 -> "1536B", 2048 -> "2KiB"."""
     for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if num_bytes and num_bytes % unit == 0:
             return f"{num_bytes // unit}{name}"

@@ -1,4 +1,4 @@
-"""Measured speeds, how steps are timed, and what rests on them: whether a load is worth it, and how much to store."""
+"""Measured speeds: how steps are timed, whether a load beats recomputing, and how much to store at once."""
 
 import time
 from abc import ABC, abstractmethod
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from overspill.kv.jobs import Sample, StepJobs, StepReport
 
-# A load costs an extra engine step and a round of bookkeeping besides its bytes. Assumed, on the small side.
+# A load costs an extra engine step and a round of bookkeeping besides its bytes. An assumption, on the low side.
 LOAD_OVERHEAD_S = 1e-3
-# Stores may keep the link busy for this long; what is beyond waits, so that a burst never delays a load for longer.
+# Stores may keep the link busy for this long; further ones wait, so that a burst never delays a load for longer.
 STORE_BACKLOG_S = 0.25
 # Steps of fewer tokens tell little about prefill, steps of more tell little about decoding.
 PREFILL_TOKENS = 256
@@ -40,7 +40,7 @@ class Speeds:
         self.plain_step_s = 1 / steps_per_s if steps_per_s else 0.0
 
 
-# Rates, and the reports' samples of them.
+# Each rate, and the sample in a report that measures it.
 _RATES = {
     "load_bytes_per_s": "load_speed",
     "disk_bytes_per_s": "disk_speed",
@@ -62,8 +62,8 @@ def _mean(mean: float, sample: Sample) -> float:
 def load_beats_recompute(
     speeds: Speeds, *, num_tokens: int, num_bytes: int, queued_bytes: int, disk_bytes: int = 0, remote_bytes: int = 0
 ) -> bool:
-    """Whether loading is faster than recomputing, `disk_bytes` and `remote_bytes` being read from disk and store first.
-    A speed that was not measured yet does not stop a load."""
+    """Whether loading is faster than recomputing, even if `disk_bytes` and `remote_bytes` must first be read from disk
+    and store. Speeds not measured yet never prevent a load."""
     if speeds.prefill_tokens_per_s == 0:
         return True
     load_s = 0.0
@@ -77,15 +77,15 @@ def load_beats_recompute(
 
 
 def may_probe(speeds: Speeds, *, num_tokens: int, queued_bytes: int) -> bool:
-    """Whether only the link's speed decided against a load, and no load is in flight that would measure it again."""
+    """Whether only the link's speed ruled a load out, and no load in flight will measure it again."""
     return queued_bytes == 0 and num_tokens / speeds.prefill_tokens_per_s > LOAD_OVERHEAD_S
 
 
 def store_budget(speeds: Speeds, *, block_bytes: int, blocks_in_flight: int, gpu_blocks: int) -> int:
-    """Blocks that may be stored now.
+    """Number of blocks that may be stored now.
 
-    A block in flight is pinned on the GPU, so never more than a quarter of the GPU's blocks; and no more than the
-    link carries in STORE_BACKLOG_S, taking it to be as fast towards RAM as it was from it.
+    Blocks in flight are pinned on the GPU, so they never exceed a quarter of its blocks, nor what the link carries in
+    STORE_BACKLOG_S, assuming D2H is as fast as H2D was measured.
     """
     limit = max(1, gpu_blocks // 4)
     if speeds.load_bytes_per_s:
@@ -98,7 +98,7 @@ class Mark(ABC):
 
     @abstractmethod
     def seconds_until(self, later: "Mark") -> float | None:
-        """Seconds between two marks; None until the later one has completed."""
+        """Seconds from this mark to a later one; None until the later one has completed."""
 
 
 class WallMark(Mark):
@@ -113,8 +113,8 @@ class WallMark(Mark):
 
 
 class StepTimer:
-    """Prefill speed, from all steps with many tokens, and the times of small steps: of those with KV in RAM, and of
-    some others."""
+    """Times all steps with many tokens, for the prefill speed, and small steps: all with KV in RAM, and some of the
+    others."""
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
         self._mark = mark

@@ -1,4 +1,4 @@
-"""Stores: which GPU blocks are copied to RAM and when, and the blocks held meanwhile."""
+"""Stores: which GPU blocks are copied to RAM and when, and the blocks pinned meanwhile."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,19 +19,19 @@ from overspill.kv.vllm_api import (
     watch_new_blocks,
 )
 
-# A store of few blocks costs a step as much as a store of many, so blocks are batched, over a few steps.
+# A store of few blocks costs a step as much as a store of many, so blocks are batched over a few steps.
 _BLOCKS_TO_STORE_AT_ONCE = 32
 _STEPS_TO_WAIT = 8
 
 # Hits remove blocks from the middle of the queue unnoticed; a full walk now and then corrects the count.
 _STEPS_BETWEEN_FULL_WALKS = 16
-# A thousand blocks in one step delay the scheduler by 10 ms. Twice as many as were taken stays ahead of eviction.
+# A thousand stores in one step delay the scheduler by 10 ms; twice the blocks just taken stays ahead of eviction.
 _FEW = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A GPU block to store, if it still holds what it held when it was offered."""
+    """A GPU block offered for storing, to be skipped if its content has changed since."""
 
     block: KVCacheBlock
     key: BlockHashWithGroupId
@@ -44,7 +44,7 @@ class StoreInFlight:
     host_blocks: list[KVCacheBlock]
     origins: list[Origin]
     token_counts: list[int | None]
-    # The blocks were near eviction, and return there after the store.
+    # The blocks were near eviction, and return to the queue's head after the store.
     to_front: bool
     abandoned: bool = False
     reports: int = 0
@@ -52,8 +52,8 @@ class StoreInFlight:
 
 
 class Stores:
-    """Candidates and stores in flight. A block in flight is referenced on both sides until every worker has reported,
-    also if its request ends meanwhile."""
+    """Candidates and stores in flight. Blocks in flight are pinned on the GPU and in RAM until every worker has
+    reported, even if their request ends meanwhile."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Stores:
         self._fronts: list[EvictionFront] = []
         self._offered: list[Candidate] = []
         self._steps_waited = 0
-        self._deferred: deque[Candidate] = deque()  # for want of link or GPU blocks
+        self._deferred: deque[Candidate] = deque()  # beyond the budget of link and GPU blocks
         self._ready: list[StoreJob] = []
-        self._incomplete: set[str] = set()  # live requests of which a block could not be stored
+        self._incomplete: set[str] = set()  # live requests with a block that could not be stored
         self._keys: set[BlockHashWithGroupId] = set()  # being stored
         self.in_flight: dict[int, StoreInFlight] = {}
         self.num_blocks = 0  # in flight
@@ -99,7 +99,7 @@ class Stores:
         queue = pool.free_block_queue
         # With spill, each tier has a free queue of its own.
         tiers = getattr(queue, "tiers", (queue,))
-        # If RAM could not hold copies of all blocks near eviction, the copies would evict each other.
+        # If RAM cannot hold copies of all blocks near eviction, the copies evict each other.
         depth = max(1, min(self._front_depth, self._host.num_slots // len(tiers)))
         self._fronts = [EvictionFront(tier, depth) for tier in tiers]
         watch_new_blocks(pool, self._taken)
@@ -111,19 +111,19 @@ class Stores:
     # Offering.
 
     def filled(self, block: KVCacheBlock, key: BlockHashWithGroupId, request_id: str) -> None:
-        """A block became full; eager mode stores it."""
+        """Offer a block that became full; lazy mode leaves it to the eviction front."""
         if not self._lazy:
             self._offered.append(Candidate(block, key, request_id))
 
     def offer(self, blocks: Iterable[KVCacheBlock], request_id: str) -> None:
-        """Offer cached blocks for storing, in either mode."""
+        """Offer cached blocks that lack a copy, in either mode."""
         for block in blocks:
             if block.block_hash is not None and self.lacks_copy(block):
                 self._offered.append(Candidate(block, block.block_hash, request_id))
 
     def offer_all(self) -> None:
-        """Offer every cached block that RAM has no copy of: least recently used ones first, which the others may then
-        evict, and each behind the head of its prefix."""
+        """Offer every cached block without a copy in RAM: least recently used first, so that later ones may evict
+        their copies, and each after the head of its prefix."""
         assert self._gpu is not None
         free = self._gpu.free_block_queue.get_all_free_blocks()
         held = [block for block in self._gpu.blocks if block.ref_cnt > 0]
@@ -136,7 +136,7 @@ class Stores:
         self.offer(heads_first(wanted.values(), above), "")
 
     def finished(self, request_id: str, blocks: Iterable[KVCacheBlock]) -> None:
-        """The request's blocks may be reallocated in the next pass, before the next step is planned."""
+        """Start stores now: the request's blocks may be reallocated before the next step is planned."""
         if request_id in self._incomplete:
             self._incomplete.discard(request_id)
             # A prefix with a hole is worth only what lies before the hole.
@@ -147,7 +147,7 @@ class Stores:
     # Planning.
 
     def plan(self, num_tokens: int, preempted: Collection[str]) -> list[StoreJob]:
-        """The stores to start after this step's forward."""
+        """Stores to start after this step's forward."""
         if self._offered or self._deferred:
             self._steps_waited += 1
             enough = len(self._offered) >= _BLOCKS_TO_STORE_AT_ONCE or self._steps_waited >= _STEPS_TO_WAIT
@@ -204,11 +204,11 @@ class Stores:
         """Whether a block is cached, and neither in RAM nor on its way there."""
         key = block.block_hash
         if key is None or self._host.find(key) is not None:
-            return False  # first, because most blocks of the queue are stored already
+            return False  # first, because most blocks in the queue are stored already
         return key not in self._keys and self._origins.of(block) is not None
 
     def _can_be_hit(self, candidate: Candidate, chosen: Collection[BlockHashWithGroupId]) -> bool:
-        """In full attention a hit ends at the first missing block. Lazy stores bring the tail before its head."""
+        """Whether a hit can reach the block: full attention ends it at a gap. Lazy mode stores tails before heads."""
         if self._lazy or get_group_id(candidate.key) not in self._gapless_groups:
             return True
         origin = self._origins.of(candidate.block)
@@ -246,7 +246,7 @@ class Stores:
         self._ready.append(StoreJob(job_id, [b.block_id for b in gpu_blocks], [b.block_id - 1 for b in host_blocks]))
 
     def _allocate(self, origins: Sequence[Origin]) -> list[KVCacheBlock]:
-        """Host blocks, without evicting the parents of what is stored: a prefix longer than the pool keeps its head."""
+        """Allocate host blocks without evicting parents of new ones: a prefix longer than the pool keeps its head."""
         keys = {origin.key for origin in origins}
         parents = {o.parent for o in origins if o.parent is not None and o.parent not in keys}
         held = [block for parent in parents if (block := self._host.find(parent)) is not None]
@@ -260,7 +260,7 @@ class Stores:
     # Ending.
 
     def report(self, job_id: int, count: int, *, failed: bool) -> None:
-        """`count` more workers are done."""
+        """Count `count` more workers as done with the store."""
         assert self._gpu is not None
         store = self.in_flight[job_id]
         store.reports += count
@@ -302,31 +302,31 @@ class Stores:
 class EvictionFront:
     """The next `depth` blocks of the GPU's free queue, visited by a walk that remembers its position.
 
-    A block is visited about once on its way to the head, so a step costs as much as the queue has moved since the
-    last one, whatever the number of running requests.
+    A block is visited about once on its way to the head, so the cost of a step depends on how far the queue has moved
+    since the last one, not on the number of running requests.
     """
 
     def __init__(self, queue: FreeKVCacheBlockQueue, depth: int) -> None:
         self._queue = queue
         self._depth = depth
         self._cursor: KVCacheBlock | None = None
-        self._ahead = 0  # visited blocks between the head and the cursor, at most
+        self._ahead = 0  # upper bound of visited blocks between head and cursor
         self._taken = 0  # since the last step
         self._steps = 0
         self._num_found = 0  # since blocks were taken
 
     def taken(self, count: int) -> None:
-        """`count` blocks were allocated from the head."""
+        """Note that `count` blocks were allocated from the head."""
         self._ahead -= count
         self._taken += count
         self._num_found = 0
 
     def advance(self, wanted: Callable[[KVCacheBlock], bool], limit: int) -> list[KVCacheBlock]:
-        """Visit blocks until `depth` of them are ahead; return at most `limit` wanted ones, nearest eviction first, and
-        few of them unless many blocks are being taken.
+        """Visit blocks until `depth` are ahead of the cursor; return at most `limit` wanted ones, nearest eviction
+        first, and only few unless many blocks are being taken.
 
-        While no block is taken, none comes nearer eviction, and at most `depth` are found: else an idle engine would go
-        on copying, for ever if the copies evict each other from RAM.
+        While no block is taken, none comes nearer to eviction, and at most `depth` are found: otherwise an idle engine
+        would keep copying, for ever if the copies evict each other from RAM.
         """
         self._steps += 1
         limit = min(limit, self._depth - self._num_found, max(_FEW, 2 * self._taken))

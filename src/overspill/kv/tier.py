@@ -1,4 +1,4 @@
-"""What lies below RAM, as the scheduler sees it: the disk, and the store between machines."""
+"""Tiers below RAM as the scheduler sees them: the disk, and the store between machines."""
 
 from pathlib import Path
 from typing import Protocol
@@ -8,8 +8,8 @@ from overspill.kv.vllm_api import Request
 
 
 class Tier(Protocol):
-    """Blocks that a request needs are brought into free slots of RAM while it waits, and are ordinary hits from there.
-    So a tier that fails is a miss."""
+    """Brings blocks into free slots of RAM while the request that needs them waits; from there they are ordinary hits.
+    So a tier that fails is a miss, nothing worse."""
 
     digests: Path
     """Folder for digests of weights and adapters."""
@@ -18,7 +18,7 @@ class Tier(Protocol):
         """Whether the request should wait for blocks of this tier. May evict from RAM to make room."""
 
     def plan(self, jobs: StepJobs) -> None:
-        """Add calls to a step's jobs."""
+        """Add reads and writes to a step's jobs."""
 
     def complete(self, report: StepReport) -> None:
         """Process the workers' report of a step."""
@@ -28,13 +28,13 @@ class Tier(Protocol):
     def is_busy(self) -> bool: ...
 
     def reset(self) -> None:
-        """RAM was cleared: what is being read for it, and what left it before, is not to be used."""
+        """Discard reads and writes in flight or queued, since RAM was cleared."""
 
     def detach(self, reason: str) -> None:
-        """Neither read nor write any more: KV computed from now on may not be that of the key."""
+        """Stop reading and writing for good: KV computed from now on may not match the tier's key."""
 
     def clear(self) -> None:
-        """Forget everything that is this server's alone, and detach."""
+        """Forget all KV that belongs to this server alone, and detach."""
 
     def take_stats(self) -> None: ...
 

@@ -1,6 +1,6 @@
-"""vLLM's inside, as far as Overspill uses it: names, and every place where it changes what vLLM does.
+"""The vLLM internals that Overspill uses: names, and every place where Overspill changes vLLM's behaviour.
 
-`overspill.kv.contract` lists what must be there, and is compared with the installed vLLM before this is imported.
+`overspill.kv.contract` lists what must exist, and is compared with the installed vLLM before this module is imported.
 """
 # ruff: noqa: F401  # names that other modules use as they are
 
@@ -84,11 +84,11 @@ from overspill.kv.errors import OverspillError
 def watch_full_blocks(
     pool: BlockPool, on_full: Callable[[Request, list[KVCacheBlock], int, int, int, int], None]
 ) -> None:
-    """Report blocks that become full: their request, all its blocks, the first and the end of the full ones, the tokens
-    in a block, and the group.
+    """Report blocks that become full: the request, all its blocks, start and end index of the full ones, the block size
+    in tokens, and the group.
 
-    vLLM hashes them when it schedules the step that fills them. Hooking the method where it happens makes a step cost
-    what it fills, not what it runs.
+    vLLM hashes blocks when it schedules the step that fills them. Hooking the method that does so makes the cost of a
+    step depend on the blocks it fills, not on the requests it runs.
     """
     cache_full_blocks = pool.cache_full_blocks
 
@@ -103,7 +103,7 @@ def watch_full_blocks(
 
 
 def watch_partial_blocks(pool: BlockPool, on_partial: Callable[[Request, KVCacheBlock, int], None]) -> None:
-    """Report blocks that are hashed before they are full, with the tokens that they hold."""
+    """Report blocks that are hashed before they are full, with the length of the hashed prefix in tokens."""
     cache_partial_block = pool.cache_partial_block
 
     def watched(request: Request, block: KVCacheBlock, num_tokens: int, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def reset_with_prefix_cache(pool: BlockPool, reset: Callable[[], bool]) -> None:
 
 
 def watch_new_blocks(pool: BlockPool, on_taken: Callable[[int], None]) -> None:
-    """Report how many blocks are about to be handed out."""
+    """Report the number of blocks before each allocation."""
     get_new_blocks = pool.get_new_blocks
 
     def watched(num_blocks: int) -> list[KVCacheBlock]:
@@ -136,7 +136,7 @@ def insert_hash(pool: BlockPool, key: BlockHashWithGroupId, block: KVCacheBlock,
 
 
 def evict_content(pool: BlockPool, block: KVCacheBlock) -> None:
-    """Forget what a block that is taken again held, and publish that."""
+    """Forget the content of a block that is being reused, and publish its removal."""
     pool._maybe_evict_cached_block(block)
 
 
@@ -155,7 +155,7 @@ def first_free(queue: FreeKVCacheBlockQueue) -> KVCacheBlock | None:
 def host_coordinator(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, hash_block_size: int, pool: BlockPool
 ) -> KVCacheCoordinator:
-    """A coordinator of the model's groups over another pool."""
+    """vLLM's coordinator for the model's groups, over a pool of host blocks."""
     speculation = vllm_config.speculative_config
     coordinator = get_kv_cache_coordinator(
         kv_cache_config=replace(kv_cache_config, num_blocks=1),
@@ -187,8 +187,8 @@ def around_allocation(
         [Request, int, int, KVCacheBlocks | None, Callable[[], KVCacheBlocks | None]], KVCacheBlocks | None
     ],
 ) -> None:
-    """Let `allocate` call vLLM for blocks; it is given the request, its new tokens, those that were found cached, and
-    the blocks in which they are."""
+    """Wrap vLLM's allocation in `allocate`, which gets the request, its numbers of new and of cached tokens, the blocks
+    that hold the cached ones, and vLLM's own call."""
     allocate_slots = manager.allocate_slots
 
     def around(
@@ -202,7 +202,7 @@ def around_allocation(
 
 
 class GroupPool:
-    """The block pool as one group's manager sees it: what it takes is taken inside a context."""
+    """The block pool as one group's manager sees it; allocations run inside a context."""
 
     def __init__(self, pool: BlockPool, taking: Callable[[], AbstractContextManager[Any]]) -> None:
         self._pool, self._taking = pool, taking
@@ -221,8 +221,8 @@ def limit_groups(
     taking: Callable[[], AbstractContextManager[Any]],
     fits: Callable[[int, Sequence[Sequence[KVCacheBlock]]], bool],
 ) -> None:
-    """Take blocks of some groups inside a context, and refuse an allocation if `fits` says so of what these groups take
-    of it and of the blocks it found cached."""
+    """Take blocks of some groups inside a context, and refuse an allocation unless `fits` accepts the number of blocks
+    these groups take and the cached blocks that were found."""
     coordinator, pool = manager.coordinator, manager.block_pool
     count_all = coordinator.get_num_blocks_to_allocate
     taken = 0
@@ -245,16 +245,16 @@ def limit_groups(
         nonlocal taken
         taken = 0
         num_blocks: int = count_all(*args, new_computed_blocks=new_computed_blocks, **kwargs)
-        # More than there ever are: vLLM then delays the request.
+        # More than exist: vLLM then delays the request.
         return num_blocks if fits(taken, new_computed_blocks) else pool.num_gpu_blocks + 1
 
     coordinator.get_num_blocks_to_allocate = count
 
 
 def count_skipped_blocks(manager: KVCacheManager) -> None:
-    """Let requests reserve what their sliding windows are going to take. vLLM's limit per request is for blocks that a
-    window holds, and vLLM compares it with all of a request's, those that its window has left among them: it reserves
-    nothing for a window that has moved on, so that two requests with loaded KV may wait for each other for ever."""
+    """Let requests reserve the blocks their sliding windows still need. vLLM's limit per request counts the blocks a
+    window holds, but vLLM compares it with all of the request's blocks, including those its window has left. It then
+    reserves nothing for a window that has moved on, so two requests with loaded KV may wait for each other for ever."""
 
     def count_in(single: Any, most: int) -> None:
         count = single.get_num_blocks_to_allocate
@@ -277,13 +277,13 @@ def count_skipped_blocks(manager: KVCacheManager) -> None:
 
 
 def requests_holding_blocks(manager: KVCacheManager, group: int) -> int:
-    # vLLM has entries without blocks, too: of requests that it found no room for.
+    # vLLM also has entries without blocks, for requests that it found no room for.
     return sum(map(bool, manager.coordinator.single_type_managers[group].req_to_blocks.values()))
 
 
 def blocks_behind_windows(manager: KVCacheManager) -> dict[str, set[int]]:
-    """Of each request, the blocks that its windows have left, from now on. Workers' tables still name them, and kernels
-    load the rest of the tile in which a window begins."""
+    """Blocks that each request's windows have left, tracked from now on. Workers' block tables still name them, and
+    kernels load the rest of the tile in which a window begins."""
     behind: dict[str, set[int]] = {}
 
     def watch(single: Any) -> None:
@@ -301,7 +301,7 @@ def blocks_behind_windows(manager: KVCacheManager) -> dict[str, set[int]]:
         single._remove_blocks_in_range, single.pop_blocks_for_free = removing, popping
 
     for single in manager.coordinator.single_type_managers:
-        if not isinstance(single.kv_cache_spec, MambaSpec):  # whose kernels read no state but the last
+        if not isinstance(single.kv_cache_spec, MambaSpec):  # Mamba kernels read only the last state
             watch(single)
     return behind
 
@@ -314,7 +314,7 @@ def bytes_of_block(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> i
 
 
 def bytes_of_longest(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
-    """KV of one request of `max_model_len`."""
+    """Bytes of KV of one request of `max_model_len` tokens."""
     return int(_max_memory_usage_bytes_from_groups(vllm_config, groups))
 
 
@@ -326,13 +326,13 @@ def longest_that_fits(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], n
 
 
 def _wrap(owner: type, name: str, around: Method) -> None:
-    """Call `around` instead of the method, with the method before its arguments."""
+    """Replace a method by `around`, which gets the original method before the arguments."""
     wrap_once(owner, name, lambda method: lambda *args, **kwargs: around(method, *args, **kwargs))
 
 
 def after_engine_calls(on_rpc: Callable[[Any, Any], None], on_adapter: Callable[[Any, LoRARequest], None]) -> None:
-    """Report calls to workers, and adapters that are loaded, with the engine core; also those that failed, which may
-    have replaced a part of the weights."""
+    """Report RPCs to workers and loads of adapters, with the engine core; also failed ones, which may have replaced
+    part of the weights."""
     from vllm.v1.engine.core import EngineCore
 
     def rpc(collective_rpc: Method, core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -352,7 +352,7 @@ def after_engine_calls(on_rpc: Callable[[Any, Any], None], on_adapter: Callable[
 
 
 def before_engine_shutdown(call: Callable[[Any], None]) -> None:
-    """Call with an engine core that is about to shut down and still has its workers."""
+    """Run `call` with an engine core that is about to shut down, while it still has its workers."""
     from vllm.v1.engine.core import EngineCore
 
     def watched(shutdown: Method, core: Any) -> None:
@@ -367,19 +367,19 @@ def before_engine_shutdown(call: Callable[[Any], None]) -> None:
 def call_workers(
     core: Any, method: str | Callable[..., Any], *arguments: Any, timeout: float | None = None
 ) -> list[Any]:
-    """Results of all ranks: of a method, or of a function that is given the worker. Not through the engine core's own
-    call, which may be watched for new weights."""
+    """Call a worker's method, or a function that gets the worker, on all ranks; returns their results. Bypasses the
+    engine core's own collective_rpc, which may be watched for new weights."""
     return list(core.model_executor.collective_rpc(method, timeout=timeout, args=arguments))
 
 
 def connectors_of(core: Any, attribute: str) -> list[Any]:
-    """An engine's connectors that have an attribute, also inside a MultiConnector; none while it is being built."""
+    """An engine's connectors with an attribute, also inside a MultiConnector; empty while the engine is being built."""
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     return [one for one in getattr(connector, "_connectors", (connector,)) if hasattr(one, attribute)]
 
 
 def own_connector(attribute: str) -> Any:
-    """The worker's connector that has an attribute, also inside a MultiConnector."""
+    """This worker's connector with an attribute, also inside a MultiConnector."""
     connector = get_kv_transfer_group()
     (found,) = (one for one in getattr(connector, "_connectors", (connector,)) if hasattr(type(one), attribute))
     return found
@@ -389,7 +389,7 @@ def own_connector(attribute: str) -> Any:
 
 
 class ScheduleHooks:
-    """Mixed into vLLM's schedulers, before them."""
+    """Mixin with hooks around each pass, to be listed before vLLM's scheduler class."""
 
     def before_schedule(self) -> None: ...
 
@@ -415,14 +415,14 @@ def worker_class() -> type[Any]:
 
 
 def run_dummy_step(runner: Any) -> None:
-    """A forward of one token, with attention and without graphs, that writes to no request's blocks."""
+    """Run a forward of one token, with attention and without graphs, that writes to no request's blocks."""
     runner._dummy_run(1, force_attention=True, cudagraph_runtime_mode=CUDAGraphMode.NONE)
 
 
 def around_steps(runner: Any, around: Callable[[SchedulerOutput], AbstractContextManager[Any]]) -> None:
-    """Execute each step inside a context made of its schedule."""
+    """Execute each step inside a context made from its scheduler output."""
     if "execute_model" in vars(runner):
-        return  # weights are loaded a second time
+        return  # wrapped already: the weights are loaded a second time
     execute_model = runner.execute_model
 
     def execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -433,12 +433,12 @@ def around_steps(runner: Any, around: Callable[[SchedulerOutput], AbstractContex
 
 
 def batch_order(runner: Any) -> list[str]:
-    """Requests of the step's batch, row by row, in the V1 runner."""
+    """Request ids of the V1 runner's current batch, row by row."""
     return list(runner.input_batch.req_ids)
 
 
 def watch_batches(runner: Any, order: list[str]) -> None:
-    """Keep the requests of the V2 runner's latest batch in `order`, row by row."""
+    """Keep the request ids of the V2 runner's latest batch in `order`, row by row."""
     prepare_inputs = getattr(runner, "prepare_inputs", None)
     if prepare_inputs is None:
         return
@@ -452,7 +452,7 @@ def watch_batches(runner: Any, order: list[str]) -> None:
 
 
 def override_backend(name: str, path: str) -> None:
-    """Let layers that are built from now on use a subclass of an attention backend."""
+    """Make layers that are built from now on use a subclass of an attention backend."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -462,7 +462,7 @@ def override_backend(name: str, path: str) -> None:
 
 @contextmanager
 def without_full_graphs(runner: Any) -> Iterator[None]:
-    """Both model runners have an object that chooses the graph of a batch."""
+    """Run no FULL graphs inside this context. Both model runners have an object that chooses a batch's graph."""
     v2 = getattr(runner, "cudagraph_manager", None)
     chooser = v2 if v2 is not None else runner.cudagraph_dispatcher
     dispatch = chooser.dispatch
@@ -478,19 +478,19 @@ def without_full_graphs(runner: Any) -> Iterator[None]:
         max_query_len: int | None = None,
         num_ubatches: int = 1,
     ) -> Any:
-        # FULL graphs are captured for decodes only (the plugin checks that), and a batch is known as one by these.
+        # FULL graphs are captured for decodes only (the plugin checks this); the Nones hide that a batch is one.
         return dispatch(num_reqs, num_tokens, None, num_active_loras, None, num_ubatches)
 
     chooser.dispatch = dispatch_v1 if v2 is None else dispatch_v2
     try:
         yield
     finally:
-        del chooser.dispatch  # the class's own again
+        del chooser.dispatch  # uncovers the class's own
 
 
 @contextmanager
 def with_graphs(runner: Any, graphs: Any) -> Iterator[None]:
-    """The model runner's (V2) graphs are these."""
+    """Replace the V2 model runner's graphs inside this context."""
     own = runner.cudagraph_manager
     runner.cudagraph_manager = graphs
     try:
@@ -500,7 +500,7 @@ def with_graphs(runner: Any, graphs: Any) -> Iterator[None]:
 
 
 def has_decode_graphs(runner: Any) -> bool:
-    """Whether FULL graphs are captured for decodes, by the V2 runner."""
+    """Whether the V2 runner has captured FULL graphs for decodes."""
     manager = getattr(runner, "cudagraph_manager", None)
     return manager is not None and any(is_full(each) for each in manager.graphs)
 
@@ -510,7 +510,7 @@ def is_full(descriptor: Any) -> bool:
 
 
 def capture_decode_graphs(runner: Any, model: Callable[..., Any], most_tokens: int) -> Any:
-    """A second set of FULL graphs for small batches of decodes, in which the connector's layer hooks are called."""
+    """Capture a second set of FULL graphs, for small decode batches, with the connector's layer hooks in them."""
     from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
     config = copy.copy(runner.vllm_config)
@@ -558,15 +558,15 @@ def calls_connector(module: Any) -> bool:
 
 
 def kv_owner(module: Any, name: str) -> str:
-    """The layer whose KV this one reads: itself, mostly."""
+    """Name of the layer whose KV this layer reads, mostly its own."""
     return getattr(module, "kv_sharing_target_layer_name", None) or name
 
 
 def watch_kv(module: Any, on_write: Callable[[], None], on_read: Callable[[], None]) -> Callable[[], None]:
-    """Report when an attention layer writes its KV and when it attends; returns what ends it.
+    """Report when an attention layer writes its KV and when it attends; returns a function that stops the reports.
 
-    A backend may write within its attention, and then reports no write. Latent attention has a way of its own into its
-    backend.
+    A backend may write within its attention, and then no write is reported. Latent attention enters its backend by a
+    method of its own.
     """
     watched = (
         [(module, "forward_impl", on_read)] if hasattr(module, "forward_impl") else [(module.impl, "forward", on_read)]
@@ -597,7 +597,7 @@ def watch_kv(module: Any, on_write: Callable[[], None], on_read: Callable[[], No
 
 
 def add_engine_method(name: str, method: Method) -> None:
-    """Let front ends call a method of the engine core."""
+    """Add a method to the engine core that front ends can call."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, name, method)
@@ -608,7 +608,7 @@ def is_paused(core: Any) -> bool:
 
 
 def pause(core: Any) -> None:
-    """Schedule nothing from the next pass on; requests are kept, and new ones wait."""
+    """Schedule nothing from the next pass on; requests stay, and new ones wait."""
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
 
 
@@ -617,16 +617,16 @@ def resume(core: Any) -> None:
 
 
 def has_steps_to_run(core: Any) -> bool:
-    """Whether a paused engine has steps in flight, or a connector that needs some."""
+    """Whether a paused engine has steps in flight, or a connector that needs further steps."""
     return bool(core.batch_queue) or core.scheduler.has_requests()
 
 
 def run_step(core: Any) -> None:
-    """One step, on behalf of the loop that is waiting for the caller; its outputs go where that loop's go."""
+    """Run one step for the engine's loop, which waits for the caller; outputs go where the loop's would."""
     if hasattr(core, "_process_engine_step"):
         core._process_engine_step()
         return
-    # In-process, whoever runs the engine takes the outputs of one step at a time.
+    # In-process, the engine's caller takes the outputs of one step at a time.
     step = core.step if core.batch_queue is None else core.step_with_batch_queue
     outputs, executed = step()
     core.post_step(executed)
@@ -644,7 +644,7 @@ def run_step(core: Any) -> None:
 
 
 def release_waiting(scheduler: Any, is_meant: Callable[[Request], bool] = lambda _: True) -> None:
-    """Take the blocks of requests that wait with loaded KV; they load it again."""
+    """Free the blocks of requests that wait with loaded KV; the requests load it again."""
     for request in reversed(list(scheduler.kv_holding_waiting)):
         if not is_meant(request) or not scheduler._handle_blocked_waiting_request(request):
             continue
@@ -658,8 +658,8 @@ def release_waiting(scheduler: Any, is_meant: Callable[[Request], bool] = lambda
 
 
 def requests_at_rest(scheduler: Any) -> list[Request]:
-    """Requests that wait with loaded KV while nothing runs, loads or is about to free blocks: what keeps them waiting
-    will not end by itself. None while the engine is paused."""
+    """Requests that wait with loaded KV while nothing runs, loads or is about to free blocks, so that their wait will
+    not end by itself. Empty while the engine is paused."""
     if scheduler.running or scheduler.deferred_frees or scheduler.pause_state != PauseState.UNPAUSED:
         return []
     waiting = [r for r in scheduler.kv_holding_waiting if r.status != RequestStatus.WAITING_FOR_STREAMING_REQ]
@@ -675,7 +675,7 @@ _WHILE_FROZEN = ("check_health", "shutdown")
 
 
 def freeze_engine(core: Any) -> None:
-    """Refuse whatever would reach a worker. Requests may come and be aborted, which leaves steps to run later."""
+    """Refuse calls that would reach a worker. Requests may still arrive and be aborted, leaving steps to run later."""
     executor = core.model_executor
     collective_rpc = executor.collective_rpc
 
@@ -690,12 +690,12 @@ def freeze_engine(core: Any) -> None:
 
 
 def thaw_engine(core: Any) -> None:
-    """Each has its class's own again."""
+    """Undo `freeze_engine` by uncovering the classes' own methods."""
     del core.model_executor.collective_rpc, core.resume_scheduler, core.scheduler.has_requests
 
 
 def end_engine(core: Any, error: Exception) -> None:
-    """Let the engine's loop end with an error, whether it has requests or not."""
+    """End the engine's loop with an error, whether or not it has requests."""
 
     def fail() -> Any:
         raise error
@@ -705,7 +705,7 @@ def end_engine(core: Any, error: Exception) -> None:
 
 
 class Allocation(NamedTuple):
-    """GPU memory of vLLM's sleep mode, by its address."""
+    """GPU memory that vLLM allocated for its sleep mode."""
 
     address: int
     num_bytes: int
@@ -716,13 +716,13 @@ class Allocation(NamedTuple):
 def sleep_mode_allocations() -> list[Allocation]:
     from vllm.device_allocator import get_mem_allocator_instance
 
-    # A list: another thread may allocate meanwhile.
+    # Copied to a list, because another thread may allocate meanwhile.
     found = list(get_mem_allocator_instance().pointer_to_data.items())
     return [Allocation(address, data.handle[1], data.tag == "weights", data) for address, data in found]
 
 
 def release_allocation(allocation: Allocation) -> None:
-    """Give the memory back; the address stays reserved."""
+    """Release the memory; its address stays reserved."""
     from vllm.device_allocator.cumem import unmap_and_release
 
     unmap_and_release(allocation.data.handle)
@@ -745,7 +745,7 @@ def is_frozen(core: Any) -> bool:
 
 
 def on_wakeup(call: Callable[[Any], None]) -> None:
-    """Call this in the loop of an engine core whenever it is woken up, between two steps or while it waits."""
+    """Run `call` in an engine core's loop whenever the loop is woken up, between two steps or while it waits."""
     from vllm.v1.engine.core import EngineCoreProc
 
     def watched(handle: Method, core: Any, request_type: EngineCoreRequestType, request: Any) -> None:
@@ -757,7 +757,7 @@ def on_wakeup(call: Callable[[Any], None]) -> None:
 
 
 def before_loop(call: Callable[[Any], None]) -> None:
-    """Call this when an engine core is about to begin its loop."""
+    """Run `call` when an engine core is about to start its loop."""
     from vllm.v1.engine.core import EngineCoreProc
 
     def watched(run_busy_loop: Method, core: Any) -> Any:
@@ -768,17 +768,17 @@ def before_loop(call: Callable[[Any], None]) -> None:
 
 
 def wake_up(core: Any) -> bool:
-    """From any thread; False for an engine that has no loop of its own, or none any more."""
+    """Wake the engine's loop, from any thread; False if the engine has no loop of its own or its loop has ended."""
     queue = getattr(core, "input_queue", None)
     if queue is None or not core.is_running():
         return False
-    if queue.empty():  # else the loop is about to look anyway
+    if queue.empty():  # otherwise the loop is about to run anyway
         queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
     return True
 
 
 def watch_outputs(core: Any, on_output: Callable[[], None]) -> int:
-    """Call this after each step whose output was read: the workers are done with it. Returns how many are in flight."""
+    """Run `on_output` after each step whose output was read, so workers are done with it; returns steps in flight."""
     scheduler = core.scheduler
     update = scheduler.update_from_output
 
@@ -802,8 +802,8 @@ def blocks_waiting(core: Any, block_tokens: int, most: int) -> int:
 
 
 def preempt(scheduler: Any, names: Collection[str], block_ids: Collection[int]) -> list[str]:
-    """Preempt running requests of these names or that hold one of the blocks, and those that wait with loaded KV. They
-    run again after the steps in flight, whose tokens count; until then their blocks may be in use."""
+    """Preempt requests in `names` or holding one of the blocks, running or waiting with loaded KV; returns the
+    running ones' ids. They run again after the steps in flight, whose tokens count; until then blocks may be in use."""
 
     def is_meant(request: Request) -> bool:
         held = scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -813,10 +813,10 @@ def preempt(scheduler: Any, names: Collection[str], block_ids: Collection[int]) 
     for request in reversed(list(scheduler.running)):
         if is_meant(request):
             scheduler.running.remove(request)
-            # A request that hands its KV over, or goes on with more input, must not end without blocks.
+            # A request that hands over its KV, or continues with more input, must not end without blocks.
             is_dropped = scheduler.requires_kv_delivery or request.resumable
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=is_dropped)
-            # It may be scheduled again in the next pass, as if it had not run in the one before.
+            # The next pass may schedule the request again, as if it had not run in the one before.
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             preempted.append(request.request_id)
     release_waiting(scheduler, is_meant)

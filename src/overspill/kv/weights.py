@@ -1,7 +1,7 @@
-"""Weights of an engine that can be parked: a copy of them in RAM, and GPU memory that is given back and comes again.
+"""Weights of an engine that can be parked: their copy in RAM, and the memory that is released and restored.
 
-On CUDA that memory is what vLLM allocates for its sleep mode: weights, and state that it made at its start. On the CPU
-platform parameters and buffers are moved into a mapping of ours; what kernels have packed for themselves stays.
+On CUDA this is the memory vLLM allocates for its sleep mode: weights, and state made at startup. On the CPU platform
+parameters and buffers are moved into a mapping of Overspill's; weights that kernels have packed for themselves stay.
 """
 
 import ctypes
@@ -34,30 +34,30 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own logge
 
 _SLOT_BYTES = 2 * MiB
 _ALIGNMENT = 64
-_ALWAYS = -1  # a version that no copy has
+_ALWAYS = -1  # the version of no copy
 
 Range = tuple[int, int]  # address, length
 
 
 class Weights(ABC):
-    """One for each worker. A copy in RAM is made once, beside the first requests, and used until weights change."""
+    """Weights of one worker. Their copy in RAM is made once, beside the first requests, and used until they change."""
 
     def __init__(self, *, pin: bool, are_constant: bool) -> None:
         self._pin = pin
         self._are_constant = are_constant
         self._memory: HostMemory | None = None
         self._copied_version = _ALWAYS
-        self._places: list[Range] = []  # of which `_memory` has a copy, one behind the other
+        self._places: list[Range] = []  # ranges copied to `_memory`, one after the other
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.is_released = False
         self.copy_seconds = 0.0  # of the last copy back
 
-    # What platforms have.
+    # What each platform provides.
 
     @abstractmethod
     def constant_places(self) -> list[Range]:
-        """Memory that only an update of the weights changes."""
+        """Memory that only a weight update changes."""
 
     @abstractmethod
     def other_places(self) -> list[Range]:
@@ -65,18 +65,18 @@ class Weights(ABC):
 
     @abstractmethod
     def _transfer(self, targets: Iterable[int], sources: Iterable[int], lengths: Iterable[int]) -> None:
-        """Copy, and wait for it."""
+        """Copy all ranges, and wait for completion."""
 
     @abstractmethod
     def _release(self) -> None: ...
 
     @abstractmethod
     def _restore(self) -> None:
-        """Nothing is restored if this fails."""
+        """Restore all of the memory, or on failure none of it."""
 
     @abstractmethod
     def _pinning(self) -> tuple[PinnedRanges | None, int | None]:
-        """For the copy in RAM, with the NUMA node that it should be on."""
+        """Registration of the copy in RAM for DMA, and the copy's NUMA node; None where the platform has neither."""
 
     # Sizes.
 
@@ -91,7 +91,7 @@ class Weights(ABC):
     # The copy.
 
     def prepare(self) -> None:
-        """Take RAM and copy the weights, in the background."""
+        """Allocate RAM, and copy the weights in the background."""
         self._allocate()
         self._thread = threading.Thread(target=self._copy_first, name="overspill-weights", daemon=True)
         self._thread.start()
@@ -115,8 +115,8 @@ class Weights(ABC):
             logger.warning("Overspill: the weights could not be copied to RAM yet: %s", error)
 
     def copy(self, version: int) -> int:
-        """Bring the copy up to date before memory is released; returns the bytes that were copied. `version` counts
-        calls that may have changed weights."""
+        """Bring the copy up to date before memory is released; returns the bytes copied. `version` counts calls that
+        may have changed weights."""
         if self.is_released:
             return 0
         if self._thread is not None:
@@ -127,13 +127,13 @@ class Weights(ABC):
             self._allocate().wait_until_prepared()
         is_fresh = self._are_constant and self._copied_version == version
         places = self.other_places() if is_fresh else [*self.constant_places(), *self.other_places()]
-        self._copied_version = _ALWAYS  # until all of it is there
+        self._copied_version = _ALWAYS  # until the copy is complete
         self._copy(places, to_ram=True)
         self._copied_version = version
         return sum(length for _, length in places)
 
     def _copy(self, places: Iterable[Range], *, to_ram: bool) -> None:
-        """Copies do not cross the borders of pieces that are registered one by one."""
+        """Copy ranges to or from RAM, split at the borders of separately registered pieces."""
         memory, wanted = self._memory, set(places)
         assert memory is not None
         piece = memory.slots_per_piece * memory.slot_stride
@@ -167,7 +167,7 @@ class Weights(ABC):
             self._release()
 
     def restore(self) -> int:
-        """Bring memory and content back; returns the bytes."""
+        """Restore memory and content; returns the bytes restored."""
         if not self.is_released:
             return 0
         self._restore()
@@ -175,7 +175,7 @@ class Weights(ABC):
         try:
             self._copy(self._places, to_ram=False)
         except BaseException:
-            self._release()  # what is there now must not be taken for weights
+            self._release()  # its content must not be taken for weights
             raise
         self.copy_seconds = time.perf_counter() - began
         self.is_released = False
@@ -204,11 +204,11 @@ class CudaWeights(Weights):
         return [(each.address, each.num_bytes) for each in self._all() if not each.is_weights]
 
     def _all(self) -> list[Allocation]:
-        """Those that were released, while they are: allocations may be freed meanwhile."""
+        """Sleep-mode allocations; while released, those recorded at the release, since some may be freed meanwhile."""
         return self._allocations if self.is_released else sleep_mode_allocations()
 
     def _transfer(self, targets: Iterable[int], sources: Iterable[int], lengths: Iterable[int]) -> None:
-        torch.cuda.set_device(self._device)  # the first copy is made by a thread
+        torch.cuda.set_device(self._device)  # the first copy runs in a thread
         dst, src, sizes = (np.array(list(values), np.uint64) for values in (targets, sources, lengths))
         if not len(dst):
             return
@@ -269,13 +269,13 @@ class HostWeights(Weights):
         return None, None
 
     def close(self) -> None:
-        """The model's tensors are invalid afterwards."""
+        """Free all memory; the model's tensors are invalid afterwards."""
         super().close()
         self._buffer.close()
 
 
 def move_tensors(model: torch.nn.Module) -> HostBuffer:
-    """Move parameters and buffers into one mapping. Tensors that share memory go on sharing it."""
+    """Move parameters and buffers into one mapping; tensors that share memory still share it afterwards."""
     tensors = [*model.parameters(), *model.buffers()]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each.numel()}
     offsets: dict[int, int] = {}
@@ -300,7 +300,7 @@ _held: Weights | None = None
 
 
 def hold_weights(vllm_config: VllmConfig, model: torch.nn.Module, options: Options) -> Weights:
-    """Once the model is loaded."""
+    """Create this worker's weights, once the model is loaded."""
     global _held
     settings: dict[str, Any] = {"pin": options.pin, "are_constant": _are_constant(vllm_config)}
     if current_platform.is_cpu():
@@ -311,11 +311,11 @@ def hold_weights(vllm_config: VllmConfig, model: torch.nn.Module, options: Optio
 
 
 def weights_to_copy() -> int:
-    """RAM for the copy of this worker's weights, which is not taken yet."""
+    """Bytes of RAM that the copy of this worker's weights will take."""
     return _held.num_bytes if _held is not None else 0
 
 
 def _are_constant(vllm_config: VllmConfig) -> bool:
-    """Whether steps leave the memory that holds weights as it is: adapters are put beside them as requests come, and
-    experts may be moved."""
+    """Whether steps leave the memory of the weights unchanged: LoRA adapters are loaded beside the weights as requests
+    arrive, and EPLB may move experts."""
     return vllm_config.lora_config is None and not vllm_config.parallel_config.enable_eplb

@@ -28,16 +28,16 @@ from overspill.kv.vllm_api import KVCacheConfig, KVConnectorTransferResults
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# A load is announced so long before its copies are expected to complete: vLLM takes a step or two to schedule its
+# A load is announced this long before its copies should complete, because vLLM takes a step or two to schedule its
 # request. Compute queued after that waits for the copies, so this bounds the delay of other requests.
 _ANNOUNCE_AHEAD_S = 0.01
-# While nothing computes, the oldest load delays nobody: its request's step is prepared and queued while it is copied.
-# Requests that arrive meanwhile wait no longer than this.
+# While nothing computes, announcing the oldest load earlier delays nobody: its request's step is prepared and queued
+# during the copies. Requests that arrive meanwhile wait no longer than this.
 _IDLE_AHEAD_S = 0.1
 # How long an idle step may wait for a load to be announced; it has nothing else to do.
 _IDLE_WAIT_S = 0.05
 _POLL_S = 0.0005
-# The same for writes to disk or store, which no request waits for: only to leave the core to others.
+# Likewise for writes to disk or store: no request waits for them, so this only yields the core to other threads.
 _DISK_WAIT_S = 0.002
 
 
@@ -50,7 +50,7 @@ class _Load:
 
 
 class OffloadWorker:
-    """One per rank. A step that computes waits for copies of loads that were announced ahead, and for no others."""
+    """Offload on one rank. A step that computes waits only for copies of loads that were announced ahead."""
 
     def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         parallel = vllm_config.parallel_config
@@ -117,7 +117,7 @@ class OffloadWorker:
     # Every step.
 
     def begin_step(self, jobs: StepJobs) -> None:
-        """Before the forward: start loads. The forward does not touch their blocks."""
+        """Start loads, and jobs of the tiers below RAM, before the forward, which does not touch the loads' blocks."""
         assert self._copier is not None and self.checksums is not None
         for job in jobs.loads:
             if job.void:
@@ -135,14 +135,14 @@ class OffloadWorker:
                 self.remote.start(call)
 
     def write_now(self, job: DiskWriteJob) -> StepReport:
-        """Write slots to disk outside of a step, and wait for it."""
+        """Write slots to disk outside a step, and wait for completion."""
         assert self.disk is not None
         report = StepReport()
         self.disk.write_now(job, report)
         return report
 
     def end_step(self, jobs: StepJobs) -> None:
-        """After the forward: store blocks that it, or an earlier one, has filled."""
+        """Start stores after the forward, of blocks that it or an earlier one has filled."""
         assert self._copier is not None
         self._copier.end_step()
         for job in jobs.stores:
@@ -155,7 +155,7 @@ class OffloadWorker:
             self._failed_load(job, results, "was void")
             self._report.loaded[job.job_id] = 1
         self._void.clear()
-        # With several steps in flight, vLLM runs one or two more idle ones before it processes an announcement.
+        # With several steps in flight, vLLM runs one or two more idle steps before it processes an announcement.
         is_idle = (
             jobs is not None and not jobs.num_tokens and self._steps_since_announcement >= self._steps_in_flight - 1
         )
@@ -173,16 +173,16 @@ class OffloadWorker:
         return results
 
     def _wait_for(self, tier: DiskWorker | RemoteWorker) -> None:
-        """An idle step waits for a read, for which a request waits, and a little for writes."""
+        """Make an idle step wait for reads, because requests wait for them, and briefly for writes."""
         seconds = self.idle_wait_s if tier.is_reading else _DISK_WAIT_S
         self._wait_while(lambda: not tier.has_done and (tier.is_reading or tier.is_writing), seconds)
 
     def _wait_for_a_load(self) -> None:
-        """A step without a forward delays nothing, and spinning would take cores from the copying threads."""
+        """Wait in a step without a forward: this delays nothing, and spinning would take cores from copying threads."""
         self._wait_while(lambda: any(not load.announced for load in self._loads), self.idle_wait_s)
 
     def _wait_while(self, waits: Callable[[], bool], seconds: float) -> None:
-        """Until a load can be announced, or the time is over."""
+        """Sleep while `waits()` holds, until a load can be announced or the time is up."""
         deadline = time.monotonic() + seconds
         while waits() and time.monotonic() < deadline:
             if any(not load.announced for load in self._ready(is_idle=True)):
@@ -190,7 +190,7 @@ class OffloadWorker:
             time.sleep(_POLL_S)
 
     def _ready(self, *, is_idle: bool) -> list[_Load]:
-        """Loads that are checked, and completed or about to: in the order of their copies, oldest first."""
+        """Loads that are checked and have completed or soon will, in the order of their copies, oldest first."""
         ready, remaining_bytes = [], 0
         ahead_bytes = _ANNOUNCE_AHEAD_S * self.load_bytes_per_s
         for load in self._loads:
@@ -212,7 +212,7 @@ class OffloadWorker:
                 return False
             corrupt, error = load.verdict.corrupt_slots(), transfer.error or load.verdict.error()
             if not over and (corrupt or error is not None):
-                return False  # its blocks are still written to
+                return False  # its blocks are still being written
             self.stats.count("verified_blocks", load.verdict.num_checked)
             load.announced = True
             if corrupt:
@@ -223,7 +223,7 @@ class OffloadWorker:
                 self._report.failed.add(job.job_id)
                 self._failed_load(job, results, f"failed: {error}")
             else:
-                # All compute queued from now on: vLLM copies recurrent states before it binds a step's metadata.
+                # Fence all compute queued from now on: vLLM copies recurrent states before it binds a step's metadata.
                 transfer.fence()
                 results.finished_recving.add(job.request_id)
         if over:
@@ -276,9 +276,9 @@ class OffloadWorker:
         return self.stats.take()
 
     def shutdown(self) -> None:
-        """Finish copies, then free memory, also if one of them fails."""
+        """Finish copies, then free memory, even if some of this fails."""
         with ExitStack() as stack:
-            # What still runs there may write into the pool, which then stays until the process ends.
+            # Remote calls that still run may write into the pool, which then stays until the process ends.
             if self.memory is not None and (self.remote is None or self.remote.close()):
                 stack.callback(self.memory.close)
             if self.checksums is not None:
