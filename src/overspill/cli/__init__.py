@@ -81,7 +81,7 @@ def _commands(
 
 
 def _lead_to_page() -> None:
-    """For somebody in a terminal: the page of the manager that runs, or of one that is started here."""
+    """Point a user in a terminal to the running manager's page, or start a manager here."""
     from overspill.manager.web.client import find
 
     found = find(None)
@@ -93,7 +93,7 @@ def _lead_to_page() -> None:
 
 
 def main(call: Callable[[], Any] = app) -> None:
-    """Exits with 0 on success, 1 if the request cannot be met, 2 for a mistake in the request."""
+    """Run the command; exits with 0 on success, 1 if the request cannot be met, 2 for a mistake in the request."""
     try:
         call()
     except OverspillError as error:

@@ -32,7 +32,7 @@ def show(
     disk_path: DiskPath = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:
-    """How much KV of which model is on disk, and when it was last written."""
+    """Show how much KV of which model is on disk, and when it was last written."""
     from overspill.kv.disk.folder import kept_in
     from overspill.kv.sizes import format_size
 
@@ -57,7 +57,7 @@ def show(
 
 @cache.command(epilog="Example: overspill cache clear --disk-path /var/cache/overspill")
 def clear(disk_path: DiskPath = None) -> None:
-    """Delete KV on disk; a folder that a server uses is left as it is, and named."""
+    """Delete KV on disk, except in folders that a server uses, which are named."""
     from overspill.kv.disk.folder import clear_folder
     from overspill.kv.errors import OverspillError
     from overspill.kv.sizes import format_size

@@ -39,8 +39,8 @@ def run(
     model: Model,
     log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
 ) -> None:
-    """Chat with a model in the shell: plans and starts it, unless it runs already. A question on standard input that is
-    not a terminal gets one answer. Here --max-model-len is auto if not given, --offload-ram 0, and --port a free one.
+    """Chat with a model in the shell, planning and starting the model unless it runs already. A question piped to
+    standard input gets one answer. Defaults here: --max-model-len auto, --offload-ram 0, and a free port as --port.
     """
     from overspill.address import free_port
     from overspill.planning.report import plan_in_short
@@ -59,14 +59,14 @@ def run(
             _chat(Conversation(there.url, there.served_name), _question())
             return
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-        # One conversation: what is idle is on the GPU, and a port of its own lets several run.
+        # A single conversation keeps its idle KV on the GPU; a port of its own lets several chats run at once.
         defaults = {"max_model_len": AUTO, "offload_ram": 0, "port": free_port()}
         launch = launch_of(model, given, context.args, own, defaults=defaults, is_server=True)
         prepared = launch.prepared()
         for line in (*plan_in_short(launch.plan), *(f"warning: {warning}" for warning in prepared.warnings)):
             to_stderr(line)
         require_startable(launch, prepared, context.args)
-        question = _question()  # the command is fine up to here
+        question = _question()  # read only once the command is known to be valid
         log = open_log(log_file, prepared.address.port)
         to_stderr(f"vLLM's log: {log}")
         key = prepared.full_environment().get("VLLM_API_KEY")
@@ -78,7 +78,7 @@ def run(
 
 
 def _question() -> str | None:
-    """From standard input; None if that is a terminal."""
+    """The question on standard input; None if that is a terminal."""
     if sys.stdin.isatty():
         return None
     if not (question := sys.stdin.read().strip()):
@@ -87,7 +87,7 @@ def _question() -> str | None:
 
 
 def _running(model: str) -> "Status | None":
-    """This user's server of the model on this machine, once it answers; None if there is none, or it ends before."""
+    """This user's server of the model on this machine, once it is ready; None if none runs, or it ends before."""
     from overspill.serve.reporter import HEARTBEAT_S
     from overspill.serve.status import read_statuses
 
@@ -104,11 +104,11 @@ def _running(model: str) -> "Status | None":
 
 
 class _Stopped(KeyboardInterrupt):
-    """By a signal that ends programs. asyncio lets no other kind of exception out of a handler."""
+    """Raised by a signal that ends programs; asyncio lets no other kind of exception out of a handler."""
 
 
 class Conversation:
-    """Messages to and from one server."""
+    """A chat with one server, and its messages so far."""
 
     def __init__(self, url: str, served_name: str, api_key: str | None = None) -> None:
         self._url, self._model = url, served_name
@@ -119,7 +119,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def ask(self, runner: asyncio.Runner, question: str) -> None:
-        """Prints the answer as it comes. Ctrl-C ends it; what was said until then stays in the conversation."""
+        """Print the answer as it arrives. Ctrl-C cuts it off; the part received so far stays in the conversation."""
         self.messages.append({"role": "user", "content": question})
         said: list[str] = []
         try:
@@ -145,7 +145,7 @@ class Conversation:
                         return
                     refused = error_text(await connection.read_all(_MOST_REFUSAL_BYTES))
                 finally:
-                    connection.close()  # the engine stops computing
+                    connection.close()  # makes the engine stop computing
                 if "chat template" not in refused or path == _COMPLETE:
                     raise CannotAnswer(f"{self._model} refuses this: {refused}")
                 self._path = _COMPLETE
@@ -158,15 +158,15 @@ class Conversation:
     def _asked(self, path: str) -> dict[str, Any]:
         if path == _CHAT:
             return {"messages": self.messages}
-        return {"prompt": self.messages[-1]["content"], "max_tokens": 256}  # it may go on for ever
+        return {"prompt": self.messages[-1]["content"], "max_tokens": 256}  # a completion may go on for ever
 
 
 class CannotAnswer(CannotServe):
-    """The server refuses one question; the conversation goes on without it."""
+    """Raised when the server refuses one question; the conversation continues without it."""
 
 
 async def _pieces(connection: Connection) -> AsyncIterator[str]:
-    """Texts of a stream of events, thoughts of a reasoning model included."""
+    """Pieces of text in a stream of events, including the thoughts of a reasoning model."""
     events = Events()
     while (part := await connection.read()) is not None:
         for data in events.feed(part):
@@ -188,7 +188,7 @@ async def _pieces(connection: Connection) -> AsyncIterator[str]:
 
 def _chat(conversation: Conversation, question: str | None) -> None:
     with asyncio.Runner() as runner, on_stop_signals(_stop), contextlib.suppress(_Stopped, EOFError):
-        # Python's own Ctrl-C instead of one that ends the chat, and so the server.
+        # Python's own Ctrl-C handler instead of one that ends the chat, and with it the server.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if question is not None:
             with contextlib.suppress(KeyboardInterrupt):

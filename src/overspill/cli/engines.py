@@ -24,7 +24,7 @@ def ps(
     clear: Annotated[bool, typer.Option("--clear", help="First forget servers of this user that ended badly.")] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Engines that run, with their state; with a manager, all models."""
+    """List running engines with their state; with a manager, all models."""
     if clear:
         from overspill.serve.status import clear_ended
 
@@ -43,21 +43,21 @@ def ps(
 
 
 def stop(name: Name, api_key: ApiKey = None) -> None:
-    """Stops a model's engine, and waits until it has ended."""
+    """Stop a model's engine, and wait until it has ended."""
     _source(api_key).control("stop", name)
     print(f"stopped {name}")
 
 
 def park(name: Name, api_key: ApiKey = None) -> None:
-    """Parks a model's engine: its GPU memory is free for others, and it waits in RAM until it is woken."""
+    """Park a model's engine: its GPU memory is free for others, and it waits in RAM until it is woken."""
     source = _source(api_key)
     source.control("park", name)
-    # A manager wakes it for a request.
+    # A manager wakes a parked engine when a request arrives.
     print(f"parked {name}" if source.url is not None else f"parked {name}; requests wait until: overspill wake {name}")
 
 
 def wake(name: Name, api_key: ApiKey = None) -> None:
-    """Wakes a parked model; with a manager, what is in its way is parked or stopped."""
+    """Wake a parked model; with a manager, engines that are in its way are parked or stopped."""
     _source(api_key).control("wake", name)
     print(f"{name} is awake")
 
@@ -69,7 +69,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="Go on with new lines as they are written.")] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """The end of an engine's log."""
+    """Show the end of an engine's log."""
     if follow and search:
         raise OverspillError("--follow shows all lines, and --search looks for some; leave one of them out")
     try:
@@ -80,7 +80,7 @@ def logs(
 
 
 def _source(api_key: str | None) -> "Manager | ThisMachine":
-    """A manager that runs and lets us in, else this user's servers on this machine."""
+    """The running manager if it lets us in, else this user's servers on this machine."""
     from overspill.manager.web.client import ThisMachine, find
 
     manager = find(api_key)

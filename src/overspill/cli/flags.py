@@ -1,4 +1,4 @@
-"""What several commands have in common: flags made from the table of settings, launches, and the registry."""
+"""Shared parts of commands: flags made from the table of settings, launches, and the registry."""
 
 import functools
 import inspect
@@ -24,13 +24,13 @@ _METAVARS = {LENGTH.note: "<tokens>", "port": "<int>"}
 
 SERVING = frozenset(setting.name for setting in SETTINGS)
 PLANNING = SERVING - {"host", "port"}
-# vLLM's own flags are words after the others, and not an option.
+# vLLM's own flags are trailing words, not an option.
 OF_MODELS = frozenset(setting.name for setting in MODEL_SETTINGS) - {"vllm_args"}
 OF_MODELS_AND_COMMANDS = frozenset(name for name in OF_MODELS if BY_NAME[name].scope is Scope.EVERYWHERE)
 
 
 class Commands(TyperGroup):
-    """Commands, whose summaries are wrapped in the help and not cut."""
+    """A group of commands whose summaries are wrapped in the help instead of cut."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -39,21 +39,21 @@ class Commands(TyperGroup):
 
 
 def group(help: str, *, is_command: bool = False, **more: Any) -> typer.Typer:
-    """Commands under one name, which without one of them shows its help, unless it `is_command` itself."""
+    """A group of commands; called without one of them it shows its help, unless it `is_command` itself."""
     more |= {"invoke_without_command": is_command, "no_args_is_help": not is_command}
     return typer.Typer(cls=Commands, rich_markup_mode=None, help=help, **more)
 
 
 def with_settings(names: Collection[str], hidden: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Gives a command a flag for each of these settings, and what was given with them as its argument `given`. Those
-    that are `hidden` are for a refusal that says why."""
+    """Give a command a flag for each of these settings; their values arrive as its argument `given`. Settings in
+    `hidden` are left out of the help, and accepted only to be refused with the reason."""
     settings = [setting for setting in BY_NAME.values() if setting.name in names]
     return with_flags("given", [_parameter(setting, is_hidden=setting.name in hidden) for setting in settings])
 
 
 @contextmanager
 def failing(*kinds: type[Exception]) -> Iterator[None]:
-    """Ends the command with 1 where it is fine and cannot be done now; a mistake in it ends with 2, as everywhere."""
+    """Exit with 1 on these errors: the command is valid but cannot be done now. Mistakes in it exit with 2."""
     try:
         yield
     except kinds as error:
@@ -64,15 +64,15 @@ def failing(*kinds: type[Exception]) -> Iterator[None]:
 def launch_of(
     model: str, given: dict[str, Any], vllm_args: Sequence[str] = (), own: Sequence[str] = (), **how: Any
 ) -> "Launch":
-    """A model's plan, and a line for what came from the registry. Exits with 1 if that is needed and cannot be read, or
-    if no context is fast enough. `own` are flags of the command that are not settings."""
+    """A model's launch, with a line on stderr for what came from the registry. Exits with 1 if the registry is needed
+    and cannot be read, or if no context is fast enough. `own` are flags of the command that are not settings."""
     from overspill.errors import CannotServe
     from overspill.flags import read_flags
     from overspill.launch.launch import Launch
     from overspill.launch.reference import NoRegistry
     from overspill.launch.traps import refuse_flags
 
-    refuse_flags(read_flags(vllm_args), own)  # before a hub, or a registry, is looked for
+    refuse_flags(read_flags(vllm_args), own)  # before the hub or the registry is contacted
     with failing(CannotServe, NoRegistry):
         return Launch.of(model, given, vllm_args, note=to_stderr, **how)
 
@@ -86,7 +86,7 @@ def opened_registry() -> Iterator["Registry"]:
 
 
 def to_stderr(text: str) -> None:
-    """Standard output is for what a command prints as its result."""
+    """Print to standard error; standard output is for a command's result."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -97,7 +97,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def with_flags(argument: str, flags: Sequence[inspect.Parameter]) -> Callable[[Command], Command]:
-    """Gives a command these flags in place of one argument, which gets what was given with them."""
+    """Replace one argument of a command with these flags; it receives their values by name."""
 
     def decorate(command: Command) -> Command:
         own = [each for each in inspect.signature(command).parameters.values() if each.name != argument]
@@ -116,7 +116,7 @@ def with_flags(argument: str, flags: Sequence[inspect.Parameter]) -> Callable[[C
 
 
 def flag(name: str, option: Any, kind: Any = str | None, default: Any = None) -> inspect.Parameter:
-    """A flag for `with_flags`; `option` is typer's."""
+    """A flag for `with_flags`; `option` is a typer.Option."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
@@ -125,7 +125,7 @@ def _parameter(setting: Setting, *, is_hidden: bool) -> inspect.Parameter:
         metavar = "<size>" if setting.is_size else _METAVARS.get(setting.kind.note or setting.name)
         metavar = "<int>" if setting.kind is COUNT else metavar
         return flag(setting.name, typer.Option(setting.flag, help=setting.help, metavar=metavar, hidden=is_hidden))
-    # What the registry, the environment or the file switched on can be switched off; not given leaves it to them.
+    # --no-… switches off what the registry, the environment or the file switched on; without a flag they decide.
     # Nobody leaves `--force` switched on.
     off = f"/--no-{setting.flag.removeprefix('--')}" if setting.name != "force" else ""
     return flag(setting.name, typer.Option(f"{setting.flag}{off}", help=setting.help), bool | None)

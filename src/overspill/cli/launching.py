@@ -14,7 +14,7 @@ from overspill.settings import GivenBy, config_path, origins, resolve
 if TYPE_CHECKING:
     from overspill.launch.launch import Launch, Prepared
 
-# vLLM's own flags are not known here; they follow the model, and are passed on.
+# vLLM's own flags are unknown here; they follow the model, and are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -25,7 +25,7 @@ def plan(
     cards: Annotated[bool, typer.Option("--cards", help="Which cards would serve this context, and how fast.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
 ) -> None:
-    """What fits, what goes to RAM, and how fast it will be. Exits with 1 where serve would refuse it."""
+    """Show what fits, what goes to RAM, and how fast it will be. Exits with 1 if serve would refuse it."""
     from overspill.planning.report import cards_as_json, cards_as_text, plan_as_json, plan_as_text
 
     launch = launch_of(model, given, cards=cards, is_server=True)
@@ -55,7 +55,7 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", help="vLLM's log to a file only.")] = False,
     log_file: Annotated[Path | None, typer.Option(help="A file for vLLM's log.")] = None,
 ) -> None:
-    """Plan, then run vLLM's server with these flags. Flags of vLLM's own follow the model, and win."""
+    """Plan, then run vLLM's server with the planned flags. vLLM's own flags follow the model, and win."""
     from overspill.errors import CannotServe
     from overspill.planning.report import plan_as_text
     from overspill.serve.log import open_log
@@ -68,7 +68,7 @@ def serve(
     with failing(CannotServe):
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         launch = launch_of(model, given, context.args, own, is_server=True)
-        if launch.plan.chosen is not None:  # else the refusal says all of it
+        if launch.plan.chosen is not None:  # otherwise the refusal includes all of it
             to_stderr(plan_as_text(launch.plan))
         prepared = launch.prepared()
         for warning in prepared.warnings:
@@ -84,7 +84,7 @@ def serve(
 
 
 def require_startable(launch: "Launch", prepared: "Prepared", typed: Sequence[str]) -> None:
-    """Raises if the server cannot be started here and now; `typed` are vLLM's flags of the command."""
+    """Raise if the server cannot start here and now; warn of secrets among `typed`, the command's vLLM flags."""
     from overspill.flags import into_environment, read_flags
     from overspill.hardware.machine import read_machine
     from overspill.launch.launch import require_this_machine
@@ -101,7 +101,7 @@ def require_startable(launch: "Launch", prepared: "Prepared", typed: Sequence[st
 
 
 def config(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Every setting, its value, and whether a flag, the environment, the file or the default gave it."""
+    """Show every setting, its value, and whether a flag, the environment, the file or the default gave it."""
     values = resolve({}, file=config_path())
     if as_json:
         print(json.dumps(origins(values), indent=2))

@@ -1,4 +1,4 @@
-"""`overspill manager`."""
+"""`overspill manager`, its password and its keys."""
 
 import getpass
 import sys
@@ -48,13 +48,13 @@ of_the_manager = with_flags("given", [
     flag("keep_engines", typer.Option("--keep-engines", help="Leave engines running when the manager ends."), bool,
          False),
 ])  # fmt: skip
-"""Gives a command the manager's flags."""
+"""Decorator that gives a command the manager's flags."""
 
 
 @manager.callback()
 @of_the_manager
 def run_manager(given: dict[str, Any], context: typer.Context) -> None:
-    """Runs until it is stopped, and stops what it started."""
+    """Run the manager until it is stopped; it then stops what it started."""
     if context.invoked_subcommand is not None:
         return
     from overspill.manager.web.setup import make_setup
@@ -72,7 +72,7 @@ def run_manager(given: dict[str, Any], context: typer.Context) -> None:
 def password(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the password instead of setting one.")] = False,
 ) -> None:
-    """Sets the password of the page; it is typed in, or read from standard input."""
+    """Set the password of the page; it is typed in, or read from standard input."""
     from overspill.registry.access import remove_password, set_password
 
     with opened_registry() as registry:
@@ -96,7 +96,7 @@ def add(
         str | None, typer.Option(help="How long it is valid, such as 30d; without it, always.")
     ] = None,
 ) -> None:
-    """Makes an API key and prints it, once."""
+    """Make an API key and print it, once."""
     from overspill.registry.access import KeyScope, create_key
 
     with opened_registry() as registry:
@@ -107,7 +107,7 @@ def add(
 
 @keys.command("list", epilog="Example: overspill manager keys list")
 def list_all() -> None:
-    """All keys by name, without their secrets, and what was used with each."""
+    """List all keys by name, without their secrets, and how much each was used."""
     from overspill.registry.activity import keys_and_use
 
     with opened_registry() as registry:
@@ -126,7 +126,7 @@ def list_all() -> None:
 
 @keys.command(epilog="Example: overspill manager keys rm laptop")
 def rm(name: KeyName) -> None:
-    """Removes a key, and ends the sessions that were begun with it."""
+    """Remove a key, and end the sessions that were begun with it."""
     from overspill.registry.access import remove_key
 
     with opened_registry() as registry:

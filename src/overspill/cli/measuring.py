@@ -1,4 +1,4 @@
-"""`overspill bench`, `ab`, `tune` and `verify`. Standard output is for the report, or JSON."""
+"""`overspill bench`, `ab`, `tune` and `verify`. Standard output carries only the report or JSON."""
 
 import contextlib
 import json
@@ -124,7 +124,7 @@ def ab(
     raise typer.Exit(report.exit_code)
 
 
-# Settings that are given here are not varied, and kept.
+# Settings given here are not varied, and are kept as the model's.
 @with_settings(OF_MODELS_AND_COMMANDS | {"device"})
 @with_flags("how", [
     flag("goal", typer.Option(help="throughput (the default), ttft (time to the first token) or context (the longest "
@@ -162,7 +162,7 @@ def tune(
     with _failing():
         budget_s = parse_budget(budget)
         with open_registry() as registry, stopped_by_signals() as stop:
-            how["device"] = given.pop("device")  # not a model's setting, and so not kept
+            how["device"] = given.pop("device")  # not a model's setting, so it is not kept
             definition, subject = prepare(registry, resume, model=model, given=given, **how)
             report = run(definition, subject, registry, to_stderr, resume=resume, budget_s=budget_s, stop=stop)
             if not as_json:

@@ -1,4 +1,4 @@
-"""`overspill models`."""
+"""`overspill models`: the registry of models and their settings."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are byte
 @models.command(epilog="Example: overspill models add qwen --source Qwen/Qwen3-8B --max-model-len 32k --ram 64GiB")
 @with_settings(OF_MODELS)
 def add(given: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> None:
-    """Adds a model; without --source, the name is the repository. What is not set is left to the environment,
-    config.toml and the plan."""
+    """Add a model; without --source, the name is the repository. Settings that are not given are left to the
+    environment, config.toml and the plan."""
     from overspill.registry import RegistryError, add_model
 
     if vllm_args and not vllm_args[0].startswith("-"):
@@ -38,7 +38,7 @@ def add(given: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> None:
 
 @models.command("list", epilog="Example: overspill models list --json")
 def list_all(as_json: AsJson = False) -> None:
-    """All models, by name, and which of them run."""
+    """List all models by name, and which of them run."""
     from overspill.registry import list_models, running_runs
 
     with opened_registry() as registry:
@@ -61,7 +61,7 @@ def list_all(as_json: AsJson = False) -> None:
 
 @models.command(epilog="Example: overspill models show qwen --json")
 def show(name: Name, as_json: AsJson = False) -> None:
-    """A model's settings, its version, and its last run."""
+    """Show a model's settings, its version, and its last run."""
     from overspill.registry import get_model, list_runs, running_runs
 
     with opened_registry() as registry:
@@ -85,7 +85,7 @@ def edit(
     unset: Annotated[list[str] | None, typer.Option(help="Take a setting back, by its name; may be repeated.")] = None,
     if_version: IfVersion = None,
 ) -> None:
-    """Changes what is given, and lists what a running server takes only when it is started again."""
+    """Change the given settings, and list those that a running server takes over only when it is restarted."""
     from overspill.registry import RegistryError, edit_model
 
     given = {**given, "vllm_args": vllm_args or None}
@@ -102,7 +102,7 @@ def edit(
 
 @models.command(epilog="Example: overspill models undo qwen")
 def undo(name: Name) -> None:
-    """Takes the last change back, if it was one by overspill tune."""
+    """Undo the last change, if overspill tune made it."""
     from overspill.registry import undo_tune
 
     with opened_registry() as registry:
@@ -128,7 +128,7 @@ def rm(
     force: Annotated[bool, typer.Option("--force", help="Although it runs; it goes on running.")] = False,
     if_version: IfVersion = None,
 ) -> None:
-    """Removes a model from the registry. Its files, runs and results stay."""
+    """Remove a model from the registry. Its files, runs and results stay."""
     from overspill.registry import remove_model
 
     with opened_registry() as registry:
@@ -143,7 +143,7 @@ def import_all(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Adds the models of a file or of Hugging Face's cache. Exits with 1 if some of them cannot be added."""
+    """Add the models of a file or of Hugging Face's cache. Exits with 1 if some of them cannot be added."""
     from overspill.model.source import cache_folder
     from overspill.registry import Outcome, import_models, read_models_file, scan_hub_cache
 

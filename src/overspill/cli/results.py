@@ -1,4 +1,4 @@
-"""`overspill results`."""
+"""`overspill results`: stored measurements, shown, compared and exported."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def list_all(
     limit: Annotated[int | None, typer.Option(min=1, max=_MOST_LISTED, help="Only so many, the newest.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """All results, the newest first."""
+    """List all results, the newest first."""
     from overspill.measure.report.text import results_as_text
     from overspill.registry import list_results
 
@@ -49,7 +49,7 @@ def list_all(
 def show(
     result_id: Annotated[str, typer.Argument(metavar="ID", help="The number of a result.")], as_json: AsJson = False
 ) -> None:
-    """One result: its numbers, and everything needed to repeat it."""
+    """Show one result: its numbers, and everything needed to repeat it."""
     from overspill.measure.experiment import find_result
     from overspill.measure.report.text import result_as_text
 
@@ -60,7 +60,7 @@ def show(
 
 @results.command(epilog="Example: overspill results compare 12 13")
 def compare(ids: Names, as_json: AsJson = False) -> None:
-    """Results, or the configurations of an experiment, side by side; each is compared with the first."""
+    """Show results, or the configurations of an experiment, side by side; each is compared with the first."""
     from overspill.measure.report import Report
 
     with opened_registry() as registry:
@@ -74,7 +74,7 @@ def export(
     form: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.JSON,
     out: Annotated[Path | None, typer.Option(help="The file; without it, standard output.")] = None,
 ) -> None:
-    """Results with everything that is known of them, in a file."""
+    """Export results, with everything that is known of them, to a file or standard output."""
     from overspill.measure import CannotMeasure
     from overspill.measure.report import Report
     from overspill.measure.report.file import require_writable, write_text

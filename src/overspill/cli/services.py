@@ -1,4 +1,4 @@
-"""`overspill service`."""
+"""`overspill service`: systemd units for models and for the manager."""
 
 import getpass
 import json
@@ -34,7 +34,7 @@ Folder = Annotated[
 Now = Annotated[bool, typer.Option("--now", help="Start it, now and whenever the machine starts.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite units that Overspill did not write.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")]
-# A service is for the GPU that is here, and `--force` is about files.
+# A service is for the GPU of this machine, and `--force` here overwrites files.
 _SETTINGS = SERVING - {"gpu", "force"}
 _SYSTEMCTL = {"system": "systemctl", "user": "systemctl --user"}
 
@@ -51,7 +51,7 @@ def print_units(
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """The units that `install` would write. Nothing is written. Exits with 1 if the model does not fit."""
+    """Print the units that `install` would write. Nothing is written. Exits with 1 if the model does not fit."""
     planned = _planned(model, given, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
     described = {"unit": planned.unit, "command": planned.command, "memory_max_bytes": planned.memory_max_bytes}
     _print(planned, folder, described if as_json else None)
@@ -70,7 +70,7 @@ def install(
     now: Now = False,
     force: Force = False,
 ) -> None:
-    """Plans, and writes the units. Nothing is started without --now. Exits with 1 if the model does not fit."""
+    """Plan, and write the units. Nothing is started without --now. Exits with 1 if the model does not fit."""
     from overspill.service.installation import on_port, units_of
 
     planned = _planned(model, given, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
@@ -84,7 +84,7 @@ def install(
 
 @service.command(epilog="Example: overspill service remove Qwen/Qwen3-8B")
 def remove(model: Model, is_system: IsSystem = False, name: Name = None, folder: Folder = None) -> None:
-    """Stops a service and removes what `install` wrote for it."""
+    """Stop a service and remove what `install` wrote for it."""
     from overspill.service import installation
     from overspill.service.definition import absolute
 
@@ -101,7 +101,7 @@ def print_manager(
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """The unit that `install` would write. Nothing is written."""
+    """Print the unit that `install` would write. Nothing is written."""
     made = _manager(given, is_system=is_system, run_as=run_as)
     _print(made, folder, {"unit": made.unit, "command": made.command} if as_json else None)
 
@@ -116,13 +116,13 @@ def install_manager(
     now: Now = False,
     force: Force = False,
 ) -> None:
-    """Writes the manager's unit. Nothing is started without --now."""
+    """Write the manager's unit. Nothing is started without --now."""
     _install(_manager(given, is_system=is_system, run_as=run_as), folder, force=force, now=now)
 
 
 @manager.command("remove", epilog="Example: overspill service manager remove")
 def remove_manager(is_system: IsSystem = False, folder: Folder = None) -> None:
-    """Stops the manager, which ends its engines, and removes its unit."""
+    """Stop the manager, which ends its engines, and remove its unit."""
     from overspill.service import installation
 
     units = installation.units_of(_mode(is_system=is_system), folder)
@@ -136,7 +136,7 @@ def _mode(*, is_system: bool) -> "Mode":
 
 
 def _print(made: "Service", folder: Path | None, described: dict[str, Any] | None) -> None:
-    """As JSON, with `described` beside the files, or as text."""
+    """Print the files as text, or as JSON together with `described`."""
     from overspill.service.installation import units_of
 
     where = units_of(made.mode, folder).folder
@@ -175,7 +175,7 @@ def _print_changed(verb: str, units: "Units", paths: list[Path]) -> None:
 
 
 def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "Service":
-    """A mistake that would end the manager when it starts ends this now."""
+    """The manager's service; a mistake that would end the manager when it starts is an error now."""
     from overspill.manager.web.setup import make_setup
     from overspill.service.definition import left_out, manager_environment, manager_service, other_users_registry
 
@@ -221,14 +221,13 @@ def _planned(
     environment = kept_environment(sys.executable, os.environ, for_oneself=_is_oneself(user))
     with failing(CannotServe):
         launch = launch_of(model, given, vllm_args, is_server=True)
-        # A mistake that would end the server when it starts ends this now.
-        # --force is about files here.
+        # A mistake that would end the server when it starts is an error now, also with --force, which is about files.
         prepared = launch.prepared(environment=environment, can_force=False)
         require_this_machine(prepared)
         require_tokenizer(prepared.model, prepared.plan, prepared.combined)
     for warning in prepared.warnings:
         to_stderr(f"warning: {warning}")
-    # A service's plan is fixed: the unit holds the registry's settings of now, and needs no registry of its user's.
+    # A service's plan is fixed: the unit contains the registry's current settings, so its user needs no registry.
     ref = launch.ref
     served = ["--served-model-name", prepared.served_name, ref.source] if ref.is_registered else []
     if any(flag.name == "--served-model-name" for flag in prepared.combined.given):

@@ -1,4 +1,4 @@
-"""Clients and their rights: API keys, the password and sessions, checked in memory against the registry's contents."""
+"""Clients and their rights: API keys, the password and sessions, checked against an in-memory copy of the registry."""
 
 import asyncio
 import contextlib
@@ -18,23 +18,23 @@ from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryUnavailable
 from overspill.registry.tables import now
 
-# Changes that another process makes to keys, the password or sessions count after this time at most.
+# Changes that another process makes to keys, the password or sessions take effect within this time.
 _MAX_AGE_S = 2.0
-# Already after this time the registry is read in the background, while requests use the copy.
+# After this time the registry is read again in the background, while requests still use the copy.
 _REFRESH_S = 1.0
-# A copy this old is still used while the registry cannot be read; after that nobody is let in.
+# While the registry cannot be read, the copy serves up to this age; after that every request is refused.
 _LONGEST_WITHOUT_REGISTRY_S = 60.0
 IDLE = timedelta(hours=12)
 LONGEST = timedelta(days=7)
 RECHECK_S = 2.0
-"""How often the rights behind an answer that goes on, such as a stream, are checked again."""
+"""Seconds between checks of the client's rights during a long answer, such as a stream."""
 _MAX_COOKIE_LENGTH = 100
 _FREE_TRIES = 5
 _LONGEST_WAIT_S = 900.0
 _FORGIVEN_AFTER_S = 3600.0
 _MAX_ADDRESSES = 4096
-# Against many addresses at once: after this many failures within a minute or so, all have to wait. An address that
-# logged in before does not: otherwise anybody could lock the owner out.
+# Against guesses from many addresses: after this many failures within a minute or so, every address has to wait,
+# except those that have logged in before: otherwise anybody could lock the owner out.
 _FREE_TRIES_OF_ALL = 50
 _LONGEST_WAIT_OF_ALL_S = 60.0
 _DRAIN_PER_S = 0.5
@@ -43,19 +43,19 @@ _MAX_TRUSTED = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The client a request is from."""
+    """The client that sent a request."""
 
     who: str
-    """As in the audit log."""
+    """The client's name in the audit log."""
     scope: KeyScope
     models: tuple[str, ...] = ()
-    """The only ones that it may use; empty for all."""
+    """Models that the client may use; empty for all."""
     session: str | None = None
-    """The session's digest, for a client that logged in."""
+    """Digest of the session id, if the client logged in."""
 
 
 LOCAL = Identity(who="local", scope=KeyScope.ALL)
-"""Any client, where only this machine can connect and there is neither a key nor a password."""
+"""Every client, where only this machine can connect and neither a key nor a password exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class _Known:
 
 
 class Access:
-    """A copy of keys, password and sessions; a request costs a dictionary lookup and one SHA-256.
+    """An in-memory copy of keys, password and sessions; a request costs a dictionary lookup and one SHA-256.
 
-    For one event loop. The registry is read in a thread, at most every second, and only while there are requests.
-    `is_loopback`: no other machine can connect, not even through a proxy.
+    Belongs to one event loop. A thread reads the registry, at most every second and only while requests arrive.
+    `is_loopback` means that no other machine can connect, not even through a proxy.
     """
 
     def __init__(self, registry: Registry, *, is_loopback: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,11 +77,11 @@ class Access:
         self._known = _Known({}, None, {})
         self._read_at = self._tried_at = float("-inf")
         self._problem: RegistryUnavailable | None = None
-        """Why the last read failed."""
+        """Error of the last registry read; None if it succeeded."""
         self._is_outdated = True
         self._reading = asyncio.Lock()
         self._refreshing: asyncio.Task[None] | None = None
-        # Checking a password takes 32 MiB and a core: a thousand at once must not take a thousand of each.
+        # Checking a password takes 32 MiB and a core; a thousand logins at once must not take a thousand of each.
         self._checking = asyncio.Lock()
         self._used_keys: dict[str, datetime] = {}
         self._seen_sessions: dict[str, datetime] = {}
@@ -89,15 +89,15 @@ class Access:
     async def identify(
         self, authorization: str | None, session_id: str | None, *, is_use: bool = True
     ) -> Identity | None:
-        """By an Authorization header, else by a session's cookie; None for an unknown client.
+        """Identify a client by its Authorization header, else by its session cookie; None if unknown.
 
-        A wrong key is not forgiven for the sake of a cookie. Without `is_use` the session's idle time goes on: an open
-        page alone does not keep its session for ever.
+        A valid cookie does not make up for a wrong key. Without `is_use` the session's idle time keeps running, so
+        that an open page alone does not keep its session alive for ever.
         """
         if authorization is not None:
             kind, _, key = authorization.strip().partition(" ")
             identity = await self._by_key(key.strip(), is_use=is_use) if kind.lower() == "bearer" else None
-            # OpenAI's clients always send a key, so where nothing is protected any will do.
+            # OpenAI's clients always send a key, so any key will do where nothing is protected.
             return identity or await self._local()
         if session_id is not None and (identity := await self._by_session(session_id, is_use=is_use)) is not None:
             return identity
@@ -108,13 +108,13 @@ class Access:
         return bool(known.keys) or known.password is not None
 
     async def has_way_in(self) -> bool:
-        """Whether somebody can log in."""
+        """Whether a password, or an unexpired key with all rights, lets somebody log in."""
         known = await self._fresh()
         is_full = (key.scope is KeyScope.ALL and not key.is_expired for key in known.keys.values())
         return known.password is not None or any(is_full)
 
     async def log_in(self, secret: str, address: str) -> str | None:
-        """A new session's id for the password, or for a key with all rights. LoginLimit decides who may try."""
+        """Id of a new session if `secret` is the password or a key with all rights. LoginLimit decides who may try."""
         who = await self._who_may_log_in(secret)
         if who is None:
             return None
@@ -129,11 +129,11 @@ class Access:
             self.forget()
 
     def forget(self) -> None:
-        """The next request reads the registry again, even if it has just failed."""
+        """Make the next request read the registry again, even if the last read has just failed."""
         self._is_outdated, self._problem = True, None
 
     async def note_use(self) -> None:
-        """Writes when keys and sessions were last used, and ends old sessions; for every minute and the end."""
+        """Write when keys and sessions were last used, and end old sessions; called every minute and at shutdown."""
         keys, self._used_keys = self._used_keys, {}
         sessions, self._seen_sessions = self._seen_sessions, {}
 
@@ -149,7 +149,7 @@ class Access:
             await asyncio.to_thread(write)
 
     async def _local(self) -> Identity | None:
-        """Not by the state at the start: removing the last key must not open the door to other machines."""
+        """LOCAL if nothing is protected and no other machine can connect: removing the last key opens no door."""
         return LOCAL if self._is_loopback and not await self.is_protected() else None
 
     async def _by_key(self, key: str, *, is_use: bool = True) -> Identity | None:
@@ -189,12 +189,12 @@ class Access:
             return stored.BY_PASSWORD if await asyncio.to_thread(stored.password_matches, secret, kept) else None
 
     async def _fresh(self) -> _Known:
-        """The copy, read again if it is too old. While the registry fails, the old copy serves for a minute."""
+        """The copy, read again if too old. While the registry cannot be read, the old copy serves for a minute."""
         if self._is_old() and (self._problem is None or not self._is_usable()):
             before = self._problem
             async with self._reading:
-                # A read may take as long as the registry's patience, so that waiters reuse the attempt that failed
-                # meanwhile: the last of twenty would wait for twenty.
+                # A read may take until the registry's timeout, so waiters reuse an attempt that failed meanwhile;
+                # otherwise the last of twenty would wait for twenty timeouts.
                 if self._is_old() and (self._problem is None or self._problem is before):
                     await self._read_again()
         elif self._clock() - self._tried_at > _REFRESH_S and self._refreshing is None:
@@ -204,7 +204,7 @@ class Access:
         return self._known
 
     async def _refresh(self) -> None:
-        """In the background: requests to a busy server never wait for the registry."""
+        """Read the registry in the background, so that requests to a busy server never wait for it."""
         try:
             async with self._reading:
                 await self._read_again()
@@ -236,7 +236,7 @@ class Access:
 class Revocable:
     """An answer that ends once its client has lost the right to it; its handler then sees a disconnect.
 
-    Checked when something is sent: a silent stream costs nothing, and reveals nothing.
+    Rights are checked when something is sent: a silent stream costs nothing, and reveals nothing.
     """
 
     def __init__(self, receive: Receive, send: Send, is_allowed: Callable[[], Awaitable[bool]]) -> None:
@@ -266,24 +266,24 @@ class Revocable:
             revoked.cancel()
 
 
-# The cookie: a session's id, or, where nobody has to log in, a number that only this browser knows. Cookies have no
-# ports: other servers on this host are sent it too, so alone it allows no change (guards.csrf_token).
+# The cookie holds a session id or, where nobody has to log in, a number that only this browser knows. Cookies ignore
+# ports: browsers send it to other servers on this host too, so alone it allows no change (guards.csrf_token).
 
 
 def cookie_name(*, is_tls: bool) -> str:
-    """With TLS, browsers accept __Host- from this very host only, and send it over TLS only."""
+    """Name of the cookie; browsers accept __Host- from this very host only, and send it over TLS only."""
     return "__Host-overspill" if is_tls else "overspill"
 
 
 def set_cookie(response: Response, value: str, *, is_tls: bool) -> None:
-    """Browsers forget it when they are closed; an empty one at once."""
+    """Set the cookie until the browser is closed; an empty value deletes it at once."""
     response.set_cookie(
         cookie_name(is_tls=is_tls), value, max_age=None if value else 0, secure=is_tls, httponly=True, samesite="strict"
     )
 
 
 def read_cookie(header: str | None, *, is_tls: bool) -> str | None:
-    """Ours, out of a Cookie header; None if it is missing, or there twice: then somebody else has set one."""
+    """Value of our cookie; None if missing, malformed, or sent with two values: then somebody else has set one."""
     name = cookie_name(is_tls=is_tls)
     pairs = (part.strip().partition("=") for part in (header or "").split(";"))
     found = {value for key, _, value in pairs if key == name}
@@ -292,23 +292,23 @@ def read_cookie(header: str | None, *, is_tls: bool) -> str | None:
 
 
 class LoginLimit:
-    """Tries of the password: limited per address and in all, with waits that double, in bounded memory.
+    """A limit on login tries per address and in total, with waits that double, in bounded memory.
 
-    Not kept over a restart: the manager's start takes longer than the first waits.
+    Not kept across a restart: the manager's start takes longer than the first waits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._by_address: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """Failures and when the last one was; the oldest first."""
+        """Number of failures and time of the last one, by address; the oldest first."""
         self._trusted: OrderedDict[str, None] = OrderedDict()
         self._of_all = 0.0
         self._of_all_at = clock()
 
     def try_now(self, address: str) -> float:
-        """0 if this address may try, else the seconds until it may.
+        """0 if this address may try now, else the seconds until it may.
 
-        The try counts as failed before the password is checked: many at once get no more tries than one by one.
+        A try counts as failed from the start: many at once get no more tries than one by one.
         """
         now, source = self._clock(), _source(address)
         count, last_at = self._by_address.get(source, (0, now))
@@ -327,7 +327,7 @@ class LoginLimit:
         return max(waits)
 
     def succeeded(self, address: str) -> None:
-        """Takes the try back, and trusts the address from now on."""
+        """Forget the address's failures, take its try out of the total, and trust the address from now on."""
         source = _source(address)
         self._by_address.pop(source, None)
         self._of_all = max(0.0, self._of_all - 1)
@@ -338,12 +338,12 @@ class LoginLimit:
 
 
 def _wait(over: int, longest: float) -> float:
-    """1 s for the first try too many, then 2, 4, …"""
+    """Seconds to wait: 1 after the first try too many, then 2, 4, … up to `longest`."""
     return 0.0 if over < 0 else float(min(longest, 2.0 ** min(over, 30)))
 
 
 def _source(address: str) -> str:
-    """The address, or an IPv6 address's network: one customer has 2^64 of them or more."""
+    """The address, or an IPv6 address's /64 network: one customer has 2^64 addresses or more."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Everything that changes something, once for pages and API, each with a line in the audit log."""
+"""Actions that change something, shared by pages and API, each with a line in the audit log."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The client of an action, for the audit log."""
+    """The client that requested an action, for the audit log."""
 
     who: str
     address: str
@@ -59,7 +59,7 @@ class Actions:
         self._jobs, self._watching, self._downloads = jobs, watching, downloads
         self._tasks: set[asyncio.Task[None]] = set()
         self.refusals: dict[str, str] = {}
-        """Why the last start of a model was refused, where its state does not say it."""
+        """Why the last action on a model was refused, by name, where the engine's state shows no error."""
 
     # Models
 
@@ -89,13 +89,13 @@ class Actions:
         return model
 
     async def plan(self, name: str, changes: Mapping[str, object]) -> Replanned:
-        """Of a model of the registry, with some settings changed."""
+        """Plan a registered model with some settings changed."""
         model = await asyncio.to_thread(get_model, self._registry, name)
         parsed = parse_settings({key: value for key, value in changes.items() if key != "source"})
         return await asyncio.to_thread(replan, model.settings, parsed, self._engines.snapshot(name).holds)
 
     async def plan_new(self, source: str, changes: Mapping[str, object]) -> Replanned:
-        """Of a model that is not in the registry."""
+        """Plan a model that is not in the registry."""
         checked = self._checked({"source": source, **changes}, None)
         place = str(checked.pop("source"))
         settings = ModelSettings(source=place)
@@ -112,7 +112,7 @@ class Actions:
             await asyncio.to_thread(self._downloads.stop, source)
 
     async def remove_download(self, caller: Caller, source: str) -> None:
-        """Out of the hub's cache; not while an engine uses it."""
+        """Remove a model's files from the hub's cache, unless an engine uses them."""
         async with self.audited(caller, "remove files", source) as details:
             users = [one.name for one in self._engines.catalogue.models() if one.settings.source == source]
             running = [name for name in users if self._engines.snapshot(name).pid is not None]
@@ -125,7 +125,7 @@ class Actions:
     # Engines
 
     async def control(self, caller: Caller, action: EngineAction, name: str) -> Snapshot:
-        """Does it to the end: a start returns when the engine is ready, and raises if it fails."""
+        """Run the action to completion; a start returns once the engine is ready and raises if it fails."""
         self.refusals.pop(name, None)
         async with self.audited(caller, "switch to" if action == "switch" else action, name):
             if action == "stop":
@@ -137,7 +137,7 @@ class Actions:
             return await self._engines.start(name, make_room=action in ("switch", "wake"))
 
     def begin(self, caller: Caller, action: EngineAction, name: str) -> None:
-        """Runs it in the background; the engine's state, or `refusals`, shows the outcome."""
+        """Run the action in the background; the engine's state or `refusals` shows the outcome."""
         task = asyncio.create_task(self._run(name, self.control(caller, action, name)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -166,7 +166,7 @@ class Actions:
             return await self._jobs.add(JobKind(kind), model, given, stops_others=stops_others)
 
     async def resume_job(self, caller: Caller, number: int) -> Job:
-        """Its missing part, as a new job."""
+        """Start a new job for what this one left unmeasured."""
         job = self._jobs.get(number)
         found = await asyncio.to_thread(measured, self._registry, job)
         if not found.can_go_on or found.experiment is None:
@@ -176,14 +176,14 @@ class Actions:
             return await self._jobs.add(JobKind(job.kind), job.model, given, stops_others=job.stops_others)
 
     async def stop_job(self, caller: Caller, number: int, action: str = "stop job") -> Job:
-        """A second time kills it."""
+        """Stop a job; a second call kills it."""
         async with self.audited(caller, action, str(number)):
             return await self._jobs.stop(number)
 
     # Keys
 
     async def add_key(self, caller: Caller, name: str, scope: KeyScope, **limits: Any) -> tuple[str, Key]:
-        """The key itself, for this one time; limits are those of `create_key`."""
+        """Create a key and return its secret, which cannot be read again; `limits` are those of `create_key`."""
         async with self.audited(caller, "add key", name) as details:
             if scope is not KeyScope.ALL and not await self._access.has_way_in():
                 raise ManagerError(
@@ -210,7 +210,7 @@ class Actions:
         return await look_at(await asyncio.to_thread(find_servers, self._own_processes(), sizes))
 
     async def watch_found(self, caller: Caller, pid: int, *, is_watched: bool) -> FoundServer:
-        """Shows its numbers on the dashboard, or no longer."""
+        """Show a found server's numbers on the dashboard, or stop showing them."""
         server = next((one for one in await self.found_servers() if one.pid == pid), None)
         if server is None:
             raise ManagerError(f"process {pid} is not a vLLM server that was found; look again")
@@ -226,14 +226,14 @@ class Actions:
         return server
 
     async def stop_found(self, caller: Caller, pid: int, identity: str, name: str) -> bool:
-        """`identity` and `name` confirm the process as it was shown. Whether it had to be killed."""
+        """Stop the process that `identity` and `name` confirm; returns whether it had to be killed."""
         async with self.audited(caller, "stop found server", f"{name} (process {pid})"):
             was_killed = await asyncio.to_thread(stop_found, pid, identity, name, ours=self._own_processes())
         self._watching.found.pop(name, None)
         return was_killed
 
     def _own_processes(self) -> list[int]:
-        """The manager and the first processes of its engines and jobs: these are not somebody else's servers."""
+        """Pids of the manager and of each engine's and job's first process: these are not somebody else's servers."""
         engines = [one.pid for one in self._engines.snapshots() if one.pid is not None]
         return [os.getpid(), *engines, *self._jobs.processes().values()]
 
@@ -241,7 +241,7 @@ class Actions:
 
     @asynccontextmanager
     async def audited(self, caller: Caller, action: str, subject: str) -> AsyncIterator[list[str]]:
-        """Writes the outcome into the audit log, with the details that are put into the list."""
+        """Write the block's outcome to the audit log, with the details that the block appends to the list."""
         details: list[str] = []
         outcome, problem = AuditOutcome.DONE, ""
         try:
@@ -254,7 +254,7 @@ class Actions:
             outcome, problem = AuditOutcome.FAILED, "the client went away, or the manager was stopped"
             raise
         except BaseException as error:
-            # A full disk, a bug of ours: how far it got is not known, and "done" would be a lie.
+            # A full disk or a bug of ours: nobody knows how much was done, and "done" would be a lie.
             outcome, problem = AuditOutcome.FAILED, f"{type(error).__name__}: {error}"
             raise
         finally:
@@ -267,11 +267,11 @@ class Actions:
                 record, self._registry, who=caller.who, action=action, subject=subject, address=caller.address, **result
             )
         except RegistryError as error:
-            # The action is done or refused all the same.
+            # A missing line in the log does not undo the action.
             logger.warning("Overspill: %s of %s by %s is not in the audit log: %s", action, subject, caller.who, error)
 
     def _checked(self, given: Mapping[str, object], before: ModelSettings | None) -> dict[str, object]:
-        """Refuses sources and flags that may not be set over the web; unchanged ones stay."""
+        """Settings with the source confined; refuses changed sources and flags that may not be set over the web."""
         checked = dict(given)
         source, flags = given.get("source"), given.get("vllm_args")
         if isinstance(source, str) and (before is None or source != before.source):
@@ -283,6 +283,6 @@ class Actions:
         return checked
 
     def _update_cards(self, name: str) -> None:
-        """Sends an event to the pages that show the model."""
+        """Send an event to the pages that show the model."""
         with contextlib.suppress(OverspillError):
             self._engines.changes.publish(name, self._engines.snapshot(name))

@@ -247,7 +247,7 @@ def as_csv(requests: list[Request]) -> str:
     table.writerow(names := ("id", *(name for name in FIELDS if name != "id"), "tokens_per_s"))
     for one in requests:
         told = one.as_json()
-        # Clients choose some of the texts, and a spreadsheet computes what begins like a formula.
+        # Clients choose some of these texts, and a spreadsheet evaluates a cell that begins like a formula.
         cells = (told[name] for name in names)
         table.writerow(f"'{cell}" if isinstance(cell, str) and cell[:1] in tuple("=+-@") else cell for cell in cells)
     return written.getvalue()
@@ -341,7 +341,7 @@ Ids = Annotated[
     str, Query(max_length=1000, description="Numbers of results or names of experiments, separated by commas.")
 ]
 _TYPES = {"json": "application/json", "csv": "text/csv; charset=utf-8", "html": "text/html; charset=utf-8"}
-# Every request's times: of use in an export, and too much for a list.
+# Every request's times: useful in an export, too much for a list.
 _LONG = ("samples", "ttfts", "tpots", "itls", "requests", "answers")
 _RUN = ("id", "model", "argv", "end", "exit_code", "detail", "is_running")
 

@@ -22,8 +22,8 @@ from overspill.manager.web.guards import Guards
 from overspill.manager.web.rendering import PAGES, STATIC, page, section
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-# The first that fits. A model that cannot be started is a conflict with the machine's resources: the same request
-# again would not help.
+# The first match counts. A model that cannot be started conflicts with the machine's resources: repeating the request
+# would not help.
 _STATUS: dict[int, tuple[type[OverspillError], ...]] = {
     404: (registry.UnknownModel, registry.UnknownRecord, UnknownJob),
     409: (registry.DuplicateModel, registry.ChangedMeanwhile, registry.StillRunning, NotParked, NotServed),
@@ -42,7 +42,7 @@ def make_app(application: Application) -> ASGIApp:
     gateway, web = Gateway(application.engines, application.activity, application.servers), make_web(application)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-        """The gateway first, without what a web framework would cost each of its requests."""
+        """Send gateway requests past the web framework, which would slow down each of them."""
         is_gateway = scope["type"] == "http" and (is_gateways(scope["path"]) or scope["path"] == "/v1")
         await (gateway if is_gateway else web)(scope, receive, send)
 
@@ -50,13 +50,13 @@ def make_app(application: Application) -> ASGIApp:
 
 
 def make_web(application: Application | None) -> FastAPI:
-    """Without guards. Without an application only the API's description can be used."""
+    """Pages, API and metrics without guards. Without an application only the API's description can be used."""
     web = FastAPI(
         title="Overspill manager",
         version="1",
         description="Models, engines, measurements and logs. OpenAI's API for the models is under /v1.",
         openapi_url="/api/openapi.json",
-        # FastAPI's own pages load scripts from elsewhere.
+        # FastAPI's own documentation pages load scripts from other sites.
         docs_url=None,
         redoc_url=None,
     )
@@ -86,10 +86,10 @@ async def _health() -> Response:
 
 
 def _answer(request: Request, status: int, message: str) -> Response:
-    """A page with a way back for a browser that followed a link or a typed address; JSON for programs and htmx."""
+    """An error page with a way back if a browser followed a link or a typed address; JSON for programs and htmx."""
     path = request.url.path
     is_navigation = request.method == "GET" or (request.method, path) == ("POST", "/login")
-    # htmx shows the refusal next to the element that sent the request.
+    # htmx shows the error next to the element that sent the request.
     is_page = not path.startswith(_NOT_PAGES) and "hx-request" not in request.headers
     if is_navigation and is_page and "text/html" in request.headers.get("accept", ""):
         return page(request, "refused.html", status, message=message, back=_way_back(path))
@@ -97,7 +97,7 @@ def _answer(request: Request, status: int, message: str) -> Response:
 
 
 def _way_back(path: str) -> tuple[str, str]:
-    """The address and the name of the page that lists more of the same kind."""
+    """Address and name of the list page that a path belongs to."""
     if path.startswith("/login"):
         return "/login", "Log in"
     return next((one for one in PAGES if one[0] == section(path)), PAGES[0])

@@ -39,13 +39,13 @@ class Application:
     downloads: Downloads
     servers: Servers
     speeds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The newest measurement of each model, as of the last look at the page."""
+    """Newest measured speeds by model, as of the last time somebody opened the models page."""
     rendered: dict[str, Any] = field(default_factory=dict)
-    """The live parts of the dashboard, and the moment they show."""
+    """Rendered live parts of the dashboard, and the moment they show."""
     limit: LoginLimit = field(default_factory=LoginLimit)
     since: float = field(default_factory=time.time)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the manager ends: streams end then, and do not hold it up."""
+    """Set when the manager shuts down, so that open streams end and do not delay it."""
 
 
 def _application(request: Request) -> Application:
@@ -63,8 +63,8 @@ Who = Annotated[Caller, Depends(_caller)]
 
 @asynccontextmanager
 async def running(setup: Setup, registry: Registry, access: Access, options: Options) -> AsyncIterator[Application]:
-    """Within a running event loop. Leaving stops jobs and engines."""
-    # Every stream through the gateway has two files, and the usual limit of 1,024 is one for programs that select().
+    """Start all parts of a manager in the running event loop; leaving stops jobs, and engines unless they are kept."""
+    # Every stream through the gateway takes two file descriptors; the usual limit of 1,024 is meant for select().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with Engines(registry, options) as engines:

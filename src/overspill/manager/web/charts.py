@@ -1,4 +1,4 @@
-"""The charts of the dashboard: a table of series, matched with the numbers that the machine and its engines report."""
+"""Charts of the dashboard: a table of series, matched with the numbers that the machine and its engines report."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ class Chart:
     key: str
     title: str
     unit: str
-    """bytes, bytes/s, share, s, tok/s, °C, W or nothing."""
+    """One of bytes, bytes/s, share, s, tok/s, °C and W; empty for plain counts."""
     lines: tuple[Line, ...]
 
 
 RANGES = (("15 min", 900), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
-"""Names and seconds of what charts can show; of more than the first there are averages of minutes."""
+"""Names and seconds of the time ranges for charts; all but the first show averages per minute."""
 
-# Title, unit, and the lines' names, of which `*` is a GPU, a disk or an engine.
+# Key, title, unit, and the lines' series and labels; `*` stands for a GPU, a disk or an engine.
 _CHARTS = (
     ("tokens", "Tokens", "tok/s", (
         ("engine.*.generation_tokens_per_s", "answers"), ("engine.*.prompt_tokens_per_s", "prompts"),
@@ -53,7 +53,7 @@ _CHARTS = (
 
 
 def charts_of(names: Collection[str]) -> list[Chart]:
-    """Those with at least one line."""
+    """Charts that have at least one line among the series `names`."""
     known = sorted(names)
     found = []
     for key, title, unit, lines in _CHARTS:

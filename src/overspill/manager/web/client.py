@@ -1,4 +1,4 @@
-"""Engines for commands: through the API of a running manager, else by the status files that `overspill serve` keeps."""
+"""Access to engines for commands: through a running manager's API, else by the status files of `overspill serve`."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ class Manager:
         return found
 
     def control(self, action: EngineAction, name: str) -> None:
-        """Returns when it is done."""
+        """Run the action on the manager, and return once it is complete."""
         _accepted(self._sent("POST", f"/api/engines/{action}/{quote(name)}", _MANAGER_STOP_S))
 
     def log(self, name: str, num_lines: int, search: str, *, follow: bool) -> Iterator[str]:
@@ -58,7 +58,7 @@ class Manager:
             yield from _accepted(answer).iter_lines()
 
     def is_open(self) -> bool:
-        """Whether it accepts our key, or needs none."""
+        """Whether the manager accepts our key, or needs none."""
         return self._sent("GET", "/api/status").status_code not in (401, 403)
 
     def _sent(self, method: str, path: str, timeout: float = _WAIT_S) -> httpx.Response:
@@ -85,12 +85,12 @@ def _accepted(answer: httpx.Response) -> httpx.Response:
 
 
 class ThisMachine:
-    """The same without a manager: this user's servers on this machine."""
+    """Takes Manager's place where none runs: controls this user's servers on this machine directly."""
 
     url: None = None
 
     def engines(self) -> list[dict[str, Any]]:
-        """As in the manager's API, as far as is known."""
+        """Engines in the shape of the manager's API, with the fields that are known without it."""
         return [
             {
                 "name": one.model,
@@ -111,7 +111,7 @@ class ThisMachine:
             self._park_or_wake(action, name)
 
     def _stop(self, name: str) -> None:
-        """Sends SIGTERM, and waits for the end."""
+        """Send SIGTERM, and wait for the process to end."""
         status = _find(name, [one for one in _statuses() if one.is_alive])
         server = Identity(status.pid, status.process or "")
         server.signal(signal.SIGTERM)
@@ -146,7 +146,7 @@ class ThisMachine:
 
 
 def is_parked(status: Status) -> bool:
-    """As the server says."""
+    """Whether the server reports that it is parked."""
     if not status.is_ready or (secret := secret_of(status)) is None:
         return False
     return bool(_controlled(status, secret, "GET", "state", _WAIT_S)[1].get("state") == "parked")
@@ -155,7 +155,7 @@ def is_parked(status: Status) -> bool:
 def _state(status: Status) -> State:
     if not status.is_ready:
         return State.STARTING if status.is_alive else State.FAILED
-    with contextlib.suppress(ManagerError):  # a server that hangs is listed too, by its status file
+    with contextlib.suppress(ManagerError):  # a hung server is still listed, by its status file
         return State.PARKED if is_parked(status) else State.READY
     return State.READY
 
@@ -176,7 +176,7 @@ def _log_file(name: str) -> Path:
     known = [one for one in _statuses() if one.log_file is not None]
     with contextlib.suppress(ManagerError):
         return Path(_find(name, known).log_file or "")
-    # A manager may have served it.
+    # A manager may have served the model and kept its log.
     kept = own_folder() / "logs" / f"{file_name(name)}.log"
     ended = Path(last_start(name).log_file or kept)
     if ended.exists():

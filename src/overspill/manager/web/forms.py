@@ -1,4 +1,4 @@
-"""Settings as a form shows them: in groups, with names that need no manual."""
+"""Settings as forms show them: in groups, with labels that need no manual."""
 
 import shlex
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ GROUPS: tuple[tuple[str, tuple[tuple[Setting, str], ...]], ...] = tuple(
 
 
 def form_values(model: Model | None) -> dict[str, str]:
-    """Settings as in a form: sizes as people write them, empty for unset ones."""
+    """Form fields for a model's settings: sizes as people write them, empty text for unset ones."""
     values = model.settings.as_json() if model is not None else {}
     shown = {}
     for setting in MODEL_SETTINGS:
@@ -61,5 +61,5 @@ def form_values(model: Model | None) -> dict[str, str]:
 
 
 def changes_of(form: Mapping[str, str]) -> dict[str, object]:
-    """The settings of a form that was sent; empty ones are reset."""
+    """Settings of a submitted form; an empty field resets its setting."""
     return {name: value.strip() or None for name, value in form.items() if name in _SETTINGS}

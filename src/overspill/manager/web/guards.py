@@ -1,7 +1,7 @@
 """The guards in front of pages, API and gateway: one ASGI application that checks every request in a fixed order.
 
 Starlette's middleware is weaker: TrustedHostMiddleware cuts `[::1]:7999` at its first colon and reads the first of two
-Host headers, and CORSMiddleware answers preflights on all paths, with the allowed methods also to other sites.
+Host headers, and CORSMiddleware answers preflights on all paths, and names the allowed methods to other sites too.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from overspill.registry.access import KeyExpired, KeyScope
 from overspill.registry.errors import RegistryUnavailable
 
 MAX_BODY_BYTES = 64 * MiB
-"""A prompt of a million tokens is some 5 MB; pictures in it may be more."""
+"""Largest accepted request body; a prompt of a million tokens takes some 5 MB, images in it may take more."""
 BODY_PAUSE_S = 20.0
-"""The longest wait for the next byte of a body."""
+"""Longest wait for the next bytes of a request body."""
 TOKEN_HEADER = "X-CSRF-Token"
 _SLOWEST_BYTES_PER_S = 16 * 1024
-# The login page, its files, and the health check.
+# Served without a login: the login page, its files, and the health check.
 _PUBLIC = ("/login", "/static/", "/healthz")
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS", "TRACE"}
-# "none" is a typed address or a bookmark. Not "same-site": other ports of this host are that.
+# "none" means a typed address or a bookmark. Not "same-site", which other ports of this host are too.
 _OWN_SITES = {"same-origin", "none"}
-# As in the gateway's own errors; clients of OpenAI's API compare them with texts.
+# Codes of the gateway's own errors; clients of OpenAI's API compare them with known strings.
 _CODES = {
     401: "invalid_api_key",
     403: "forbidden",
@@ -48,7 +48,7 @@ _CODES = {
 }
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::\d{1,5})?")
 # No inline script or style, and no eval: htmx needs allowEval and includeIndicatorStyles off in its configuration.
-# uPlot sets styles by script, which this does not concern.
+# uPlot sets styles by script, which the policy does not restrict.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     "connect-src 'self'; manifest-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -59,7 +59,7 @@ _ON_EVERY_ANSWER: list[Header] = [
     (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
-    # Not no-referrer: with that, browsers send "Origin: null" for the forms of our own pages.
+    # Not no-referrer: browsers would then send "Origin: null" with the forms of our own pages.
     (b"referrer-policy", b"same-origin"),
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
@@ -68,12 +68,12 @@ _ON_EVERY_ANSWER: list[Header] = [
 _HSTS = (b"strict-transport-security", b"max-age=31536000")
 _CLOSE = (b"connection", b"close")
 _NO_STORE = (b"cache-control", b"no-store")
-# The names of vendored files hold their version.
+# The names of vendored files contain their version, so their content never changes.
 _IMMUTABLE = (b"cache-control", b"public, max-age=31536000, immutable")
 
 
 class Refusal(Exception):
-    """A request that gets no further, with the answer it gets."""
+    """Raised to refuse a request; carries the status, message and headers of the answer."""
 
     def __init__(self, status: int, message: str, headers: Sequence[Header] = ()) -> None:
         super().__init__(message)
@@ -81,10 +81,10 @@ class Refusal(Exception):
 
 
 class Guards:
-    """ASGI: host, other sites, CSRF, identity, then the body. Answers, refusals too, get the security headers.
+    """ASGI application that checks host, site, CSRF token, identity and then body, and adds security headers.
 
-    Nothing is read of a request for another host, from another site or from an unknown client. Handlers find the
-    client in request.state: `identity` (None at most on public paths), `address` and `is_tls`.
+    Bodies of requests for another host, from another site or from an unknown client are never read; refusals get the
+    headers too. Handlers find in request.state: `identity` (None only on public paths), `address` and `is_tls`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Guards:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if not is_gateways(scope["path"]):
-            headers.pop("x-api-key", None)  # Anthropic's clients send it there, and nobody elsewhere
+            headers.pop("x-api-key", None)  # only Anthropic's clients send it, to the gateway
         send = self._with_security_headers(scope, send)
         try:
             require_host(_values(scope, b"host"), self._names)
@@ -136,11 +136,11 @@ class Guards:
         try:
             await self._app(scope, body.receive, body.send)
         except Exception:
-            if not body.is_refused:  # otherwise it is the app's reaction to the disconnect
+            if not body.is_refused:  # otherwise the error is the app's reaction to the disconnect
                 raise
 
     def _with_security_headers(self, scope: Scope, send: Send) -> Send:
-        """A handler's own value stays. Costs nothing for the parts of a stream."""
+        """Wrap `send` to add security headers that the handler has not set; chunks of a stream pass at no cost."""
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -154,28 +154,28 @@ class Guards:
         return send_with_headers
 
     def _allowed_origin(self, scope: Scope) -> str | None:
-        """Of a request to the gateway by a script of one of --allow-origin's sites."""
+        """Origin of a gateway request by a script of a site that --allow-origin names; None for any other request."""
         origins = _values(scope, b"origin")
         is_allowed = len(origins) == 1 and origins[0] in self._allowed_origins
         return origins[0] if is_allowed and is_gateways(scope["path"]) else None
 
     def _require_own_page(self, scope: Scope, headers: Mapping[str, str]) -> None:
-        """Refuses changes made by a page of another site, or by a browser without our page's token.
+        """Refuse changes made by a page of another site, or by a browser without our page's token.
 
-        Each check is enough by itself. Programs other than browsers send neither header, and need no token.
+        Each check is enough by itself. Programs other than browsers do not send these headers, and need no token.
         """
         path = scope["path"]
         if scope["method"] in _SAFE_METHODS:
             return
         allowed = self._own_origins | self._allowed_origins if is_gateways(path) else self._own_origins
-        # A proxy speaks TLS with the browser, and not with us.
+        # A proxy speaks TLS with the browser, but not with us.
         is_public = bool(self._public.netloc) and headers.get("host", "").lower() == self._public.netloc
         scheme = self._public.scheme if is_public else scope.get("scheme", "http")
         if (other := cross_site(headers, scheme, allowed)) is not None:
             raise Refusal(
                 403, f"a page of another site ({other[:100]!r}) sent this request; open the manager's own page"
             )
-        # Browsers send an Authorization header for another site only if a server allows it: this one, for the gateway.
+        # Another site's page can send an Authorization header only where the server allows it: here, to the gateway.
         is_browser = "origin" in headers or "sec-fetch-site" in headers or "cookie" in headers
         # The gateway serves scripts of allowed sites, and the login form has no script: neither can send the token.
         if headers.get("authorization") or not is_browser or is_gateways(path) or path.startswith("/login"):
@@ -203,7 +203,7 @@ class Guards:
                 raise Refusal(403, f"{identity.who} is for /metrics only; use a key for everything")
             return identity
         if not is_protected:
-            # The last one was removed while it ran: a login page would ask for a secret that nobody has.
+            # The last secret was removed while the manager ran: a login page would ask for one that nobody has.
             raise Refusal(
                 403,
                 "other machines can reach the manager, and it has neither a password nor an API key any more; nobody "
@@ -217,7 +217,7 @@ class Guards:
     async def _identify(self, headers: Mapping[str, str], *, is_use: bool = True) -> Identity | None:
         session_id = read_cookie(headers.get("cookie"), is_tls=self._is_tls)
         authorization = headers.get("authorization") or None
-        if authorization is None and (key := headers.get("x-api-key")):  # as Anthropic's clients send it
+        if authorization is None and (key := headers.get("x-api-key")):  # Anthropic's clients use this header
             authorization = f"Bearer {key}"
         return await self._access.identify(authorization, session_id, is_use=is_use)
 
@@ -228,14 +228,14 @@ class Guards:
             return False
 
     def _require_small_body(self, scope: Scope) -> None:
-        """Before any of it is read."""
+        """Refuse a body whose declared length is too large, before any of it is read."""
         declared = _values(scope, b"content-length")
         if declared and declared[0].isdigit() and int(declared[0]) > self._max_body_bytes:
             raise _too_large(int(declared[0]), self._max_body_bytes)
 
 
 class _Body:
-    """A request's body: 413 once it is too large, 408 if it stops. After that the app sees a disconnected client."""
+    """A request body: answers 413 once it is too large and 408 if it stalls; the app then sees a disconnect."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_bytes: int, pause_s: float) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -250,7 +250,7 @@ class _Body:
             return {"type": "http.disconnect"}
         if self._is_whole:
             return await self._receive()
-        # A client that sends a byte now and then is not waited for without end either.
+        # The deadline also ends the wait for a client that sends a byte now and then.
         deadline = self._began_at + self._pause_s + self._num_bytes / _SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(min(self._pause_s, deadline - time.monotonic())):
@@ -294,8 +294,8 @@ def host_is_allowed(header: str, names: Collection[str]) -> bool:
     if match is None:
         return False
     name = match[1].lower().strip("[]").rstrip(".")
-    # Browsers resolve *.localhost to loopback themselves. DNS rebinding needs a name: a page whose own address is a
-    # number is served from that very address.
+    # Browsers resolve *.localhost to loopback themselves. DNS rebinding needs a name: a page at a numeric address was
+    # served from that very address.
     return name in names or name.endswith(".localhost") or parse_address(name) is not None
 
 
@@ -309,15 +309,15 @@ def require_host(hosts: Sequence[str], names: Collection[str]) -> None:
 
 
 def csrf_token(cookie: str) -> str:
-    """The token of pages that were sent to the browser with this cookie.
+    """CSRF token of the pages that were sent to the browser with this cookie.
 
-    Another site cannot read the cookie, so it cannot compute the token, and the server keeps nothing.
+    Another site cannot read the cookie, so it cannot compute the token; the server stores nothing.
     """
     return hmac.new(cookie.encode(), b"overspill csrf token", sha256).hexdigest()
 
 
 def cross_site(headers: Mapping[str, str], scheme: str, own_origins: Collection[str] = ()) -> str | None:
-    """The other site a request comes from; None for our own page, or a program. The Host was checked before."""
+    """The other site a request comes from; None for our own page or a program. Call after checking the Host."""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if origin is not None:
         is_own = origin in own_origins or origin == f"{scheme}://{headers.get('host', '')}"
@@ -326,14 +326,14 @@ def cross_site(headers: Mapping[str, str], scheme: str, own_origins: Collection[
 
 
 def _with_cors_headers(send: Send, origin: str, headers: Mapping[str, str], *, is_preflight: bool) -> Send:
-    """Lets the site's script read the answer. Without credentials: keys come in a header, the cookie is our page's."""
+    """Wrap `send` to let the site's script read the answer; no credentials: keys come in a header, cookies are ours."""
     added = [
         (b"access-control-allow-origin", origin.encode()),
         (b"vary", b"origin"),
         (b"cross-origin-resource-policy", b"cross-origin"),
     ]
     if is_preflight:
-        # All headers that it asks for: clients of OpenAI's API send some of their own.
+        # Allow every requested header: clients of OpenAI's API send some of their own.
         wanted = headers.get("access-control-request-headers", "authorization")
         added += [
             (b"access-control-allow-methods", b"GET, HEAD, POST"),
@@ -355,8 +355,8 @@ def _with_cors_headers(send: Send, origin: str, headers: Mapping[str, str], *, i
 
 
 def client_address(scope: Scope, *, is_proxied: bool) -> str:
-    """For the login limit and the audit log. Behind a proxy on this machine, the last of X-Forwarded-For, which the
-    proxy added itself; those before are whatever a client wrote."""
+    """The client's address, for the login limit and the audit log. Behind a proxy on this machine: the last entry of
+    X-Forwarded-For, which the proxy added itself; a client may have written any entries before it."""
     peer: str = scope["client"][0] if scope.get("client") else ""
     if not is_proxied or not is_loopback(peer):
         return peer
@@ -365,7 +365,7 @@ def client_address(scope: Scope, *, is_proxied: bool) -> str:
 
 
 def parse_address(text: str) -> str | None:
-    """An IP address in its usual form, or None."""
+    """The IP address in canonical form, or None if `text` is not one."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
@@ -385,7 +385,7 @@ def _too_large(num_bytes: int, max_bytes: int) -> Refusal:
 
 
 async def _refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
-    """In OpenAI's shape; on the gateway's paths like its own errors, which name the source."""
+    """Answer with an error in OpenAI's shape; its source is the gateway on the gateway's paths, else the manager."""
     status, message = refusal.status, str(refusal)
     if status < 400:
         await _answer(send, status, headers=refusal.headers)

@@ -1,5 +1,4 @@
-"""Pages of models: cards that follow their engines, settings, a context that is planned while it is moved, and the page
-that adds a model, found here or on the hub."""
+"""Pages of models: cards that follow engines, settings, a slider that plans the context, and adding models."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -46,13 +45,13 @@ async def models(request: Request, app: App) -> Response:
 
 @router.get("/events/models")
 async def model_events(app: App) -> Response:
-    """The part of each card that follows its engine; forms are left alone while somebody writes in them."""
+    """Stream the part of each card that follows its engine; forms stay untouched while somebody types in them."""
 
     async def events() -> AsyncIterator[str]:
         before: list[str] = []
         async for changed in app.engines.events():
             running = _running(app)
-            # Every card names the running engines when it asks before a switch.
+            # Every card names the running engines in the question it asks before a switch.
             shown = changed if running == before else app.engines.snapshots()
             before = running
             for name in {one.name: None for one in [*changed, *shown]}:
@@ -79,17 +78,17 @@ async def edit(request: Request, app: App, who: Who, name: str) -> Response:
 
 @router.post("/models/context/{name:path}")
 async def save_context(request: Request, app: App, who: Who, name: str) -> Response:
-    """Saves the slider's context and answers with its plan: one that does not fit is saved too."""
+    """Save the slider's context and answer with its plan; a context that does not fit is saved too."""
     length = (await form_of(request)).get("max_model_len", "").strip()
-    if not length:  # an empty setting would be reset
+    if not length:  # an empty value would reset the setting
         raise ManagerError(_NO_LENGTH)
     edited = await app.actions.edit(who, name, {"max_model_len": length}, None)
     try:
         planned = await app.actions.plan(name, {})
         answer = part("saved_context.html", edited=edited, planned=planned, plan=planned.plan, **_saving(name))
-    except OverspillError as error:  # it is saved all the same
+    except OverspillError as error:  # the context is saved all the same
         answer = part("saved_context.html", edited=edited, planned=None, problem=str(error))
-    # The form of all settings, if it is open, has an older version now.
+    # Reloads the form of all settings, if open, which otherwise holds an outdated version.
     answer.headers["hx-trigger"] = f"saved-{element_id(name)}"
     return answer
 
@@ -102,7 +101,7 @@ async def remove(app: App, who: Who, name: str) -> Response:
 
 @router.get("/models/slider/{name:path}")
 async def slider(app: App, name: str) -> Response:
-    """A plan that fails says why where the plan would be."""
+    """The slider with the model's plan, or in its place the reason why planning failed."""
     try:
         planned = await app.actions.plan(name, {})
     except OverspillError as error:
@@ -112,7 +111,7 @@ async def slider(app: App, name: str) -> Response:
 
 @router.get("/models/plan/{name:path}")
 async def plan(request: Request, app: App, name: str) -> Response:
-    """The plan of a context while the slider is moved; its mistakes are a part of the page."""
+    """Plan of a context while the slider moves; errors are shown in its place on the page."""
     length = request.query_params.get("max_model_len", "").strip()
     if not length:
         return part("notice.html", text=_NO_LENGTH)
@@ -129,14 +128,14 @@ def _saving(name: str) -> dict[str, Any]:
 
 @router.post("/models/{action}/{name:path}")
 async def control(app: App, who: Who, action: EngineAction, name: str) -> Response:
-    """Answers at once and without content: the card follows by events, which a late answer would overwrite."""
+    """Begin the action and answer without content: events update the card, and a late answer would overwrite them."""
     await app.engines.known(name)
     app.actions.begin(who, action, name)
     return Response(status_code=202)
 
 
 def _running(app: Application) -> list[str]:
-    """Engines that the manager would stop to make room; it leaves alone what others started."""
+    """Engines that the manager may stop to make room, so none that somebody else started."""
     return [one.name for one in app.engines.snapshots() if one.pid is not None and one.is_managed]
 
 
@@ -158,23 +157,23 @@ class Button:
     label: str
     help: str
     confirm: str = ""
-    """The question before it is done."""
+    """Question that the user confirms before the action; empty for none."""
     is_main: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     model: Model | None
-    """None for an engine whose model was removed since."""
+    """The registered model; None if it has been removed since its engine started."""
     engine: Snapshot
     refusal: str = ""
     speed: Mapping[str, float] | None = None
     measured: ProcessSample | None = None
-    """Its processes, as the kernel and the driver count them."""
+    """Resource use of the engine's processes, as the kernel and the driver count it."""
     held_by: str = ""
-    """Why nothing is started now."""
+    """Why no engine is started now; empty if engines may start."""
     others: Sequence[str] = ()
-    """Other models with running engines, which may have to make room for it."""
+    """Other models with running engines, which may have to make room for this one."""
 
     @property
     def name(self) -> str:
@@ -186,10 +185,10 @@ class Card:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Remarks next to its state."""
+        """Remarks shown next to the engine's state."""
         engine = self.engine
         is_kept, is_preloaded = (self.model.settings.keep, self.model.settings.preload) if self.model else (None, None)
-        # Without a process it waits for memory; a new process has not reported its phase yet.
+        # Without a process the engine waits for memory; a new process has not reported its phase yet.
         starting = engine.phase or ("the process begins" if engine.pid is not None else "waiting for room")
         remarks = (
             (engine.state is State.STARTING, starting),
@@ -230,7 +229,7 @@ class Card:
 
     @property
     def start_ends_at(self) -> float | None:
-        """As the last one went."""
+        """Expected end of the start, if it takes as long as the last one; None if unknown."""
         engine = self.engine
         if engine.state is not State.STARTING or engine.start_s is None or not engine.phases:
             return None
@@ -238,7 +237,7 @@ class Card:
 
     @property
     def timed_phases(self) -> list[tuple[str, float, float | None]]:
-        """Name, when it began, and how long it took; None for the one that goes on."""
+        """Name, begin and duration of each phase; the duration is None for the current one."""
         begun = self.engine.phases
         ends = [at for _, at in begun[1:]]
         return [
@@ -248,7 +247,7 @@ class Card:
 
     @property
     def facts(self) -> list[tuple[str, Any, str]]:
-        """Name, value and unit: of the plan it runs with, else of its settings. Unset ones are up to the plan."""
+        """Name, value and unit from the plan in use, else from the settings; unset settings are up to the plan."""
         plan, settings = self.engine.plan, self.model.settings if self.model is not None else None
         facts: list[tuple[str, Any, str]] = []
         if self.engine.state is State.PARKED:
@@ -288,7 +287,7 @@ class Card:
 
 
 def last_speeds(registry: Registry, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Speeds of each model's newest result. Blocks."""
+    """Speeds from each model's newest result, by model. Blocks."""
     found = {}
     for name in names:
         for result in list_results(registry, model=name, limit=1):
@@ -329,7 +328,7 @@ async def search(request: Request) -> Response:
 
 @router.post("/add/{action}")
 async def change_files(request: Request, app: App, who: Who, action: Literal["download", "stop", "remove"]) -> Response:
-    """Of a model on the hub, or in its cache."""
+    """Download, stop downloading or remove the files of a model on the hub, or in its cache."""
     actions = app.actions
     change = {"download": actions.download, "stop": actions.stop_download, "remove": actions.remove_download}[action]
     await change(who, (await form_of(request)).get("source", ""))
@@ -338,7 +337,7 @@ async def change_files(request: Request, app: App, who: Who, action: Literal["do
 
 @router.get("/add/plan")
 async def plan_new(request: Request, app: App) -> Response:
-    """The picture of a model that is not added yet, with the form's settings; mistakes are a part of it."""
+    """Plan of a model that is not added yet, with the form's settings; errors are shown in its place."""
     form = {name: value for name, value in changes_of(request.query_params).items() if value is not None}
     try:
         planned = await app.actions.plan_new(str(form.pop("source", "")), form)
@@ -367,5 +366,5 @@ async def _found(app: Application) -> dict[str, Any]:
 
 
 def _short_name(source: str) -> str:
-    """What people would call it."""
+    """Suggested name for a source, as people would call the model."""
     return source.rstrip("/").rpartition("/")[2].lower()

@@ -1,4 +1,4 @@
-"""The pages of the dashboard, logs, found servers, the audit log and the login; server-rendered, updated by events."""
+"""Pages of the dashboard, trial, activity, logs, found servers, keys, audit log and login; updated by events."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ async def dashboard_events(app: App) -> Response:
 
 
 def _live(app: Application, moment: Moment | None) -> dict[str, str]:
-    """The parts of the page that follow engines; rendered once for each moment, the same for every browser."""
+    """Parts of the dashboard that follow engines, rendered once per moment and shared by all browsers."""
     if app.rendered.get("moment") is not moment or moment is None:
         engines = app.engines.snapshots()
         app.rendered.update(
@@ -120,9 +120,9 @@ async def log(request: Request, app: App) -> Response:
         hint = app.engines.log_hint(name)
     if name and search and not hint:
         found = await asyncio.to_thread(logs.search, app.engines.log_file(name), search, limit=_SHOWN_LINES)
-    # Follows the log in a terminal, at the address by which this page was found.
+    # A command to follow the log in a terminal, at the address that the browser used for this page.
     command = ["curl", "-N", f"{request.base_url}api/logs/{quote(name)}?follow=true"]
-    if request.state.identity.session is not None:  # a program has no login
+    if request.state.identity.session is not None:  # a program has no session
         command += ["-H", "Authorization: Bearer KEY"]
     return page(
         request, "logs.html", names=names, name=name, search=search, found=found, hint=hint,
@@ -184,7 +184,7 @@ async def keys(request: Request, app: App) -> Response:
 
 @router.post("/keys")
 async def add_key(request: Request, app: App, who: Who) -> Response:
-    """Answers with the list and the new key, which is shown this once."""
+    """Make a key, and answer with the list and the secret, which is shown this once."""
     form = await form_of(request)
     if (scope := form.get("scope", "")) not in list(KeyScope):
         raise ManagerError(f"{scope!r:.40} is none of {', '.join(KeyScope)}")
@@ -214,7 +214,7 @@ async def audit(request: Request, app: App) -> Response:
 
 
 def _before(request: Request) -> int | None:
-    """The last entry of the page above."""
+    """Number of the previous page's last entry; None for the first page."""
     number = request.query_params.get("before", "")
     return int(number) if number.isdigit() and len(number) < 12 else None
 

@@ -1,4 +1,4 @@
-"""Templates, numbers and times as pages show them, and the parts that every page has."""
+"""Rendering of pages: templates, formats of numbers and times, and the parts that every page has."""
 
 import shlex
 import time
@@ -27,13 +27,13 @@ PAGES = (
     ("/logs", "Logs"),
     ("/found", "Found"), ("/keys", "Keys"), ("/audit", "Audit"), ("/api", "API"),
 )  # fmt: skip
-# Results have no list of their own.
+# Sections without a list of their own, and the section that lists their entries.
 _LISTED_AT = {"results": "runs", "compare": "runs", "add": "models"}
 _MOST_FIELDS = 100
 
 
 def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """With a cookie for a browser that has none, since the CSRF token is made from it."""
+    """Render a whole page; a browser without our cookie gets one, since the CSRF token is made from it."""
     is_tls = getattr(request.state, "is_tls", False)
     known = read_cookie(request.headers.get("cookie"), is_tls=is_tls)
     cookie = known or new_session_id()
@@ -48,7 +48,7 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
 
 
 def section(path: str) -> str:
-    """The address of the page that lists more of the same kind."""
+    """Address of the list page that a path belongs to, such as /runs for /results/7."""
     first = path.split("/")[1]
     return f"/{_LISTED_AT.get(first, first)}"
 
@@ -62,12 +62,12 @@ def fragment(template: str, **values: Any) -> str:
 
 
 def redirect(place: str) -> Response:
-    """For htmx, which does not see a redirect of the browser's."""
+    """Redirect htmx, which cannot see an HTTP redirect because the browser follows it."""
     return HTMLResponse("", headers={"hx-redirect": place})
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form, the last of each name."""
+    """Fields of a submitted form; where a name repeats, the last field counts."""
     body = await request.body()
     try:
         return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
@@ -76,7 +76,7 @@ async def form_of(request: Request) -> dict[str, str]:
 
 
 def shown(value: float | None, unit: str) -> str:
-    """A number with its unit; a dash for one that is not known."""
+    """The number with its unit, or a dash if it is unknown."""
     if value is None:
         return "–"
     match unit:
@@ -108,7 +108,7 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(at: float | datetime | None) -> str:
-    """In UTC; a script of the page writes it in the browser's zone, as next to the charts."""
+    """The time in UTC; the page's script converts it to the browser's time zone, as for the charts."""
     if at is None:
         return "–"
     when = (at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)).astimezone(UTC)
@@ -116,7 +116,7 @@ def moment(at: float | datetime | None) -> str:
 
 
 def element_id(name: str) -> str:
-    """For a page's elements: names of models hold slashes and dots."""
+    """HTML id for a model, whose name may contain slashes and dots."""
     return "m" + sha256(name.encode()).hexdigest()[:12]
 
 

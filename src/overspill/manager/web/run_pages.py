@@ -1,4 +1,4 @@
-"""The pages of runs: jobs with their progress, results, and results side by side."""
+"""Pages of runs: jobs with their progress, results, and results side by side."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ from overspill.registry import list_results, list_runs
 router = APIRouter()
 _MOST_LISTED = 100
 _STOP_POLLING = 286
-"""htmx's own status."""
+"""HTTP status by which a server makes htmx stop polling."""
 
 
 @router.get("/runs")
@@ -38,7 +38,7 @@ async def results(app: App) -> Response:
 
 @router.get("/runs/jobs")
 async def jobs(request: Request, app: App) -> Response:
-    """The page sends the last end that it knows; if a job has ended since, its results are new."""
+    """List jobs. The page sends the last end it knows; if a job has ended since, an event reloads the results."""
     listed = _listed(app)
     answer = part("jobs.html", **listed)
     if request.query_params.get("ended") not in (None, listed["ended"]):
@@ -79,7 +79,7 @@ async def job_doing(app: App, number: int) -> Response:
 
 @router.post("/runs/jobs/{number}/stop")
 async def stop(app: App, who: Who, number: int) -> Response:
-    """Once: a second click, or one in another tab, does not kill what is about to end."""
+    """Stop a job once: a second click, or one in another tab, does not kill a job that is about to end."""
     if not app.jobs.is_stopping(number):
         await app.actions.stop_job(who, number)
     return _accepted()
@@ -87,7 +87,7 @@ async def stop(app: App, who: Who, number: int) -> Response:
 
 @router.post("/runs/jobs/{number}/kill")
 async def kill(app: App, who: Who, number: int) -> Response:
-    """Only after a stop."""
+    """Kill a job, but only after a stop."""
     if app.jobs.is_stopping(number):
         await app.actions.stop_job(who, number, "kill job")
     return _accepted()
@@ -114,12 +114,12 @@ async def compare(request: Request, app: App) -> Response:
 
 
 def _accepted() -> Response:
-    """Without the job's state, which the page then reads: a late answer could show it running after its end."""
+    """Answer without the job's state, which the page then reads: a late answer could show an ended job as running."""
     return Response(status_code=202, headers={"hx-trigger": "job-asked"})
 
 
 def _models(app: Application) -> list[str]:
-    """Running ones first: a bench of another would have to start it."""
+    """Registered models, running ones first: a bench of any other would have to start its engine."""
     known = [one for one in app.engines.snapshots() if one.is_registered]
     return [one.name for one in sorted(known, key=lambda one: (one.pid is None, one.name))]
 
@@ -136,7 +136,7 @@ async def _results(app: Application) -> dict[str, Any]:
 
 
 async def _doing(app: Application, one: Job) -> dict[str, Any]:
-    """The actions that a job offers, and its results."""
+    """Template values for the actions that a job offers, and for its results."""
     left = await asyncio.to_thread(measured, app.registry, one) if one.is_over else None
     body = ""
     if left is not None and left.results:
@@ -150,7 +150,7 @@ def _state(app: Application, one: Job) -> dict[str, Any]:
 
 
 def _memory(app: Application, one: Job) -> list[tuple[str, ProcessSample | None]]:
-    """By a suffix of the label. A bench is a client: the engine that it measures is another process."""
+    """Label suffix and sample of each row. A bench is a client: the engine that it measures is another process."""
     processes = app.watching.latest.sample.processes if app.watching.latest is not None else {}
     own = processes.get(f"job {one.id}")
     if not one.needs_engine:

@@ -1,4 +1,4 @@
-"""Bodies and answers of the API, for validation and for its documentation."""
+"""Request and answer bodies of the API, for validation and for its documentation."""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
@@ -18,7 +18,7 @@ def _field(setting: Setting) -> tuple[Any, Any]:
     kind = setting.kind
     description = f"{setting.help} {kind.note}".strip()
     examples = [kind.example] if kind.example is not None else None
-    # Of texts only: numbers have no length.
+    # Only texts get a limit: numbers have no length.
     text = Annotated[str, Field(max_length=kind.max_length)]
     json: Any = Union[tuple(text if one is str else one for one in get_args(kind.json) or (kind.json,))]  # noqa: UP007
     return json | None, Field(None, description=description, examples=examples)
@@ -44,11 +44,11 @@ class ModelEdit(ModelChanges):
 
 
 class PlanRequest(NewModel):
-    """A model of the registry, with the settings to try."""
+    """A registered model, with the settings to try."""
 
 
 class Open(BaseModel):
-    """With the fields that matter most; answers have more."""
+    """An answer's most important fields; the answer has more."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -78,7 +78,7 @@ Engine: Any = create_model(
 
 
 class Plan(Open):
-    """As in `overspill plan --json`; without a way there are no speeds."""
+    """A plan as in `overspill plan --json`; a plan that does not fit has no speeds."""
 
     model: str
     max_model_len: int
@@ -103,7 +103,7 @@ class NewKey(Strict):
 
 
 class Key(Open):
-    """A key and what was used with it."""
+    """A key, and how much it was used."""
 
     name: str
     prefix: str = Field(description="Its beginning; the rest is kept as a hash only.")
@@ -114,7 +114,7 @@ class Key(Open):
 
 
 class Confirmation(Strict):
-    """Names the very process that was shown."""
+    """Confirms that the process is the very one that was shown."""
 
     identity: str = Field(max_length=200)
     confirm_name: str = Field(max_length=1000, description="The server's name, as it was shown.")
@@ -142,7 +142,7 @@ class Error(BaseModel):
 
 
 class Refusal(BaseModel):
-    """Every error has this shape."""
+    """The shape of every error."""
 
     error: Error
     source: str = Field(description="Who refused it: manager, gateway or engine.")

@@ -1,4 +1,4 @@
-"""The manager's server: checks that it may listen, serves on uvicorn with bounded connections, and ends in order."""
+"""The manager's server: checks that it may listen, serves on uvicorn with bounded connections, shuts down in order."""
 
 import asyncio
 import contextlib
@@ -34,13 +34,13 @@ _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069
 def run_until_stopped(
     setup: Setup, registry: Registry, say: Callable[[str], None], options: Options | None = None
 ) -> None:
-    """Blocks. Not on asyncio's own event loop, on which every token costs more."""
+    """Run the manager and block. Uses uvloop: on asyncio's own event loop every token costs more."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(setup, registry, say, options))
 
 
 async def run(setup: Setup, registry: Registry, say: Callable[[str], None], options: Options | None = None) -> None:
-    """Until SIGTERM, SIGINT or SIGHUP. `say` prints the manager's address, and that it stops."""
+    """Run the manager until SIGTERM, SIGINT or SIGHUP; `say` prints its address, and that it stops."""
     access = Access(registry, is_loopback=setup.is_local)
     require_protection(setup, is_protected=await access.is_protected())
     address = Address(setup.host, setup.port)
@@ -59,7 +59,7 @@ async def run(setup: Setup, registry: Registry, say: Callable[[str], None], opti
             while not server.started and not task.done():
                 await asyncio.sleep(0.01)
             if server.started:
-                # A full collection looks at everything imported: 0.1 s of CPU time, in which no token passes.
+                # A full collection scans all imported objects: 0.1 s of CPU time, during which no token passes.
                 gc.collect()
                 gc.freeze()
                 announce(setup.folder, address.url)
@@ -71,7 +71,7 @@ async def run(setup: Setup, registry: Registry, say: Callable[[str], None], opti
             finally:
                 withdraw(setup.folder)
                 notify("STOPPING=1")
-                with contextlib.suppress(OSError):  # a terminal that was closed, which is why it ends
+                with contextlib.suppress(OSError):  # a closed terminal may be why the manager ends
                     say("stopping what was started here")
 
 
@@ -87,7 +87,7 @@ def _config(app: Any, setup: Setup) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Its own signal handlers would end it before the engines are stopped, and raise the signal once more."""
+    """Server without uvicorn's signal handlers, which would end it before the engines stop and re-raise the signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -107,15 +107,15 @@ def _signals(end: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        # Stopping takes up to a minute, in which a second Ctrl-C must not leave engines behind: it is ignored.
+        # Stopping takes up to a minute; a second Ctrl-C is ignored meanwhile, as it would leave engines behind.
         for one in signals:
             loop.add_signal_handler(one, lambda: None)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Connections that a slow client cannot keep: limits on headers, and on answers that are not read.
+    """Connections that a slow client cannot hold: limits on headers, and on answers that are not read.
 
-    Uvicorn waits for ever for the end of a request's headers and keeps all of them, before any ASGI app is called.
+    Uvicorn waits for ever for the end of a request's headers and buffers all of them, before any ASGI app is called.
     """
 
     headers_s = 10.0
@@ -125,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """By why they close the connection."""
+        """Running timeouts, by the reason for which they close the connection."""
         self._header_bytes = 0
         self._in_headers = True
 
@@ -147,7 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers = True
-        if _NO_HEADERS not in self._timers:  # a further request of a connection that is kept alive
+        if _NO_HEADERS not in self._timers:  # a further request on a keep-alive connection
             self._header_bytes = 0
             self._limit(_NO_HEADERS, self.headers_s)
 
@@ -157,7 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read, and the answer fills all buffers."""
+        """Start the timeout for a client that does not read while the answer fills all buffers."""
         super().pause_writing()
         self._limit(_UNREAD, self.unread_s)
 
@@ -176,18 +176,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def _close(self, why: str) -> None:
         self._unlimit(*self._timers)
         self.logger.info("closed a connection: %s", why)
-        # Not close(): that waits until everything is written, to a client that does not read.
+        # Not close(), which waits until everything is written to a client that does not read.
         self.transport.abort()
 
 
 def one_line(text: str, max_length: int = _MAX_LOG_LENGTH) -> str:
-    """A client's text for a log: one line, and nothing that a terminal obeys."""
+    """A client's text made safe for a log: one line, without control characters that a terminal obeys."""
     shown = _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
     return shown if len(shown) <= max_length else f"{shown[:max_length]}… ({len(shown)} characters)"
 
 
 class OneLine(logging.Filter):
-    """For log handlers, whose lines hold paths and headers as clients sent them."""
+    """Filter for log handlers, whose lines contain paths and headers as clients sent them."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -198,7 +198,7 @@ class OneLine(logging.Filter):
 
 
 def _log_to_stderr() -> None:
-    """Without a handler Python shows warnings only, and not why a model was stopped."""
+    """Log to stderr from INFO on; without a handler Python shows only warnings, not why a model was stopped."""
     ours = logging.getLogger("overspill.manager")
     ours.setLevel(logging.INFO)
     if not ours.handlers:

@@ -1,4 +1,4 @@
-"""How a manager runs: its address, the folders that models may come from, and what the web may set."""
+"""Setup of a manager: its address, the folders that models may come from, and what the web may set."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,36 +24,36 @@ _USUAL_PORTS = {"http": 80, "https": 443}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     folder: Path
-    """The manager's own: logs, records of engines and jobs."""
+    """The manager's own folder: logs, records of engines and jobs."""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     models_folders: tuple[Path, ...] = ()
-    """Where models that are named over the web may lie, besides the hub's cache."""
+    """Folders that models named over the web may come from, besides the hub's cache."""
     public_url: str = ""
-    """How browsers reach it through a proxy with TLS, as https://manager.example."""
+    """Address at which browsers reach the manager through a TLS proxy, as https://manager.example."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that it answers to, besides its own."""
+    """Host names that the manager answers to, besides its own."""
     allowed_origins: tuple[str, ...] = ()
     """Sites whose scripts may use the gateway."""
     any_vllm_flag: bool = False
     """Whether vLLM's flags that run code or open files may be set over the web."""
     memory: Memory | None = None
-    """What all engines together may hold; without it, what is free on the machine."""
+    """Memory that all engines together may hold; None for what is free on the machine."""
     upstreams: tuple[Server, ...] = ()
-    """Other servers, whose models the gateway serves too."""
+    """Other servers whose models the gateway serves too."""
     keeps_engines: bool = False
-    """Whether engines go on when the manager ends."""
+    """Whether engines keep running when the manager ends."""
 
     @property
     def public_flag(self) -> str:
-        """The flag that makes it reachable from elsewhere, such as by a proxy; empty if there is none."""
+        """The flag that makes the manager reachable from elsewhere, such as through a proxy; empty if none does."""
         if self.public_url:
             return f"--public-url {self.public_url}"
         return f"--allow-host {self.allowed_hosts[0]}" if self.allowed_hosts else ""
 
     @property
     def is_local(self) -> bool:
-        """Whether all clients are on this machine. Behind a proxy they all seem to be."""
+        """Whether all clients are on this machine; never with a proxy, behind which all of them seem to be."""
         return is_loopback(self.host) and not self.public_flag
 
 
@@ -62,7 +62,7 @@ def make_setup(
     allow_origin: Iterable[str] | None, ram: str | None, gpu_memory: str | None, keep_engines: bool,
     upstream: Iterable[str] | None = None, upstream_key: Iterable[str] | None = None, **same: Any,
 ) -> Setup:  # fmt: skip
-    """From the flags of `overspill manager`, by their names; `same` are fields as they are."""
+    """The setup that the flags of `overspill manager` describe; `same` holds fields that are used as they are."""
     for folder in models_folder or ():
         if not folder.is_dir():
             raise ManagerError(f"--models-folder {folder} is not a folder; make it, or name another")
@@ -80,7 +80,7 @@ def make_setup(
 
 
 def require_protection(setup: Setup, *, is_protected: bool) -> None:
-    """Other machines may reach the manager only if it has a key or a password."""
+    """Raise if other machines can reach the manager while it has neither a key nor a password."""
     if is_protected or setup.is_local:
         return
     if is_loopback(setup.host):
@@ -101,7 +101,7 @@ def own_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def limit(ram: str | None, gpu_memory: str | None) -> Memory | None:
-    """None if neither is given; if one is, only the machine limits the other. GPU memory is that of each GPU."""
+    """Memory limit from two flags, None if neither is given; one left out sets no limit. `gpu_memory` is per GPU."""
     if ram is None and gpu_memory is None:
         return None
     return Memory(
@@ -111,7 +111,7 @@ def limit(ram: str | None, gpu_memory: str | None) -> Memory | None:
 
 
 def origin_of(given: str, flag: str) -> str:
-    """A site as browsers write it in `Origin`: scheme, name, and a port that is not the usual one."""
+    """The site as browsers write it in `Origin`: scheme, name, and the port unless it is the scheme's default."""
     try:
         parts = urlsplit(given)
         port = parts.port
