@@ -1,4 +1,4 @@
-"""What a model is made of, and what vLLM makes of it; found out without a GPU, the weights, torch or vLLM."""
+"""A model's facts and its KV cache as vLLM lays it out, found without a GPU, the weights, torch or vLLM."""
 
 from overspill.kv.errors import OverspillError
 

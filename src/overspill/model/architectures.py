@@ -1,4 +1,4 @@
-"""Which cache each layer of an architecture keeps, as the code in vllm/model_executor/models decides it (0.32)."""
+"""The cache of each layer, by architecture, as the code in vllm/model_executor/models (0.32) decides it."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -12,12 +12,12 @@ Rule = Callable[[Config], list[LayerCache]]
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 LINEAR = "linear_attention"
-# transformers renames what older files say (remap_legacy_layer_types).
+# transformers renames the layer types of older files (remap_legacy_layer_types).
 _LEGACY_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR}
 
 
 def layer_caches(config: Config) -> tuple[LayerCache, ...]:
-    """In the order in which vLLM registers them, which decides who shares a group."""
+    """Caches of all layers in the order in which vLLM registers them, which decides the layers that share a group."""
     rule = RULES.get(config.architecture)
     if rule is None:
         similar = get_close_matches(config.architecture, RULES, n=3)
@@ -31,7 +31,7 @@ def layer_caches(config: Config) -> tuple[LayerCache, ...]:
 
 
 def attends_plainly(config: Config) -> bool:
-    """Without attention sinks (gpt-oss), caps on scores (Gemma 2) and ALiBi."""
+    """Whether attention has no sinks (gpt-oss), no caps on scores (Gemma 2) and no ALiBi."""
     is_capped = any(config.get(key, None) for key in ("attn_logit_softcapping", "alibi"))
     return config.architecture != "GptOssForCausalLM" and not is_capped
 
@@ -49,12 +49,12 @@ def head_dim(config: Config) -> int:
 
 
 def num_experts(config: Config) -> int:
-    """0 for a dense model."""
+    """Routed experts per layer; 0 for a dense model."""
     return config.first_integer(EXPERT_KEYS, 0)
 
 
 def sliding_window(config: Config) -> int | None:
-    """The window in tokens; None where the file switches it off, or gives 0."""
+    """Window in tokens; None if the config switches it off or gives 0."""
     has_switch = "use_sliding_window" in config.text or config.model_type.startswith(("qwen", "smollm3"))
     if has_switch and not config.boolean("use_sliding_window", False):
         return None
@@ -62,7 +62,7 @@ def sliding_window(config: Config) -> int | None:
 
 
 def layer_types(config: Config) -> tuple[str, ...] | None:
-    """Written out, or as transformers' config class fills them in; None for classes that have none."""
+    """Layer types as written, or as transformers' config class fills them in; None for classes without them."""
     num_layers = config.integer("num_hidden_layers")
     written = config.strings("layer_types")
     if written is not None:
@@ -95,7 +95,7 @@ def layer_types(config: Config) -> tuple[str, ...] | None:
 
 
 def _switched_layer_types(config: Config, num_layers: int) -> tuple[str, ...]:
-    """Classes in which use_sliding_window switches the window on, each for layers of its own choice."""
+    """Layer types of classes where use_sliding_window switches the window on, each for its own choice of layers."""
     if sliding_window(config) is None:
         return (FULL,) * num_layers
     if config.model_type == "smollm3":
@@ -108,7 +108,7 @@ def _switched_layer_types(config: Config, num_layers: int) -> tuple[str, ...]:
 
 
 def _rotary_layers(config: Config, num_layers: int) -> tuple[int, ...]:
-    """no_rope_layers holds a 1 for each layer that has rotary positions, despite its name."""
+    """A 1 for each layer with rotary positions, which is what no_rope_layers holds despite its name."""
     interval = config.integer("no_rope_layer_interval", 4)
     rotary = config.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(num_layers))
     if len(rotary) < num_layers:
@@ -121,7 +121,7 @@ def _every_nth(num_layers: int, n: int, nth: str, other: str) -> tuple[str, ...]
 
 
 def _common_window(config: Config) -> int | None:
-    """vLLM gives every layer the window only if no layer type says otherwise (engine/arg_utils.py, CacheConfig)."""
+    """Window of all layers: vLLM sets it only if no layer type says otherwise (engine/arg_utils.py, CacheConfig)."""
     kinds = layer_types(config)
     return sliding_window(config) if kinds is None or set(kinds) == {SLIDING} else None
 
@@ -136,7 +136,7 @@ def _each(config: Config, cache_of: Callable[[int], Cache | None]) -> list[Layer
 
 
 def _uniform(config: Config) -> list[LayerCache]:
-    """Models whose vLLM code ignores layer_types."""
+    """Caches of models whose vLLM code ignores layer_types."""
     kinds = set(layer_types(config) or ())
     if config.model_type in ("qwen2", "qwen3") and len(kinds) > 1:
         raise ModelError(
@@ -148,14 +148,14 @@ def _uniform(config: Config) -> list[LayerCache]:
 
 
 def _by_layer_type(config: Config) -> list[LayerCache]:
-    """Models whose vLLM code gives layers of type sliding_attention a window (llama.py, gemma3.py, transformers/)."""
+    """Caches where vLLM's code gives layers of type sliding_attention a window (llama.py, gemma3.py, transformers/)."""
     kinds = layer_types(config)
     full, sliding = _softmax(config, _common_window(config)), _softmax(config, sliding_window(config))
     return _each(config, lambda i: sliding if kinds is not None and kinds[i] == SLIDING else full)
 
 
 def _gpt_oss(config: Config) -> list[LayerCache]:
-    # gpt_oss.py slides the even layers, whatever layer_types says.
+    # gpt_oss.py gives the even layers a window, whatever layer_types says.
     full, sliding = _softmax(config, None), _softmax(config, sliding_window(config))
     return _each(config, lambda i: full if i % 2 else sliding)
 
@@ -212,7 +212,7 @@ def _hybrid(state_of: Callable[[Config], RecurrentState]) -> Rule:
 def _delta_net(config: Config) -> RecurrentState:
     key_heads, key_dim = config.integer("linear_num_key_heads"), config.integer("linear_key_head_dim")
     value_heads, value_dim = config.integer("linear_num_value_heads"), config.integer("linear_value_head_dim")
-    # Qwen3.5's config names the dtype of the state (models/config.py); of Qwen3-Next's vLLM takes no notice.
+    # vLLM takes the state's dtype from Qwen3.5's config (models/config.py), and ignores Qwen3-Next's.
     dtype = config.get("mamba_ssm_dtype", None) if config.model_type.startswith("qwen3_5") else None
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ModelError(f"{config.where} gives {dtype!r} for mamba_ssm_dtype, and a float type was expected")
@@ -273,7 +273,7 @@ _BY_RULE: dict[Rule, str] = {
 }
 RULES = {architecture: rule for rule, names in _BY_RULE.items() for architecture in names.split()}
 
-# vLLM 0.32 has no code of its own for these: Transformers makes their layers.
+# vLLM 0.32 has no code of its own for these: Transformers creates their layers.
 RUN_BY_TRANSFORMERS = frozenset({
     "ArceeForCausalLM", "CwmForCausalLM", "FlexOlmoForCausalLM", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM",
     "GlmForCausalLM", "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "Jais2ForCausalLM",

@@ -30,7 +30,7 @@ DTYPE_BITS = {
 class Tensor:
     name: str
     dtype: str
-    """In safetensors' words: BF16, F32, U8."""
+    """Name as in safetensors: BF16, F32, U8."""
     shape: tuple[int, ...]
 
     @property
@@ -43,7 +43,7 @@ class Tensor:
 
 
 def header_length(first_bytes: bytes, file_bytes: int, file: str) -> int:
-    """Bytes of the JSON header that follows the first eight; `file` names it in a complaint."""
+    """Length of the JSON header that follows the first eight bytes; `file` names the file in errors."""
     if len(first_bytes) < LENGTH_BYTES:
         raise ModelError(
             f"{file} is {file_bytes} bytes long, and a safetensors file begins with 8 bytes that give the length of "
@@ -127,20 +127,20 @@ class Files(Protocol):
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Location, for messages."""
 
     def content(self, name: str) -> bytes | None:
-        """Of a small file; None if there is none."""
+        """Content of a small file; None if there is no such file."""
 
     def safetensors(self) -> list[str]:
         """Names of weight files, for a model without an index."""
 
     def headers(self, names: Sequence[str]) -> Iterable[tuple[bytes, int]]:
-        """Of weight files: the JSON of the header, and the size of the file."""
+        """JSON header and file size of each weight file."""
 
 
 def read_tensors(files: Files) -> list[Tensor] | None:
-    """Of all files that vLLM would load; None if there are no weights at all."""
+    """Tensors of all files that vLLM would load; None if there are no weights at all."""
     placed = _weight_map(files)
     names = sorted(set(placed.values())) if placed is not None else _without_copies(files.safetensors())
     if not names:
@@ -164,7 +164,7 @@ def read_tensors(files: Files) -> list[Tensor] | None:
 
 
 def _weight_map(files: Files) -> dict[str, str] | None:
-    """The index: which file holds which tensor."""
+    """File of each tensor according to the index; None without an index."""
     content = files.content(INDEX)
     if content is None:
         return None
@@ -185,6 +185,6 @@ def _weight_map(files: Files) -> dict[str, str] | None:
 
 
 def _without_copies(names: Sequence[str]) -> list[str]:
-    """Mistral publishes its models twice in a folder; consolidated.safetensors is the whole under other names."""
+    """Drop Mistral's second copy: consolidated.safetensors holds the whole model again under other names."""
     others = [name for name in names if not name.startswith("consolidated")]
     return sorted(others or names)

@@ -14,7 +14,7 @@ TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
 # Routed experts per layer, under the names that vLLM knows.
 EXPERT_KEYS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
-# Beyond any model. What stands in a stranger's file must not keep us counting for hours.
+# Beyond any model: numbers in a stranger's file must not keep us counting for hours.
 _MAXIMUM = {"num_hidden_layers": 500, **dict.fromkeys(EXPERT_KEYS, 4096)}
 _MISSING = object()
 _T = TypeVar("_T")
@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 class Config:
     """A model's config.json. Keys of the language model are looked up in its nested config where there is one.
 
-    A key that is absent takes the default of transformers' config class, as it does in vLLM. The shape keys of a
-    config that is not nested are the exception: nobody leaves them out, so a file without them is a broken one.
+    An absent key takes the default of transformers' config class, as in vLLM. The shape keys of a config that is not
+    nested are the exception: nobody leaves them out, so a file without them is broken.
     """
 
     def __init__(self, raw: Mapping[str, object], *, where: str) -> None:
@@ -51,7 +51,7 @@ class Config:
         return names[0]
 
     def section(self, key: str) -> "Config":
-        """A nested config of its own, such as vision_config."""
+        """A nested config, such as vision_config."""
         value = self.raw.get(key)
         if not isinstance(value, dict):
             raise self._bad(key, value, "a nested config")
@@ -86,7 +86,7 @@ class Config:
         return value
 
     def first_integer(self, keys: Sequence[str], default: int) -> int:
-        """The first of several names that the file, or else the class, gives a value to."""
+        """Value of the first key that is set in the file, else in the class defaults, else `default`."""
         for source in (self.text, self._defaults):
             for key in keys:
                 if source.get(key) is not None:
@@ -119,7 +119,7 @@ class Config:
 
 
 def parse_object(content: bytes, where: str) -> dict[str, object]:
-    """A JSON file that holds one object."""
+    """Parse a JSON file that must hold one object."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:

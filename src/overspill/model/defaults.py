@@ -1,7 +1,7 @@
-"""Keys that a config.json may leave out: the defaults of transformers' config classes, by model_type.
+"""Defaults of keys that a config.json may leave out: those of transformers' config classes, by model_type.
 
-Nested configs are written as differences from these (gemma-3-4b-it names neither its heads nor its vocabulary). Only
-keys that the rest of this package reads, and values that are neither null nor false, are here.
+Nested configs are written as differences from these (gemma-3-4b-it names neither its heads nor its vocabulary). The
+table lists only keys that the rest of this package reads, and only values that are neither null nor false.
 """
 
 _SHAPE = {
@@ -17,7 +17,7 @@ SHAPE_KEYS = frozenset(_SHAPE.values())
 
 
 def _family(**values: int | str) -> dict[str, object]:
-    """By the names above, or the config's own."""
+    """Defaults of one family, given by the short names above or the config's own."""
     return {_SHORT.get(name, name): value for name, value in values.items()}
 
 

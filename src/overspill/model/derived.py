@@ -1,4 +1,4 @@
-"""The weights of a model that is not at hand: every tensor its checkpoint would hold, from config.json alone."""
+"""The tensors of a checkpoint that is not at hand, derived one by one from config.json alone."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,10 +85,10 @@ class Style:
     """How a family's decoder layers depart from Llama's."""
 
     qkv_bias: bool | None = None
-    """None: as attention_bias says, and the output projection likewise."""
+    """None follows attention_bias, for the output projection as well."""
     fused_qkv: bool = False
     qk_norm: Literal["head", "all"] | None = None
-    """A norm of queries and keys as wide as a head, or as all of them."""
+    """Norm of queries and keys, as wide as one head or as all heads together."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     mlp: Callable[[Config, int, str], Shapes] = dense_mlp
     is_latent: bool = False
@@ -156,14 +156,14 @@ def _latent_attention(config: Config, _: Style, at: str) -> Shapes:
     yield from _linear(f"{at}o_proj", hidden, heads * value, bias=bias)
 
 
-# Ten times those of the largest models.
+# Ten times as many as in the largest models.
 MAX_EXPERTS = 250_000
 
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def derive_tensors(config: Config, *, dtype: str, is_tied: bool, quantization: str | None) -> list[Tensor]:
-    """`dtype` is what the checkpoint would be written in."""
+    """All tensors of a checkpoint written in `dtype`."""
     shapes_of = SHAPES.get(config.architecture)
     if shapes_of is None:
         raise ModelError(
@@ -190,7 +190,7 @@ def derive_tensors(config: Config, *, dtype: str, is_tied: bool, quantization: s
 def _stored_as(name: str, dtype: str) -> str:
     if name.endswith(("_blocks", "_scales")):  # MXFP4
         return "U8"
-    # DeepSeek publishes it, and vLLM keeps it, in float32 whatever the rest is in.
+    # DeepSeek publishes the router bias, and vLLM keeps it, in float32 whatever the dtype of the rest.
     return "F32" if name.endswith(ROUTER_BIAS) else _STORED[dtype]
 
 
@@ -204,7 +204,7 @@ def _gemma3_with_vision(config: Config) -> Shapes:
 
 
 def _siglip(vision: Config, at: str) -> Shapes:
-    # The published Gemmas leave SigLIP's pooling head out, and say so.
+    # Published Gemmas leave SigLIP's pooling head out, and their configs say so.
     if vision.boolean("vision_use_head", True):
         raise ModelError(
             f"{vision.where} asks for a pooling head, for whose size there is no formula; fetch the safetensors files"

@@ -17,12 +17,12 @@ from overspill.model.facts import ModelFacts, Weights
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
     method: str | None = None
-    """vLLM's name for it; None for a checkpoint in plain floating point."""
+    """vLLM's name for the method; None for a checkpoint in plain floating point."""
     kv_cache_dtype: str = "auto"
 
 
 def quantization_of(config: Config, quant_file: Mapping[str, object] | None = None) -> Quantization:
-    """`quant_file` is the content of hf_quant_config.json, where ModelOpt writes what others put into config.json."""
+    """The checkpoint's quantisation; ModelOpt describes it in hf_quant_config.json (`quant_file`), not config.json."""
     found = _quantization_config(config)
     if found is None:
         found = quant_file
@@ -58,7 +58,7 @@ def _method(found: Mapping[str, object], where: str) -> str:
 
 
 def _kv_cache_dtype(method: str, found: Mapping[str, object]) -> str:
-    """What --kv-cache-dtype auto comes to (utils/torch_utils.py, get_kv_cache_quant_algo_string)."""
+    """Dtype that --kv-cache-dtype auto resolves to (utils/torch_utils.py, get_kv_cache_quant_algo_string)."""
     inner = _inner(found)
     if method == "compressed-tensors":
         return "fp8" if found.get("kv_cache_scheme") is not None else "auto"
@@ -82,22 +82,22 @@ def _inner(found: Mapping[str, object]) -> Mapping[str, object]:
     return inner if isinstance(inner, dict) else found
 
 
-# The language model's own prefixes; a vision tower's layers stand behind others (vision_tower.encoder.layers.0).
+# Prefixes of the language model; a vision tower's layers have others (vision_tower.encoder.layers.0).
 _TEXT = r"^(?:model\.|language_model\.|text_model\.|backbone\.|transformer\.|thinker\.)*"
 _LAYER = re.compile(_TEXT + r"(?:layers|h|blocks)\.(\d{1,6})\.")
 _EMBEDDING = re.compile(_TEXT + r"(?:embed_tokens|tok_embeddings|word_embeddings|embeddings|wte)\.")
 _LM_HEAD = re.compile(_TEXT + r"(?:lm_head|embed_out|output)\.")
-# One tensor per expert, or all of a layer's in one; GraniteMoe calls them by what they do.
+# Routed experts: one tensor each, or all of a layer in one; GraniteMoe names the tensors by their function.
 _EXPERT = re.compile(r"\.(?:experts\.|block_sparse_moe\.(?:input|output)_linear\.)")
-# vLLM gives each rank all of these (ReplicatedLinear, RMSNorm).
+# Tensors that vLLM keeps whole on each rank (ReplicatedLinear, RMSNorm).
 _REPLICATED = re.compile(r"norm|\.router\.|\.gate\.|\.shared_expert_gate\.|(?:q|kv)_a_proj")
-# Layers for multi-token prediction stand apart (Qwen3-Next) or behind the last layer (DeepSeek-V3).
+# Layers for multi-token prediction have their own prefix (Qwen3-Next) or follow the last layer (DeepSeek-V3).
 _DRAFT = re.compile(_TEXT + r"mtp\.")
 _BUFFER = re.compile(r"rotary_emb\.inv_freq$")
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
-# vLLM keeps these in float32 whatever the model runs in: the routers' bias of DeepSeek-V3, and decay rates of states.
+# vLLM keeps these in float32 whatever the model's dtype: the router bias of DeepSeek-V3, and decay rates of states.
 _KEPT = re.compile(r"(?:e_score_correction_bias|A_log)$")
 
 
@@ -138,16 +138,16 @@ def sort_weights(
 
 
 def common_dtype(tensors: Iterable[Tensor]) -> str | None:
-    """What the checkpoint is written in, for a config that does not say: the widest of its floating-point types."""
+    """Dtype of a checkpoint whose config names none: the widest of its floating-point types, or None without any."""
     found = {_FLOATS[tensor.dtype] for tensor in tensors if tensor.dtype in _FLOATS}
     if not found:
         return None
-    # Neither of the two half types holds the other.
+    # Neither half-precision type can hold the other's values.
     return found.pop() if len(found) == 1 else "float32"
 
 
 def served_bytes(tensor: Tensor, dtype: str) -> int:
-    """Of a tensor that vLLM converts to the model's dtype while loading it."""
+    """Bytes of a tensor after vLLM has converted it to the model's dtype while loading."""
     if tensor.dtype not in _FLOATS:
         return tensor.num_bytes
     return tensor.num_elements * (32 if _KEPT.search(tensor.name) else _FLOAT_BITS[dtype]) // 8
@@ -165,7 +165,7 @@ def describe(
     quant_file: Mapping[str, object] | None = None,
     dtype: str = "auto",
 ) -> ModelFacts:
-    """`tensors` is None where there are no weight files; `dtype` is vLLM's --dtype."""
+    """The facts of a model; `tensors` is None without weight files, and `dtype` is vLLM's --dtype."""
     caches = layer_caches(config)
     quantization = quantization_of(config, quant_file)
     written = _written_dtype(config, tensors)
@@ -174,8 +174,8 @@ def describe(
     num_layers = config.integer("num_hidden_layers")
     source = Origin.DERIVED if tensors is None else Origin.MEASURED
     if tensors is None:
-        # Of a quantised checkpoint sizes count as written, and nobody writes the rest of one in float32, which is what
-        # a config without a dtype would mean: it takes what vLLM runs it in.
+        # A quantised checkpoint's sizes count as written. A config without a dtype would mean float32, in which nobody
+        # writes the unquantised rest: it takes the served dtype.
         rest = served if quantization.method is not None else written
         tensors = derive_tensors(config, dtype=rest, is_tied=is_tied, quantization=quantization.method)
     weights = sort_weights(
@@ -219,7 +219,7 @@ def describe(
 
 
 def served_dtype(written: str, dtype: str) -> str:
-    """What vLLM runs a model in (config/model.py, _resolve_auto_dtype): it serves no model in float32 unasked."""
+    """Dtype that vLLM serves a model in (config/model.py, _resolve_auto_dtype): float32 only on explicit request."""
     wanted = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if wanted == "auto":
         return "bfloat16" if written == "float32" else written
@@ -242,6 +242,6 @@ def _written_dtype(config: Config, tensors: Sequence[Tensor] | None) -> str:
 def _is_tied(config: Config, tensors: Sequence[Tensor] | None) -> bool:
     if tensors is not None and not any(_LM_HEAD.match(tensor.name) for tensor in tensors):
         return True
-    # Multimodal models say it in either config.
+    # Multimodal models set the key in either config.
     written = [source["tie_word_embeddings"] for source in (config.raw, config.text) if "tie_word_embeddings" in source]
     return any(written) if written else config.boolean("tie_word_embeddings", False)

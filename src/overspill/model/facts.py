@@ -1,4 +1,4 @@
-"""The facts of a model: what each layer keeps of a request, what its weights take, and its shape."""
+"""The facts of a model: the cache of each layer, the bytes of its weights, and its shape."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +10,8 @@ from overspill.figures import Origin
 class Attention:
     """A key and a value per token and KV head.
 
-    Of every token; or with `sliding_window` of that many last tokens; or with `attention_chunk_size` of the tokens of
-    the chunk the request is in.
+    A layer keeps all tokens; with `sliding_window`, that many last ones; with `attention_chunk_size`, those of the
+    current chunk.
     """
 
     num_kv_heads: int
@@ -29,7 +29,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentState:
-    """A state per request, whatever its length: Mamba-2, gated delta net, short convolution.
+    """A state of fixed size per request: Mamba-2, gated delta net, short convolution.
 
     A convolution keeps its last `conv_kernel - 1` inputs, each `conv_channels` wide; Mamba-2 widens it by `conv_groups`
     groups of `conv_group_channels`. Each of `num_heads` heads keeps `head_state` numbers.
@@ -42,9 +42,9 @@ class RecurrentState:
     num_heads: int = 0
     head_state: int = 0
     state_dtype: str = "auto"
-    """What the model wants its heads' state in (the convolution's stays in the model's dtype)."""
+    """Dtype of the heads' state (the convolution's state has the model's dtype)."""
     keeps_checkpoint: bool = False
-    """Mamba-2 exports the state at a block boundary from inside a prefill, into one more block."""
+    """Whether a prefill exports the state at a block boundary into one more block, as in Mamba-2."""
 
 
 Cache = Attention | LatentAttention | RecurrentState
@@ -60,28 +60,28 @@ class LayerCache:
 class Weights:
     """Bytes that vLLM holds once the model is loaded, by where they are used.
 
-    Tensors are counted as they lie in the checkpoint. Only those of an unquantised one in another dtype than the
-    model is served in count as served: vLLM converts them while loading.
+    Tensors count as stored in the checkpoint, except those of an unquantised one in a dtype other than the served
+    dtype: vLLM converts these while loading, so they count as served.
     """
 
     source: Origin
     """Measured: read from the headers of the weight files. Derived: computed from config.json, for an architecture
     whose tensors are known one by one."""
     layer_bytes: tuple[int, ...]
-    """Of each decoder layer, routed experts included."""
+    """Bytes of each decoder layer, routed experts included."""
     expert_bytes: tuple[int, ...]
-    """Of these, what routed experts take."""
+    """Bytes of the routed experts in each decoder layer."""
     embedding_bytes: int
     lm_head_bytes: int
-    """0 where it is tied to the embedding."""
+    """Bytes of the lm_head; 0 if it is tied to the embedding."""
     rest_bytes: int
-    """Final norm, vision tower, projector."""
+    """Bytes of the final norm, vision tower and projector."""
     unused_bytes: int
-    """In the checkpoint, but not loaded: a tied lm_head, layers for multi-token prediction. Not part of the total."""
+    """Bytes that are not loaded: a tied lm_head, layers for multi-token prediction. Not part of the total."""
     checkpoint_bytes: int
-    """Of all tensors in the files."""
+    """Bytes of all tensors in the files."""
     replicated_bytes: tuple[int, ...] = ()
-    """Of each decoder layer, what every rank of tensor parallelism keeps whole: norms, routers, latent projections."""
+    """Bytes per decoder layer that each tensor-parallel rank keeps whole: norms, routers, latent projections."""
 
     @property
     def total_bytes(self) -> int:
@@ -90,22 +90,22 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """A model as vLLM would serve it; what its settings change is left to the functions that take them."""
+    """A model as vLLM would serve it; the effects of settings are left to the functions that take them."""
 
     name: str
     folder: Path | None
-    """Where its files are, if on this machine."""
+    """Folder of the model's files, if they are on this machine."""
     architecture: str
     dtype: str
-    """What it is served in: --dtype, or with "auto" the config's, a float32 model in bfloat16."""
+    """Served dtype: --dtype, or with "auto" the config's, with bfloat16 in place of float32."""
     quantization: str | None
-    """vLLM's name: fp8, awq, gptq, mxfp4, modelopt_fp4 (NVFP4), bitsandbytes, compressed-tensors, ..."""
+    """vLLM's name for the method: fp8, awq, gptq, mxfp4, modelopt_fp4 (NVFP4), bitsandbytes, compressed-tensors, ..."""
     kv_cache_dtype: str
-    """What the checkpoint asks for under --kv-cache-dtype auto; "auto" is the model's dtype."""
+    """The checkpoint's choice for --kv-cache-dtype auto; "auto" means the model's dtype."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Of a dense MLP; of one expert where every layer routes."""
+    """Inner size of a dense MLP, or of one expert if every layer routes."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -125,9 +125,9 @@ class ModelFacts:
 
 
 def active_bytes(facts: ModelFacts, num_tokens: int = 1) -> int:
-    """Weight bytes that a step over `num_tokens` tokens is expected to read: all of a dense model's layers and lm_head.
+    """Weight bytes that a step over `num_tokens` tokens is expected to read: the layers and the lm_head.
 
-    Of routed experts only those that a token is sent to, taking every choice as equally likely.
+    Routed experts count only if a token is sent to them, taking every choice as equally likely.
     """
     weights = facts.weights
     head = weights.embedding_bytes if facts.is_tied else weights.lm_head_bytes
@@ -141,34 +141,34 @@ def active_bytes(facts: ModelFacts, num_tokens: int = 1) -> int:
 
 
 _DTYPE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0}
-# Four bits and a scale for each group of 16 to 128.
+# Bytes per parameter: four bits, and a scale for each group of 16 to 128.
 _FOUR_BITS = 0.55
 _QUANTIZED_BYTES = {"awq": _FOUR_BITS, "gptq": _FOUR_BITS, "mxfp4": _FOUR_BITS, "modelopt_fp4": _FOUR_BITS,
                     "bitsandbytes": _FOUR_BITS}  # fmt: skip
 
 
 def bytes_per_parameter(facts: ModelFacts) -> float:
-    """Average bytes per parameter; quantisations whose name does not say it count as FP8."""
+    """Average bytes per parameter; quantisations whose name does not give the width count as FP8."""
     if facts.quantization is None:
         return _DTYPE_BYTES[facts.dtype]
     return _QUANTIZED_BYTES.get(facts.quantization, 1.0)
 
 
 def parameters_per_token(facts: ModelFacts) -> int:
-    """That a token of a prompt is multiplied with: the lm_head only sees the last one."""
+    """Parameters that each prompt token is multiplied with, without the lm_head, which sees only the last token."""
     head = facts.weights.embedding_bytes if facts.is_tied else facts.weights.lm_head_bytes
     return int((active_bytes(facts) - head) / bytes_per_parameter(facts))
 
 
 def expert_size(facts: ModelFacts) -> int:
-    """The inner size of one routed expert, which configs name in many ways: of three matrices of so many rows."""
+    """Inner size of one routed expert, from the bytes of its three matrices: configs name this size in many ways."""
     largest = max(facts.weights.expert_bytes)
     return round(largest / bytes_per_parameter(facts) / (facts.num_experts * 3 * facts.hidden_size))
 
 
 def pinned_share(facts: ModelFacts) -> float:
-    """How many times its size a layer takes in RAM: both of vLLM's offloaders pin through PyTorch, which rounds each
-    tensor up to a power of two. By the matrices of a usual layer, as vLLM fuses them."""
+    """Factor by which a layer grows in pinned RAM: both of vLLM's offloaders pin through PyTorch, which rounds each
+    tensor up to a power of two. Computed from the matrices of a typical layer, as vLLM fuses them."""
     queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     rows = [queries + 2 * keys, queries]
     if facts.num_experts:

@@ -1,4 +1,4 @@
-"""A model on the Hugging Face hub: its config, and by HTTP ranges the headers of its weight files, not the weights."""
+"""A model on the Hugging Face hub: its config, and its weight files' headers by HTTP ranges, never the weights."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +39,7 @@ class Repository:
         return content
 
     def safetensors(self) -> list[str]:
-        """Without an index there is one file, or none: the hub's own tools write no other."""
+        """The only weight file, if it exists: without an index, the hub's own tools write no other."""
         return [SINGLE] if self._get(SINGLE, 0, LENGTH_BYTES, ranged=True) is not None else []
 
     def headers(self, names: Sequence[str]) -> Iterator[tuple[bytes, int]]:
@@ -67,7 +67,7 @@ class Repository:
         return found
 
     def _get(self, name: str, start: int, length: int, *, ranged: bool) -> tuple[bytes, int] | None:
-        """So many bytes from `start`, and the size of the whole file; None if there is no such file."""
+        """Up to `length` bytes from `start`, and the size of the whole file; None if there is no such file."""
         headers = {"Range": f"bytes={start}-{start + length - 1}"} if ranged else {}
         url = f"/{self.repo_id}/resolve/{quote(self.revision, safe='')}/{quote(name)}"
         with self.client.stream("GET", url, headers=headers) as response:
@@ -76,7 +76,7 @@ class Repository:
                     raise ModelError(f"the hub knows no {self.where}; check the name and the revision")
                 return None
             self._check_status(response, name)
-            # A server that ignores ranges sends the file from its beginning; only the requested part is read.
+            # A server that ignores ranges sends the file from its beginning; reading stops after the requested part.
             skip = 0 if response.status_code == httpx.codes.PARTIAL_CONTENT else start
             content = _read(response, skip + length)
             return content[skip:], _file_size(response, len(content))
@@ -97,7 +97,7 @@ class Repository:
 def open_repository(
     repo_id: str, *, revision: str = "main", token: str | None = None, endpoint: str | None = None
 ) -> Iterator[Repository]:
-    # Compressed, a range would be one of other bytes.
+    # In a compressed response, a range would cover other bytes.
     headers = {"Accept-Encoding": "identity"}
     if token:
         headers["Authorization"] = f"Bearer {token.strip()}"
@@ -119,7 +119,7 @@ def _read(response: httpx.Response, length: int) -> bytes:
 
 
 def _file_size(response: httpx.Response, received: int) -> int:
-    """Of the whole file: Content-Range: bytes 0-7/1234, or the length of a full answer."""
+    """Size of the whole file, from Content-Range (bytes 0-7/1234) or the length of a full response."""
     total = response.headers.get("Content-Range", "").rpartition("/")[2]
     if not total.isdigit() and response.status_code != httpx.codes.PARTIAL_CONTENT:
         total = response.headers.get("Content-Length", "")

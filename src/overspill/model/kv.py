@@ -1,4 +1,4 @@
-"""What vLLM makes of a model's caches under given settings: pages, groups, blocks, and how many tokens fit."""
+"""vLLM's layout of a model's caches under given settings: pages, groups, blocks, and how many tokens fit."""
 
 import math
 from bisect import bisect_left
@@ -10,8 +10,8 @@ from fractions import Fraction
 from overspill.model import ModelError
 from overspill.model.facts import Attention, Cache, LatentAttention, ModelFacts, RecurrentState
 
-# Bytes per number of the --kv-cache-dtype values whose size follows from the shape. The rest (nvfp4, turboquant,
-# per-token-head scales, ds_mla) are packed in ways that an attention backend decides.
+# Bytes per number for --kv-cache-dtype values whose size follows from the shape. For the rest (nvfp4, turboquant,
+# per-token-head scales, ds_mla) the attention backend decides how they are packed.
 KV_CACHE_DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -25,21 +25,21 @@ KV_CACHE_DTYPE_BYTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
-    """How vLLM is started, as far as its KV cache is concerned; the defaults are those of a CUDA engine.
+    """vLLM's settings that affect the KV cache; the defaults are those of a CUDA engine.
 
-    Of one GPU, with prefix caching, layers outermost, and without a draft model, whose layers would have caches of
-    their own.
+    They describe one GPU, with prefix caching, layers outermost, and without a draft model, whose layers would have
+    caches of their own.
     """
 
     block_size: int = 16
-    """Tokens. MLA backends want more: 64 (FlashMLA), 32 or 64 (FlashInfer), 128 (CUTLASS)."""
+    """Tokens per block. MLA backends want more: 64 (FlashMLA), 32 or 64 (FlashInfer), 128 (CUTLASS)."""
     kv_cache_dtype: str = "auto"
     max_num_batched_tokens: int = 2048
-    """What windows and chunks must hold beside themselves. vLLM takes 8192 from 70 GB of GPU memory, 16384 from 160."""
+    """Tokens that windows and chunks hold in addition. vLLM takes 8192 from 70 GB of GPU memory on, 16384 from 160."""
     max_concurrent_batches: int = 2
     """2 under asynchronous scheduling, the default on CUDA; else 1 (config/vllm.py, max_concurrent_batches)."""
     kernel_block_multiple: int = 16
-    """The attention backend reads blocks of any multiple of so many tokens: 16 on CUDA, 32 on the CPU."""
+    """Tokens; the attention backend reads blocks of any multiple of this: 16 on CUDA, 32 on the CPU."""
 
     def __post_init__(self) -> None:
         known = ("auto", *KV_CACHE_DTYPE_BYTES)
@@ -54,7 +54,7 @@ class CacheSettings:
 
 
 class Kind(StrEnum):
-    """vLLM's names (KVCacheSpecKind)."""
+    """Kinds of cache, under vLLM's names (KVCacheSpecKind)."""
 
     FULL = "full_attention"
     MLA = "mla_attention"
@@ -65,14 +65,14 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What a layer keeps in one block. Layers share a group only if their pages are equal."""
+    """A layer's part of one block. Layers share a group only if their pages are equal."""
 
     kind: Kind
     block_size: int
     """Tokens in a block."""
     num_heads: int = 1
     head_bytes: int = 0
-    """Of one token in one head, key and value together."""
+    """Bytes of one token in one head, key and value together."""
     state_bytes: int = 0
     states_per_request: int = 0
     window: int = 0
@@ -93,16 +93,16 @@ class Page:
 
     @property
     def grows(self) -> bool:
-        """Whether a longer request always needs more of these."""
+        """Whether a longer request always needs more of these pages."""
         return self.kind in (Kind.FULL, Kind.MLA)
 
     def blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """Most blocks one request of `max_model_len` tokens holds at a time (max_memory_usage_bytes / page)."""
+        """The most blocks one request of `max_model_len` tokens holds at a time (max_memory_usage_bytes / page)."""
         match self.kind:
             case Kind.MAMBA:
                 return self.states_per_request
             case Kind.SLIDING:
-                # One more: a window need not begin where a block does.
+                # One more, since a window need not begin where a block does.
                 return ceil_div(min(self.window - 1 + max_in_flight_tokens, max_model_len), self.block_size) + 1
             case Kind.CHUNKED:
                 return ceil_div(min(self.window + max_in_flight_tokens, max_model_len), self.block_size)
@@ -114,7 +114,7 @@ class Page:
 
 
 def page_of(cache: Cache, settings: CacheSettings, *, dtype: str, kv_cache_dtype: str) -> Page:
-    """`dtype` is what the model runs in, `kv_cache_dtype` what is left when the checkpoint's own wish was heard."""
+    """Page of a cache. `dtype` is the model's; `kv_cache_dtype` already includes the checkpoint's own choice."""
     bytes_each = KV_CACHE_DTYPE_BYTES[dtype if kv_cache_dtype == "auto" else kv_cache_dtype]
     match cache:
         case Attention():
@@ -137,14 +137,14 @@ def page_of(cache: Cache, settings: CacheSettings, *, dtype: str, kv_cache_dtype
 
 
 def _window_block_size(settings: CacheSettings) -> int:
-    # Layers with a window choose the largest block the kernel reads that is no larger than the others'
+    # Layers with a window choose the largest block that the kernel reads and that is no larger than the other layers'
     # (layers/attention/attention.py, _largest_kernel_block_within).
     multiple = settings.kernel_block_multiple
     return max(multiple, settings.block_size // multiple * multiple)
 
 
 def _state_page(state: RecurrentState, settings: CacheSettings, dtype: str) -> Page:
-    """Shapes as in vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator."""
+    """Page of a state, with shapes as in vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator."""
     channels = state.conv_channels + state.conv_groups * state.conv_group_channels
     conv_bytes = channels * (state.conv_kernel - 1) * KV_CACHE_DTYPE_BYTES[dtype]
     head_bytes = state.head_state * KV_CACHE_DTYPE_BYTES[dtype if state.state_dtype == "auto" else state.state_dtype]
@@ -169,7 +169,7 @@ class LayerPage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheGroup:
-    """Layers whose blocks are handed out together: one block id holds a page of each of them."""
+    """Layers whose blocks are allocated together: one block id holds a page of each layer."""
 
     members: tuple[LayerPage, ...]
 
@@ -197,7 +197,7 @@ def _one_type(members: Iterable[LayerPage]) -> bool:
 
 
 def _unified(members: Sequence[LayerPage]) -> list[LayerPage]:
-    """Pages of one size: smaller ones get more tokens, or, where that comes out uneven, padding."""
+    """Give all pages one size: smaller pages get more tokens, or padding if the sizes do not divide evenly."""
     largest = max(member.page.page_size_bytes for member in members)
 
     def unify(page: Page) -> Page:
@@ -231,11 +231,11 @@ def _equal_groups(members: Sequence[LayerPage]) -> tuple[CacheGroup, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGeometry:
-    """The KV cache of one rank, up to the number of its blocks. Bytes are exact: they are vLLM's own sums."""
+    """The KV cache of one rank, except for the number of blocks. Bytes are exact: they are vLLM's own sums."""
 
     groups: tuple[CacheGroup, ...]
     settings: CacheSettings
-    """As vLLM changes them: a recurrent state makes blocks larger."""
+    """Settings after vLLM's own changes: a recurrent state makes blocks larger."""
 
     @property
     def block_size(self) -> int:
@@ -243,12 +243,12 @@ class KVGeometry:
 
     @property
     def bytes_per_block(self) -> int:
-        """What one block takes of the pool, whichever group it is handed to (_pool_bytes_per_block)."""
+        """Bytes of one block in the pool, whichever group it is allocated to (_pool_bytes_per_block)."""
         return max((group.bytes_per_block for group in self.groups), default=0)
 
     @property
     def page_size_bytes(self) -> int:
-        """Of the largest page; all are equal unless a single group mixes sizes."""
+        """Bytes of the largest page; all are equal unless a single group mixes sizes."""
         return max((m.page.page_size_bytes for group in self.groups for m in group.members), default=0)
 
     @property
@@ -258,12 +258,12 @@ class KVGeometry:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What one more token costs a request that is longer than every window; states and windows cost no more."""
+        """Bytes that one more token costs a request longer than every window; states and windows then cost no more."""
         blocks = sum(Fraction(1, group.block_size) for group in self.groups if group.members[0].page.grows)
         return math.ceil(blocks * self.bytes_per_block)
 
     def blocks_per_request(self, max_model_len: int) -> int:
-        """Most blocks that one request of so many tokens holds at a time, in all groups."""
+        """The most blocks one request of `max_model_len` tokens holds at a time, over all groups."""
         in_flight = self.settings.max_in_flight_tokens
         return sum(group.blocks_per_request(max_model_len, in_flight) for group in self.groups)
 
@@ -273,11 +273,11 @@ class KVGeometry:
         return sum(group.members[0].page.states_per_request for group in self.groups)
 
     def request_bytes(self, max_model_len: int) -> int:
-        """What vLLM demands for one such request before it starts (_max_memory_usage_bytes_from_groups)."""
+        """Bytes that vLLM requires at startup for one such request (_max_memory_usage_bytes_from_groups)."""
         return self.bytes_per_block * self.blocks_per_request(max_model_len)
 
     def num_blocks(self, kv_cache_memory_bytes: int) -> int:
-        """The first of them, the null block, is never handed out."""
+        """Blocks in the pool, including the first one, the null block, which is never allocated."""
         return kv_cache_memory_bytes // self.bytes_per_block if self.groups else 0
 
     def fits(self, max_model_len: int, kv_cache_memory_bytes: int) -> bool:
@@ -285,7 +285,7 @@ class KVGeometry:
         return self.request_bytes(max_model_len) <= kv_cache_memory_bytes - self.bytes_per_block
 
     def longest_context(self, kv_cache_memory_bytes: int, limit: int) -> int:
-        """The most tokens, up to `limit`, of which one request fits; 0 if not even one does."""
+        """Tokens of the longest request that fits, up to `limit`; 0 if not even one token fits."""
         return bisect_left(range(1, limit + 1), True, key=lambda tokens: not self.fits(tokens, kv_cache_memory_bytes))
 
 
@@ -313,7 +313,7 @@ def _pages(facts: ModelFacts, settings: CacheSettings) -> list[Page]:
 
 
 def _block_size(facts: ModelFacts, settings: CacheSettings) -> int:
-    """Raised until a page of attention can hold a layer's state, which is padded to it (_align_hybrid_block_size)."""
+    """Block size, raised until an attention page can hold a state, which is padded to it (_align_hybrid_block_size)."""
     pages = _pages(facts, settings)
     state_bytes = max((page.state_bytes for page in pages), default=0)
     token_bytes = max((page.token_bytes for page in pages), default=0)

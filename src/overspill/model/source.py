@@ -22,7 +22,7 @@ _TRUE = {"1", "on", "yes", "true"}
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Of Hugging Face's tools: HF_HUB_CACHE, else hub in HF_HOME, else in XDG_CACHE_HOME, else in ~/.cache
+    """Cache of Hugging Face's tools: HF_HUB_CACHE, else hub in HF_HOME, else in XDG_CACHE_HOME, else in ~/.cache
     (huggingface_hub/constants.py)."""
     if cache := environ.get("HF_HUB_CACHE"):
         return Path(cache).expanduser()
@@ -32,14 +32,14 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_snapshot(cache: Path, repo_id: str, revision: str) -> Path | None:
-    """The folder of a branch, a tag or a commit; None if it was never fetched."""
+    """Snapshot folder of a branch, tag or commit; None if it was never fetched."""
     repository = cache / f"models--{repo_id.replace('/', '--')}"
     try:
         commit = (repository / "refs" / revision).read_text().strip()
     except OSError:
         commit = revision  # a commit needs no ref
     snapshot = repository / "snapshots" / commit
-    # A ref that points out of its folder is not one that huggingface_hub wrote.
+    # huggingface_hub never writes a ref that points out of its folder.
     is_plain = Path(commit).name == commit
     return snapshot if is_plain and (snapshot / CONFIG).is_file() else None
 
@@ -79,7 +79,7 @@ class Folder:
 
 
 def read_folder(path: Path, *, name: str | None = None, dtype: str = "auto") -> ModelFacts:
-    """`name` is what the model is called, if not as the folder; `dtype` is vLLM's --dtype."""
+    """Read a model from a folder; `name` is used in place of the folder's name, and `dtype` is vLLM's --dtype."""
     with _explained(path):
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
@@ -106,9 +106,9 @@ def _instead(folder: Folder) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A file and its size; FileNotFoundError is left to the caller, which knows whether it must be there."""
+    """Open a file and yield it with its size; the caller knows whether a missing file is an error."""
     with _explained(path):
-        # Before it is opened: a pipe would keep us waiting for a writer.
+        # Checked before opening: a pipe would block until a writer comes.
         if path.exists() and not path.is_file():
             raise ModelError(f"{path} is not a file, and one was expected; remove it")
         with path.open("rb") as file:
@@ -117,7 +117,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """A refusal of the operating system, as a sentence."""
+    """Turn errors of the operating system into messages that say what to do."""
     try:
         yield
     except FileNotFoundError:
@@ -131,9 +131,9 @@ def _explained(path: Path) -> Iterator[None]:
 def read_model(
     name: str, *, revision: str = "main", dtype: str = "auto", environ: Mapping[str, str] = os.environ
 ) -> ModelFacts:
-    """As vLLM looks for it: a folder of that name first, then the hub's cache, then the hub itself.
+    """Read a model from where vLLM would: a folder of that name first, then the hub's cache, then the hub itself.
 
-    HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN count, as they do for vLLM.
+    HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN apply, as they do for vLLM.
     """
     path = Path(os.path.expanduser(name))
     if not name or "\0" in name:
@@ -151,7 +151,7 @@ def read_model(
             f"{name} is neither a folder nor in the cache ({cache_folder(environ)}), and HF_HUB_OFFLINE forbids the "
             "hub; fetch it, or unset HF_HUB_OFFLINE"
         )
-    # Here, so that nothing but the hub needs httpx.
+    # Imported here, so that only the hub needs httpx.
     from overspill.model.hub import open_repository
 
     token, endpoint = environ.get("HF_TOKEN"), environ.get("HF_ENDPOINT")

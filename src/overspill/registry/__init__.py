@@ -1,4 +1,4 @@
-"""The registry: models, runs, profiles and results, in one database that commands and pages write alike."""
+"""The registry: models, runs, profiles and results in one database, shared by commands and web pages."""
 
 from overspill.registry.database import Registry, open_existing, open_registry
 from overspill.registry.errors import (

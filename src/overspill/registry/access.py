@@ -1,4 +1,4 @@
-"""Access to the manager: API keys, its password, and sessions; secrets are kept as hashes."""
+"""Access to the manager: API keys, the password and sessions, with all secrets stored as hashes."""
 
 import hashlib
 import hmac
@@ -22,21 +22,21 @@ from overspill.settings import among, is_name, parse_duration
 _KEY_PREFIX = "osk"
 _PREFIX_BYTES, _SECRET_BYTES = 6, 32
 _KEY = re.compile(rf"{_KEY_PREFIX}_([a-z0-9]{{{2 * _PREFIX_BYTES}}})_([A-Za-z0-9_-]{{43}})")
-# 32 MiB and some tenths of a second for each try: of the choices that OWASP's password storage cheat sheet calls equal,
-# one that leaves the manager small.
+# 32 MiB and a few tenths of a second per try: among the settings that OWASP's password storage cheat sheet calls equal,
+# one that keeps the manager small.
 _LOG2_N, _R, _P, _SALT_BYTES, _HASH_BYTES = 15, 8, 3, 16, 32
 _MAX_MEMORY = 128 << 20
 _SCRYPT = re.compile(r"scrypt\$(\d{1,2})\$(\d{1,2})\$(\d{1,2})\$([\w-]+=*)\$([\w-]+=*)")
 
 
 def new_key() -> tuple[str, str]:
-    """The whole key, which is shown once and never kept, and its prefix, by which it is looked up and named."""
+    """Generate a key, to be shown once and never stored, and its prefix, which identifies it in lookups and lists."""
     prefix = secrets.token_hex(_PREFIX_BYTES)
     return f"{_KEY_PREFIX}_{prefix}_{secrets.token_urlsafe(_SECRET_BYTES)}", prefix
 
 
 def key_prefix(key: str) -> str | None:
-    """None for what cannot be a key, so that nothing is hashed or looked up for it."""
+    """The key's prefix, or None for a malformed key, which is then neither hashed nor looked up."""
     match = _KEY.fullmatch(key)
     return match[1] if match is not None else None
 
@@ -46,29 +46,29 @@ def new_session_id() -> str:
 
 
 def digest(secret: str) -> str:
-    """Of a secret with 256 random bits.
+    """Digest of a secret with 256 random bits.
 
-    One round of SHA-256, without salt: nobody can try 2^256 secrets, however fast the hash, and no two are alike, so
-    what salt and slowness do for passwords is of no use here. A request to the gateway costs microseconds, not
+    One round of SHA-256, without salt: nobody can try 2^256 secrets, however fast the hash, and no two are equal, so
+    the salt and slowness that protect passwords are of no use here. Checking a gateway request takes microseconds, not
     tenths of a second.
     """
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def same(one: str, other: str) -> bool:
-    """Compares in constant time."""
+    """Compare two strings in constant time."""
     return hmac.compare_digest(one.encode(), other.encode())
 
 
 def hash_password(password: str) -> str:
-    """With its own salt, and slow: people choose passwords that can be guessed."""
+    """Hash a password slowly and with its own salt: people choose passwords that can be guessed."""
     salt = secrets.token_bytes(_SALT_BYTES)
     hashed = _scrypt(password, salt, _LOG2_N, _R, _P)
     return f"scrypt${_LOG2_N}${_R}${_P}${urlsafe_b64encode(salt).decode()}${urlsafe_b64encode(hashed).decode()}"
 
 
 def password_matches(password: str, kept: str) -> bool:
-    """As slow as hashing it; what is kept names its own parameters, so they may change later."""
+    """Check a password, as slowly as hashing it; the stored hash names its parameters, so the defaults may change."""
     match = _SCRYPT.fullmatch(kept)
     if match is None:
         return False
@@ -92,7 +92,7 @@ def _scrypt(password: str, salt: bytes, log2_n: int, r: int, p: int) -> bytes:
     )
 
 
-# A name stands in logs and on pages.
+# Key names appear in logs and on pages.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,99}")
 
 
@@ -100,7 +100,7 @@ _LONGEST_KEY_S = 100 * 365 * 86400
 
 
 class KeyExpired(RegistryError):
-    """A key that was right until its time was over."""
+    """A valid key whose lifetime is over."""
 
 
 class KeyScope(StrEnum):
@@ -109,7 +109,7 @@ class KeyScope(StrEnum):
     METRICS = "metrics"
     """The numbers at /metrics, for Prometheus, and nothing else."""
     ALL = "all"
-    """Everything the page does as well: starting, stopping, editing."""
+    """Everything the web page can do as well: starting, stopping, editing."""
 
 
 class Key(Base, kw_only=True):
@@ -124,11 +124,11 @@ class Key(Base, kw_only=True):
     last_used_at: Mapped[datetime | None] = mapped_column(default=None)
     expires_at: Mapped[datetime | None] = mapped_column(default=None)
     models: Mapped[list[str] | None] = mapped_column(default=None)
-    """Those that it may use, by their names or others that they have; None for all."""
+    """Models the key may use, by name or alias; None for all."""
 
     @property
     def who(self) -> str:
-        """Its user, as sessions and the audit log have it."""
+        """The key's user, as sessions and the audit log name it."""
         return f"key {self.name}"
 
     @property
@@ -136,7 +136,7 @@ class Key(Base, kw_only=True):
         return self.expires_at is not None and self.expires_at <= now()
 
     def as_json(self) -> dict[str, Any]:
-        """Without its hash."""
+        """The key for the API, without its digest."""
         times = {name: getattr(self, name) for name in ("created_at", "last_used_at", "expires_at")}
         told = {name: at.isoformat() if at is not None else None for name, at in times.items()}
         return {"name": self.name, "prefix": self.prefix, "scope": str(self.scope), "models": self.models, **told}
@@ -146,7 +146,7 @@ def create_key(
     registry: Registry, name: str, scope: KeyScope = KeyScope.ALL, *, models: Sequence[str] = (),
     expires_in: object = None,
 ) -> tuple[str, Key]:  # fmt: skip
-    """The key itself, which is kept nowhere and cannot be had again, and its record. `expires_in` as for a TTL."""
+    """Create a key; returns the secret, which is stored nowhere, and the record. `expires_in` is written like a TTL."""
     if _NAME.fullmatch(name) is None:
         raise RegistryError(
             f"{name!r:.110} is not a name for a key: letters, digits and . _ @ - are accepted, at most 100 of them; "
@@ -174,13 +174,13 @@ def create_key(
 
 
 def list_keys(registry: Registry) -> list[Key]:
-    """By name."""
+    """All keys, sorted by name."""
     with registry.reading() as session:
         return sorted(session.scalars(select(Key)), key=lambda key: key.name)
 
 
 def remove_key(registry: Registry, name: str) -> Key:
-    """Whoever still uses it is refused from now on, and so are the sessions that were begun with it."""
+    """Delete a key and the sessions begun with it; from now on requests that use them are refused."""
     with registry.writing() as session:
         key = session.scalar(select(Key).where(Key.name == name)) if _NAME.fullmatch(name) else None
         if key is None:
@@ -192,7 +192,7 @@ def remove_key(registry: Registry, name: str) -> Key:
 
 
 def keys_were_used(registry: Registry, when: Mapping[str, datetime]) -> None:
-    """Notes the time each was last used, by prefix; many at once, since a write for each request would be too much."""
+    """Record when each key was last used, by prefix; in batches, since one write per request would be too much."""
     with registry.writing() as session:
         for prefix, at in when.items():
             session.execute(update(Key).where(Key.prefix == prefix).values(last_used_at=at))
@@ -200,7 +200,7 @@ def keys_were_used(registry: Registry, when: Mapping[str, datetime]) -> None:
 
 BY_PASSWORD = "password"
 MIN_PASSWORD_LENGTH, MAX_PASSWORD_LENGTH = 10, 1000
-# There is one password; its row always has this number, so that two who set it at once leave one.
+# There is one password; its row always has this id, so that two processes setting it at once leave one.
 _ONLY = 1
 MAX_SESSIONS = 200
 
@@ -214,21 +214,21 @@ class Password(Base, kw_only=True):
 
 
 class Login(Base, kw_only=True):
-    """A session, by the digest of its id."""
+    """A session, stored under the digest of its id."""
 
     __tablename__ = "manager_sessions"
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
     digest: Mapped[str] = mapped_column(String(64), unique=True)
     who: Mapped[str] = mapped_column(Text)
-    """What it was begun with: "password", or the name of a key."""
+    """Credential that began the session: "password", or a key's `who`."""
     address: Mapped[str] = mapped_column(Text)
     created_at: Mapped[datetime]
     seen_at: Mapped[datetime]
 
 
 def set_password(registry: Registry, password: str) -> None:
-    """Everybody who is logged in has to do so again."""
+    """Set the password and end all sessions, so that everybody has to log in again."""
     if not MIN_PASSWORD_LENGTH <= len(password) <= MAX_PASSWORD_LENGTH:
         raise RegistryError(
             f"a password needs {MIN_PASSWORD_LENGTH} to {MAX_PASSWORD_LENGTH} characters, and this one has "
@@ -241,20 +241,20 @@ def set_password(registry: Registry, password: str) -> None:
 
 
 def remove_password(registry: Registry) -> bool:
-    """Whether there was one. Ends all sessions."""
+    """Remove the password and end all sessions; True if there was a password."""
     with registry.writing() as session:
         session.execute(delete(Login))
         return session.execute(delete(Password).returning(Password.id)).first() is not None
 
 
 def password_hash(registry: Registry) -> str | None:
-    """None if none is set."""
+    """Hash of the password, or None if none is set."""
     with registry.reading() as session:
         return session.scalar(select(Password.hash).where(Password.id == _ONLY))
 
 
 def start_session(registry: Registry, session_id: str, who: str, address: str) -> Login:
-    """Beyond 200 the one that was not seen for the longest time ends."""
+    """Start a session; beyond 200 sessions, the least recently seen one ends."""
     at = now()
     login = Login(digest=digest(session_id), who=who, address=address[:100], created_at=at, seen_at=at)
     with registry.writing() as session:
@@ -271,19 +271,19 @@ def end_session(registry: Registry, digest: str) -> None:
 
 
 def end_sessions_before(registry: Registry, *, created: datetime, seen: datetime) -> None:
-    """Those that are too old, and those that were idle for too long."""
+    """End sessions created before `created`, and those last seen before `seen`."""
     with registry.writing() as session:
         session.execute(delete(Login).where((Login.created_at < created) | (Login.seen_at < seen)))
 
 
 def sessions_were_seen(registry: Registry, when: Mapping[str, datetime]) -> None:
-    """By digest; many at once, since a write for each request would be too much."""
+    """Record when each session was last seen, by digest; in batches, since one write per request would be too much."""
     with registry.writing() as session:
         for one, at in when.items():
             session.execute(update(Login).where(Login.digest == one).values(seen_at=at))
 
 
 def list_sessions(registry: Registry) -> list[Login]:
-    """The newest first."""
+    """All sessions, newest first."""
     with registry.reading() as session:
         return list(session.scalars(select(Login).order_by(Login.id.desc())))

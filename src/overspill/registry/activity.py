@@ -1,4 +1,4 @@
-"""Requests through the manager's gateway: one row each, the newest ones only."""
+"""The request log of the manager's gateway: one row per request, the newest requests only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -21,9 +21,9 @@ MAX_AGE = timedelta(days=30)
 class RequestOutcome(StrEnum):
     OK = "ok"
     CANCELLED = "cancelled"
-    """By its client, or by a client that took nothing any more."""
+    """The client disconnected, or stopped reading the answer."""
     FAILED = "failed"
-    """Refused by the gateway or the engine, or broken off."""
+    """The gateway or the engine refused the request, or the answer broke off."""
 
 
 class Request(Base, kw_only=True):
@@ -31,9 +31,9 @@ class Request(Base, kw_only=True):
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
     at: Mapped[datetime]
-    """When its head had come."""
+    """When the request's headers had arrived."""
     model: Mapped[str] = mapped_column(Text)
-    """As the client wrote it; empty if it named none."""
+    """Model name as the client wrote it; empty if the request named none."""
     who: Mapped[str] = mapped_column(Text)
     path: Mapped[str] = mapped_column(Text)
     outcome: Mapped[RequestOutcome] = mapped_column(Word(RequestOutcome))
@@ -41,20 +41,20 @@ class Request(Base, kw_only=True):
     http_status: Mapped[int | None] = mapped_column(Integer, default=None)
     prompt_tokens: Mapped[int | None] = mapped_column(Integer, default=None)
     completion_tokens: Mapped[int | None] = mapped_column(Integer, default=None)
-    """Of an answer that broke off, what had come."""
+    """Tokens of the answer, or those that had arrived before it broke off."""
     cached_tokens: Mapped[int | None] = mapped_column(Integer, default=None)
-    """Of the prompt, found on the GPU or in RAM; None if the engine does not say."""
+    """Prompt tokens found on the GPU or in RAM; None if the engine does not report them."""
     spilled_tokens: Mapped[int | None] = mapped_column(Integer, default=None)
-    """At least so many tokens of it had no room on the GPU."""
+    """Lower bound of the request's tokens that had no room on the GPU."""
     waited_s: Mapped[float] = mapped_column(Double, default=0.0)
-    """For its model to be ready."""
+    """Seconds until the model was ready."""
     ttft_s: Mapped[float | None] = mapped_column(Double, default=None)
-    """Of a stream."""
+    """Seconds to the first token, for streams only."""
     duration_s: Mapped[float] = mapped_column(Double, default=0.0)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of a stream after its first token; else of the whole answer."""
+        """Generated tokens per second: of a stream after its first token, else of the whole answer."""
         if not self.completion_tokens:
             return None
         streamed = self.ttft_s is not None
@@ -72,7 +72,7 @@ FIELDS = tuple(field.name for field in fields(Request))
 
 
 def add_requests(registry: Registry, requests: Sequence[Request], keep: int = MAX_REQUESTS) -> None:
-    """In one transaction; the oldest rows go when there are more than `keep`."""
+    """Insert requests in one transaction, and delete the oldest rows beyond `keep`."""
     rows = [{name: getattr(one, name) for name in FIELDS if name != "id"} for one in requests]
     for row in rows:
         row |= {name: printable(row[name]) for name in ("model", "who", "path")}
@@ -92,7 +92,7 @@ def list_requests(
     registry: Registry, *, model: str = "", who: str = "", outcome: str = "", before: int | None = None,
     limit: int = 100,
 ) -> list[Request]:  # fmt: skip
-    """The newest first; `before` is the number of the last one of the page above."""
+    """Matching requests, newest first; `before` is the id of the last one on the previous page."""
     wanted = {"model": model, "who": who, "outcome": outcome}
     query = select(Request).filter_by(**{name: value for name, value in wanted.items() if value})
     if before is not None:
@@ -103,7 +103,7 @@ def list_requests(
 
 
 def request_choices(registry: Registry) -> tuple[list[str], list[str]]:
-    """Models and clients that there are requests of."""
+    """Models and clients with requests in the log, sorted."""
     with registry.reading() as session:
         models, clients = (list(session.scalars(select(column).distinct())) for column in (Request.model, Request.who))
     return sorted(models), sorted(clients)
@@ -117,7 +117,7 @@ class Use:
 
 
 def use_by_client(registry: Registry) -> dict[str, Use]:
-    """Of all requests that are kept; by `who`, as a key has it."""
+    """Totals over all requests in the log, by client as in `Key.who`."""
     counted = (func.count(), func.sum(Request.prompt_tokens), func.sum(Request.completion_tokens))
     with registry.reading() as session:
         rows = session.execute(select(Request.who, *counted).group_by(Request.who)).all()
@@ -128,6 +128,6 @@ def use_by_client(registry: Registry) -> dict[str, Use]:
 
 
 def keys_and_use(registry: Registry) -> list[tuple[Key, Use]]:
-    """By name."""
+    """All keys, sorted by name, each with its use."""
     used = use_by_client(registry)
     return [(key, used.get(key.who, Use())) for key in list_keys(registry)]

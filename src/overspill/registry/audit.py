@@ -18,7 +18,7 @@ class AuditOutcome(StrEnum):
     REFUSED = "refused"
     """Not allowed, or not possible."""
     FAILED = "failed"
-    """Tried, and it went wrong."""
+    """Attempted without success."""
 
 
 class AuditEntry(Base, kw_only=True):
@@ -45,7 +45,7 @@ def record(
     detail: str | None = None,
     keep: int = MAX_ENTRIES,
 ) -> AuditEntry:
-    """`who` is a key's name, a session, or "local". Texts are made fit to print: clients choose parts of them."""
+    """Add an entry. `who` is a key's name, a session or "local". Texts are escaped: clients choose parts of them."""
     entry = AuditEntry(
         at=now(),
         who=printable(who),
@@ -58,13 +58,13 @@ def record(
     with registry.writing() as session:
         session.add(entry)
         session.flush()
-        # Numbers grow with time, so this finds its rows by the primary key.
+        # Ids grow with time, so the primary key finds the oldest rows.
         session.execute(delete(AuditEntry).where(AuditEntry.id <= entry.id - keep))
     return entry
 
 
 def list_audit(registry: Registry, limit: int = 100, before: int | None = None) -> list[AuditEntry]:
-    """The newest first; `before` is the number of the last entry of the page above."""
+    """Entries, newest first; `before` is the id of the last entry on the previous page."""
     query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(max(0, min(limit, MAX_ENTRIES)))
     if before is not None:
         query = query.where(AuditEntry.id < min(before, (1 << 31) - 1))
@@ -73,6 +73,6 @@ def list_audit(registry: Registry, limit: int = 100, before: int | None = None) 
 
 
 def printable(text: str) -> str:
-    """One line. What is not printable would let a client forge lines, or, as NUL, not be kept at all."""
+    """Escape text into one line: unprintable characters would let a client forge lines, and NUL cannot be stored."""
     shown = text if text.isprintable() else "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
     return shown if len(shown) <= _MAX_LENGTH else shown[: _MAX_LENGTH - 1] + "…"

@@ -1,4 +1,4 @@
-"""The database: opened, migrated, its transactions, and what it says when something is wrong."""
+"""The registry's database: opening, migrating, transactions, and messages for its errors."""
 
 import sqlite3
 import time
@@ -20,7 +20,7 @@ from overspill.registry.place import VARIABLE, Place, find_place, prepare_file
 if TYPE_CHECKING:
     from alembic.config import Config
 
-# Execution options of an engine whose transactions write.
+# Execution options that mark an engine's transactions as writing.
 WRITES = {"overspill_writes": True}
 
 
@@ -30,24 +30,24 @@ def set_up_sqlite(engine: Engine) -> None:
 
 
 def _set_up_connection(connection: sqlite3.Connection, record: Any) -> None:
-    # Python's driver would begin transactions late, and commit before DDL; `_begin` does it instead.
+    # Python's driver would begin transactions late and commit before DDL; `_begin` begins them instead.
     connection.isolation_level = None
     connection.execute("PRAGMA foreign_keys = ON")
-    # In WAL mode, less than FULL acknowledges what a power cut can take back.
+    # In WAL mode, anything less than FULL acknowledges commits that a power cut can undo.
     connection.execute("PRAGMA synchronous = FULL")
 
 
 def _begin(connection: Connection) -> None:
-    # A transaction that reads first and writes later fails at once when another one wrote in between: waiting helps
-    # only those that ask for the lock from the beginning.
+    # A transaction that reads first and writes later fails at once if another one wrote in between: SQLite waits only
+    # for a lock that is requested at the beginning.
     writes = connection.get_execution_options().get("overspill_writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 def use_wal(engine: Engine, wait_seconds: float) -> None:
-    """Readers then do not wait for writers. The file remembers it, so this is needed once."""
+    """Switch to WAL mode, so that readers do not wait for writers. The file remembers the mode."""
     connection = engine.raw_connection()
-    # SQLite does not always wait here: of two processes that switch at once, each may hold what the other needs.
+    # SQLite does not always wait here: two processes that switch at once may each hold a lock the other needs.
     deadline = time.monotonic() + wait_seconds
     try:
         while True:
@@ -67,7 +67,7 @@ def _switch_to_wal(connection: Any) -> None:
         connection.execute("PRAGMA journal_mode = WAL")
 
 
-# The last of migrations/versions. Here, so that a registry that is up to date opens without loading Alembic.
+# Latest revision in migrations/versions, repeated here so that an up-to-date registry opens without loading Alembic.
 HEAD = "0009"
 # Not Alembic's usual name: another program's migrations may live in the same PostgreSQL database.
 VERSION_TABLE = "overspill_registry"
@@ -75,7 +75,7 @@ _TABLES = {
     "models", "runs", "profiles", "results", "manager_keys", "manager_passwords", "manager_sessions", "manager_audit",
     "manager_requests",
 }  # fmt: skip
-# Any number will do that other programs are unlikely to lock.
+# An arbitrary number that other programs are unlikely to lock.
 _POSTGRESQL_LOCK = 0x6F7665727370
 
 
@@ -84,7 +84,7 @@ def bring_up_to_date(engine: Engine, place: Place) -> None:
         if _revision(connection) == HEAD:
             return
     with engine.execution_options(**WRITES).begin() as connection:
-        # SQLite's transaction for writing is itself the lock.
+        # In SQLite the writing transaction is itself the lock.
         if engine.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _POSTGRESQL_LOCK})
         revision = _revision(connection)
@@ -94,7 +94,7 @@ def bring_up_to_date(engine: Engine, place: Place) -> None:
 
 
 def migrate(connection: Connection, target: str) -> None:
-    """Up or down to a revision, in the transaction of `connection`; "base" is before the first."""
+    """Migrate up or down to a revision, in the transaction of `connection`; "base" is before the first revision."""
     from alembic import command
 
     order = ["base", *known_revisions()]
@@ -103,7 +103,7 @@ def migrate(connection: Connection, target: str) -> None:
 
 
 def known_revisions() -> list[str]:
-    """From the first to the last."""
+    """All revisions, first to last."""
     from alembic.script import ScriptDirectory
 
     scripts = ScriptDirectory.from_config(_config()).walk_revisions()
@@ -134,7 +134,7 @@ def _config(connection: Connection | None = None) -> "Config":
     from alembic.config import Config
 
     config = Config()
-    # ConfigParser reads % as the beginning of a name.
+    # ConfigParser reads % as the start of an interpolation.
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
@@ -142,7 +142,7 @@ def _config(connection: Connection | None = None) -> "Config":
 
 _WAIT_SECONDS = 15
 BRIEFLY = 2.0
-"""Seconds to wait where the registry is of use, and not needed."""
+"""Seconds to wait where the registry is useful but not required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class Registry:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """One transaction, committed at the end, or undone. Others that write wait: for all of SQLite, for its rows in
-        PostgreSQL."""
+        """Open one transaction, committed at the end or rolled back. Other writers wait: in SQLite for the whole
+        database, in PostgreSQL for the same rows."""
         engine = self.engine.execution_options(**WRITES)
         with _explained(self.place, self.engine), Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
@@ -178,10 +178,10 @@ class Registry:
 def open_registry(
     url: str | None = None, environ: Mapping[str, str] | None = None, *, wait_seconds: float | None = None
 ) -> Registry:
-    """The registry of `url`, else of OVERSPILL_DATABASE_URL, else the user's own; made or migrated if need be.
+    """Open the registry at `url`, else OVERSPILL_DATABASE_URL, else the user's own; create or migrate it if needed.
 
-    With `wait_seconds`, no longer for other programs, or for a server that does not answer: for those who can go on
-    without it.
+    `wait_seconds` limits the wait for other programs, or for a server that does not answer, for callers that can do
+    without the registry.
     """
     place = find_place(url, environ)
     if wait_seconds is not None:
@@ -191,7 +191,7 @@ def open_registry(
 
 
 def open_existing(environ: Mapping[str, str] | None = None, *, wait_seconds: float = BRIEFLY) -> Registry | None:
-    """The registry that commands use, to look something up; None if there is none, and none is made."""
+    """Open the registry that commands use, for a lookup; None if it does not exist yet, without creating it."""
     place = find_place(None, environ)
     if place.file is not None and not place.file.exists():
         return None
@@ -221,7 +221,7 @@ def _engine(place: Place) -> Engine:
         set_up_sqlite(engine)
         return engine
     try:
-        # A connection of the pool may be older than the server's last restart.
+        # A pooled connection may be older than the server's last restart.
         waits = {} if "connect_timeout" in place.url.query else {"connect_timeout": _WAIT_SECONDS}
         engine = create_engine(place.url, pool_pre_ping=True, connect_args=waits)
     except ImportError as error:
@@ -243,8 +243,8 @@ def _set_up_postgresql(connection: Any, record: object) -> None:
 
 @contextmanager
 def _explained(place: Place, engine: Engine) -> Iterator[None]:
-    """What a database says, as a sentence that says what to do."""
-    # While a connection is being set up, errors come as the driver's own.
+    """Turn errors of the database into messages that say what to do."""
+    # While a connection is being set up, SQLAlchemy does not wrap the driver's errors.
     drivers: type[Exception] = engine.dialect.loaded_dbapi.Error
     try:
         yield
@@ -252,7 +252,7 @@ def _explained(place: Place, engine: Engine) -> Iterator[None]:
         raise ChangedMeanwhile(
             f"somebody else changed the same record of the registry at {place}; nothing was written, try again"
         ) from error
-    except (UnicodeEncodeError, OverflowError) as error:  # before a statement is sent, and so nobody's but Python's
+    except (UnicodeEncodeError, OverflowError) as error:  # raised by Python before the statement is sent
         raise RegistryError(f"the registry cannot keep this, and so does not have it: {error}") from error
     except (SQLAlchemyError, drivers) as error:
         cause = error.orig if isinstance(error, DBAPIError) else error

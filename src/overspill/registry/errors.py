@@ -1,26 +1,26 @@
-"""What can go wrong with the registry, by what the user can do about it."""
+"""Errors of the registry, by what the user can do about them."""
 
 from overspill.kv.errors import OverspillError
 
 
 class RegistryError(OverspillError):
-    """Something that the registry refuses; the message says what to change."""
+    """A request that the registry refuses; the message says what to change."""
 
 
 class UnknownModel(RegistryError):
-    """No model of that name; the message names one that is near, or some that there are."""
+    """No model has this name; the message suggests a similar name, or lists some."""
 
 
 class DuplicateModel(RegistryError):
-    """A model of that name is there already."""
+    """Another model already has this name or alias."""
 
 
 class UnknownRecord(RegistryError):
-    """No run, result or key of that number or name."""
+    """No run, result or key has this number or name."""
 
 
 class CannotNow(RegistryError):
-    """A valid request that is not possible at present: the base of errors that end a command with 1 instead of 2."""
+    """Base of errors for valid requests that are impossible at present; a command then exits with 1 instead of 2."""
 
 
 class RegistryUnavailable(CannotNow):
@@ -28,8 +28,8 @@ class RegistryUnavailable(CannotNow):
 
 
 class ChangedMeanwhile(CannotNow):
-    """Somebody else changed the record since it was read; nothing was written."""
+    """Another user or process changed the record since it was read; nothing was written."""
 
 
 class StillRunning(CannotNow):
-    """A model that runs was to be removed."""
+    """The model to remove is still running."""

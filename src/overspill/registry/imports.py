@@ -1,4 +1,4 @@
-"""Importing models from a YAML or JSON file, or from what Hugging Face's tools have fetched."""
+"""Import of models from a YAML or JSON file, or from the cache of Hugging Face's tools."""
 
 import json
 from collections.abc import Hashable, Iterable, Mapping
@@ -16,7 +16,7 @@ from overspill.registry.models import add_model, edit_model, get_model, parse_na
 from overspill.settings import parse_settings
 
 _LARGEST_FILE_BYTES = 16 << 20
-# What `overspill models list --json` prints beside the settings, so that its output can be imported elsewhere.
+# Printed by `overspill models list --json` beside the settings; ignored, so its output can be imported elsewhere.
 _BESIDE = {"name", "version", "created_at", "updated_at", "running"}
 _SHAPE = "write `models:`, and below it each model's name with its settings"
 
@@ -28,11 +28,11 @@ class Entry:
     where: str
     is_from_cache: bool = False
     problem: str = ""
-    """Why it cannot be imported, if that is known already."""
+    """Why the entry cannot be imported, if already known."""
 
 
 def read_models_file(path: Path) -> list[Entry]:
-    """`models:` with a mapping of names to settings, or with a list of settings that hold a name."""
+    """Entries under `models:`, either a mapping of names to settings or a list of settings that include a name."""
     written = _parse(path, _read(path))
     if not isinstance(written, dict) or "models" not in written:
         raise RegistryError(f"{path} has no `models`; {_SHAPE}")
@@ -90,7 +90,7 @@ def _parse(path: Path, text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python would take the last of two in silence."""
+    """Build a dict, refusing duplicate keys, of which Python would silently take the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -99,12 +99,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without objects, and without the same key twice, of which PyYAML would take the last in silence."""
+    """Loader of YAML without objects; refuses duplicate keys, of which PyYAML would silently take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<`, which may be there twice
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<`, which may occur twice
                 continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):
@@ -117,7 +117,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def scan_hub_cache(cache: Path) -> list[Entry]:
-    """A repository with a config is a model that can be served; a part of one is named, and not imported."""
+    """Entries for all cached repositories; one without a config.json cannot be served and is marked with a problem."""
     try:
         folders = sorted(folder for folder in cache.iterdir() if folder.name.startswith("models--"))
     except OSError as error:
@@ -151,11 +151,11 @@ class Imported:
     name: str
     outcome: Outcome
     detail: str
-    """What changed, or what is wrong."""
+    """Source of an added model, changed settings, or the problem."""
 
 
 def import_models(registry: Registry, entries: Iterable[Entry]) -> list[Imported]:
-    """A model that is there keeps the settings that an entry does not name."""
+    """Add or change models; an existing model keeps the settings that its entry does not name."""
     return [_import_one(registry, entry) for entry in entries]
 
 
@@ -166,7 +166,7 @@ def _import_one(registry: Registry, entry: Entry) -> Imported:
         name = parse_name(entry.name)
         settings = parse_settings(entry.settings, entry.where)
         while True:
-            # Another process may add or remove it between the two.
+            # Another process may add or remove the model between the two attempts.
             try:
                 return _edit(registry, entry, name, settings)
             except UnknownModel:
@@ -185,7 +185,7 @@ def _import_one(registry: Registry, entry: Entry) -> Imported:
 
 def _edit(registry: Registry, entry: Entry, name: str, settings: dict[str, object]) -> Imported:
     if entry.is_from_cache:
-        # What the user made of that name counts more than where the cache has it.
+        # The user's own model of that name takes precedence over the cache.
         get_model(registry, name)
         return Imported(name, Outcome.UNCHANGED, "")
     edit = edit_model(registry, name, settings)

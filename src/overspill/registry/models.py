@@ -1,4 +1,4 @@
-"""Models: what they are called, where they are, and how they are to be served."""
+"""Models in the registry: their names, sources and settings."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from overspill.registry.runs import Run, running_in
 from overspill.registry.tables import ModelRow, ModelSettings, copied, needs_restart, now, storable
 from overspill.settings import MAX_NAME_LENGTH, among, is_name, parse_settings
 
-# Beside a model's settings in its row; no setting has this name.
+# Key next to the settings in a model's row; no setting has this name.
 _BEFORE_TUNE = "before_tune"
 
 
@@ -40,13 +40,13 @@ class Model:
     name: str
     settings: ModelSettings
     version: int
-    """Counts the changes; give it to `edit_model` to change only what was seen."""
+    """Change counter; pass it to `edit_model` to refuse the edit if the model changed meanwhile."""
     created_at: datetime
     updated_at: datetime
 
     @property
     def names(self) -> dict[str, dict[str, Any]]:
-        """All by which clients may call it, and what each changes in a request."""
+        """Names under which clients may call the model, and what each name changes in a request."""
         return _names(self.name, self.settings)
 
     def as_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Edit:
     running: tuple[Run, ...]
     """Runs of the model that have not ended."""
     needs_restart: tuple[str, ...]
-    """Settings that differ from those with which one of these was started."""
+    """Changed settings that at least one of these runs applies only after a restart."""
 
     @property
     def changed(self) -> list[str]:
@@ -70,7 +70,7 @@ class Edit:
 
 
 def add_model(registry: Registry, name: str, settings: Mapping[str, object]) -> Model:
-    """Without a `source`, the name is the source: a repository of the hub."""
+    """Add a model; without a `source`, the name is the source: a repository of the hub."""
     name = parse_name(name)
     parsed = parse_settings({"source": name, **{key: value for key, value in settings.items() if value is not None}})
     at = now()
@@ -88,7 +88,7 @@ def add_model(registry: Registry, name: str, settings: Mapping[str, object]) -> 
 
 
 def list_models(registry: Registry) -> list[Model]:
-    """By name."""
+    """All models, sorted by name."""
     with registry.reading() as session:
         # Sorted here: collations differ between databases.
         return sorted(map(_model, session.scalars(select(ModelRow))), key=lambda model: model.name)
@@ -102,8 +102,8 @@ def get_model(registry: Registry, name: str) -> Model:
 def edit_model(
     registry: Registry, name: str, changes: Mapping[str, object], *, version: int | None = None, by_tune: bool = False
 ) -> Edit:
-    """Changes what is named, None takes a setting back. With `version`, only if nobody changed the model since. What
-    was there before a change `by_tune` is kept for `undo_tune`, until the next change."""
+    """Change the named settings; None takes a setting back. With `version`, refuse if the model changed since. A change
+    `by_tune` keeps the previous settings for `undo_tune`, until the next change."""
     parsed = parse_settings(changes)
 
     def change(_: ModelRow, before: ModelSettings) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def edit_model(
 
 
 def undo_tune(registry: Registry, name: str) -> Edit:
-    """Settings as they were before the last change, which must have been one by tune."""
+    """Restore the settings from before the last change, which must have been made by tune."""
 
     def change(row: ModelRow, _: ModelSettings) -> dict[str, Any]:
         if (before := row.settings.get(_BEFORE_TUNE)) is None:
@@ -146,7 +146,7 @@ def _edit(
 
 
 def remove_model(registry: Registry, name: str, *, version: int | None = None, force: bool = False) -> Model:
-    """Its runs and results stay. A model that runs is removed only with `force`, and goes on running."""
+    """Remove a model but keep its runs and results. A running model needs `force`, and goes on running."""
     with registry.writing() as session:
         row = _row(session, name)
         model = _model(row)
@@ -159,10 +159,10 @@ def remove_model(registry: Registry, name: str, *, version: int | None = None, f
 
 
 def _row(session: Session, name: str) -> ModelRow:
-    # The lock is PostgreSQL's; SQLite locks the whole database for a transaction that writes.
+    # PostgreSQL needs the row lock; SQLite locks the whole database for a transaction that writes.
     writes = session.get_bind().get_execution_options().get("overspill_writes")
     query = select(ModelRow).where(ModelRow.name == name)
-    # A text that is not a name is not looked up: a database may refuse the very text.
+    # An invalid name is not looked up: the database may refuse its text.
     row = session.scalar(query.with_for_update() if writes else query) if is_name(name) else None
     if row is None:
         known = session.scalars(select(ModelRow.name)).all()
@@ -196,7 +196,7 @@ def _refuse_other_version(model: Model, version: int | None) -> None:
 
 
 def _kept(settings: ModelSettings) -> dict[str, Any]:
-    """Without those that are not set; what is kept of them must fit both databases."""
+    """Settings that are set, as stored in the row; they must suit both databases."""
     values = {name: value for name, value in settings.as_json().items() if value not in (None, [])}
     return dict(storable(values, "a model's settings"))
 

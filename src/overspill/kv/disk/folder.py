@@ -1,4 +1,4 @@
-"""The folder of a server's KV on disk: where it is, its lock, one subfolder for each key, and how much they take."""
+"""The folder that holds a server's KV on disk: its path, its lock, a subfolder for each key, and their sizes."""
 
 import errno
 import fcntl
@@ -20,7 +20,7 @@ JOURNAL = "journal"
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The XDG cache folder's part for KV."""
+    """Overspill's folder for KV inside the XDG cache folder."""
     base = environ.get("XDG_CACHE_HOME", "")
     if not Path(base).is_absolute():
         try:
@@ -31,14 +31,14 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def default_folder(model: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """A folder for each name of a model."""
+    """The model's own folder in the cache, named after the last two parts of its name or path."""
     name = _ODD.sub("-", "/".join(Path(model).parts[-2:])).strip("-.")[:80]
     return cache_folder(environ) / (name or "model")
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """KV of one key in a folder."""
+    """One key's KV in a folder."""
 
     path: Path
     num_bytes: int
@@ -47,7 +47,7 @@ class Kept:
 
 
 class Folder:
-    """A folder that this process alone uses."""
+    """A folder locked for the sole use of this process."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -57,7 +57,7 @@ class Folder:
                 raise OverspillError(f"{root} belongs to another user; give another disk_path")
             if not (root / _LOCK).exists() and any(root.iterdir()):
                 raise OverspillError(f"{root} holds other files; give a disk_path that is empty or does not exist yet")
-            root.chmod(0o700)  # prompts can be read from KV
+            root.chmod(0o700)  # prompts can be recovered from KV
             self._lock = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise OverspillError(f"KV cannot be kept on disk at {root}: {error}; give another disk_path") from error
@@ -72,15 +72,15 @@ class Folder:
             ) from error
 
     def open(self, identity: bytes, facts: dict[str, Any]) -> Path:
-        """The subfolder of a key."""
+        """Create the key's subfolder, record its facts there, and return it."""
         path = self.root / identity.hex()[:32]
         path.mkdir(mode=0o700, exist_ok=True)
         (path / _FACTS).write_text(json.dumps(facts, indent=1, sort_keys=True, default=str))
         return path
 
     def trim(self, own: Path, own_bytes: int, bound: int) -> int:
-        """Delete KV of other keys, least recently used first, until all fits the bound, the own being or becoming as
-        large as `own_bytes`; returns what is left of the others."""
+        """Delete other keys' KV, least recently used first, until the folder fits `bound`; this key counts with
+        `own_bytes`, or its present size if that is larger. Returns the bytes that other keys still hold."""
         kept_now = kept_in(self.root)
         room = bound - max(own_bytes, *(kept.num_bytes for kept in kept_now if kept.path == own), 0)
         others = [kept for kept in kept_now if kept.path != own]
@@ -94,7 +94,7 @@ class Folder:
 
     def close(self) -> None:
         if self._lock >= 0:
-            os.close(self._lock)  # which unlocks it
+            os.close(self._lock)  # also releases the lock
             self._lock = -1
 
 
@@ -116,7 +116,7 @@ def kept_in(root: Path) -> list[Kept]:
 
 
 def clear_folder(root: Path) -> int:
-    """Delete all KV of a folder that no server uses; returns the bytes."""
+    """Delete all KV in a folder that no server uses; returns the bytes freed."""
     if not root.is_dir():
         return 0
     folder = Folder(root)

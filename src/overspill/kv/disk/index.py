@@ -14,33 +14,33 @@ class Entry(NamedTuple):
     parent: bytes | None
     num_tokens: int | None
     place: int
-    digests: tuple[int, ...]  # by rank
+    digests: tuple[int, ...]  # one per rank
 
 
 class DiskIndex:
-    """Least recently used first, but content that other content continues stays: a prefix loses its tail before its
-    head. Only leaves, content that nothing continues, are candidates; evicting one makes its parent a leaf."""
+    """Evicts the least recently used leaf: an entry that no other entry continues, so that a prefix loses its tail
+    before its head. An entry whose last continuation is evicted becomes a leaf."""
 
     def __init__(self, num_places: int, world_size: int) -> None:
         self.num_places = num_places
         self._records = np.zeros(num_places, record_type(world_size))
-        self._stamps = np.zeros(num_places, np.int64)  # of the last use
+        self._stamps = np.zeros(num_places, np.int64)  # clock at the last use of each place
         self._clock = 0
-        self._places: dict[bytes, int] = {}  # by key
-        self._continuations = np.zeros(num_places, np.int32)  # entries that continue the content of a place
-        self._orphans: dict[bytes, int] = {}  # the same for content that is not here
-        self._leaves: list[tuple[int, int, bytes]] = []  # heap of stamp, place, key; may hold stale ones
+        self._places: dict[bytes, int] = {}  # key -> place
+        self._continuations = np.zeros(num_places, np.int32)  # place -> entries that continue its content
+        self._orphans: dict[bytes, int] = {}  # missing key -> entries that continue it
+        self._leaves: list[tuple[int, int, bytes]] = []  # heap of (stamp, place, key); may hold stale entries
         self._next = 0  # places from here on were never used
         self._empty: list[int] = []
-        self._held: set[int] = set()  # being read or written
-        self.gone: list[bytes] = []  # keys that were evicted or removed since the caller looked
+        self._held: set[int] = set()  # places being read or written
+        self.gone: list[bytes] = []  # keys evicted or removed since the caller last took this list
 
     def __len__(self) -> int:
         return len(self._places)
 
     @property
     def num_used(self) -> int:
-        """Places that have been used; those behind them take no room yet."""
+        """Number of places used so far; later ones occupy no disk space yet."""
         return self._next
 
     def __contains__(self, key: bytes) -> bool:
@@ -48,10 +48,10 @@ class DiskIndex:
 
     @classmethod
     def load(cls, records: Records, num_places: int, world_size: int) -> "DiskIndex":
-        """From a journal. Later records win, of a place and of a key. A million take a second or two."""
+        """Build an index from journal records; the last one of a place or key wins. A million take a second or two."""
         index = cls(num_places, world_size)
         records = records[records["place"] < num_places]
-        # The last record of each place, in the order in which they were written.
+        # Keep the last record of each place, in write order.
         _, last = np.unique(records["place"][::-1], return_index=True)
         records = records[np.sort(len(records) - 1 - last)]
         places = records["place"]
@@ -74,23 +74,23 @@ class DiskIndex:
         return index
 
     def _count_continuations(self, records: Records) -> None:
-        """By the first bytes of their hashes, sorted: looking up a million keys one by one would take a second."""
+        """Match parents with keys by sorted hash prefixes: looking up a million keys one by one would take a second."""
         heads = np.ascontiguousarray(records["key"]).view("u1").reshape(-1, KEY_BYTES)
         parents = np.ascontiguousarray(records["parent"]).view("u1").reshape(-1, KEY_BYTES)
         short, wanted = (np.ascontiguousarray(keys[:, :8]).view("<u8").ravel() for keys in (heads, parents))
         order, asked = np.argsort(short), np.argsort(wanted)
-        # Both sorted: a search in random order would miss every cache.
+        # Both sides sorted: a search in random order would miss every CPU cache.
         at = np.minimum(np.searchsorted(short[order], wanted[asked]), max(0, len(order) - 1))
         found = np.empty(len(records), np.int64)
         found[asked] = order[at]
         is_here = (heads[found] == parents).all(axis=1)
         np.add.at(self._continuations, records["place"][found[is_here]], 1)
         for record in records[~is_here & parents.any(axis=1)]:
-            # Another key may begin with the same bytes.
+            # The parent is missing, or another key begins with the same bytes.
             self._continue(record["parent"].tobytes(), 1)
 
     def _continue(self, parent: bytes, more: int) -> None:
-        """Count entries that continue `parent`."""
+        """Add `more` to the number of entries that continue `parent`."""
         place = self._places.get(parent)
         if place is not None:
             self._continuations[place] += more
@@ -100,7 +100,7 @@ class DiskIndex:
                 del self._orphans[parent]
 
     def find(self, keys: Sequence[bytes]) -> list[Entry]:
-        """Those that are here; at once, for a long prefix has thousands."""
+        """Entries of those keys that are in the index, in one array operation: a long prefix has thousands of keys."""
         here = [(key, place) for key in keys if (place := self._places.get(key)) is not None]
         records = self._records[[place for _, place in here]]
         raw = records["parent"].tobytes()
@@ -112,7 +112,7 @@ class DiskIndex:
         ]
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` places to write to, held until `put` or `give_back`; content at them is forgotten."""
+        """Reserve up to `count` places for writing, until `put` or `give_back`; their old content is forgotten."""
         taken: list[int] = []
         while len(taken) < count:
             if self._empty:
@@ -147,7 +147,7 @@ class DiskIndex:
         return self._places.get(key) == place and self._stamps[place] == stamp and not self._continuations[place]
 
     def put(self, entries: Sequence[Entry]) -> Records:
-        """Content that was written to places taken before, in prefix order; returns what to append to the journal."""
+        """Add content written to reserved places, in prefix order; returns the records to append to the journal."""
         for key, parent, num_tokens, place, digests in entries:
             assert place in self._held and key not in self._places
             self._held.discard(place)
@@ -159,7 +159,7 @@ class DiskIndex:
         return self._records[[entry.place for entry in entries]]
 
     def give_back(self, places: Iterable[int]) -> None:
-        """Places that were taken and not written."""
+        """Return reserved places that were not written."""
         for place in places:
             self._held.discard(place)
             if place < self.num_places:
@@ -173,7 +173,7 @@ class DiskIndex:
         self._held.difference_update(places)
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Refresh content, given in prefix order; the tail becomes the older one."""
+        """Refresh content given in prefix order; the tail ends up older than the head."""
         for key in reversed(keys):
             if (place := self._places.get(key)) is not None:
                 self._clock += 1
@@ -181,17 +181,17 @@ class DiskIndex:
                 self._offer(key, place)
 
     def _offer(self, key: bytes, place: int) -> None:
-        """Make a leaf a candidate."""
+        """Make an entry a candidate for eviction if it is a leaf."""
         if self._continuations[place]:
             return
         heapq.heappush(self._leaves, (int(self._stamps[place]), place, key))
-        # Every use leaves a stale entry behind; bound their number.
+        # Every use leaves a stale heap entry behind; bound their number.
         if len(self._leaves) > 4 * len(self._places) + 64:
             self._leaves = [leaf for leaf in self._leaves if self._is_leaf(leaf)]
             heapq.heapify(self._leaves)
 
     def remove(self, key: bytes) -> Records | None:
-        """Forget content that is not readable; returns what to append to the journal."""
+        """Forget unreadable content; returns the record to append to the journal, or None for an unknown key."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -202,7 +202,7 @@ class DiskIndex:
         return record
 
     def limit(self, num_places: int) -> None:
-        """Use only the first places: the disk has no room for the others."""
+        """Use only the first `num_places` places: the disk has no room for the rest."""
         self.num_places = min(self.num_places, num_places)
         self._next = min(self._next, self.num_places)
         self._empty = [place for place in self._empty if place < self.num_places]
@@ -210,7 +210,7 @@ class DiskIndex:
             self._forget(key)
 
     def records(self) -> Records:
-        """Of all content, least recently used first."""
+        """Records of all content, least recently used first."""
         places = np.fromiter(self._places.values(), np.int64, len(self._places))
         return self._records[places[np.argsort(self._stamps[places])]]
 
@@ -223,6 +223,6 @@ class DiskIndex:
             self._continuations[place] = 0
         self._continue(parent, -1)
         if (above := self._places.get(parent)) is not None and not self._continuations[above]:
-            # The parent was as useful as what continued it.
+            # Each use of the continuation was also a use of its parent.
             self._stamps[above] = max(self._stamps[above], self._stamps[place])
             self._offer(parent, above)

@@ -1,8 +1,8 @@
 """The journal of a disk folder: which content each place holds, appended after the data was written.
 
-A frame is one append: a header with the number of records and their xxh3, then the records. What follows the first
-frame that does not match is torn and dropped. Nothing is fsynced on the way: a record whose data did not reach the disk
-is found out by the checksum of the data, as a miss.
+A frame is one append: a header with the number of records and their xxh3, then the records. The first frame that does
+not match begins a torn tail, which is dropped. Appends are not fsynced: if a record's data never reached the disk, the
+checksum of the data turns the read into a miss.
 """
 
 import os
@@ -29,7 +29,7 @@ Records = npt.NDArray[np.void]
 
 
 def record_type(world_size: int) -> np.dtype[np.void]:
-    """A place and its content; one without content has `NO_KEY`. Each rank's part has a digest of its own."""
+    """Layout of a record: a place and its content (`NO_KEY` if empty), with a digest of each rank's part."""
     return np.dtype(
         [
             ("key", f"V{KEY_BYTES}"),
@@ -42,7 +42,7 @@ def record_type(world_size: int) -> np.dtype[np.void]:
 
 
 class Journal:
-    """`identity` (32 bytes) seeds the checksum of every frame: frames of another journal do not match."""
+    """An append-only file of frames. `identity` (32 bytes) seeds their checksums: a foreign frame does not match."""
 
     def __init__(self, path: Path, identity: bytes, world_size: int) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class Journal:
         self.num_records = 0
 
     def open(self) -> Records:
-        """All records, oldest first; a torn tail is cut off."""
+        """Read all records, oldest first, and cut off a torn tail."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(self._path, flags, 0o600)
         raw = self._read()
@@ -97,7 +97,7 @@ class Journal:
         return np.concatenate(parts) if parts else np.zeros(0, self._type), at
 
     def append(self, records: Records) -> None:
-        """Raises OSError if the disk is full; the journal then ends where it ended before."""
+        """Append one frame. Raises OSError if the disk is full, and leaves the journal as it was."""
         frame = self._frame(records)
         try:
             self._write(frame, self._end)
@@ -108,7 +108,7 @@ class Journal:
         self.num_records += len(records)
 
     def replace(self, records: Records) -> None:
-        """Write a journal of these records alone in the place of this one."""
+        """Replace the journal by one that holds only these records."""
         new = self._path.with_suffix(".new")
         file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         content = _HEADER.pack(_MAGIC, self._identity) + (self._frame(records) if len(records) else b"")

@@ -1,6 +1,6 @@
-"""The key of KV on disk: everything that makes KV equal, so that equal keys and equal block hashes mean equal KV.
+"""The key of KV on disk: everything KV depends on, so that equal keys and equal block hashes mean equal KV.
 
-A model's name is not part of it: another fine-tune under the same name has other weights, and so another key.
+The model's name is left out: another fine-tune under the same name has other weights, and so another key.
 """
 
 import hashlib
@@ -26,17 +26,17 @@ from overspill.kv.vllm_api import KVCacheConfig, LoRARequest, Request, get_none_
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
-# Loaders that draw the same random numbers each time: vLLM's, and that of `overspill verify`.
+# Load formats that draw the same random weights at every start: vLLM's, and the one of `overspill verify`.
 _DRAWN = ("dummy", "overspill_random")
-# Positions that are rotated by rules which depend on the longest context.
+# RoPE types whose rotation depends on the longest context.
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
 
 
 class Digests:
-    """Digests of files, kept in a file of their own by inode, size and time of change."""
+    """File digests, cached in a JSON file and recomputed when a file's inode, size or modification time changes."""
 
     def __init__(self, kept: Path, stop: threading.Event | None = None) -> None:
-        """`stop` ends the reading of weights, which may take minutes."""
+        """Load the cache from `kept`. Setting `stop` interrupts reading weights, which may take minutes."""
         self._kept, self._stop = kept, stop or threading.Event()
         try:
             self._known: dict[str, list[Any]] = json.loads(kept.read_text())
@@ -44,7 +44,7 @@ class Digests:
             self._known = {}
 
     def of(self, files: Iterable[Path]) -> str:
-        """One digest of all these files: of their names and contents."""
+        """One digest over the names and contents of all files."""
         whole, changed = hashlib.sha256(), False
         for file in sorted(files):
             stat = file.stat()
@@ -71,7 +71,7 @@ class Digests:
 
 
 class AdapterDigests:
-    """Digests of adapters by name and path. One that was replaced is barred: vLLM may still compute with the old."""
+    """Adapter digests by name and path. A replaced adapter is barred: vLLM may still compute with its old weights."""
 
     def __init__(self) -> None:
         self._by_path: dict[tuple[str, str], bytes | None] = {}
@@ -93,13 +93,13 @@ class AdapterDigests:
         self._by_path[adapter.lora_name, adapter.lora_path] = None
 
     def of(self, request: Request) -> bytes | None:
-        """Empty for the model itself; None if KV of this adapter is not kept beyond RAM."""
+        """Digest of the request's adapter: empty without one, None if the adapter's KV is not kept beyond RAM."""
         adapter = request.lora_request
         return b"" if adapter is None else self._by_path.get((adapter.lora_name, adapter.lora_path))
 
 
 def weight_files(model: str, revision: str | None) -> list[Path]:
-    """Files that hold a model's weights, and its config."""
+    """A model's weight files and its config.json."""
     path = Path(os.path.expanduser(model))
     if not path.exists():
         from huggingface_hub import snapshot_download
@@ -117,7 +117,7 @@ def weight_files(model: str, revision: str | None) -> list[Path]:
 
 
 def model_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, digests: Digests) -> dict[str, Any]:
-    """All that the KV of a block depends on beside its tokens. Reads the weights, unless their digest is known."""
+    """Everything a block's KV depends on besides its tokens. Reads the weights unless their digest is cached."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
@@ -148,7 +148,7 @@ def identity_of(facts: dict[str, Any]) -> bytes:
 
 
 def content_key(block_key: bytes, adapter: bytes) -> bytes:
-    """Key of a block on disk. vLLM hashes an adapter's name and path, not its weights."""
+    """Key of a block below RAM. Adds the adapter's digest: vLLM hashes an adapter's name and path, not its weights."""
     if not adapter:
         return block_key
     return hashlib.sha256(block_key + adapter).digest() + block_key[-4:]

@@ -1,5 +1,5 @@
-"""Blocks between slots of the pool and places on disk, in each worker: preallocated segment files, direct I/O on a few
-threads, and an xxh3 digest of every block."""
+"""Each worker's disk I/O between slots and places: preallocated segment files, direct I/O on a few threads, and an xxh3
+digest of every block."""
 
 import errno
 import os
@@ -21,16 +21,16 @@ from overspill.kv.sizes import GiB, MiB, format_size
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 SEGMENT_BYTES = GiB
-# Deep enough to fill the queue of an NVMe drive; writes leave most of it to reads, for which requests wait.
+# Reads can fill the queue of an NVMe drive; writes leave most of it to reads, for which requests wait.
 _READ_THREADS = 8
 _WRITE_THREADS = 2
-# One system call: long enough to be efficient, short enough that several threads share a hit.
+# Size of one system call: large enough to be efficient, small enough that several threads share a hit.
 _CALL_BYTES = 8 * MiB
 _CALL_BLOCKS = 256
 
 
 def places_per_segment(stride: int) -> int:
-    """The same whatever the bound: a place stays where it is when `disk_bytes` changes."""
+    """Blocks in a segment file, independent of `disk_bytes`: a place stays where it is when the bound changes."""
     return max(1, SEGMENT_BYTES // stride)
 
 
@@ -43,7 +43,7 @@ def segment_path(folder: Path, rank: int, segment: int) -> Path:
 
 
 class NoRoom(OSError):
-    """The disk has no room for the segment that begins with place `place`."""
+    """The disk is full: it has no room from place `place` on."""
 
     def __init__(self, place: int) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -51,7 +51,7 @@ class NoRoom(OSError):
 
 
 class Segments:
-    """One rank's files of a folder. Direct I/O where the filesystem has it."""
+    """One rank's segment files in a folder, with direct I/O where the filesystem supports it."""
 
     def __init__(self, folder: Path, rank: int, memory: HostMemory, num_places: int) -> None:
         self._folder, self._rank, self._memory, self._num_places = folder, rank, memory, num_places
@@ -62,7 +62,7 @@ class Segments:
         rank_folder(folder, rank).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def calls(self, pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        """Cut (place, slot) pairs in the order of places into what one system call moves: neighbours in one segment."""
+        """Sort (place, slot) pairs by place and split them into system calls: adjacent places within one segment."""
         stride, call = self._memory.slot_stride, list[tuple[int, int]]()
         most = max(1, min(_CALL_BLOCKS, _CALL_BYTES // stride))
         for pair in sorted(pairs):
@@ -86,7 +86,7 @@ class Segments:
         at, total = first * self._memory.slot_stride, len(call) * self._memory.slot_stride
         moved = os.pwritev(file, buffers, at) if writes else os.preadv(file, buffers, at)
         if moved != total:
-            # A signal or a limit cut it short; such a block is written again some time, or recomputed.
+            # A signal or a limit cut the call short; such a block is written again later, or recomputed.
             raise OSError(errno.EIO, f"{moved} of {total} bytes at {at} of segment {segment}")
 
     def _file(self, segment: int, *, create: bool) -> int:
@@ -113,7 +113,7 @@ class Segments:
             return os.open(path, flags, 0o600)
 
     def _allocate(self, segment: int, file: int) -> None:
-        """Take the segment's room at once: a disk that fills up later cannot end in the middle of it."""
+        """Reserve the whole segment now, so that a disk filling up later cannot cut it short."""
         first = segment * self._per_segment
         length = min(self._per_segment, self._num_places - first) * self._memory.slot_stride
         present = os.fstat(file).st_size
@@ -137,7 +137,7 @@ class Segments:
 
 @dataclass(slots=True)
 class _Part:
-    """Outcome of one system call: digests of a write, None where nothing was written; positions a read failed for."""
+    """Outcome of one system call: a write's digests (None for unwritten blocks), or the positions a read failed for."""
 
     positions: list[int]
     digests: list[int | None] = field(default_factory=list)
@@ -157,7 +157,7 @@ class _Job:
 
 
 class DiskWorker:
-    """Reads and writes of one rank, each on threads of its own."""
+    """Disk reads and writes of one rank, each on a thread pool of their own."""
 
     def __init__(self, memory: HostMemory, checksums: Checksums, rank: int, num_places: int) -> None:
         self._memory, self._checksums, self._rank, self._num_places = memory, checksums, rank, num_places
@@ -170,12 +170,12 @@ class DiskWorker:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a read is in flight, and not over."""
+        """Whether a read is in flight."""
         return any(isinstance(job.job, DiskReadJob) and not job.done() for job in self._jobs)
 
     @property
     def has_done(self) -> bool:
-        """Whether a job is over and not reported yet."""
+        """Whether a completed job has not been reported yet."""
         return any(job.done() for job in self._jobs)
 
     @property
@@ -186,11 +186,11 @@ class DiskWorker:
         self._jobs.append(_Job(job, self._start(job, self._readers, self._read, job.digests[self._rank])))
 
     def write(self, job: DiskWriteJob) -> None:
-        # Damage in RAM must not reach the disk, where it would get a digest that matches it.
+        # Check the slots: damage in RAM must not reach the disk, where it would get a digest that matches.
         self._jobs.append(_Job(job, self._start(job, self._writers, self._write, self._checksums.check(job.slots))))
 
     def write_now(self, job: DiskWriteJob, report: StepReport) -> None:
-        """Write, and wait for it."""
+        """Write synchronously, and add the outcome to the report."""
         self.write(job)
         self._finish(self._jobs.pop(), report, OverspillStats())
 
@@ -283,7 +283,7 @@ class DiskWorker:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Wait for I/O in flight, which uses the pool's memory."""
+        """Wait for I/O in flight, which uses the pool's memory, and close the files."""
         for threads in (self._readers, self._writers):
             threads.shutdown(cancel_futures=True)
         if self._segments is not None:

@@ -1,8 +1,8 @@
-"""The disk tier beside the scheduler's host cache: what is read into RAM for a waiting request, and what is written.
+"""The scheduler's side of the disk tier: which blocks a waiting request reads into RAM, and which blocks are written.
 
-A hit on disk is read into free slots of the pool first, while its request waits; from there it is an ordinary hit in
-RAM. So a read that fails is a miss: the request never depended on it. Written are blocks that leave RAM and were used
-more than once, and by `flush` everything in RAM.
+A hit on disk is first read into free slots of the pool while its request waits; from then on it is an ordinary hit in
+RAM. A failed read is therefore a miss: the request never depended on it. Blocks that leave RAM are written if they were
+used again after being stored; `flush` writes everything in RAM.
 """
 
 import copy
@@ -45,24 +45,24 @@ from overspill.kv.vllm_api import (
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# Blocks of one write, and of writes in flight.
+# Blocks per write, and writes in flight.
 _WRITE_BLOCKS = 64
 _WRITES_IN_FLIGHT = 2
-# A flush journals after so many blocks: what a kill in the middle of it loses.
+# A flush updates the journal after this many blocks, which bounds what a kill in the middle loses.
 _FLUSH_BLOCKS = 256
 _PROGRESS_S = 5.0
-# A disk that hangs must not hang the request.
+# Seconds a request waits for a read: a hanging disk must not hang the request.
 _PATIENCE_S = 20.0
-# Reads for one request. Others may push what was read out of RAM again before it is admitted.
+# Reads per request; other requests may evict the blocks again before this one is admitted.
 _MOST_READS = 2
-# One in so many reads that seem slower than recomputing is made all the same.
+# Every n-th read that seems slower than recomputing is made anyway, to measure the disk again.
 _PROBE_AFTER = 32
-# A journal is rewritten when less than half of it is still valid, and it is longer than this.
+# A journal is rewritten once its records outnumber twice the valid ones by this many.
 _SMALL_JOURNAL = 4096
 
 
 def num_disk_places(options: Options, world_size: int, stride: int) -> int:
-    """Places on each rank's part of the disk; the scheduler and all workers compute the same number."""
+    """Places on each rank's share of the disk; the scheduler and all workers compute the same number."""
     return options.disk_bytes // world_size // stride
 
 
@@ -93,7 +93,7 @@ class _Write:
 
 
 class DiskTier:
-    """Reads and writes in flight. The index is opened in the background; until then, nothing is found on disk."""
+    """Schedules disk reads and writes. The index opens in the background; until then every lookup misses."""
 
     def __init__(
         self,
@@ -121,18 +121,18 @@ class DiskTier:
         self._others_bytes = 0  # KV of other keys in the folder
         self._detached = ""
         self._adapters, self._event_of = adapters, event_of
-        # Blocks that left RAM and wait to be written; they keep their slots meanwhile. The newest is written first: of
-        # a prefix the tail leaves RAM first, and is worth nothing without its head.
+        # Evicted blocks waiting to be written, which keep their slots meanwhile. The newest is written first: a prefix
+        # leaves RAM tail first, and its tail is worth nothing without its head.
         self._queue: deque[tuple[KVCacheBlock, Stored]] = deque()
         self._most_queued = max(1, host.num_slots // 8)
         self._writes: dict[int, _Write] = {}
         self._reads: dict[int, _Read] = {}
         self._planned: list[DiskReadJob] = []
         self._reading: set[bytes] = set()
-        self._waiting: dict[str, int] = {}  # request -> its read
+        self._waiting: dict[str, int] = {}  # request id -> job id of its read
         self._num_reads: dict[str, int] = {}
-        self._num_skipped = 0  # since the last read
-        self._announced: set[bytes] = set()  # content of which a stored event was published
+        self._num_skipped = 0  # consecutive reads that seemed too slow
+        self._announced: set[bytes] = set()  # keys with a published BlockStored event
         self._shown = -1
         self._stop = threading.Event()
         self._opening = threading.Thread(
@@ -167,7 +167,7 @@ class DiskTier:
         )  # fmt: skip
 
     def _remove_segments_beyond(self, path: Path) -> None:
-        """The bound may be lower than it was."""
+        """Delete segments beyond the bound, which may be lower than at the last start."""
         num_segments = -(-self._num_places // places_per_segment(self._stride))
         for segment in path.glob("rank-*/segment-*"):
             if int(segment.name.rpartition("-")[2]) >= num_segments:
@@ -184,7 +184,7 @@ class DiskTier:
     # Reading.
 
     def wants(self, request: Request, num_local_tokens: int, max_tokens: int) -> bool:
-        """Whether the request should wait for blocks that are read from disk. May evict from RAM to make room."""
+        """Whether the request should wait while blocks are read from disk. May evict from RAM to make room."""
         request_id = request.request_id
         read = self._reads.get(self._waiting.get(request_id, -1))
         if read is not None:
@@ -209,7 +209,7 @@ class DiskTier:
         if num_tokens <= 0:
             return False
         if any(block.content in self._reading for block in on_disk):
-            # For another request. One that is not waited for any more is not read a second time.
+            # Wait for another request's read of them; once that has timed out, do not read them a second time.
             return all(time.monotonic() - read.began < _PATIENCE_S for read in self._reads.values())
         if not self._is_worth_it(num_tokens, len(on_disk)):
             self._num_reads[request_id] = _MOST_READS
@@ -225,7 +225,7 @@ class DiskTier:
         ):
             self._num_skipped = 0
             return True
-        # Without reads nothing measures the disk, and one bad measurement would end them for good.
+        # Only reads measure the disk: without probes, one bad measurement would end them for good.
         self._num_skipped += 1
         return self._num_skipped % _PROBE_AFTER == 0
 
@@ -248,7 +248,7 @@ class DiskTier:
             return False
         index.use([entry.key for entry in entries])
         index.hold(entry.place for entry in entries)
-        # One that is neither here nor in RAM stays as it is on disk: what continues it counts as torn off.
+        # A parent that is neither read now nor in RAM keeps its key on disk: its continuation counts as cut off.
         parents = {content_key(b.key, adapter): b.key for b in on_disk}
         parents |= {
             content_key(b.block_hash, adapter): b.block_hash for b in found.in_ram() if b.block_hash is not None
@@ -269,7 +269,7 @@ class DiskTier:
         return True
 
     def _events(self, request: Request, found: Hit) -> dict[bytes, BlockStored]:
-        """By key, for blocks that are read into RAM: the journal does not hold tokens."""
+        """Events by key for blocks read into RAM, built from the request: the journal does not hold tokens."""
         sizes = self._host.group_block_sizes
         return {
             block.key: event
@@ -311,8 +311,8 @@ class DiskTier:
     # Writing.
 
     def evicted(self, block: KVCacheBlock, item: Stored, used_again: bool) -> KVCacheBlock | None:
-        """A block's content left RAM. Returns a block that may be reused now: this one, or one that waited to be
-        written for longest; None if this one keeps its slot until it is written."""
+        """Queue an evicted block for writing if worthwhile. Returns a block that may be reused now: this one, or the
+        one that has waited longest to be written; None if this one keeps its slot until it is written."""
         index = self._ready
         if index is None or not used_again or item.adapter is None or content_key(item.key, item.adapter) in index:
             return block
@@ -346,7 +346,7 @@ class DiskTier:
         return DiskWriteJob(job_id, str(self._path), [block.block_id - 1 for block in blocks], places)
 
     def _make_room(self) -> None:
-        """KV of other keys goes before the bound is exceeded; not by the scheduler's thread, for it may take long."""
+        """Delete other keys' KV before the bound is exceeded, off the scheduler's thread, for it may take long."""
         assert self.index is not None
         if not self._others_bytes:
             return
@@ -374,7 +374,7 @@ class DiskTier:
             parent = content_key(item.parent, item.adapter or b"") if item.parent is not None else None
             entries.append(Entry(content, parent, item.num_tokens, place, tuple(digests)))
         index.give_back(unwritten)
-        # One content may be in two blocks.
+        # Two blocks may hold the same content.
         unique = list({entry.key: entry for entry in entries}.values())
         index.give_back({entry.place for entry in entries} - {entry.place for entry in unique})
         if unique:
@@ -383,7 +383,7 @@ class DiskTier:
         self._host.release(write.blocks)
 
     def _publish(self, written: Sequence[Entry], items: Sequence[Stored]) -> None:
-        """What is on disk now, and what gave way to it, for readers of vLLM's KV events."""
+        """Publish vLLM's KV events for content written to disk, and for content evicted from it."""
         assert self.index is not None
         gone, self.index.gone = self.index.gone, []
         if not self._host.events_enabled:
@@ -400,7 +400,7 @@ class DiskTier:
             )  # fmt: skip
         places = {entry.key for entry in written}
         for item in items:
-            # An adapter's content has another key than its hash, and could not be announced as removed.
+            # An adapter's content has a key other than its block hash, so its removal could not be announced.
             if item.event is not None and item.adapter == b"" and item.key in places:
                 event = copy.copy(item.event)
                 event.medium = MEDIUM_STORAGE
@@ -445,7 +445,7 @@ class DiskTier:
     def flush(self, write: Callable[[DiskWriteJob], StepReport], limit_s: float) -> int:
         """Write everything in RAM that is not on disk, most recently used first; returns the blocks written.
 
-        `write` has all workers write a job, and returns their report. No step may run meanwhile.
+        `write` runs a job on all workers and returns their report. No step may run meanwhile.
         """
         deadline = time.monotonic() + limit_s
         self.wait_until_open(limit_s)
@@ -486,7 +486,7 @@ class DiskTier:
     def _is_unwritten(self, index: DiskIndex, item: Stored) -> bool:
         return item.adapter is not None and content_key(item.key, item.adapter) not in index
 
-    # Ends.
+    # Request end, resets and shutdown.
 
     def finished(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
@@ -496,7 +496,7 @@ class DiskTier:
         return bool(self._reads or self._writes or self._queue or self._planned)
 
     def reset(self) -> None:
-        """RAM was cleared: what is being read for it, and what left it before, is not to be used."""
+        """Discard reads and writes in flight after RAM was cleared."""
         for read in self._reads.values():
             read.abandoned = True
         for write in self._writes.values():
@@ -505,8 +505,8 @@ class DiskTier:
         self._host.release([block for block, _ in queued])
 
     def detach(self, reason: str) -> None:
-        """Neither read nor write any more: KV computed from now on may not be that of the key. What is on disk stays,
-        for the next start."""
+        """Stop reading and writing: KV computed from now on may not match the key. KV on disk stays for the next
+        start."""
         if not self._detached:
             self._detached = reason
             logger.warning("Overspill: the disk is not used any more until the next start: %s", reason)

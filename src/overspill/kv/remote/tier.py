@@ -1,8 +1,7 @@
-"""The store between machines beside the scheduler's host cache: what is asked of it for a waiting request, and what is
-put into it.
+"""The scheduler's side of the store between machines: lookups and loads for waiting requests, and puts.
 
-The network is never asked in a pass of the scheduler. A request whose prefix is not in RAM waits while workers ask
-which blocks the store has, and then while these are read into RAM; together for DEADLINE_S without progress at most.
+A scheduler pass never touches the network. A request whose prefix is not in RAM waits while workers look up which
+blocks the store has, and then while they read these into RAM; in all for at most DEADLINE_S without progress.
 """
 
 import threading
@@ -34,26 +33,26 @@ from overspill.kv.vllm_api import (
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# With the steps around it, a store that hangs adds 0.2 s.
+# With the steps around it, a hanging store delays a request by 0.2 s.
 DEADLINE_S = 0.18
 # Nobody waits for puts.
 _PUT_DEADLINE_S = 5.0
 _PUT_BLOCKS = 32
 _PUTS_IN_FLIGHT = 2
-# Calls that fail one after the other before the store is left alone, and for how long.
+# Consecutive failures after which the store is paused, and seconds of the pause.
 _FAILURES = 3
 _PAUSE_S = 5.0
-# One in so many requests asks although recomputing seems faster.
+# Every n-th request uses the store although recomputing seems faster, to measure it again.
 _PROBE_AFTER = 32
 
 
 class Breaker:
-    """Leaves a store alone that fails, and then lets one request try."""
+    """A circuit breaker: pauses a failing store, then lets one request try it."""
 
     def __init__(self, stats: OverspillStats) -> None:
         self._stats = stats
         self._failures = 0
-        self._failed_kind = ""  # of the last call that failed
+        self._failed_kind = ""  # kind of the last call that failed
         self._until = 0.0
         self._is_trying = False
 
@@ -62,7 +61,7 @@ class Breaker:
         return self._failures < _FAILURES
 
     def may_try(self) -> bool:
-        """Whether a request should see whether the store is back. True once for each pause."""
+        """Whether this request should probe whether the store is back. True once per pause."""
         if self.is_closed or self._is_trying or time.monotonic() < self._until:
             return False
         self._is_trying = True
@@ -70,7 +69,7 @@ class Breaker:
 
     def succeeded(self, kind: str) -> None:
         if kind not in ("load", self._failed_kind):
-            # A master that answers says nothing of a store that hangs.
+            # An answer of the master says nothing about a hanging store.
             if kind == "find" and not self.is_closed:
                 self._is_trying, self._until = False, time.monotonic() + _PAUSE_S
             return
@@ -95,10 +94,10 @@ class Breaker:
 
 @dataclass(slots=True)
 class _Ask:
-    """One request's way through the store: it is asked once."""
+    """A request's only pass through the store: a find, then a load."""
 
-    job_id: int = 0  # the call that it waits for; 0 without one
-    patience_s: float = 0.0  # what the first call left of the deadline
+    job_id: int = 0  # the call the request waits for, or 0
+    patience_s: float = 0.0  # seconds that the find left of the deadline
     found: set[bytes] | None = None
 
 
@@ -115,7 +114,7 @@ class _Call:
 
 
 class RemoteTier:
-    """Calls in flight. A late one keeps its slots until it has really ended, for it may still write into them."""
+    """Schedules calls to the store. A late call keeps its slots until it ends, for it may still write into them."""
 
     def __init__(
         self,
@@ -135,17 +134,17 @@ class RemoteTier:
         self._world_size = vllm_config.parallel_config.world_size
         self._stride = stride
         self._groups = kv_cache_config.prefix_cacheable_group_ids
-        self._prefix = ""  # of all keys; empty until the weights' digest is known
+        self._prefix = ""  # prefix of all keys; empty until the weights' digest is known
         self._detached = ""
         self._adapters, self._event_of = adapters, event_of
         self.breaker = Breaker(stats)
         self._asks: dict[str, _Ask] = {}
         self._calls: dict[int, _Call] = {}
         self._planned: list[RemoteJob] = []
-        self._queue: deque[Stored] = deque()  # to be put; they stay where they are in RAM, and may be evicted
-        self._num_lost = 0  # slots that a call given up may still write into
+        self._queue: deque[Stored] = deque()  # blocks to put; not pinned, so they may be evicted first
+        self._num_lost = 0  # slots that a lost transfer may still write into
         self._num_skipped = 0
-        # Beside the folders of the disk tier, each of which is one server's.
+        # Outside the disk tier's folders, each of which belongs to one server.
         folder = default_folder(vllm_config.model_config.model)
         self.digests = folder.parent.with_name("digests") / folder.name
         self._stop = threading.Event()
@@ -182,7 +181,7 @@ class RemoteTier:
         return bool(found) and self._load(request, ask, found or set(), adapter, num_local_tokens, max_tokens)
 
     def _find(self, request: Request, adapter: bytes, num_local_tokens: int, max_tokens: int) -> bool:
-        # Decided once: a request that waits for the GPU is looked at in every pass.
+        # Decided once per request: every pass looks again at a request that waits for the GPU.
         ask = self._asks[request.request_id] = _Ask()
         keys = self._missing(request, num_local_tokens, max_tokens)
         if not keys or not self._is_worth_it(max_tokens - num_local_tokens, len(keys)):
@@ -236,7 +235,7 @@ class RemoteTier:
             size = self._host.group_block_sizes[group]
             for i, block in enumerate(blocks):
                 if isinstance(block, BelowRam):
-                    # Null beyond the GPU's part lies before a window.
+                    # A null block beyond the GPU's part lies before a sliding window.
                     is_first = i == 0 or (blocks[i - 1].is_null and i * size > num_local_tokens)
                     parent = None if is_first else self._key(request, group, i - 1)
                     event = self._event_of(request, i, size, group)
@@ -264,9 +263,8 @@ class RemoteTier:
     # Writing.
 
     def stored(self, items: Sequence[Stored]) -> None:
-        """Blocks came into RAM from the GPU. They are put at once, used again or not: another replica's first use is
-        the use that counts here, and the store bounds itself. What is beyond the queue is dropped, tails before heads.
-        """
+        """Queue blocks that were copied from the GPU into RAM, even before they are used again: another replica's first
+        use counts here, and the store bounds itself. Blocks that do not fit are dropped, tails before heads."""
         if not self._prefix or self._detached or not self.breaker.is_closed:
             return
         room = max(1, self._host.num_slots // 8) - len(self._queue)
@@ -278,7 +276,7 @@ class RemoteTier:
         num_puts = sum(call.job.kind == "store" for call in self._calls.values())
         while self._queue and num_puts < _PUTS_IN_FLIGHT:
             some = [self._queue.popleft() for _ in range(min(_PUT_BLOCKS, len(self._queue)))]
-            # Evicted ones are gone.
+            # Skip blocks that were evicted meanwhile.
             here = [item for item in some if self._host.pool.items[item.block.block_id] is item]
             if here:
                 blocks = [item.block for item in here]
@@ -288,7 +286,7 @@ class RemoteTier:
                 num_puts += 1
         jobs.remote, self._planned = self._planned, []
 
-    # Ends.
+    # Completion, resets and shutdown.
 
     def complete(self, report: StepReport) -> None:
         for job_id in report.remote_late:
@@ -349,11 +347,11 @@ class RemoteTier:
         self._asks.pop(request_id, None)
 
     def is_busy(self) -> bool:
-        """Late calls count: only steps report their end, and their slots are held until then."""
+        """Whether more steps are needed. Late calls count: they hold slots, and only steps report their end."""
         return bool(self._planned or self._queue or self._calls)
 
     def reset(self) -> None:
-        """RAM was cleared; what is being put of it is of no use to others either."""
+        """Discard loads in flight and queued puts: RAM was cleared, and its blocks are of no use to other engines."""
         for call in self._calls.values():
             call.abandoned = True
         self._queue.clear()
@@ -365,7 +363,7 @@ class RemoteTier:
             logger.warning("Overspill: the store is not used any more until the next start: %s", reason)
 
     def clear(self) -> None:
-        """What is in the store is other engines', too, and stays."""
+        """Detach; blocks in the store stay, for other engines use them too."""
         self.detach("the KV cache was reset")
 
     def take_stats(self) -> None: ...

@@ -1,5 +1,5 @@
-"""Blocks between slots of the pool and a Mooncake Store, in each worker. Its calls may block for a minute where a
-server hangs, so they run on threads of their own, and one that is late is reported before it ends."""
+"""Each worker's transfers between slots of the pool and a Mooncake Store. A call may block for a minute if a server
+hangs, so calls run on threads of their own, and a late call is reported before it ends."""
 
 import ctypes
 import os
@@ -29,13 +29,13 @@ from overspill.kv.sizes import MiB
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# What one call moves: a fraction of the deadline on a slow network, and enough to be efficient.
+# Bytes per call: enough to be efficient, and a fraction of the deadline on a slow network.
 _CALL_BYTES = 8 * MiB
-# Mooncake spins while it waits: a store that hangs takes so many cores for a minute.
+# Mooncake spins while it waits: a hanging store keeps this many cores busy for a minute.
 _GET_THREADS = 2
-# However well other calls get on.
+# A call older than this is late even if other calls make progress.
 _MOST_S = 20.0
-# Mooncake gives a transfer up after 60 s without ending it: bytes may still arrive in its slots.
+# Mooncake gives up a transfer after 60 s without cancelling it: bytes may still arrive in its slots.
 _GIVEN_UP_S = 50.0
 _RETRY_S = 5.0
 _TRY_S = 20.0
@@ -43,12 +43,12 @@ _CLOSE_S = 2.0
 _TRAILER_BYTES = 16
 _MISSING = -704
 _SO_ATTACH_FILTER, _BPF_RETURN = 26, 6
-# For calls to a master that hangs, and quiet logs. Mooncake reads them when a client is made.
+# Bounds for calls to a hanging master, and quiet logs. Mooncake reads these when a client is created.
 _ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "1000", "MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_LOG_LEVEL": "ERROR",
     "MC_YLT_LOG_LEVEL": "error",
 }  # fmt: skip
-# Mooncake's setup holds the interpreter's lock until the master answers. So a child tries it first.
+# Mooncake's setup holds the GIL until the master answers, so a child process tries it first.
 _TRY = """
 import sys
 from mooncake.store import MooncakeDistributedStore
@@ -63,7 +63,7 @@ def split_address(remote: str) -> tuple[str, int]:
 
 
 class Client:
-    """A Mooncake client that gives no memory to the store, and so lets nobody connect to it."""
+    """A Mooncake client that contributes no memory to the store, and so refuses all incoming connections."""
 
     def __init__(self, remote: str, memory: HostMemory) -> None:
         try:
@@ -108,7 +108,7 @@ class Client:
 
     def _set_up(self) -> Any:
         with socket.create_connection((self._host, self._port), timeout=1) as towards:
-            own = str(towards.getsockname()[0])  # loopback, if the master is there
+            own = str(towards.getsockname()[0])  # loopback if the master runs on this machine
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", own)
         master = f"{self._host}:{self._port}"
         command = [sys.executable, "-c", _TRY, own, master]
@@ -118,7 +118,7 @@ class Client:
         client, before = self._make(), set(_listening())
         if client.setup(own, "P2PHANDSHAKE", 0, 0, "tcp", "", master) != 0:
             raise OverspillError("its master does not answer")
-        # Mooncake listens on all interfaces, and whoever connects may read and write registered memory.
+        # Mooncake listens on all interfaces, and any peer that connects may read and write registered memory.
         for descriptor in set(_listening()) - before:
             _refuse_connections(descriptor)
         for address, length in (
@@ -152,7 +152,7 @@ class Client:
         return self._memory.slot_bytes + _TRAILER_BYTES
 
     def close(self) -> None:
-        """No call may be in flight."""
+        """Disconnect from the store; no call may be in flight."""
         self._stop.set()
         if self._client is not None:
             self._client.close()
@@ -172,14 +172,14 @@ def _listening() -> list[int]:
 
 
 def _refuse_connections(descriptor: int) -> None:
-    """By a socket filter that drops every packet: the listener cannot be closed under Mooncake's threads."""
+    """Attach a socket filter that drops every packet: the listener cannot be closed under Mooncake's threads."""
     program = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0), 8)
     with socket.socket(fileno=os.dup(descriptor)) as one:
         one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
 
 class _Threads:
-    """A pool whose threads do not keep the process from ending: a call may hang."""
+    """A pool of daemon threads: a hanging call must not keep the process from exiting."""
 
     def __init__(self, count: int, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -201,7 +201,7 @@ class _Threads:
         return future
 
     def close(self, deadline: float) -> bool:
-        """Whether all calls ended in time."""
+        """Stop the threads; True if all calls ended by the deadline."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -221,7 +221,7 @@ class _Call:
 
 
 class RemoteWorker:
-    """Calls of one rank."""
+    """One rank's calls to the store."""
 
     def __init__(self, remote: str, memory: HostMemory, checksums: Checksums, rank: int, world_size: int) -> None:
         self.client = Client(remote, memory)
@@ -240,12 +240,12 @@ class RemoteWorker:
 
     @property
     def is_writing(self) -> bool:
-        """Whether anything is in flight that no request waits for."""
+        """Whether a put or a late call is in flight, for which no request waits."""
         return any((call.job.kind == "store" or call.is_late) and not call.done() for call in self._calls)
 
     @property
     def has_done(self) -> bool:
-        """Whether there is something to report."""
+        """Whether a call has ended or become late since the last report."""
         return any(call.done() or self._is_due(call) for call in self._calls)
 
     def start(self, job: RemoteJob) -> None:
@@ -256,7 +256,7 @@ class RemoteWorker:
             return
         most = max(1, _CALL_BYTES // self._memory.slot_stride)
         pieces = [positions[first : first + most] for first in range(0, len(positions), most)]
-        # Damage in RAM must not reach the store, where it would get a digest that matches it.
+        # Check the slots: damage in RAM must not reach the store, where it would get a digest that matches.
         verdict = self._checksums.check(job.slots) if job.kind == "store" else None
         for piece in pieces:
             if verdict is None:
@@ -312,14 +312,14 @@ class RemoteWorker:
         return RemoteResult(bad, failed=len(stored) < len(sound), seconds=time.monotonic() - began)
 
     def _is_due(self, call: _Call) -> bool:
-        """Whether the call has become late and that was not reported yet. One that waits for others, which get on, is
+        """Whether the call has become late and was not reported yet. A call queued behind others that make progress is
         not late."""
         now, since = time.monotonic(), max(call.began, self._progress)
         is_over_time = now - since > call.job.patience_s or now - call.began > _MOST_S
         return is_over_time and not call.is_late and not call.done()
 
     def poll(self, report: StepReport, stats: OverspillStats) -> None:
-        """Add calls that have ended, or are late, to the report."""
+        """Add calls that have ended or become late to the report."""
         for call in self._calls:
             if self._is_due(call):
                 call.is_late = True
@@ -342,7 +342,7 @@ class RemoteWorker:
         whole = RemoteResult([])
         for part in call.parts:
             if (error := part.exception()) is not None:
-                # Which of its blocks are good is not known.
+                # Any of its blocks may be bad.
                 whole.add(RemoteResult(list(range(len(call.job.keys))), failed=True))
                 if not self._has_failed:
                     self._has_failed = True
@@ -354,7 +354,7 @@ class RemoteWorker:
         return whole
 
     def close(self) -> bool:
-        """Whether all calls ended: if not, the pool must stay mapped."""
+        """Stop all threads; False if a call is still running, in which case the pool must stay mapped."""
         deadline = time.monotonic() + _CLOSE_S
         ended = [threads.close(deadline) for threads in (self._finds, self._gets, self._puts)]
         if all(ended):
@@ -363,5 +363,5 @@ class RemoteWorker:
 
 
 def _trailer(name: str, digest: int) -> bytes:
-    """Behind every block: a store that gives the content of another key must not be believed either."""
+    """Checksum stored behind every block; it covers the key, so that content of another key is rejected too."""
     return xxhash.xxh3_128_digest(name.encode() + digest.to_bytes(8, "little"))

@@ -1,1 +1,1 @@
-"""Alembic's folder: how migrations run, and the migrations."""
+"""Alembic migrations of the registry's tables, and how they run."""

@@ -1,4 +1,4 @@
-"""Settings of a plan: the share of the GPU, and requests of full length at once."""
+"""Settings of a plan: the share of GPU memory, and full-length requests at once."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Models that are kept loaded, and those that are started with the manager."""
+"""Models to keep loaded, and models to start with the manager."""
 
 import sqlalchemy as sa
 from alembic import op

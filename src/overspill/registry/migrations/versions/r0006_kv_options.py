@@ -1,4 +1,4 @@
-"""How a model's connector keeps KV in RAM."""
+"""A model's connector options, for KV in RAM."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -31,7 +31,7 @@ COLUMNS: dict[str, Any] = {
     "preload": sa.Boolean(),
     "notes": sa.Text(),
 }
-# SQLite adds a column that must have a value only with a default.
+# SQLite can add a NOT NULL column only with a default.
 EMPTY = {"source": "", "vllm_args": "[]"}
 MODELS = sa.table(
     "models", sa.column("id", sa.Integer), sa.column("settings", JSON),
