@@ -1,7 +1,7 @@
-"""Compiles the attention library: `python -m overspill.kv.attention.build`, and when Overspill is installed.
+"""Build of the attention library, by `python -m overspill.kv.attention.build` or when Overspill is installed.
 
-One library holds a kernel for every instruction set of its architecture; the CPU it runs on decides at run time. Its
-interface is C, so that it serves every Python. Only the standard library is imported: setup.py loads this file alone.
+One library holds a kernel for every instruction set of its architecture; the CPU decides at run time. The interface
+is C, so the library serves every Python. Only the standard library is imported: setup.py loads this file alone.
 """
 
 import argparse
@@ -25,7 +25,7 @@ FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
-# Files of each architecture, and their flags. All but the first may be missing: old compilers know less.
+# Kernel files of each architecture, and their flags. All but the first may be missing: not every compiler knows them.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": _AVX2,
@@ -38,7 +38,7 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class BuildError(Exception):
-    """No compiler could build the library; the message says what each one said."""
+    """No compiler could build the library; the message quotes each compiler's error."""
 
 
 def library_path(machine: str | None = None) -> Path:
@@ -46,7 +46,7 @@ def library_path(machine: str | None = None) -> Path:
 
 
 def digest() -> str:
-    """Identifies the sources; a library that was built from others is not loaded."""
+    """SHA-256 of flags and sources; a library built from other sources is not loaded."""
     content = hashlib.sha256(repr((FLAGS, KERNELS)).encode())
     for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -54,7 +54,7 @@ def digest() -> str:
 
 
 def compilers() -> Iterator[list[str]]:
-    """Commands to try: $CXX alone if it is set."""
+    """Compiler commands to try, in order; $CXX alone if it is set."""
     if named := os.environ.get("CXX"):
         yield shlex.split(named)
         return
@@ -64,7 +64,7 @@ def compilers() -> Iterator[list[str]]:
 
 
 def build(target: Path, machine: str | None = None) -> list[str]:
-    """Compile the library with the first compiler that can; returns the names of its kernels."""
+    """Compile the library with the first compiler that succeeds; return the names of its kernels."""
     machine = machine or platform.machine()
     if machine not in KERNELS:
         raise BuildError(f"there is no attention kernel for {machine}; there are some for {', '.join(KERNELS)}")
@@ -83,7 +83,7 @@ def _build_with(compiler: Sequence[str], target: Path, machine: str) -> list[str
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as workers:
 
         def compile_file(name: str, flags: Sequence[str]) -> str | None:
-            """Error, if any."""
+            """Compile one file; return the error, if any."""
             command = [*compiler, *FLAGS, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", f"{folder}/{name}.o"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             return done.stderr[-2000:] or f"exit status {done.returncode}" if done.returncode else None
@@ -98,7 +98,7 @@ def _build_with(compiler: Sequence[str], target: Path, machine: str) -> list[str
                 raise BuildError(error)
         objects = [f"{folder}/{name}.o" for name in (*built, *COMMON)]
         linked = Path(folder, target.name)
-        # With its own C++ library where the compiler has one, so that the machine's need not match.
+        # With a static C++ runtime where the compiler has one, so that the machine's need not match.
         for static in (["-static-libstdc++", "-static-libgcc"], []):
             command = [*compiler, "-shared", "-s", *static, "-o", str(linked), *objects, "-lpthread", "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -107,7 +107,7 @@ def _build_with(compiler: Sequence[str], target: Path, machine: str) -> list[str
         else:
             raise BuildError(done.stderr[-2000:])
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced in one move: a process that has the old one mapped keeps it.
+        # Replaced in one move: a process that has the old library mapped keeps it.
         staged = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.copyfile(linked, staged)
         staged.replace(target)

@@ -1,4 +1,4 @@
-"""The compiled library: found, checked, loaded, and asked what this CPU can run."""
+"""The compiled attention library: its C interface, checks before loading, and the kernels this CPU can run."""
 
 import ctypes
 import errno
@@ -15,11 +15,11 @@ from typing import Any
 
 from overspill.kv.attention.build import digest, library_path
 
-# In the order of OverspillType, by torch's names.
+# Torch's names of types, in the order of OverspillType.
 TYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 TYPE_BYTES = (2, 2, 1, 1, 4)
 QUERY_TYPES = ("bfloat16", "float16", "float32")
-# Left for the engine's own threads.
+# Cores left for the engine's own threads.
 SPARED_CORES = 2
 _AMX_STAGES = ("CPU", "permission", "configuration", "loads and stores", "products")
 _AMX_TRY = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).overspill_try_amx(int(sys.argv[2])))"
@@ -91,15 +91,15 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Functions of the C interface as attributes of `call`, without their prefix."""
+    """The loaded library; `call` has the functions of the C interface as attributes, without their prefix."""
 
     path: Path
     call: Any
     amx: str  # "works", or why not
-    kernels: tuple[str, ...]  # that this CPU runs, best first
+    kernels: tuple[str, ...]  # kernels that this CPU runs, best first
 
     def index(self, kernel: str) -> int:
-        """Number of a kernel that is compiled in, for the C interface."""
+        """Number of a compiled kernel in the C interface."""
         names = [self.call.kernel_name(i).decode() for i in range(self.call.num_kernels())]
         return names.index(kernel)
 
@@ -115,7 +115,7 @@ class _Functions:
 
 @functools.cache
 def load(path: Path | None = None) -> Library:
-    """The library beside this file, or another one; loaded once."""
+    """Load the library beside this file, or the one at `path`, once per process."""
     path = path or library_path()
     machine = platform.machine()
     remedy = "install a C++ compiler (or the package ziglang) and run `python -m overspill.kv.attention.build`"
@@ -139,7 +139,7 @@ def load(path: Path | None = None) -> Library:
 
 
 def _try_amx(path: Path, call: Any) -> str:
-    """Tried in a child: where a virtual machine shows AMX without supporting it, the first instruction kills."""
+    """Try AMX in a child: where a virtual machine shows AMX without supporting it, an instruction kills the process."""
     if refused := call.try_amx(0):
         return {errno.ENODEV: "not in this CPU", errno.ENOSYS: "not compiled in"}.get(refused, os.strerror(refused))
     for stage in (len(_AMX_STAGES) - 1, *range(1, len(_AMX_STAGES) - 1)):
@@ -152,13 +152,13 @@ def _try_amx(path: Path, call: Any) -> str:
             return "works"
         if status:
             reason, failed = signal.Signals(-status).name if status < 0 else os.strerror(status), stage
-            if stage < len(_AMX_STAGES) - 1:  # the first stage that fails
+            if stage < len(_AMX_STAGES) - 1:  # the first failing stage
                 break
     return f"{_AMX_STAGES[failed]}: {reason}"
 
 
 def default_threads(cpus: Iterable[int] | None = None, sys: Path = Path("/sys")) -> int:
-    """Physical cores less two, at least one; of the CPUs given, or of all that this process may use."""
+    """Physical cores less SPARED_CORES, at least one, of `cpus` or of all CPUs that this process may use."""
     cores = set()
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
         try:

@@ -1,6 +1,6 @@
-"""Threads that attend to KV in RAM, and the description of what they are to do.
+"""Pool of threads that attend to KV in RAM, and the jobs that they run.
 
-Addresses are plain integers (`tensor.data_ptr()`), and whoever makes a job keeps its memory until the step has ended.
+Addresses are plain integers (`tensor.data_ptr()`); the caller must keep a job's memory until its step has ended.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ _SPIN_MICROSECONDS = 50
 
 
 class StepFailed(Exception):
-    """A step did not end as it should: its results must not be used."""
+    """A step did not complete; its results must not be used."""
 
 
 class StepAborted(StepFailed):
@@ -44,13 +44,13 @@ class StepAborted(StepFailed):
 
 
 class StepStalled(StepFailed):
-    """The step did not end in time, and its memory may still be in use; the message says how far it came."""
+    """The step did not end in time, and its memory may still be in use; the message says how far the step got."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where keys and values lie. Strides are bytes; the key of token t and head h in block b begins at
-    `kv + b * block_stride + t * token_stride + h * head_stride`, its value `value_offset` bytes behind.
+    """Layout of keys and values in memory. Strides are in bytes; the key of token t and head h in block b begins at
+    `kv + b * block_stride + t * token_stride + h * head_stride`, and its value `value_offset` bytes later.
     """
 
     num_blocks: int
@@ -58,7 +58,7 @@ class Layout:
     kv_heads: int
     group: int  # query heads per kv head
     head_size: int
-    kv_type: str  # by torch's names: "bfloat16", "float8_e4m3fn", ...
+    kv_type: str  # torch's name: "bfloat16", "float8_e4m3fn", ...
     query_type: str
     block_stride: int
     token_stride: int
@@ -70,7 +70,7 @@ class Layout:
         cls, *, num_blocks: int, block_size: int, kv_heads: int, group: int, head_size: int, kv_type: str,
         query_type: str, heads_first: bool = False,
     ) -> Self:  # fmt: skip
-        """Blocks without gaps, each [token][head][K | V], or [head][token][K | V] with `heads_first`."""
+        """Layout of blocks without gaps, each [token][head][K | V], or [head][token][K | V] with `heads_first`."""
         content = 2 * head_size * TYPE_BYTES[TYPES.index(kv_type)]
         return cls(
             num_blocks=num_blocks, block_size=block_size, kv_heads=kv_heads, group=group, head_size=head_size,
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes attended per token."""
+        """Bytes of keys and values per token."""
         return 2 * self.kv_heads * self.head_size * TYPE_BYTES[TYPES.index(self.kv_type)]
 
     @cached_property
@@ -100,7 +100,7 @@ class Layout:
 class Segments:
     """Full blocks, and the query tokens that attend to all of them; blocks that requests share are read once.
 
-    The layers of a step share one object, so that the work is divided once.
+    All layers of a step share one object, so that the library divides the work once.
     """
 
     def __init__(self, segments: Iterable[tuple[Sequence[int] | Ids, Sequence[int] | Ids]]) -> None:
@@ -121,8 +121,8 @@ def _ids(ids: Sequence[int] | Ids) -> Ids:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """Attention of one layer. `query` and `output` (fp32) are [num_queries][heads][head_size], `lse` (fp32) is
-    [heads][num_queries]. With `ready`, the job begins when the 32-bit number there has reached that of its step; with
-    `done`, it sets that one to it at the end. A job is late if `due` has reached it before: its result is waited for.
+    [heads][num_queries]. `ready`, `done` and `due` are addresses of 32-bit numbers: the job begins when `ready` reaches
+    its step's number, sets `done` to it at the end, and is late if `due` (its result is awaited) got there first.
     """
 
     layout: Layout
@@ -149,15 +149,15 @@ class Job:
 
 
 class Step:
-    """Jobs of all layers, prepared once; from step to step only their segments change."""
+    """Jobs of all layers, prepared once; only their blocks and queries change from step to step."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = tuple(jobs)  # whose layouts the native ones point to
+        self.jobs = tuple(jobs)  # kept: native jobs point to their layouts
         self.native = (NativeJob * len(jobs))(*(job.native() for job in jobs))
         self.segments = [job.segments for job in jobs]
 
     def attend_to(self, segments: Segments, num_queries: int, layers: Iterable[int] | None = None) -> None:
-        """Take other blocks and queries, in all layers or in those of one cache group."""
+        """Replace blocks and queries, in all layers or in those of one cache group."""
         pointer = ctypes.cast(segments.native, ctypes.POINTER(NativeSegment))
         for layer in range(len(self.native)) if layers is None else layers:
             job = self.native[layer]
@@ -173,7 +173,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the threads are. A leader that lives raises `heartbeat`; threads that get on raise `units`."""
+    """Progress of the threads. A live leader keeps raising `heartbeat`; threads that make progress raise `units`."""
 
     heartbeat: int
     units: int
@@ -190,12 +190,12 @@ class Progress:
 
 
 class Attended(NamedTuple):
-    """What jobs with KV have done."""
+    """Totals over completed jobs with KV."""
 
     num_bytes: int = 0
     seconds: float = 0.0  # from `ready` to `done`
     jobs: int = 0
-    late: int = 0  # of them
+    late: int = 0  # jobs that were due before they were done
 
     def since(self, before: "Attended") -> "Attended":
         return Attended(
@@ -205,7 +205,7 @@ class Attended(NamedTuple):
 
 
 class Fault(IntEnum):
-    """What a test can do to a thread: it holds its next piece of work, and does not get on or exits."""
+    """Fault that a test injects: the thread takes its next piece of work, and then stalls or exits."""
 
     NONE = 0
     STALL = 1
@@ -213,13 +213,13 @@ class Fault(IntEnum):
 
 
 class Pool:
-    """Threads of their own, asleep while there is nothing to do. One of them leads."""
+    """Dedicated threads, asleep while there is no work. One of them leads."""
 
     def __init__(
         self, threads: int | None = None, *, cpus: Iterable[int] = (), pools: int = 1,
         spin_us: int = _SPIN_MICROSECONDS, library: Library | None = None,
     ) -> None:  # fmt: skip
-        """Without `threads`, a part of the cores: `pools` share them."""
+        """Without `threads`, the pool takes its part of the cores, which `pools` pools share."""
         self._library = library or load()
         self._call = self._library.call
         near = sorted(set(cpus) & os.sched_getaffinity(0))
@@ -227,11 +227,11 @@ class Pool:
         self._handle = self._call.pool_create(self.threads, (ctypes.c_int32 * len(near))(*near), len(near), spin_us)
         if not self._handle:
             raise AttentionUnavailable(f"{self.threads} threads for attention: {self._call.error().decode()}")
-        self._running: dict[int, object] = {}  # what steps point to, by their ids
+        self._running: dict[int, object] = {}  # objects that steps point to, by step id
         self._lock = threading.Lock()
 
     def submit(self, step: Step, number: int) -> int:
-        """Queue a step and return its id; it begins when those before it have ended, and may be changed at once."""
+        """Queue a step behind the earlier ones and return its id; the caller may change `step` right away."""
         with self._lock:
             id = self._call.pool_submit(self._handle, step.native, len(step.native), number)
             if id < 0:
@@ -252,11 +252,11 @@ class Pool:
             raise StepStalled(f"attention on the CPU did not end within {timeout:g} s{died}: {progress}")
 
     def attend(self, job: Job, timeout: float = 60.0) -> None:
-        """Run one job now."""
+        """Run one job, and wait for it."""
         self.wait(self.submit(Step([job]), 0), timeout)
 
     def abort(self, timeout: float = 1.0) -> None:
-        """End all steps submitted so far without setting `done`; raise if a thread does not let go of their memory."""
+        """End all steps submitted so far without setting `done`; raise if a thread keeps using their memory."""
         result = self._call.pool_abort(self._handle, int(timeout * 1e6))
         if result != 1:
             raise StepStalled(f"a thread still uses an aborted step's memory after {timeout:g} s: {self.progress()}")
@@ -276,7 +276,7 @@ class Pool:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of all threads at work, without waiting."""
+        """CPU time that all threads spent at work, without waiting."""
         return self._call.pool_cpu_ns(self._handle) / 1e9
 
     @property
@@ -286,15 +286,15 @@ class Pool:
         return Attended(native.bytes, native.ns / 1e9, native.jobs, native.late)
 
     def force_kernel(self, name: str | None) -> None:
-        """Use this kernel for steps submitted from now on, or the best one again."""
+        """Use the kernel `name` for steps submitted from now on; with None, the best one again."""
         self._call.pool_force_kernel(self._handle, -1 if name is None else self._library.index(name))
 
     def read(self, address: int, num_bytes: int, timeout: float = 60.0) -> None:
-        """Read memory (whole MiB of it) with all threads, as a measure for what attention could reach."""
+        """Read memory, in whole MiB, with all threads: a measure of the speed that attention could reach."""
         self.wait(self._call.pool_read(self._handle, address, num_bytes), timeout)
 
     def inject_fault(self, thread: int, fault: Fault) -> None:
-        """For tests. Thread 0 leads."""
+        """Inject a fault into a thread, for tests. Thread 0 leads."""
         self._call.pool_inject_fault(self._handle, thread, fault)
 
     def close(self, timeout: float = 2.0) -> None:

@@ -1,4 +1,4 @@
-"""How fast this machine attends to KV in RAM: `python -m overspill.kv.attention.rates THREADS`."""
+"""Speed at which this machine attends to KV in RAM: `python -m overspill.kv.attention.rates THREADS`."""
 
 import contextlib
 import mmap
@@ -20,7 +20,7 @@ def whole_job(
     memory: torch.Tensor, *, kv_heads: int = 8, group: int = 4, head_size: int = 128, block_size: int = 16,
     kv_type: str = "bfloat16", query_type: str = "bfloat16", queries: int = 1,
 ) -> tuple[Job, Any]:  # fmt: skip
-    """Attention to all of the memory, and what must be kept while it runs."""
+    """Job that attends to all of `memory`, and the tensors to keep while it runs."""
     content = 2 * kv_heads * head_size * TYPE_BYTES[TYPES.index(kv_type)]
     layout = Layout.packed(
         num_blocks=memory.numel() // (block_size * content), block_size=block_size, kv_heads=kv_heads, group=group,
@@ -38,7 +38,7 @@ def whole_job(
 
 
 def kv_memory(num_bytes: int, kv_type: str) -> torch.Tensor:
-    """Bytes that are random numbers of the type, in huge pages where the system has them, as the arena is."""
+    """Memory filled with random numbers of `kv_type`, in huge pages where the system has them, like the arena."""
     memory = mmap.mmap(-1, max(num_bytes // _PIECE, 1) * _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -49,7 +49,7 @@ def kv_memory(num_bytes: int, kv_type: str) -> torch.Tensor:
 
 
 def main(threads: int, repeats: int = 3) -> None:
-    """Bytes of KV in a second, for a plan (overspill.hardware.cpu)."""
+    """Print the bytes of KV attended to per second, for a plan (overspill.hardware.cpu)."""
     memory, seconds = kv_memory(256 * MiB, "bfloat16"), []
     job, _kept = whole_job(memory)
     with Pool(threads) as pool:

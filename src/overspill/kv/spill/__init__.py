@@ -1,1 +1,1 @@
-"""KV of running requests in RAM: contexts longer than the GPU's KV cache."""
+"""Spill: KV of running requests in RAM, for contexts longer than the GPU's KV cache."""

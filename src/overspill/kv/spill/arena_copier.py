@@ -1,4 +1,4 @@
-"""Offload's copies with spill: the content of a spilled block is in the arena, not at its GPU address."""
+"""Copier for offload with spill: a spilled block's content is in the arena, not at its GPU address."""
 
 import ctypes
 import time
@@ -12,11 +12,11 @@ from overspill.kv.host_memory import HostMemory
 from overspill.kv.spill.geometry import Geometry
 from overspill.kv.spill.streams import Streams
 
-_THREADS = 4  # one core alone copies slower than the link
+_THREADS = 4  # a single core copies slower than the link
 
 
 class JoinedTransfer(Transfer):
-    """Copies of one job, some over the link and some within RAM."""
+    """One job's copies, some over the link and some within RAM."""
 
     def __init__(self, parts: Sequence[Transfer]) -> None:
         super().__init__(sum(part.num_bytes for part in parts))
@@ -24,7 +24,7 @@ class JoinedTransfer(Transfer):
 
     @property
     def queued(self) -> bool:
-        """A failed part counts as queued, and its request must not run before the failure is known."""
+        """Whether all parts are queued and none failed: a request must not run before a failed load is known."""
         return all(part.queued and part.error is None for part in self._parts)
 
     def done(self) -> bool:
@@ -43,7 +43,7 @@ class JoinedTransfer(Transfer):
 
 
 class ArenaCopier(Copier):
-    """Copies resident blocks as `gpu` does, and spilled ones within RAM."""
+    """Copies resident blocks with `gpu`, and spilled blocks within RAM, between arena and pool."""
 
     def __init__(self, gpu: Copier, geometry: Geometry, arena: HostMemory, pool: HostMemory, streams: Streams) -> None:
         self._gpu = gpu
@@ -69,8 +69,8 @@ class ArenaCopier(Copier):
 
     def _within_ram(self, slots: Ids, blocks: Ids, *, to_arena: bool) -> Transfer:
         transfer = Transfer(len(slots) * self._pool.slot_bytes)
-        # The step that filled blocks to be stored is queued, and so are the copies of what it wrote into the arena.
-        # Blocks to be loaded were free, but a step in flight may be the last to have touched them.
+        # A store reads the arena: the step that wrote its blocks, and the saves of that step, are already queued.
+        # A load overwrites blocks that were free, but a step still in flight may have been their last user.
         after = self._streams.fill_event(), self._streams.save_event()
 
         def run() -> None:
@@ -89,7 +89,7 @@ class ArenaCopier(Copier):
         return transfer
 
     def _copy(self, slots: Ids, blocks: Ids, *, to_arena: bool) -> None:
-        """memmove releases the interpreter lock."""
+        """Copy in several threads: ctypes releases the interpreter lock during memmove."""
         page = self._geometry.page_bytes
         places = blocks - self._geometry.num_resident
 

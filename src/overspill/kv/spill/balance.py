@@ -1,24 +1,24 @@
-"""How a step's spilled KV is divided between the link and the CPU, so that both end together."""
+"""Division of a step's spilled KV between the link and the CPU, so that both finish together."""
 
 from overspill.kv.jobs import Lateness
 from overspill.kv.speeds import Speeds
 
-# By which part one step's lateness moves the share: by less after steps changed sides, by more once they have said the
-# same for a while. Several steps are planned before the first of them reports, so that each change overshoots.
+# Relative change of the share per step: smaller after lateness changed sides, larger once several steps in a row agree.
+# Several steps are planned before the first of them reports, so every change overshoots.
 _LEAST_MOVE, _FIRST_MOVE, _MOST_MOVE = 0.004, 0.03, 0.05
 _SLOWER, _FASTER, _STEPS_ALIKE = 0.5, 1.3, 8
 _LEAST_SHARE, _MOST_SHARE = 0.01, 0.95
-# The share is guessed anew when spilled KV grows or shrinks by this part.
+# Relative growth or shrinkage of the spilled KV after which the share is estimated anew.
 _OTHER_SIZE = 0.25
-# A CPU that was late at every share is tried again after so many steps, with this one.
+# A CPU that was late at every share is tried again after this many steps, with this share.
 _STEPS_BETWEEN_TRIES, _TRIED_SHARE = 512, 0.05
 
 
 def cpu_share(num_bytes: int, *, link_bytes_per_s: float, cpu_bytes_per_s: float, own_s: float) -> float:
-    """Share of a step's spilled KV for the CPU, by the speeds of both alone.
+    """The CPU's share of a step's spilled KV, from the speeds of link and CPU alone.
 
-    The link streams ahead all the step long. The CPU gets a layer's query when the layer before has ended, so it rests
-    while the GPU computes, for `own_s` of the step; what the link streams meanwhile costs nothing.
+    The link streams ahead during the whole step. The CPU gets a layer's query only when the previous layer has ended,
+    so it idles for `own_s`, the time the GPU computes; KV streamed during that time costs nothing.
     """
     if not cpu_bytes_per_s or not num_bytes:
         return 0.0
@@ -27,22 +27,22 @@ def cpu_share(num_bytes: int, *, link_bytes_per_s: float, cpu_bytes_per_s: float
 
 
 class Balance:
-    """The CPU's share of each step: guessed by speeds, then moved until the GPU waits for the CPU in half of the
-    layers, and for the link in the others.
+    """The CPU's share of each step: estimated from speeds, then adjusted until the GPU waits for the CPU in half of the
+    layers, and for the link in the other half.
 
-    Speeds alone do not find it: link and CPU read the same memory, and slow each other down.
+    Speeds alone do not suffice: link and CPU read the same memory, and slow each other down.
     """
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
-        self._num_bytes, self._own_s = 0, 0.0  # for which the share was guessed
+        self._num_bytes, self._own_s = 0, 0.0  # inputs of the last estimate
         self._share = self._guess = 0.0
         self._move = _FIRST_MOVE
-        self._was_late, self._alike = False, 0  # the last steps, and how many
-        self._steps_alone = 0  # of the link
+        self._was_late, self._alike = False, 0  # side of the latest steps, and how many repeated it
+        self._steps_alone = 0  # consecutive steps without a share for the CPU
 
     def share(self, num_bytes: int, link_bytes_per_s: float) -> float:
-        """For a step with so much spilled KV."""
+        """The CPU's share of a step with `num_bytes` of spilled KV."""
         own_s = self._speeds.plain_step_s
         is_other = abs(num_bytes - self._num_bytes) > _OTHER_SIZE * self._num_bytes
         if not self._guess or is_other or (own_s and not self._own_s):

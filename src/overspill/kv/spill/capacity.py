@@ -1,4 +1,4 @@
-"""Capacity: how many blocks fit on the GPU and in RAM, and which models can spill."""
+"""Capacity for spill: how many blocks fit on the GPU and in RAM, and which models can spill."""
 
 from collections.abc import Sequence
 
@@ -37,15 +37,15 @@ from overspill.kv.vllm_api import (
 )
 
 _LAYOUTS = ("LBNHC", "LBHNC")
-# In these, block n of a request's table holds its tokens from n * block_size on, and a step writes nothing before the
-# tokens it computes. `group_step` rests on both. Subclasses may break either, so the type must be one of these.
+# With these specs, block n of a request's table holds its tokens from n * block_size on, and a step writes nothing
+# before the tokens it computes. `group_step` relies on both. Subclasses may break either, so only exact types count.
 _SPILLED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
 
 def spill_geometry(options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
-    """Geometry for a model and its options; the same in the scheduler and in every worker."""
+    """Geometry for a model and its options; the scheduler and every worker compute the same one."""
     check_groups(kv_cache_config.kv_cache_groups)
     page_bytes, num_regions = _pages(kv_cache_config)
     step = block_step(page_bytes, granularity())
@@ -61,8 +61,8 @@ def spill_geometry(options: Options, vllm_config: VllmConfig, kv_cache_config: K
 
 
 def lends(options: Options, vllm_config: VllmConfig) -> bool:
-    """Whether the window's memory lies under GPU blocks while it is not needed. Not where a ledger moves the GPU's
-    blocks, or where vLLM takes the longest context that all blocks together hold."""
+    """Whether the window lends memory that it does not need to GPU blocks. Not if a ledger moves the GPU's blocks, or
+    if vLLM sets max_model_len to the longest context that all blocks together, lent ones included, would hold."""
     return options.spill_lends and not options.ledger and vllm_config.model_config.original_max_model_len != -1
 
 
@@ -79,12 +79,12 @@ def check_spilled(options: Options, num_spilled: int, least_bytes: int) -> None:
 
 
 def is_state(spec: KVCacheSpec) -> bool:
-    """Whether blocks hold recurrent states, which are used outside attention and so stay on the GPU."""
+    """Whether the group's blocks hold recurrent states, which are used outside attention and so stay on the GPU."""
     return type(spec) is MambaSpec
 
 
 def far_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
-    """Groups whose layers the CPU may attend for, as far as their KV says: every token attends to all before it."""
+    """Cache groups for which the CPU may attend, judging by their KV: every token attends to all tokens before it."""
     return frozenset(
         index
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -114,13 +114,13 @@ def _is_spillable(spec: KVCacheSpec) -> bool:
 
 
 def states_per_request(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Upper bound of the blocks for one request's recurrent states, in all groups."""
+    """Upper bound of the blocks for one request's recurrent states, over all groups."""
     specs = [group.kv_cache_spec for group in groups if is_state(group.kv_cache_spec)]
     return sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
 
 
 def _pages(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
-    """Page size and number of regions."""
+    """Page size in bytes, and number of regions; raise if spill cannot handle the model's layout."""
     if kv_cache_config.has_mixed_precision_kv_cache:
         raise OverspillError(
             "spill needs KV of one precision: a window that held one layer's would be read as another's. Remove "
@@ -129,7 +129,7 @@ def _pages(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     regions = block_regions(kv_cache_config)
     num_layers = max(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
     layout = kv_cache_config.kv_cache_layout
-    # With heads outside of blocks there are more regions than layers, and a layer would be streamed in part.
+    # With heads outside blocks there are more regions than layers, and only part of a layer would be streamed.
     if len(regions) != num_layers or layout not in _LAYOUTS:
         raise OverspillError(
             f"spill needs each layer's KV in one piece, block by block, and the layout is {layout}: unset "
@@ -147,9 +147,9 @@ def _pages(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
 def kv_bytes_with_spill(
     options: Options, vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec], available_bytes: int
 ) -> int:
-    """Bytes of KV, resident and spilled, for a worker with `available_bytes` of GPU memory for it.
+    """Bytes of KV, resident and spilled, for a worker with `available_bytes` of GPU memory for KV.
 
-    Reported to vLLM as memory: vLLM then makes as many blocks, and accepts contexts that need them.
+    Reported to vLLM as available memory: vLLM then makes that many blocks, and accepts contexts that need them.
     """
     groups = get_kv_cache_groups(vllm_config, dict(kv_cache_spec))
     check_groups(groups)
@@ -180,7 +180,7 @@ def kv_bytes_with_spill(
             "raise --gpu-memory-utilization or resident_bytes, or use a smaller model."
         )
     total = resident + spilled
-    # Nothing if vLLM chooses the longest context that fits; and vLLM's null block.
+    # The longest context (nothing if vLLM chooses it to fit), and vLLM's null block.
     is_given = vllm_config.model_config.original_max_model_len != -1
     need = -(-bytes_of_longest(vllm_config, groups) // block_bytes) + 1 if is_given else 1
     if need > total:
@@ -204,7 +204,7 @@ def kv_bytes_with_spill(
 
 
 def _block_table_bytes(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
-    """Block tables, which vLLM allocates after it has measured free memory; with long contexts they count."""
+    """Bytes of the block tables, which vLLM allocates after measuring free memory; they matter with long contexts."""
     longest, sequences = vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_seqs
     entries = sum(-(-longest // group.kv_cache_spec.block_size) for group in groups)
     return 2 * 4 * sequences * entries  # two copies of 32-bit block ids

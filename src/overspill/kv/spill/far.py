@@ -1,8 +1,8 @@
-"""Attention on the CPU to a part of the spilled blocks, which stay in RAM.
+"""Far attention: the CPU attends to a part of the spilled blocks, which stay in RAM.
 
-In a decode step a request leaves a stretch of its block table to the CPU (`SpillStep.far`). vLLM's attention backend is
-given tables and lengths without it, the CPU attends to it from the arena, and both results are merged by their
-log-sum-exps. Keys are stored rotated, and all queries of a decode step lie behind the stretch, so no mask changes.
+In a decode step a request leaves a stretch of its block table to the CPU (`SpillStep.far`). vLLM's attention backend
+gets tables and lengths without the stretch, the CPU attends to it in the arena, and both results are merged by their
+log-sum-exps. Keys are stored rotated, and all queries of a decode step come after the stretch, so no mask changes.
 """
 
 import time
@@ -32,7 +32,7 @@ Part = tuple[Ids, list[int]]  # blocks, and the query tokens that attend to them
 
 
 def shared_parts(parts: Sequence[Part]) -> list[Part]:
-    """The same, with blocks that several requests begin with in one part, to be read once."""
+    """Parts in which blocks that several requests start with appear once, so that they are read once."""
     found: list[Part] = []
     for _, group in groupby(sorted(parts, key=_first_block), key=_first_block):
         alike = list(group)
@@ -51,7 +51,7 @@ def _first_block(part: Part) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch's stretches; a row without one has a count of zero."""
+    """Stretches left to the CPU, by row of the batch; a row without a stretch has a count of zero."""
 
     first: Ids
     count: Ids
@@ -61,7 +61,7 @@ class Rows:
         """Block tables and sequence lengths without the stretches."""
         columns = torch.from_numpy(np.stack([self.first, self.count]))
         if tables.is_cuda:
-            columns = columns.pin_memory()  # or the copy would wait for all steps before
+            columns = columns.pin_memory()  # a copy from pageable memory would wait for all earlier steps
         first, count = columns.to(tables.device, non_blocking=True)[:, :, None]
         places = torch.arange(tables.shape[1], device=tables.device)[None]
         index = torch.where(places >= first, places + count, places).clamp_(max=tables.shape[1] - 1)
@@ -73,8 +73,8 @@ class Rows:
 
 
 def attends_plainly(impl: Any) -> bool:
-    """Whether a layer's backend merges the CPU's part (vLLM may have chosen another), and whether the kernel computes
-    what it does: a softmax over all tokens before a query, no more."""
+    """Whether a layer's backend can merge the CPU's part (vLLM may have chosen another backend), and computes the same
+    as the CPU's kernel: a plain softmax over all tokens before a query."""
     return (
         getattr(impl, "overspill_merges", False)
         and not impl.logits_soft_cap
@@ -86,7 +86,7 @@ def attends_plainly(impl: Any) -> bool:
 
 
 def layout_of(module: Any, spec: Any, geometry: Geometry) -> Layout:
-    """A layer's spilled blocks as the GPU's backends lay them out: [token][head][K | V]."""
+    """Layout of a layer's spilled blocks, as the GPU's backends write them: [token][head][K | V]."""
     fp8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
     return Layout.packed(
         num_blocks=geometry.num_spilled, block_size=spec.block_size, kv_heads=spec.num_kv_heads,
@@ -100,7 +100,7 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 class FarAttention:
-    """A rank's threads, and the stretches of the step under way."""
+    """A rank's attention threads, and the stretches of the current step."""
 
     def __init__(self, layers: Sequence[Layer], geometry: Geometry, arena: HostMemory, pool: Pool) -> None:
         self._layers = {layer.name: layer for layer in layers}
@@ -108,14 +108,14 @@ class FarAttention:
         self.pool = pool
         self.speed = Sample()
         self.lateness = Lateness()
-        self.num_bytes = 0  # attended to in steps, since they were counted
+        self.num_bytes = 0  # KV attended to in steps since the last report
         self._step: SpillStep | None = None
         self._order: Callable[[], Sequence[str]] = list
-        self.rows: dict[int, Rows] = {}  # of the step under way, by group
+        self.rows: dict[int, Rows] = {}  # of the current step, by group
 
     @contextmanager
     def step(self, step: SpillStep | None, order: Callable[[], Sequence[str]]) -> Iterator[None]:
-        """A step's forward. `order` names the requests of its batch, row by row."""
+        """Context of a step's forward. `order` returns the requests of its batch, row by row."""
         self._step, self._order = step, order
         self.rows.clear()
         try:
@@ -127,20 +127,20 @@ class FarAttention:
         return self._step is not None and bool(self._step.far)
 
     def shares_pieces(self) -> bool:
-        """Whether a step that runs outside of FULL graphs leaves its stretches in RAM."""
+        """Whether a step that runs outside FULL graphs leaves its stretches in RAM."""
         return self.is_active()
 
     def rows_of(self, layer_name: str) -> Rows:
         return self.rows[self._layers[layer_name].group]
 
     def split(self, layer_name: str, common: Any, block_size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Block tables and sequence lengths for the backend, if a layer's group leaves blocks to the CPU. `common` is
-        what vLLM's metadata builders get."""
+        """Block tables and sequence lengths for the backend, or None unless the layer's group leaves blocks to the CPU.
+        `common` is vLLM's CommonAttentionMetadata, as passed to metadata builders."""
         rows = self._find_rows(layer_name, common.query_start_loc_cpu.tolist())
         return rows.shortened(common.block_table_tensor, common.seq_lens, block_size) if rows is not None else None
 
     def _find_rows(self, layer_name: str, query_starts: Sequence[int]) -> Rows | None:
-        """Row n has the query tokens from `query_starts[n]` on."""
+        """Find the group's rows, and remember them in `rows`; the query tokens of row n start at `query_starts[n]`."""
         layer = self._layers.get(layer_name)
         if self._step is None or layer is None or not (stretches := self._step.far.get(layer.group)):
             return None
@@ -157,7 +157,7 @@ class FarAttention:
     def attend(
         self, query: torch.Tensor, kv: torch.Tensor, rows: Rows, layout: Layout, scale: float
     ) -> tuple[Any, Any]:
-        """Outputs [query, head, size] and log-sum-exps [head, query] of a layer, now, on this thread's behalf."""
+        """Run a layer's attention now, and wait; return outputs [query, head, size] and log-sum-exps [head, query]."""
         began = time.perf_counter()
         output = torch.empty(query.shape, dtype=torch.float32)
         lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32)
@@ -175,19 +175,19 @@ class FarAttention:
         self.num_bytes += num_bytes
 
     def spilled_blocks(self, layer_name: str, kv_cache: torch.Tensor) -> torch.Tensor:
-        """A layer's part of the arena, in the shape of its KV cache."""
+        """The layer's part of the arena, in the shape of its KV cache."""
         region = torch.from_numpy(self._arena.slots[self._layers[layer_name].region])
         return region.view(kv_cache.dtype).view(self._geometry.num_spilled, *kv_cache.shape[1:])
 
     def measure(self, layout: Layout) -> None:
-        """Attend to spilled blocks as they lie, for the speed; their content does not matter."""
+        """Measure the speed by attending to spilled blocks, whatever they contain."""
         num_blocks = min(self._geometry.num_spilled, max(1, _MEASURED_BYTES // self._geometry.page_bytes))
         query = torch.zeros(
             1, layout.kv_heads * layout.group, layout.head_size, dtype=getattr(torch, layout.query_type)
         )
         rows = Rows(np.zeros(1, np.int64), np.full(1, num_blocks), [(np.arange(num_blocks), [0])])
         kv = torch.from_numpy(self._arena.slots[0])
-        for _ in range(2):  # the first wakes the threads up, and maps memory
+        for _ in range(2):  # the first wakes the threads and faults pages in
             self.speed = Sample()
             self.attend(query, kv, rows, layout, 1.0)
         self.num_bytes = 0
@@ -197,13 +197,13 @@ class FarAttention:
 
 
 def far_attention() -> FarAttention | None:
-    """This process's; None in an engine without Overspill, or before its connector is there."""
+    """This process's far attention; None in an engine without Overspill, or before its connector exists."""
     spill = getattr(get_kv_transfer_group(), "spill_worker", None) if has_kv_transfer_group() else None
     return getattr(spill, "far", None)
 
 
 class SplitBuilder:
-    """Mixed into a backend's metadata builder, before it: takes the CPU's blocks away."""
+    """Mixin placed before a backend's metadata builder: removes the CPU's blocks from the metadata."""
 
     layer_names: list[str]
     kv_cache_spec: Any

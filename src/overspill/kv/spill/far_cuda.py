@@ -1,9 +1,9 @@
-"""Attention on the CPU beside FlashAttention, inside FULL CUDA graphs.
+"""Far attention on CUDA: the CPU attends beside FlashAttention, inside FULL CUDA graphs.
 
-A layer copies its query into pinned memory and raises a flag there; while the GPU waits for the window and attends to
-what it has, the CPU attends to its blocks, writes its result beside the query and raises another flag. A third flag
-says that the GPU waits for the result, and so which of both was late. All of it is captured once: which blocks are
-whose lies in memory that a step fills before the replay.
+A layer copies its query into pinned memory and raises a flag there. While the GPU waits for the window and attends to
+its part, the CPU attends to its own blocks, writes the result beside the query and raises a second flag. A third flag
+marks when the GPU starts to wait for the result, which shows which side was late. All of this is captured once: the
+division of blocks is in memory that each step fills before the replay.
 """
 
 import math
@@ -33,19 +33,19 @@ from overspill.kv.spill.window import Layer
 if TYPE_CHECKING:
     from overspill.kv.spill.graphs import SpilledGraphs
 
-# Steps that vLLM may have queued beyond the one that ends next.
+# Steps that vLLM may have queued behind the one that ends next.
 _STEPS_IN_FLIGHT = 3
 _LATE_S = 10.0
 
 
 def scales_of(module: Any) -> tuple[float, float, float]:
-    """Of a layer's softmax, keys and values; a quantised query's own scale goes into the first."""
+    """Scales of a layer's softmax, keys and values; a quantised query's scale is folded into the softmax's."""
     scale = module.impl.scale * (module._q_scale_float if module.query_quant is not None else 1.0)
     return scale, module._k_scale_float, module._v_scale_float
 
 
 class SharedTensor:
-    """Pinned memory as both sides see it."""
+    """Pinned memory with a CPU view and a GPU view."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._bytes = UvaBuffer((math.prod(shape) * dtype.itemsize,), torch.uint8)  # NumPy has no bf16
@@ -54,7 +54,7 @@ class SharedTensor:
 
 
 class CudaFarAttention(FarAttention):
-    """Hands queries over inside a graph, and takes the results."""
+    """Hands queries to the CPU and takes back the results, inside CUDA graphs."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class CudaFarAttention(FarAttention):
         scales: Sequence[tuple[float, float, float]],
         num_tokens: int,
     ) -> None:
-        """`scales` are, for each layer, those of its softmax, keys and values. Graphs have at most `num_tokens`."""
+        """`scales` holds `scales_of` each layer; `num_tokens` is the most tokens that a graph has."""
         super().__init__(layers, geometry, arena, pool)
         self._index = {layer.name: index for index, layer in enumerate(layers)}
         self._groups: dict[int, list[int]] = {}
@@ -77,13 +77,13 @@ class CudaFarAttention(FarAttention):
         self._queries = SharedTensor(shape, getattr(torch, layout.query_type))
         self._outputs = SharedTensor(shape, torch.float32)
         self._lses = SharedTensor((len(layers), num_tokens * heads), torch.float32)
-        # A cache line each: three for every layer, "the query is there", "the result is waited for" and "is there".
+        # Three flags per layer, each in a cache line of its own: query ready, result due, result done.
         self._flags_memory = SharedTensor((3 * len(layers), 16), torch.int32)
         self._flags = StreamFlags(self._flags_memory.cpu)
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._submitted: deque[int] = deque()
         self._attended = Attended()
-        self.graphs: SpilledGraphs | None = None  # that this is captured in
+        self.graphs: SpilledGraphs | None = None  # the graphs that capture these layers
         self._jobs = Step(
             [
                 Job(
@@ -110,7 +110,7 @@ class CudaFarAttention(FarAttention):
     # Capture.
 
     def split(self, layer_name: str, common: Any, block_size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As for any step, but in memory that graphs know; a graph is captured with whole tables."""
+        """Tables and lengths, in the memory that graphs captured; graphs are captured with whole tables."""
         if self.graphs is None or not self.graphs.shares_attention or layer_name not in self._index:
             return None
         group, num_rows = self._layers[layer_name].group, common.seq_lens.shape[0]
@@ -129,7 +129,7 @@ class CudaFarAttention(FarAttention):
 
     @contextmanager
     def hand_over(self, layer_name: str, query: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Around a layer's own attention; yields the memory in which the CPU's result will be afterwards."""
+        """Context of a layer's own attention; yields the memory that holds the CPU's result once the context ends."""
         assert self.graphs is not None
         index, num_tokens = self._index[layer_name], len(query)
         ready, due, done = range(3 * index, 3 * index + 3)
@@ -149,16 +149,16 @@ class CudaFarAttention(FarAttention):
     # Steps.
 
     def submit(self, num_tokens: int) -> int:
-        """Let the threads wait for the queries of the step, which is replayed next, in a graph of so many tokens;
-        returns how many bytes they will attend to."""
+        """Let the threads wait for the queries of the step that is replayed next, in a graph of `num_tokens` tokens.
+        Return the bytes of KV that they will attend to."""
         segments = {group: Segments(self.rows[group].parts if group in self.rows else []) for group in self._groups}
         for group, layers in self._groups.items():
             self._jobs.attend_to(segments[group], num_tokens, layers)
-        # Flags are 0 or 1: the graph lowers them, so that every step has the number 1.
+        # Flags are 0 or 1 because the graph lowers them again, so every step has the number 1.
         self._submitted.append(self.pool.submit(self._jobs, 1))
         num_blocks = sum(len(layers) * segments[group].num_blocks for group, layers in self._groups.items())
         num_bytes = num_blocks * self._geometry.page_bytes
-        # Of steps before this one, as far as they have come.
+        # Count what earlier steps have completed so far.
         before, self._attended = self._attended, self.pool.attended
         latest = self._attended.since(before)
         self._add(latest.num_bytes, latest.seconds)
@@ -200,7 +200,7 @@ class SplitFlashAttention(FlashAttentionImpl):
     def _attend(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What FlashAttentionImpl.forward does for a decoder's layer, with its log-sum-exps [head, query]."""
+        """FlashAttentionImpl.forward for a decoder's layer, but also returning the log-sum-exps [head, query]."""
         keys, values = (
             canonicalize_singleton_dim_strides(part) for part in kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         )
@@ -239,7 +239,7 @@ def _merge(output, near, near_lse, far, far_lse, num_tokens, SIZE: tl.constexpr,
     at = tl.arange(0, PADDED)
     place = (token * heads + head) * SIZE + at
     first, second = tl.load(near_lse + head * num_tokens + token), tl.load(far_lse + head * num_tokens + token)
-    # FlashAttention gives +inf to a row without keys.
+    # FlashAttention returns +inf for a row without keys.
     first = tl.where(first == float("inf"), -float("inf"), first)
     most = tl.maximum(first, second)
     a, b = tl.exp(first - most), tl.exp(second - most)
@@ -251,7 +251,7 @@ def _merge(output, near, near_lse, far, far_lse, num_tokens, SIZE: tl.constexpr,
 def merge(
     output: torch.Tensor, near: torch.Tensor, near_lse: torch.Tensor, far: torch.Tensor, far_lse: torch.Tensor
 ) -> None:
-    """Both parts' results [token, head, size] by their log-sum-exps [head, token], into `output`."""
+    """Merge both parts' results [token, head, size] into `output`, weighted by their log-sum-exps [head, token]."""
     num_tokens, heads, size = near.shape
     assert output.is_contiguous() and near.is_contiguous() and near_lse.is_contiguous()
     _merge[num_tokens, heads](

@@ -1,7 +1,7 @@
-"""The CPU platform's attention with a part of the blocks left to Overspill's kernel.
+"""Far attention on the CPU platform: vLLM's attention with a part of the blocks left to Overspill's kernel.
 
-vLLM's own kernel returns no log-sum-exp, and keeps keys transposed within a block. So the log-sum-exp is computed again
-here, and blocks are unpacked: this platform is for tests, and must be right, not fast.
+vLLM's kernel returns no log-sum-exp, and keeps keys transposed within a block. So the log-sum-exp is computed again
+here, and blocks are unpacked: this platform is for tests, and must be correct rather than fast.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ class SplitAttention(CPUAttentionBackendImpl):
         return output
 
     def _near_lse(self, query: torch.Tensor, blocks: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Log-sum-exps [head, query] of what vLLM's kernel has attended to."""
+        """Log-sum-exps [head, query] of the blocks that vLLM's kernel attended to."""
         lse = torch.empty(self.num_heads, len(query))
         starts = metadata.query_start_loc.tolist()
         for row, length in enumerate(metadata.seq_lens.tolist()):
@@ -71,7 +71,7 @@ class SplitAttention(CPUAttentionBackendImpl):
 
 
 def unpacked(kv_cache: torch.Tensor, head_size: int) -> torch.Tensor:
-    """[block, head, token, K | V] of blocks in which keys are transposed."""
+    """Copy of blocks with transposed keys, as [block, head, token, K | V]."""
     num_blocks, num_heads, block_size, _ = kv_cache.shape
     keys, values = kv_cache.view(num_blocks, num_heads, 2, -1).unbind(2)
     keys = keys.view(num_blocks, num_heads, head_size, block_size).transpose(2, 3)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 NUM_HALVES = 2
 # Granularity of CUDA's mappings.
 CUDA_GRANULARITY = 2 * 2**20
-# Units of the window that are lent, at most: each takes the driver some time.
+# Most units of GPU blocks that the window lends: moving each takes the driver some time.
 _MOST_LENT = 32
 
 
@@ -15,8 +15,8 @@ _MOST_LENT = 32
 class Geometry:
     """vLLM's KV buffer, layers outermost: `num_regions` regions of `num_blocks` pages each.
 
-    In every region the first blocks have memory of their own; the last `num_spilled` ones are addresses of a window
-    half, which all regions of the same parity share. The content of spilled blocks is in RAM, in the arena.
+    In every region the first blocks have GPU memory of their own. The addresses of the last `num_spilled` blocks map
+    to a window half, shared by all regions of the same parity; the content of these blocks is in RAM, in the arena.
     """
 
     num_blocks: int
@@ -48,19 +48,19 @@ class Geometry:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the address range, not of its memory."""
+        """Size of the address range, not of the memory under it."""
         return self.num_regions * self.region_bytes
 
     def half_of(self, region: int) -> int:
         return region % self.num_halves
 
     def spilled_offset(self, region: int) -> int:
-        """Offset of the region's spilled blocks in the buffer."""
+        """Offset in the buffer of the region's spilled blocks."""
         return region * self.region_bytes + self.resident_bytes
 
 
 def block_step(page_bytes: int, granularity: int) -> int:
-    """Blocks of the smallest part that can be mapped: tiers have multiples of it."""
+    """Fewest blocks whose pages fill whole mappings; both tiers have a multiple of this."""
     return granularity // math.gcd(page_bytes, granularity)
 
 
@@ -86,9 +86,9 @@ def num_resident_blocks(
 def least_spilled_blocks(
     num_blocks: int, available_bytes: int, page_bytes: int, num_regions: int, granularity: int
 ) -> int | None:
-    """The fewest spilled blocks that make `num_blocks` in all; None if no number does.
+    """Fewest spilled blocks with which there are `num_blocks` in total; None if no number suffices.
 
-    Each spilled block takes a part of a resident block's memory, for the window.
+    For each spilled block, the window takes a part of a resident block's memory.
     """
     step = block_step(page_bytes, granularity)
     gain = 1 - min(NUM_HALVES, num_regions) / num_regions
@@ -106,7 +106,7 @@ def least_spilled_blocks(
 def most_spilled_blocks(
     available_bytes: int, page_bytes: int, num_regions: int, granularity: int, *, num_resident: int = 1
 ) -> int:
-    """The most spilled blocks whose window leaves memory for `num_resident` resident ones."""
+    """Most spilled blocks whose window leaves memory for `num_resident` resident blocks."""
     step = block_step(page_bytes, granularity)
     room = available_bytes - -(-num_resident // step) * step * page_bytes * num_regions
     return max(0, room) // (min(NUM_HALVES, num_regions) * page_bytes) // step * step
@@ -114,15 +114,15 @@ def most_spilled_blocks(
 
 @dataclass(frozen=True, slots=True)
 class LentUnits:
-    """Stretches of GPU blocks, at their end, and of spilled blocks, that have memory by turns."""
+    """Units of the loan: stretches of the last GPU blocks and of the spilled blocks, which have memory by turns."""
 
     geometry: Geometry
     num_blocks: int
-    """GPU blocks of a unit."""
+    """GPU blocks in one unit."""
     count: int
-    """Of such units: all of them take no more than the whole window."""
+    """Units of GPU blocks; together they take no more memory than the whole window."""
     num_spilled: int
-    """Spilled blocks of a unit of the window; the last may have fewer."""
+    """Spilled blocks in one unit of the window; the last unit may have fewer."""
 
     @property
     def num_fixed(self) -> int:
@@ -138,23 +138,23 @@ class LentUnits:
         return range(first, first + self.num_blocks)
 
     def spilled(self, unit: int) -> range:
-        """Of a unit of the window."""
+        """Block ids of one unit of the window."""
         first = self.geometry.num_resident + unit * self.num_spilled
         return range(first, min(first + self.num_spilled, self.geometry.num_blocks))
 
     def covered(self, num_window: int) -> int:
-        """Spilled blocks of so many units of the window."""
+        """Spilled blocks in `num_window` units of the window."""
         return min(self.geometry.num_spilled, num_window * self.num_spilled)
 
     def beside(self, num_window: int) -> int:
-        """Units of GPU blocks for which the window leaves memory."""
+        """Units of GPU blocks that can have memory while the window has `num_window` units."""
         geometry = self.geometry
         left = geometry.num_halves * (geometry.num_spilled - self.covered(num_window))
         return min(self.count, left // (self.num_blocks * geometry.num_regions))
 
 
 def lent_blocks(num_spilled: int, page_bytes: int, num_regions: int, granularity: int) -> tuple[int, int]:
-    """GPU blocks of a unit, and how many units the whole window is worth."""
+    """GPU blocks per unit, and the number of units for which the whole window has memory."""
     step = block_step(page_bytes, granularity)
     pages = min(NUM_HALVES, num_regions) * num_spilled
     unit = max(step, pages // num_regions // _MOST_LENT // step * step)
@@ -162,7 +162,7 @@ def lent_blocks(num_spilled: int, page_bytes: int, num_regions: int, granularity
 
 
 def lent_units_of(geometry: Geometry, granularity: int) -> LentUnits | None:
-    """None where the window is too small to be lent in parts."""
+    """Division into units of the loan; None if the window is too small to be lent in parts."""
     page, regions = geometry.page_bytes, geometry.num_regions
     unit, count = lent_blocks(geometry.num_spilled, page, regions, granularity)
     step = block_step(page, granularity)
@@ -171,5 +171,5 @@ def lent_units_of(geometry: Geometry, granularity: int) -> LentUnits | None:
 
 
 def mapped_units(units: LentUnits, resident: Iterable[int], window: Iterable[int]) -> frozenset[int]:
-    """Those of the window are counted behind the others."""
+    """Unit numbers as the KV buffer counts them: units of the window come after all units of GPU blocks."""
     return frozenset([*resident, *(units.count + unit for unit in window)])

@@ -1,8 +1,8 @@
 """Decode steps with spilled KV inside FULL CUDA graphs.
 
-vLLM captures its own FULL graphs without a thought of spill: replayed, they would read whatever the window holds. A
-second set is captured here, for small batches of decodes, whose layers wait for flags (see overspill.kv.spill.program).
-A step's copies are queued beside its replay; steps without spilled KV keep vLLM's graphs.
+vLLM's own FULL graphs know nothing of spill: replayed, they would read whatever the window holds. A second set is
+captured here for small batches of decodes, with layers that wait for flags (see overspill.kv.spill.program). A step's
+copies are queued beside its replay; steps without spilled KV keep vLLM's graphs.
 """
 
 import threading
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# A step that streams runs few requests; more of them run in pieces.
+# Steps that stream have few requests; larger batches run piecewise.
 MOST_TOKENS = 32
-# A step that takes longer than this, and than its bytes at a quarter of the slowest link, waits for something lost: a
-# copy, or a thread of the CPU's.
+# A step that takes longer than this, plus the time for its bytes at a quarter of the slowest link's speed, waits for
+# something lost: a copy, or an attention thread.
 _STALL_S, _SLOWEST_BYTES_PER_S = 5.0, 2e9
 
 
 class SpilledGraphs:
-    """vLLM's graph manager, as a step with spilled KV sees it: graphs of its own, or the pieces of vLLM's."""
+    """Graph manager for steps with spilled KV: dispatches to its own FULL graphs, or to vLLM's piecewise ones."""
 
     def __init__(self, window: Window, streams: CudaStreams, far: "CudaFarAttention | None" = None) -> None:
         self._window, self._streams = window, streams
@@ -58,11 +58,11 @@ class SpilledGraphs:
         self._watchdog = Watchdog(far.pool if far is not None else None)
         self._plain: Any = None
         self._full: Any = None
-        self._shared: Any = None  # with a part of the attention on the CPU
+        self._shared: Any = None  # graphs with a part of the attention on the CPU
         self._far = far
         self._captured_layers = 0
         self.is_capturing = False
-        # Of the step under way, or of the set being captured.
+        # State of the current step, or of the set of graphs being captured.
         self.is_chosen = False
         self.shares_attention = False
 
@@ -94,13 +94,13 @@ class SpilledGraphs:
             self.begin_attention(name)
 
     def begin_attention(self, name: str, before: Sequence[FlagOperation] = ()) -> None:
-        """The layer waits for the window; `before` that, other flags are set."""
+        """Capture the layer's wait for the window, preceded by the flag operations in `before`."""
         if self._is_recorded() and name != self._names[self._captured_layers]:
             raise OverspillError(f"{name} runs where {self._names[self._captured_layers]} was expected")
         self._capture(before_attention(self._captured_layers), before=before)
 
     def end_attention(self, after: Sequence[FlagOperation]) -> None:
-        """The layer has read the window; `after` that, it waits for other flags."""
+        """Capture that the layer has read the window, followed by the flag operations in `after`."""
         self._capture(after_attention(self._captured_layers), after=after)
 
     def after_layer(self, name: str) -> None:
@@ -115,7 +115,7 @@ class SpilledGraphs:
         return self.shares_attention and self._far is not None and self._far.handles(name)
 
     def _is_recorded(self) -> bool:
-        """vLLM runs a model once to warm up, and once to record it."""
+        """Whether the model is being recorded; before that, vLLM runs it once to warm up."""
         return torch.cuda.is_current_stream_capturing()
 
     def _capture(
@@ -132,12 +132,12 @@ class SpilledGraphs:
 
     @contextmanager
     def step(self, runner: Any) -> Iterator[None]:
-        """A step with spilled KV, whose batch is dispatched to these graphs."""
+        """Context of a step with spilled KV, whose batch is dispatched to these graphs."""
         try:
             with with_graphs(runner, self):
                 yield
         finally:
-            # Steps without spilled KV are dispatched elsewhere, and must not share their attention.
+            # Steps without spilled KV are dispatched by vLLM's manager, and must not share their attention.
             self.is_chosen = self.shares_attention = False
 
     def dispatch(
@@ -159,7 +159,7 @@ class SpilledGraphs:
             self._num_tokens = chosen.num_tokens
             return chosen
         self.shares_attention = False
-        # vLLM's FULL graphs are for decodes only (the plugin sees to that), and a batch is known as one by these.
+        # Without these two arguments no batch counts as decodes, and FULL graphs are for decodes only (see the plugin).
         return self._plain.dispatch(num_reqs, num_tokens, None, num_active_loras, None, num_ubatches)
 
     def run_fullgraph(self, chosen: Any) -> Any:
@@ -207,13 +207,13 @@ class SpilledGraphs:
 
 
 class Watchdog:
-    """Ends the process of an engine whose graph and copies wait for each other: the GPU would hang for ever, and with
-    it every request."""
+    """Ends the engine's process when a graph and its copies wait for each other: the GPU, and with it every request,
+    would hang for ever."""
 
     def __init__(self, threads: Pool | None = None) -> None:
-        self._threads = threads  # that attend, for the message
+        self._threads = threads  # attention threads, for the message
         self._lock = threading.Lock()
-        self._latest: tuple[Any, float] | None = None  # an event behind all steps so far, and when it is overdue
+        self._latest: tuple[Any, float] | None = None  # event behind all steps so far, and its deadline
         self._thread: threading.Thread | None = None
 
     def watch(self, over: Any, num_bytes: int) -> None:

@@ -1,10 +1,10 @@
-"""The loan: memory of the window that is not needed now lies under GPU blocks.
+"""The loan: GPU blocks use the window's memory while the window does not need it.
 
-The window must hold two layers of every spilled block that is in use, and most of the time few are. Its memory and that
-of the last GPU blocks are divided into units. Units move when a request does not fit as they are: to the GPU's blocks
-if it then needs no RAM, or less of it, and is alone; to the window if it is too long otherwise. If running requests are
-in its way for a while, they are preempted, and all memory is as at the start. Blocks without memory are held out of
-vLLM's free queue.
+The window must hold two layers of every spilled block in use, and usually few are in use. The window and the last GPU
+blocks are divided into units. Units move when a request does not fit the present division: to GPU blocks if the request
+is alone and then needs less RAM or none; to the window if the request is too long otherwise. If running requests block
+such a move for a while, they are preempted, and memory is divided as at the start. Blocks without memory are held out
+of vLLM's free queue.
 """
 
 import time
@@ -19,28 +19,28 @@ from overspill.kv.vllm_api import BlockPool, KVCacheBlock
 if TYPE_CHECKING:
     from overspill.kv.spill.placement import TieredQueue
 
-# Of the spilled blocks, what requests that come later are left.
+# One in this many spilled blocks is left to later requests.
 _HEADROOM = 8
-# Requests keep blocks that lie in the window's memory for so long when others wait for it.
+# Requests keep their blocks in the window's memory for this long after another request began to wait for it.
 _PATIENCE_S = 2.0
-# And one that has not asked for so long is gone, or has found room.
+# A waiting request that has not asked again for this long is gone, or has found room.
 _FORGOTTEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Blocks that are free now, with so many units of the window; and what must stay."""
+    """Free blocks under the present division, and the units of the window that must stay."""
 
     num_window: int
     free_resident: int
     free_spilled: int
     least_window: int = 0
-    """Units of the window that are in use."""
+    """Units of the window in use."""
 
 
 def choose_window(units: LentUnits, room: Room, *, need: int, spare: int, may_lower: bool) -> int:
-    """Units of the window with which `need` blocks can be had; the most if no number does. With `may_lower`, so many
-    that as few blocks as possible are spilled, and `spare` more can be had later."""
+    """Units of the window with which `need` blocks are free; all units if no number suffices. With `may_lower`, the
+    number may also fall: as few blocks as possible are then spilled, and `spare` more stay free for later."""
 
     def resident(num_window: int) -> int:
         more = units.beside(num_window) - units.beside(room.num_window)
@@ -54,7 +54,7 @@ def choose_window(units: LentUnits, room: Room, *, need: int, spare: int, may_lo
         return next((number for number in range(now, most + 1) if both(number) >= need), most)
     kept = min(now, -(-units.geometry.num_spilled // _HEADROOM // units.num_spilled))
     lowest = max(room.least_window, kept)
-    for number in range(now, lowest - 1, -1):  # the least change that lets all of it be on the GPU
+    for number in range(now, lowest - 1, -1):  # the smallest change with which all of it fits on the GPU
         if resident(number) >= need + spare:
             return number
     spare += units.geometry.num_spilled // _HEADROOM
@@ -62,17 +62,17 @@ def choose_window(units: LentUnits, room: Room, *, need: int, spare: int, may_lo
 
 
 class Loan:
-    """In the scheduler: which units have memory."""
+    """Scheduler's side of the loan: decides which units have memory."""
 
     def __init__(self, units: LentUnits, pool: BlockPool, queue: "TieredQueue") -> None:
         self.units, self._pool, self._queue = units, pool, queue
-        # As an engine starts: the window has all of its memory.
+        # An engine starts with nothing lent: the window has all of its memory.
         self._window = set(range(units.window_count))
         self._resident: set[int] = set()
         self._out = HeldOut(pool)
-        self._leaving: set[int] = set()  # of the GPU's: their free blocks are held out until all of them are
-        self.is_taking_back = False  # all that is lent: units leave as their blocks become free
-        self._asked_at, self._waited_since = -_FORGOTTEN_S, 0.0  # for memory that requests hold
+        self._leaving: set[int] = set()  # GPU units whose free blocks are held out until all their blocks are free
+        self.is_taking_back = False  # reclaiming everything lent: units leave as their blocks become free
+        self._asked_at, self._waited_since = -_FORGOTTEN_S, 0.0  # last and first request for memory in use
         self._is_changed = False
         for unit in range(units.count):
             self._out.take(self._blocks(units.blocks(unit)))
@@ -95,22 +95,22 @@ class Loan:
         return block_id not in self._out.ids
 
     def take_change(self) -> frozenset[int] | None:
-        """Units that are to have memory from the next step on; None if they have."""
+        """Units that have memory from the next step on; None if unchanged since the last call."""
         is_changed, self._is_changed = self._is_changed, False
         return mapped_units(self.units, self._resident, self._window) if is_changed else None
 
     def make_room(
         self, need: int, spare: int, hits: Sequence[KVCacheBlock], kept: Collection[int], *, may_lower: bool
     ) -> None:
-        """For a request that takes `need` blocks and does not find them on the GPU. `hits` are cached blocks that it is
-        about to use; those in `kept`, and blocks in use, keep their memory."""
+        """Move units for a request that needs `need` blocks and finds too few on the GPU. `hits` are cached blocks that
+        the request is about to use; blocks in `kept`, and blocks in use, keep their memory."""
         if self.is_taking_back:
             return
         self._stay()
         idle = [block.block_id for block in hits if not block.ref_cnt and not block.is_null]
         num_resident = self.units.geometry.num_resident
         resident_hits = sum(number < num_resident for number in idle)
-        # All spilled blocks are looked at only for a request that may take the window's memory, not while one waits.
+        # Scan the spilled blocks only for a request that may shrink the window, not in each pass while one waits.
         in_use = [unit for unit in self._window if may_lower and self._num_used(self.units.spilled(unit), kept)]
         room = Room(
             len(self._window), self._queue.num_free_resident - resident_hits,
@@ -124,7 +124,7 @@ class Loan:
         elif number > len(self._window):
             self._shrink_resident(len(self._resident) - self.units.beside(number), kept)
             self._grow_window(number)
-            # Only where the request fits beside those that run, once all is as at the start.
+            # Worth waiting only if the request fits beside the running ones once memory is divided as at the start.
             fits = self.units.num_fixed + self.units.geometry.num_spilled - used >= need
             if fits and len(self._window) < number:
                 self._wait()
@@ -137,18 +137,18 @@ class Loan:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a request has waited for lent memory for a while."""
+        """Whether a request has waited too long for lent memory."""
         is_waiting = time.monotonic() - self._asked_at < _FORGOTTEN_S
         return is_waiting and self._asked_at - self._waited_since >= _PATIENCE_S
 
     @property
     def lent(self) -> set[int]:
-        """GPU blocks that have memory of the window's."""
+        """GPU blocks in memory lent by the window."""
         return {number for unit in self._resident for number in self.units.blocks(unit)}
 
     def take_back(self, kept: Collection[int]) -> None:
-        """All of it, but for units in use and blocks in `kept`, which follow in later passes; nothing in them is hit
-        again."""
+        """Reclaim all lent memory; units with blocks in use or in `kept` follow in later passes. Lent blocks lose their
+        hashes at once, so nothing in them is hit again."""
         self._stay()
         self._out.forget(self._blocks(self.lent))
         self._asked_at, most = -_FORGOTTEN_S, self.units.window_count
@@ -167,14 +167,14 @@ class Loan:
         more = self.units.beside(len(self._window)) - len(self._resident)
         added = sorted(set(range(self.units.count)) - self._resident)[: max(0, more)]
         if added:
-            # Behind empty blocks that always have memory: a unit that is not in use can be taken back.
+            # Behind empty blocks that always have memory, so that units stay unused, and can be taken back, for longer.
             with self._queue.empty_ones_first():
                 self._out.give(number for unit in added for number in self.units.blocks(unit))
             self._resident.update(added)
             self._is_changed = True
 
     def _shrink_resident(self, count: int, kept: Collection[int]) -> None:
-        """Units in use leave as their blocks become free; whoever needs them asks again in the next pass."""
+        """Release up to `count` units; a unit in use leaves once its blocks are free and the request asks again."""
 
         def cost(unit: int) -> tuple[int, int, int]:
             blocks = self.units.blocks(unit)

@@ -1,4 +1,4 @@
-"""Placement of blocks: vLLM's free queue in two tiers, and the tier that a request is given."""
+"""Placement of blocks: vLLM's free queue in two tiers, and the choice of tiers for a request."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,19 +25,19 @@ from overspill.kv.vllm_api import (
     requests_holding_blocks,
 )
 
-# A request that does not fit on the GPU leaves up to this part of it cached: for hits, and for shorter requests.
+# A request that does not fit on the GPU leaves up to one in this many GPU blocks cached: for hits and shorter requests.
 _CACHED_PART = 4
-# Of an answer, for which a request that begins has room at once. For more, memory is divided anew: the request is
-# preempted, and finds most of its KV cached.
+# Tokens of its answer for which a starting request gets room at once. A longer answer divides memory anew: the request
+# is preempted, and finds most of its KV cached.
 _GROWTH_TOKENS = 2048
 
 
 class Choice(NamedTuple):
-    """Tiers for the request being allocated."""
+    """Tiers for the current allocation."""
 
     # Spilled blocks to take before all others.
     num_spilled_first: int = 0
-    # GPU blocks to leave free while there are spilled ones: for recurrent states, which cannot spill.
+    # GPU blocks to leave free while there are free spilled ones: for recurrent states, which cannot spill.
     num_kept_resident: int = 0
     # GPU blocks to leave cached while there are empty spilled ones.
     num_kept_cached: int = 0
@@ -51,21 +51,21 @@ class TieredQueue:
 
     A request that does not fit, or is spilled already, takes all empty GPU blocks and evicts cached ones, but leaves
     the most recently used quarter of the GPU cached while there are empty spilled blocks. So a long request does not
-    evict the prefixes in use, and shorter requests find GPU blocks beside it. It begins in spilled blocks and ends in
-    GPU ones: it streams the same either way, but when others evict its GPU blocks later, it loses its tail and not its
-    head, without which nothing of it could be hit.
+    evict the prefixes in use, and shorter requests find GPU blocks beside it. Its first blocks are spilled and its last
+    ones on the GPU: it streams the same amount either way, but if other requests evict its GPU blocks later, it loses
+    its tail rather than its head, without which none of it could be hit.
     """
 
     def __init__(
         self, blocks: Sequence[KVCacheBlock], num_resident: int, choose: Callable[[], Choice] = Choice
     ) -> None:
-        """`blocks` are free, in eviction order."""
+        """`blocks` are the free blocks, in eviction order."""
         self._num_resident = num_resident
         self._resident = FreeKVCacheBlockQueue([b for b in blocks if b.block_id < num_resident])
         self._spilled = FreeKVCacheBlockQueue([b for b in blocks if b.block_id >= num_resident])
         self._choose = choose
         self._is_resident_only = False  # the caller cannot use spilled blocks
-        self.num_taken = 0  # of either tier, in the allocation under way
+        self.num_taken = 0  # blocks of both tiers, in the current allocation
 
     # Called by vLLM's BlockPool.
 
@@ -117,7 +117,7 @@ class TieredQueue:
 
     @contextmanager
     def resident_only(self) -> Iterator[None]:
-        """Allocate GPU blocks inside this context, whatever `choose` says."""
+        """Allocate only GPU blocks inside this context, whatever `choose` says."""
         self._is_resident_only = True
         try:
             yield
@@ -139,13 +139,13 @@ class TieredQueue:
 
     @contextmanager
     def empty_ones_first(self) -> Iterator[None]:
-        """GPU blocks that are put to the front inside this context end up behind those that are empty already."""
+        """Queue GPU blocks that are prepended inside this context behind those that are empty already."""
         empty = self._resident.popleft_n(self.num_empty_resident(self._resident.num_free_blocks))
         yield
         self._resident.prepend_n(empty)
 
     def num_empty_resident(self, most: int) -> int:
-        """Empty GPU blocks at the head of their queue, where vLLM puts them; up to `most`."""
+        """Number of empty GPU blocks, up to `most`; vLLM puts empty blocks at the head of its queue."""
         return sum(1 for _ in takewhile(_is_empty, islice(self._resident.iter_blocks_after(None), most)))
 
     def _next_is_resident(self, choice: Choice, *, is_first: bool) -> bool:
@@ -171,7 +171,7 @@ def _is_empty(block: KVCacheBlock) -> bool:
 
 
 class Placement:
-    """Between vLLM's cache manager and its block pool: knows the request that blocks are allocated for."""
+    """Hook between vLLM's cache manager and its block pool that knows for which request blocks are allocated."""
 
     def __init__(
         self,
@@ -185,20 +185,20 @@ class Placement:
         self._units = units
         self.loan: Loan | None = None
         self.is_alone = True
-        """Whether there is no more than one request."""
+        """Whether the scheduler has at most one request."""
         self.is_spilled = is_spilled
         groups = kv_cache_config.kv_cache_groups
         self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
         self._state_groups = [i for i, group in enumerate(groups) if is_state(group.kv_cache_spec)]
         self._states_per_request = states_per_request
-        # Blocks for states of the allocation under way.
+        # Blocks that the current allocation needs for states.
         self._states_wanted = 0
         self._is_allocating = False
         self._num_holders: Callable[[int], int] = lambda _: 0  # requests that hold blocks of a group
         self._behind_windows: dict[str, set[int]] = {}
         self._queue: TieredQueue | None = None
-        # The allocation under way: its request, tokens that hit the cache, and tokens to compute in the step.
+        # Current allocation: its request, tokens that hit the cache, and tokens to compute in the step.
         self._current: tuple[Request, int, int] | None = None
 
     @property
@@ -208,7 +208,7 @@ class Placement:
 
     @property
     def num_used_resident(self) -> int:
-        """GPU blocks in use, without vLLM's null block."""
+        """GPU blocks in use, not counting vLLM's null block."""
         return self.num_resident - 1 - self.queue.num_free_resident
 
     @property
@@ -254,8 +254,8 @@ class Placement:
             self._is_allocating = False
 
     def _make_room(self, loan: Loan, hits: KVCacheBlocks | None) -> None:
-        """Move memory between GPU blocks and window, if the request does not fit as it is divided. A request that has
-        blocks already needs no more than a place for the next ones."""
+        """Move memory between GPU blocks and window if the request does not fit the present division. A request that
+        has blocks already only needs room for its next ones, in either tier."""
         assert self._current is not None
         request, num_hit_tokens, num_new_tokens = self._current
         found = [block for group in hits.blocks for block in group] if hits is not None else []
@@ -272,8 +272,8 @@ class Placement:
         loan.make_room(need, spare, found, kept, may_lower=is_first and self.is_alone)
 
     def before_pass(self, scheduler: Scheduler) -> list[str]:
-        """Preempt requests whose blocks have kept others waiting for the window's memory for a while; returns their
-        names."""
+        """Preempt requests whose blocks have kept another request waiting too long for the window's memory; return
+        their ids."""
         if self.loan is None:
             return []
         self.is_alone = len(scheduler.requests) < 2
@@ -286,8 +286,8 @@ class Placement:
         return preempted
 
     def _states_fit(self, num_states: int, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
-        """Whether there are GPU blocks for an allocation's states: vLLM compares with free blocks of both tiers. Hits
-        leave the free queue first; those of states are counted already."""
+        """Whether GPU blocks suffice for an allocation's states; vLLM itself compares with free blocks of both tiers.
+        Hits leave the free queue first; `num_states` includes hits of states."""
         self._states_wanted = num_states
         resident_hits = sum(
             block.ref_cnt == 0 and not block.is_null and block.block_id < self.geometry.num_resident
@@ -299,10 +299,10 @@ class Placement:
 
     @property
     def _kept_for_states(self) -> int:
-        """GPU blocks that attention leaves to recurrent states.
+        """GPU blocks that attention leaves free for recurrent states.
 
-        One request's at least: a request whose KV fills the GPU would have no place for its states, be preempted, and
-        fill the GPU again. The next request's too, but at most half of the GPU.
+        At least enough for one request: otherwise a request whose KV fills the GPU would find no room for its states,
+        be preempted, and fill the GPU again. Enough for the next request too, but at most half of the GPU.
         """
         if not self._state_groups:
             return 0
@@ -310,11 +310,11 @@ class Placement:
         return max(self._states_per_request, self._states_wanted, several)
 
     def _choose_tiers(self) -> Choice:
-        """Tiers for the allocation under way."""
+        """Tiers for the blocks that the current allocation takes next."""
         if self._current is None:
             return Choice(num_kept_resident=self._kept_for_states)
         request, num_hit_tokens, num_new_tokens = self._current
-        # Less those allocated already: blocks are taken group by group, and loaded ones before new ones.
+        # Without the blocks already taken: vLLM takes them group by group, and blocks to load before new ones.
         need = max(1, self._blocks_to_come(request, num_hit_tokens, num_new_tokens) - self.queue.num_taken)
         free = max(0, self.queue.num_free_resident - self._kept_for_states)
         if need <= free and not self.is_spilled(request.request_id):
@@ -324,8 +324,8 @@ class Placement:
         return Choice(max(0, need - resident), self._kept_for_states, kept)
 
     def _blocks_to_come(self, request: Request, num_hit_tokens: int, num_new_tokens: int) -> int:
-        """Blocks for attention to the known tokens that are not computed yet. Blocks behind a window are freed as it
-        moves on, but not before the step."""
+        """Attention blocks for the request's known tokens that are not computed yet. Blocks behind a sliding window are
+        freed as the window moves on, but not before the step."""
         tokens = max(0, request.num_tokens - request.num_computed_tokens - num_hit_tokens)
         return sum(
             1 + (tokens if window is None else min(tokens, window + num_new_tokens)) // block_size

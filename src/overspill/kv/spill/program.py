@@ -1,11 +1,11 @@
-"""A step's copies beside a CUDA graph: in which order, and which flags order them against its layers.
+"""Order of a step's copies beside a CUDA graph, and the flags that order them against the graph's layers.
 
-A captured graph cannot be told what a step copies, and its layers cannot wait for events that are recorded later. So
-both sides wait for *flags*, numbers in GPU memory that are 0 or 1. Whoever waits for a flag lowers it.
+A captured graph cannot know what a step copies, and its layers cannot wait for events that are recorded later. So both
+sides wait for *flags*: numbers in GPU memory, 0 or 1. The side that waited for a flag lowers it.
 
 The graph, for each access:                 The copy stream:
     wait for `writable`, write new KV           raise `writable` when the half may be written
-    wait for `readable`, attend                 raise `readable` when what the layer reads is there
+    wait for `readable`, attend                 raise `readable` when the layer's reads are filled in
     raise `done`                                wait for `done` before the half is filled again
 """
 
@@ -36,14 +36,14 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Until the flag is up; then it is lowered."""
+    """Wait until the flag is up, then lower it."""
 
     flag: Flag
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Arena to window."""
+    """Copy from the arena to the window."""
 
     region: int
     runs: Runs
@@ -51,7 +51,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Window to arena."""
+    """Copy from the window to the arena."""
 
     region: int
     runs: Runs
@@ -61,13 +61,13 @@ Operation = Raise | Wait | Fill | Save
 
 
 def is_graphable(accesses: Sequence[Access]) -> bool:
-    """A layer that reads another one's KV would need what the other wrote in the same step."""
+    """Whether all layers own their KV: a layer that reads another's would need KV written in the same step."""
     return all(access.layer.is_owner for access in accesses)
 
 
 def before_writes(index: int, num_accesses: int) -> list[Operation]:
-    """What the graph does behind the attention of the layer before, or in front of the model: new KV is written between
-    that and the layer's own attention."""
+    """The graph's operations after the previous layer's attention, or before the model: the layer writes its new KV
+    between that point and its own attention."""
     return [Wait(Flag(Kind.WRITABLE, index))] if index < num_accesses else []
 
 
@@ -80,11 +80,11 @@ def after_attention(index: int) -> list[Operation]:
 
 
 def step_operations(accesses: Sequence[Access], step: SpillStep, *, with_far: bool = True) -> list[Operation]:
-    """The copy stream's part of a step; the graph's is the same for every step. Without `with_far`, blocks that the CPU
-    attends to stay in RAM."""
+    """The copy stream's operations in a step; the graph's are the same for every step. Without `with_far`, blocks that
+    the CPU attends to stay in RAM."""
     groups = [step.groups.get(access.layer.group) for access in accesses]
     operations: list[Operation] = [Raise(_flags_up_at_once(groups))]
-    last: dict[tuple[int, int], int] = {}  # (group, half) -> its last access
+    last: dict[tuple[int, int], int] = {}  # (group, half) -> index of its latest access
     open_accesses = dict.fromkeys(range(len(accesses)))
     for index, (access, group) in enumerate(zip(accesses, groups, strict=True)):
         if group is None:
@@ -95,7 +95,7 @@ def step_operations(accesses: Sequence[Access], step: SpillStep, *, with_far: bo
             del open_accesses[last[place]]
         last[place] = index
         if group.writes:
-            # The layer writes before it asks for anything, so blocks that it writes on go first.
+            # The layer writes before it waits for its reads, so partly filled blocks go first.
             operations += _fill(access, group.partial)
             operations.append(Raise([Flag(Kind.WRITABLE, index)]))
         operations += _fill(access, group.reads)
@@ -107,7 +107,7 @@ def step_operations(accesses: Sequence[Access], step: SpillStep, *, with_far: bo
 
 
 def _flags_up_at_once(groups: Sequence[GroupStep | None]) -> list[Flag]:
-    """Layers of groups without spilled blocks wait for nothing, and a layer that writes none may write at any time."""
+    """Flags raised at once: groups without spilled blocks wait for nothing, groups that write none may always write."""
     up = [Flag(Kind.WRITABLE, index) for index, group in enumerate(groups) if group is None or not group.writes]
     return up + [Flag(Kind.READABLE, index) for index, group in enumerate(groups) if group is None]
 

@@ -1,4 +1,4 @@
-"""Spill in the engine core: the spilled blocks of a step, and how often spilled requests run."""
+"""Spill in the engine core: the spilled blocks of each step, and how often spilled requests run."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,13 +23,13 @@ from overspill.kv.vllm_api import KVCacheConfig, Request, Scheduler, SchedulerOu
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# Until they are measured: a PCIe 4.0 link, and an 8B model on a small card.
+# Assumed until measured: a PCIe 4.0 link, and an 8B model on a small card.
 _LINK_BYTES_PER_S = 25e9
 _PLAIN_STEP_S = 0.03
 _MOST_STEPS_APART = 256
-# Of a layer: to hand a query over and its result back takes the GPU as long as this much of KV.
+# Least KV of a layer to leave to the CPU: handing over query and result takes the GPU as long as this much KV.
 _LEAST_FAR_BYTES = MiB
-# A request's share is changed when it is off by this part: every share rounds differently.
+# Relative deviation at which a request's share changes; not sooner, because every share rounds differently.
 _SHARE_OFF = 0.05
 
 
@@ -41,7 +41,7 @@ class Spilled:
     most_blocks: int = 0
     steps: int = 0
     is_announced: bool = False
-    # Places of its table that the CPU attends to, by group, and the share for which they were chosen.
+    # Range of its block table that the CPU attends to, by group, and the share for which it was chosen.
     far: dict[int, tuple[int, int, float]] = field(default_factory=dict)
 
 
@@ -53,7 +53,7 @@ class Spacing:
 
 
 class SpillScheduler:
-    """Adds spilled blocks to each step. Its cost grows with a step's allocations and the tables of spilled requests."""
+    """Adds spilled blocks to each step; costs grow with the step's allocations and the tables of spilled requests."""
 
     def __init__(
         self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, speeds: Speeds
@@ -68,7 +68,7 @@ class SpillScheduler:
         self._decode_tokens = 1 + int(vllm_config.num_speculative_tokens)
         self.far_groups = far_groups(kv_cache_config) if options.spill_compute == "auto" else frozenset()
         self._spilled: dict[str, Spilled] = {}
-        self._in_step: set[str] = set()  # spilled requests of the step planned last
+        self._in_step: set[str] = set()  # spilled requests in the latest planned step
         self.balance = Balance(speeds)
         self.placement = Placement(
             self.geometry,
@@ -104,19 +104,19 @@ class SpillScheduler:
             )  # fmt: skip
 
     def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
-        """Add the step's block copies and its spilled blocks to its jobs."""
+        """Add the step's block copies, spilled blocks and moved units to its jobs."""
         jobs.block_copies = self._block_copies(output)
         jobs.spill = self._streamed(output)
         if (loan := self.placement.loan) is not None:
             jobs.units = loan.take_change()
             if output.new_block_ids_to_zero:
-                # Also blocks that a request gave back in this very pass, whose memory may have moved since.
+                # The list may name blocks that a request gave back in this very pass, and whose memory has moved since.
                 output.new_block_ids_to_zero = [n for n in output.new_block_ids_to_zero if loan.has_memory(n)] or None
 
     def _streamed(self, output: SchedulerOutput) -> SpillStep | None:
         """The spilled blocks of this step, each streamed once however many requests read it."""
         self._note_new_blocks(output)
-        # Most steps have none, and must not cost anything.
+        # Most steps have no spilled request, and must cost nothing.
         scheduled = output.num_scheduled_tokens
         self._in_step = {name for name in self._spilled if name in scheduled} if self._spilled else set()
         if not self._in_step:
@@ -150,7 +150,7 @@ class SpillScheduler:
             ids, num_full = np.asarray(span.block_ids), span.certain // block_size
             places, far = self._spilled[request_id].far, self.geometry.num_resident
             first, end, share = places.get(group, (0, 0, 0.0))
-            # A request that was preempted meanwhile has other blocks.
+            # A request that was preempted in the meantime has other blocks.
             is_stale = end > num_full or not np.all(ids[first:end] >= far)
             if first == end or is_stale or abs(share - wanted) > _SHARE_OFF * share:
                 first, end = far_stretch(ids, num_full, far, wanted)
@@ -162,7 +162,7 @@ class SpillScheduler:
             spans[request_id] = replace(span, far=stretch)
 
     def far_share(self) -> float:
-        """The CPU's share of the step's spilled KV; none until the CPU was measured."""
+        """The CPU's share of the step's spilled KV; zero until the CPU's speed is measured."""
         return self.balance.share(self._spilled_bytes(), self.link_bytes_per_s)
 
     def _spilled_bytes(self) -> int:
@@ -182,8 +182,8 @@ class SpillScheduler:
             self._spilled[request_id] = Spilled()
 
     def _table(self, output: SchedulerOutput, request_id: str) -> list[Ids]:
-        """The request's current block table: blocks of a resumed or windowed request change places, so appending new
-        blocks to an older table would not do."""
+        """The request's current block table. Blocks of a resumed or windowed request change places, so appending new
+        blocks to an older table would be wrong."""
         assert output.kv_connector_block_state is not None
         table = output.kv_connector_block_state.get_block_ids(request_id)
         assert table is not None, request_id
@@ -193,9 +193,9 @@ class SpillScheduler:
         return Span(block_ids, max(0, computed - self._at_risk), computed, computed + num_tokens)
 
     def _block_copies(self, output: SchedulerOutput) -> list[tuple[int, int]]:
-        """Take over the step's block copies, which vLLM makes for hits that end inside a block, if any block is
-        spilled: at its GPU address vLLM would copy whatever the window holds. All of them, since one may depend on
-        another."""
+        """Take over all of the step's block copies if any touches a spilled block, since one copy may depend on
+        another. vLLM makes them for hits that end inside a block; at a spilled block's GPU address it would copy
+        whatever the window holds."""
         copies = [(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()]
         if not any(max(pair) >= self.geometry.num_resident for pair in copies):
             return []
@@ -221,7 +221,7 @@ class SpillScheduler:
     # Sharing steps.
 
     def spacing(self, running: Iterable[str]) -> Spacing:
-        """Which requests of the last step slow others down, and how far apart their steps should be."""
+        """Requests of the last step that slow others down, and how far apart their steps should be."""
         if not self._in_step:
             return Spacing()
         plain_step_s = self.speeds.plain_step_s or _PLAIN_STEP_S
@@ -232,18 +232,18 @@ class SpillScheduler:
         if not slow:
             return Spacing()
         light_s = sum(seconds for name, seconds in streaming_s.items() if name in self._in_step - heavy)
-        # Of all heavy requests, whether they run in the same steps or in different ones.
+        # Time of all heavy requests, whether they run in the same steps or in different ones.
         spilled_s = sum(streaming_s[name] for name in heavy)
         apart = steps_apart(
             spilled_step_s=spilled_s, plain_step_s=plain_step_s + light_s, share=self.share, most=_MOST_STEPS_APART
         )
-        # The steps between may be long prefills, so a deadline counts, too. It starts when a step is planned, so it
-        # includes the time of that step.
+        # The steps between may be long prefills, so there is a deadline too. It starts when a step is planned, and so
+        # includes that step's own time.
         return Spacing(slow, apart, spilled_s / self.share)
 
     def _streaming_s(self, spilled: Spilled) -> float:
-        """What a request's KV in RAM adds to a step, by whole steps as soon as some were measured: link and CPU slow
-        each other down."""
+        """Seconds that a request's KV in RAM adds to a step. Derived from whole steps once some are measured, because
+        link and CPU slow each other down."""
         num_bytes, speeds = spilled.num_blocks * self.block_bytes, self.speeds
         if speeds.spilled_bytes_per_s:
             return max(0.0, num_bytes / speeds.spilled_bytes_per_s - speeds.plain_step_s)
@@ -252,7 +252,7 @@ class SpillScheduler:
     # Ends of requests.
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Summary of a spilled request for its response."""
+        """Forget a finished request; return a summary for its response if it spilled."""
         self._in_step.discard(request.request_id)
         spilled = self._spilled.pop(request.request_id, None)
         if spilled is None or not spilled.most_blocks:
@@ -270,7 +270,7 @@ class SpillScheduler:
 
 
 def computed_tokens(output: SchedulerOutput) -> dict[str, int]:
-    """Computed tokens of each request at the start of the step."""
+    """Number of computed tokens of each request at the start of the step."""
     computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -278,9 +278,9 @@ def computed_tokens(output: SchedulerOutput) -> dict[str, int]:
 
 
 def drafts_at_risk(vllm_config: VllmConfig) -> int:
-    """Tokens that the scheduler counts as computed and that a step in flight may still reject.
+    """Tokens that the scheduler counts as computed although a step in flight may still reject them.
 
-    With asynchronous scheduling a step is planned before it is known which drafts the step before it accepted.
+    With asynchronous scheduling a step is planned before the previous step reports which drafts it accepted.
     """
     if not vllm_config.scheduler_config.async_scheduling:
         return 0
@@ -290,7 +290,7 @@ def drafts_at_risk(vllm_config: VllmConfig) -> int:
 def heavy_requests(streaming_s: Mapping[str, float], *, plain_step_s: float, others_run: bool) -> set[str]:
     """Requests that make the steps of lighter ones at least three times as long; `others_run` if some stream nothing.
 
-    A short request that found no GPU block streams a little, and is slowed down by a long one like any other.
+    A short request that found no GPU block streams a little, and a long one slows it down like any other.
     """
     step_s = plain_step_s
     lightest_first = sorted(streaming_s, key=lambda name: streaming_s[name])
@@ -302,9 +302,9 @@ def heavy_requests(streaming_s: Mapping[str, float], *, plain_step_s: float, oth
 
 
 def steps_apart(*, spilled_step_s: float, plain_step_s: float, share: float, most: int) -> int:
-    """Distance of a spilled request's steps while others run, so that it takes at most `share` of the time.
+    """Distance between a spilled request's steps while others run, so that it takes at most `share` of the time.
 
-    In a round of k steps one is spilled: k - 1 plain steps take at least (1 - share) of its time.
+    One step in a round of k is spilled: the k - 1 plain steps take at least (1 - share) of the round's time.
     """
     if share >= 1 or spilled_step_s <= plain_step_s:
         return 1

@@ -1,4 +1,4 @@
-"""Spilled blocks that a step reads and writes: pure functions of block tables and positions."""
+"""Spilled blocks that a step reads and writes, as pure functions of block tables and positions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -7,18 +7,18 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
-# [first, last + 1) pairs of consecutive spilled blocks, counted from the first spilled one.
+# Ranges [first, end) of consecutive spilled blocks, counted from the first spilled one.
 Runs = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """A cache group's spilled blocks in a step. No block is in two of `reads` and `writes`."""
+    """A cache group's spilled blocks in a step. No block is in both `reads` and `writes`."""
 
     reads: Runs  # full, and not written in this step: streamed in before the layer reads
     partial: Runs  # hold tokens and get more: streamed in before the layer *writes*
     writes: Runs  # written in this step, partial ones included: streamed out afterwards
-    # Like `reads`, but the CPU attends to them if the step lets it. Then they stay in RAM.
+    # Like `reads`, but left in RAM in steps that let the CPU attend to them.
     far: Runs = field(default_factory=list)
 
     def num_blocks_in(self) -> int:
@@ -30,7 +30,7 @@ class Stretch:
     """Consecutive places in a request's block table whose blocks the CPU attends to."""
 
     first: int
-    blocks: Ids  # spilled ones, counted from the first spilled one
+    blocks: Ids  # spilled blocks, counted from the first spilled one
 
     @property
     def end(self) -> int:
@@ -39,11 +39,11 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class SpillStep:
-    """Only groups that touch a spilled block."""
+    """A step's spilled blocks, by group; groups that touch none are left out."""
 
     groups: dict[int, GroupStep] = field(default_factory=dict)
     far: dict[int, dict[str, Stretch]] = field(default_factory=dict)  # by group and request
-    num_bytes: int = 0  # in RAM, of all its requests
+    num_bytes: int = 0  # KV in RAM of all the step's requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Span:
 
 
 def group_step(spans: Iterable[Span], *, block_size: int, num_resident: int) -> GroupStep | None:
-    """The step's reads and writes of a group's spilled blocks; None if it touches none.
+    """Reads and writes of a group's spilled blocks in a step; None if the step touches none.
 
     vLLM hashes a block when the step that fills it is scheduled, so another request may already hit a block that is
     written in this very step. Streaming the old bytes from RAM would overwrite it, so a written block is streamed
@@ -75,7 +75,7 @@ def group_step(spans: Iterable[Span], *, block_size: int, num_resident: int) -> 
         writes.append(ids[first_written : _ceil(span.end, block_size)])
     written = _spilled(writes, num_resident)
     read = np.setdiff1d(_spilled(reads, num_resident), written, assume_unique=True)
-    # What one request leaves to the CPU another may read on the GPU.
+    # A block that one request leaves to the CPU may be read on the GPU by another.
     only_far = np.setdiff1d(_spilled(far, num_resident), np.union1d(read, written), assume_unique=True)
     if not len(written) and not len(read) and not len(only_far):
         return None
@@ -83,7 +83,7 @@ def group_step(spans: Iterable[Span], *, block_size: int, num_resident: int) -> 
 
 
 def longest_stretch(block_ids: Ids, num_full: int, num_resident: int) -> tuple[int, int]:
-    """The longest run of places among the first `num_full` whose blocks are spilled, as first and end."""
+    """Longest run of places among the first `num_full` whose blocks are all spilled, as first and end."""
     spilled = np.concatenate(([False], block_ids[:num_full] >= num_resident, [False]))
     edges = np.flatnonzero(np.diff(spilled))
     if not len(edges):
@@ -94,9 +94,9 @@ def longest_stretch(block_ids: Ids, num_full: int, num_resident: int) -> tuple[i
 
 
 def far_stretch(block_ids: Ids, num_full: int, num_resident: int, share: float) -> tuple[int, int]:
-    """Places that the CPU attends to, as first and end: a share of all spilled full blocks, in one stretch.
+    """Places that the CPU attends to, as first and end: one stretch with a share of all spilled full blocks.
 
-    From the front: the end of a request's table grows, and its places may be written again after a rejected draft.
+    The stretch starts at the front: the end of a table grows, and may be written again after a rejected draft.
     """
     num_spilled = int(np.count_nonzero(block_ids[:num_full] >= num_resident))
     first, end = longest_stretch(block_ids, num_full, num_resident)
@@ -114,7 +114,7 @@ def _ceil(tokens: int, block_size: int) -> int:
 
 
 def runs(ids: Ids) -> Runs:
-    """Sorted ids as runs of neighbours."""
+    """Runs of consecutive ids; `ids` are sorted."""
     if not len(ids):
         return []
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1

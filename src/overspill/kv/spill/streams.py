@@ -1,4 +1,4 @@
-"""Copies between the arena and the window, and their order against compute: the interface, and both platforms."""
+"""Streams of copies between arena and window, ordered against compute: the interface, and both platforms."""
 
 import time
 from typing import Any
@@ -17,14 +17,14 @@ from overspill.kv.spill.steps import Runs, count
 Event = Any
 
 _POLL_S = 0.0005
-# Of a step or two: three for each group.
+# Enough for a step or two, each with three tables per group.
 _MOST_TABLES = 64
 
 
 class Streams:
     """One H2D and one D2H stream beside the compute stream, each in the order of the calls.
 
-    Only `wait` and `close` block: `…_after` makes later work of a stream wait for an event of another one.
+    Only `wait` and `close` block: `…_after` makes later work of one stream wait for an event of another.
     """
 
     def __init__(self, page_bytes: int) -> None:
@@ -54,7 +54,7 @@ class Streams:
     def _save(self, region: int, runs: Runs) -> None:
         raise NotImplementedError
 
-    # Where nothing else is said, copies are synchronous, and every order holds.
+    # Defaults for synchronous copies, with which every order holds.
 
     def fill_event(self) -> Event:
         """Event at the end of the H2D stream."""
@@ -76,14 +76,14 @@ class Streams:
         return WallMark()
 
     def wait(self, event: Event) -> None:
-        """Block this thread, not the model's, until the event has completed."""
+        """Block the calling thread, which is not the model's, until the event has completed."""
 
     def close(self) -> None:
         """Wait for copies in flight."""
 
 
 class HostStreams(Streams):
-    """The CPU platform: copies are synchronous."""
+    """Synchronous copies for the CPU platform."""
 
     def __init__(self, geometry: Geometry, buffer: torch.Tensor, arena: HostMemory) -> None:
         super().__init__(geometry.page_bytes)
@@ -117,14 +117,14 @@ class HostStreams(Streams):
 
 
 class CudaStreams(Streams):
-    """CUDA streams, ordered by events. Only the model's thread calls: an event must be recorded before a wait for
-    it."""
+    """CUDA streams, ordered by events. Only the model's thread queues work, since an event must be recorded before a
+    stream waits for it."""
 
     def __init__(self, geometry: Geometry, buffer: torch.Tensor, arena: HostMemory) -> None:
         super().__init__(geometry.page_bytes)
         self.device = buffer.device
-        # A priority of its own: streams of one priority may share a queue of the GPU, where a wait for a graph's flag
-        # would keep that graph from starting.
+        # A priority of its own: streams of equal priority may share a hardware queue, in which a wait for a graph's
+        # flag would keep that graph from starting.
         self.inbound = torch.cuda.Stream(buffer.device, priority=-1)
         self._out = torch.cuda.Stream(buffer.device)
         self._copy = BatchCopy()
@@ -142,17 +142,17 @@ class CudaStreams(Streams):
         self._queue(self._arena[region], self._windows[region], runs, self._out)
 
     def save_behind_fills(self, region: int, runs: Runs) -> None:
-        """Window to arena, in the order of the inbound stream."""
+        """Copy from the window to the arena on the inbound stream, in order with fills."""
         self.bytes_out += count(runs) * self.page_bytes
         self._queue(self._arena[region], self._windows[region], runs, self.inbound)
 
     def _queue(self, target: int, source: int, runs: Runs, stream: torch.cuda.Stream) -> None:
-        """One copy per run: blocks have the same order in the window and in a region's part of the arena."""
+        """Queue one copy per run: blocks have the same order in the window and in a region's part of the arena."""
         offsets, sizes = self._table(runs)
         self._copy(np.uint64(target) + offsets, np.uint64(source) + offsets, sizes, stream.cuda_stream)
 
     def _table(self, runs: Runs) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Offsets and sizes of a step's runs, which are the same for each of its layers."""
+        """Offsets and sizes of a step's runs, cached because all of its layers share them."""
         known = self._tables.get(id(runs))
         if known is None or known[0] is not runs:
             if len(self._tables) >= _MOST_TABLES:
@@ -172,7 +172,7 @@ class CudaStreams(Streams):
             )  # fmt: skip
 
     def _content(self, region: int, blocks: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Addresses of blocks' content: on the GPU, or in RAM."""
+        """Addresses of the blocks' content, on the GPU or in RAM."""
         page = np.uint64(self.page_bytes)
         resident = np.uint64(self._regions[region]) + blocks * page
         spilled = np.uint64(self._arena[region]) + (blocks - np.uint64(self._num_resident)) * page
@@ -200,7 +200,7 @@ class CudaStreams(Streams):
         return CudaMark(self.inbound)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.set_device(self.device)  # a thread starts on the first GPU, and would create a context there
+        torch.cuda.set_device(self.device)  # a new thread is on the first GPU, and would create a context there
         while not event.query():
             time.sleep(_POLL_S)
 

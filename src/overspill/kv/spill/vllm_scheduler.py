@@ -1,6 +1,6 @@
 """vLLM's scheduler with spill: requests that stream much sit out some steps, so that others keep their pace.
 
-Set as vLLM's `--scheduler-cls`; with Overspill installed, that is done when `spill_bytes` is given.
+Set as vLLM's `--scheduler-cls`; with Overspill installed, the plugin does so when `spill_bytes` is given.
 """
 
 import time
@@ -14,10 +14,10 @@ class Pacing:
     """Requests that sit out steps: vLLM skips a request until its `next_decode_eligible_step`."""
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[Request, float]] = {}  # until when
+        self._held: dict[str, tuple[Request, float]] = {}  # with deadlines
 
     def hold(self, scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
-        """Let requests of this step that stream much sit out the next ones."""
+        """Let requests of this step that stream much sit out the next steps."""
         connector = scheduler.connector
         if not isinstance(connector, OverspillConnector) or connector.spill_scheduler is None:
             return
@@ -34,7 +34,7 @@ class Pacing:
                 self._held[request_id] = request, time.monotonic() + spacing.seconds_apart
 
     def release(self, scheduler: Scheduler) -> None:
-        """Before a step: release requests whose wait has ended, that were preempted, or that are the only ones left."""
+        """Before a step, release requests whose wait has ended, that were preempted, or that are the only ones left."""
         if not self._held:
             return
         only_held = all(request.request_id in self._held for request in scheduler.running)
@@ -61,4 +61,4 @@ class OverspillScheduler(ScheduleHooks, Scheduler):
 
 
 class OverspillAsyncScheduler(OverspillScheduler, AsyncScheduler):
-    """The same around vLLM's asynchronous scheduler, which comes next in the order of inheritance."""
+    """OverspillScheduler around vLLM's asynchronous scheduler, which comes next in the method resolution order."""

@@ -1,8 +1,8 @@
-"""vLLM's worker with spill and park. For spill it counts KV in RAM as capacity, checks the order of layers, and picks
-CUDA graphs; for park it holds the weights.
+"""vLLM's worker with spill and park.
 
-Set as vLLM's `--worker-cls`; with Overspill installed, vLLM's own worker is replaced by it when `spill_bytes` or `park`
-is given.
+For spill, the worker counts KV in RAM as capacity, checks the order of layers, and picks CUDA graphs; for park, it
+holds the weights. Set as vLLM's `--worker-cls`; with Overspill installed, it replaces vLLM's own worker when
+`spill_bytes` or `park` is given.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -77,10 +77,10 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
             spill.measure_threads()
         return times
 
-    # Parking. The engine core calls these, and each of them again where a rank failed.
+    # Parking. The engine core calls these methods, and repeats a call if a rank failed.
 
     def overspill_park(self, weights_version: int) -> dict[str, float]:
-        """Take KV and weights out of GPU memory; what the GPU held of KV is lost. No step may be in flight."""
+        """Take weights and KV out of GPU memory; the GPU's KV is lost. No step may be in flight."""
         weights: Weights = self.overspill_weights
         self.synchronize_device()
         copied = weights.copy(weights_version)
@@ -97,11 +97,11 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
         return {"weights_bytes": restored, "copy_seconds": weights.copy_seconds}
 
     def overspill_keep_units(self, units: Collection[int]) -> None:
-        """Memory under these stretches of blocks only; no kernel or copy in flight may use the others."""
+        """Keep memory only under these units of blocks; no kernel or copy in flight may use the others."""
         own_connector("buffer").buffer.keep_units(units)
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM has emptied its caches and the pool in RAM by now, and its wake would find no memory under the KV."""
+        """Refuse with park: vLLM has emptied its caches and the pool by now, and would wake without memory for KV."""
         if hasattr(self, "overspill_weights"):
             raise OverspillError("this engine is parked and woken by Overspill: use it instead of vLLM's sleep mode")
         super().sleep(level)
@@ -113,9 +113,9 @@ class OverspillWorker(VllmWorker):  # type: ignore[misc, valid-type]
         super().shutdown()
 
     def _check_order(self, spill: SpillWorker) -> None:
-        """Before graphs are captured: a replay would record nothing."""
+        """Check the order of layers, before graphs are captured: a replay would record nothing."""
         modules = self.vllm_config.compilation_config.static_forward_context
-        # Where layers are traced rather than called as custom operations, the recording would be traced, too.
+        # Where layers are traced rather than called as custom operations, the recording would be traced too.
         untraced = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
         with recorded(modules, spill.layers) as accesses, untraced:
             run_dummy_step(self.model_runner)
@@ -142,7 +142,7 @@ def after_moves(around: Around) -> Around:
 
 
 def share_attention(runner: Any) -> Around:
-    """Let the attention backend know which blocks of a step are the CPU's."""
+    """Let the attention backend know which of a step's blocks the CPU attends to."""
 
     def split(scheduler_output: SchedulerOutput) -> AbstractContextManager[None]:
         far = get_kv_transfer_group().spill_worker.far if touches_spilled(scheduler_output) else None
@@ -156,8 +156,8 @@ def share_attention(runner: Any) -> Around:
 
 
 def choose_graphs_by_step(runner: Any) -> Around:
-    """vLLM's FULL graphs are replayed without the per-layer hooks, so steps that touch spilled KV run in graphs of
-    their own, or piecewise; all others keep vLLM's."""
+    """Run steps that touch spilled KV in graphs of their own or piecewise, because vLLM's FULL graphs are replayed
+    without the per-layer hooks; all other steps keep vLLM's graphs."""
 
     order: list[str] = []
     watch_batches(runner, order)
@@ -186,12 +186,12 @@ class KvAccess(NamedTuple):
 
 
 def check_order(accesses: Sequence[KvAccess], layers: Sequence[Layer], model: str) -> None:
-    """Refuse a model whose forward does not do what the window expects, layer by layer: write, then read.
+    """Refuse a model whose forward does not access KV as the window expects: layer by layer, write, then read.
 
-    The window prepares a layer's half between the attention of the layer before it and its own. A model that writes KV
-    earlier than that (ahead of time, for another layer, on a side stream) would overwrite what another layer reads.
+    The window prepares a layer's half between the previous layer's attention and the layer's own. A model that writes
+    KV earlier (ahead of time, for another layer, on a side stream) would overwrite KV that another layer reads.
 
-    A backend may write within its attention, and then shows no write; a layer that reads another's KV has none.
+    A backend may write within its attention, which shows no write; a layer that reads another's KV never writes.
     """
     at = 0
     for access in accesses:

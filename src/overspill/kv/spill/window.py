@@ -1,4 +1,4 @@
-"""The window: each layer's spilled KV is in it while the layer attends, and nowhere else on the GPU.
+"""The window: the only GPU memory for spilled KV, which holds each layer's while the layer attends.
 
 A step is a fixed sequence of *accesses*, one for each attention layer. An access's half of the window is filled as soon
 as the previous access to that half has completed and its writes are saved to the arena, so one half is filled while the
@@ -30,17 +30,17 @@ _BYTES_WORTH_TIMING = 4 * MiB
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """An attention layer, in the order of execution."""
+    """An attention layer, its cache group, and its region of the KV buffer."""
 
     name: str
     group: int
     region: int
-    # False if the layer reads another one's KV, and writes none.
+    # False if the layer reads another layer's KV, and writes none.
     is_owner: bool = True
 
 
 def attention_layers(modules: Mapping[str, Any], kv_cache_config: KVCacheConfig, geometry: Geometry) -> list[Layer]:
-    """Attention layers in the order in which the model was built, which is that of execution; `Window` checks it.
+    """Attention layers in the order of the model's construction, which is the order of execution; `Window` checks it.
 
     `modules` is vLLM's static forward context.
     """
@@ -80,8 +80,8 @@ class Access:
 
 
 def plan_accesses(layers: Sequence[Layer], geometry: Geometry) -> list[Access]:
-    """Accesses in order. Groups do not collide in the window: a block id belongs to one group, and its place follows
-    from its id."""
+    """A step's accesses in order. Groups do not collide in the window: a block id belongs to one group, and determines
+    the block's place."""
     accesses: list[Access] = []
     following: dict[tuple[int, int], tuple[int, int]] = {}  # (group, half) -> (index, region) of the next access
     filled: list[bool] = [True] * len(layers)
@@ -100,7 +100,7 @@ def plan_accesses(layers: Sequence[Layer], geometry: Geometry) -> list[Access]:
 
 
 class Window:
-    """One step at a time: `begin`, then `before_read` and `after_read` of every layer, then `end`."""
+    """Orders the copies of one step at a time: `begin`, then `before_read` and `after_read` per layer, then `end`."""
 
     def __init__(self, accesses: Sequence[Access], streams: Streams) -> None:
         self.accesses = self._accesses = accesses
@@ -124,12 +124,12 @@ class Window:
         return self._step is not None
 
     def begin(self, step: SpillStep, *, with_far: bool = True) -> None:
-        """Queue fills for the first layers; the step's compute is not queued yet."""
+        """Queue fills for the first layers, before any compute of the step is queued."""
         self._step, self._at, self._with_far = step, 0, with_far
         self._writable.clear()
         self._readable.clear()
         for index in sorted(index for group in step.groups for index in self._first.get(group, ())):
-            # A block may have been another group's in the step before.
+            # A block may have belonged to another group in the previous step.
             for (_, half), event in self._free.items():
                 if half == self._accesses[index].half:
                     self._streams.fill_after(event)
@@ -137,7 +137,7 @@ class Window:
         self._allow_writes()
 
     def begin_graphed(self, queue_copies: Callable[[], None]) -> None:
-        """A step whose layers run in a graph: all its copies are queued at once, behind those of the steps before."""
+        """Queue all copies at once, behind those of earlier steps, for a step whose layers run in a graph."""
         for point in self._free.values():
             self._streams.fill_after(point)
         queue_copies()
@@ -146,7 +146,7 @@ class Window:
 
     @contextmanager
     def timed(self, runs: Runs) -> Iterator[None]:
-        """Fills queued inside, for the link's speed."""
+        """Time the fills queued inside this context, to measure the link's speed."""
         start = self._streams.mark()
         yield
         self._timed.append((count(runs) * self._streams.page_bytes, start, self._streams.mark()))
@@ -165,7 +165,7 @@ class Window:
             self._streams.compute_after(self._readable[self._at])
 
     def after_read(self, layer: str) -> None:
-        """The layer's attention is queued: save what the step wrote, and fill the half for the next layer."""
+        """Save the layer's writes and fill the half for its next access, once the layer's attention is queued."""
         if self._step is None or layer not in self._names:
             return
         access = self._accesses[self._at]
@@ -178,19 +178,19 @@ class Window:
         self._allow_writes()
 
     def end(self) -> None:
-        """All of the step's compute is queued."""
+        """End the step once all of its compute is queued; raise if layers bypassed the window."""
         if self._step is None:
             return
         self._step = None
         if self._at != len(self._accesses):
-            # For instance a FULL CUDA graph was replayed: it read whatever the window held.
+            # For instance, a replayed FULL CUDA graph read whatever the window held.
             raise OverspillError(
                 f"a step with spilled KV ran {self._at} of its {len(self._accesses)} attention layers through "
                 "Overspill, so its tokens may be wrong; the engine stops"
             )
 
     def report(self, speed: Sample) -> None:
-        """Add completed measurements of the first layer's fills."""
+        """Add completed timings of the first layer's fills to `speed`."""
         waiting = []
         for num_bytes, start, end in self._timed:
             seconds = start.seconds_until(end)
@@ -213,7 +213,7 @@ class Window:
             streams.fill(access.layer.region, group.reads)
             streams.fill(access.layer.region, group.far if self._with_far else [])
         else:
-            # The owner wrote in this step, and another layer used the half since.
+            # The owner wrote these blocks in this step, and another layer has used the half since.
             streams.fill(access.layer.region, group.reads)
             streams.fill(access.layer.region, group.far if self._with_far else [])
             streams.fill(access.layer.region, group.writes)
@@ -222,7 +222,7 @@ class Window:
         self._readable[index] = streams.fill_event()
 
     def _allow_writes(self) -> None:
-        """Let compute wait for the next layer's partly filled blocks: it writes their new KV before its attention."""
+        """Let compute wait for the next layer's partly filled blocks, which the layer writes before its attention."""
         if self._at in self._writable:
             self._streams.compute_after(self._writable[self._at])
 

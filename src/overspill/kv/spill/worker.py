@@ -1,4 +1,4 @@
-"""Spill in a worker: memory for the KV buffer and the arena, and the window during a step."""
+"""Spill in a worker: memory for KV buffer and arena, and the window during a step."""
 
 import time
 from contextlib import AbstractContextManager, ExitStack
@@ -38,7 +38,7 @@ _SECONDS_FOR_MEMORY, _SECONDS_BETWEEN_TRIES = 5.0, 0.1
 
 
 class SpillWorker:
-    """One per rank."""
+    """Spill on one rank."""
 
     def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._options = options
@@ -52,7 +52,7 @@ class SpillWorker:
         self.layers: list[Layer] = []
         self.must_pin = False
         self.buffer: KvBuffer | None = None
-        # With elastic KV: stretches of resident blocks, and those that have memory at first.
+        # With elastic KV: units of resident blocks, and those that have memory at the start.
         self.units: tuple[Units, range] | None = None
         self.lent = lent_units(options, vllm_config, self.geometry)
         self._window: Window | None = None
@@ -81,15 +81,15 @@ class SpillWorker:
 
     @property
     def num_resident(self) -> int:
-        """GPU blocks at the start."""
+        """GPU blocks that have memory at the start."""
         return self.geometry.num_resident if self.lent is None else self.lent.num_fixed
 
     def register(self, buffer: torch.Tensor) -> None:
-        """Map the arena, and set up streams and window. `buffer` is vLLM's KV cache as bytes."""
+        """Map the arena, and set up layers, streams and window. `buffer` is vLLM's KV cache as bytes."""
         geometry = self.geometry
         if self.buffer is None:
             raise OverspillError("vLLM did not allocate its KV cache where Overspill could map it; spill cannot work")
-        # One slot is one region's spilled blocks, so that no copy crosses a registered piece.
+        # A slot holds one region's spilled blocks, so that no copy crosses a registered piece.
         self._numa_node = gpu_numa_node(buffer.device) if buffer.is_cuda else None
         self.arena = HostMemory(
             geometry.num_regions, geometry.half_bytes, numa_node=self._numa_node, name="arena", option="spill_bytes"
@@ -112,7 +112,7 @@ class SpillWorker:
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        """Wait for the arena before the engine serves: the first spilled request would wait for it, or fail."""
+        """Wait for the arena before the engine serves; otherwise the first spilled request would wait, or fail."""
         assert self.arena is not None
         began = time.monotonic()
         while not self.arena.wait_until_prepared(_SECONDS_BETWEEN_MESSAGES):
@@ -131,12 +131,12 @@ class SpillWorker:
         )
 
     def copier(self, gpu: Copier, pool: HostMemory) -> Copier:
-        """Offload's copier with spilled blocks."""
+        """Copier for offload that also handles spilled blocks."""
         assert self.arena is not None and self.streams is not None
         return ArenaCopier(gpu, self.geometry, self.arena, pool, self.streams)
 
     def capture_graphs(self, runner: Any) -> None:
-        """Once vLLM has captured its own."""
+        """Capture graphs for steps with spilled KV, once vLLM has captured its own."""
         assert self._window is not None
         if not isinstance(self.streams, CudaStreams):
             return
@@ -156,14 +156,14 @@ class SpillWorker:
         )
 
     def _stop_threads(self) -> None:
-        """On a GPU the CPU shares attention inside graphs only."""
+        """Stop the threads for lack of graphs: beside a GPU, the CPU shares attention inside graphs only."""
         if self.far is not None:
             self.far.close()
             self.far = None
 
     def start_threads(self) -> None:
-        """For attention on the CPU, where it can be used. Steps stream all of their spilled KV until its speed is
-        known."""
+        """Start threads for attention on the CPU, if it can be used. Steps stream all of their spilled KV until the
+        threads' speed is known."""
         groups = far_groups(self._config) if self._options.spill_compute == "auto" else ()
         layers = [layer for layer in self.layers if layer.group in groups]
         modules = self._vllm_config.compilation_config.static_forward_context
@@ -196,12 +196,12 @@ class SpillWorker:
     # Every step.
 
     def move_memory(self, jobs: StepJobs) -> None:
-        """Give the window's memory to GPU blocks, or take it back. Before anything of the step is queued: vLLM zeroes
+        """Lend the window's memory to GPU blocks, or take it back, before anything of the step is queued: vLLM zeroes
         and copies new blocks before it binds the step's metadata."""
         if jobs.units is None:
             return
         assert self.buffer is not None
-        if self.must_pin:  # steps and copies in flight may use what is given up
+        if self.must_pin:  # steps and copies in flight may use memory that is given up
             torch.cuda.synchronize()
         self.stats.count("window_moves", int(self._rank == 0))
         deadline = time.monotonic() + _SECONDS_FOR_MEMORY
@@ -210,7 +210,7 @@ class SpillWorker:
                 self.buffer.keep_units(jobs.units)
                 return
             except OverspillError as error:
-                # Another process took what was free for a moment.
+                # Another process took the memory, which was free for a moment.
                 if time.monotonic() > deadline:
                     raise
                 logger.warning("Overspill: memory for KV is not to be had, and is tried again: %s", error)
@@ -226,13 +226,13 @@ class SpillWorker:
             return
         if self.graphs is not None and self.graphs.is_chosen:
             self.graphs.begin(jobs.spill)
-            # Each rank replays it, and one of them counts.
+            # All ranks replay the graph, and one of them counts.
             self.stats.count("graphed_steps", int(self._rank == 0))
         else:
             self._window.begin(jobs.spill, with_far=self.far is None or not self.far.shares_pieces())
 
     def _copy_blocks(self, pairs: list[tuple[int, int]], streams: Streams) -> None:
-        """Copy blocks between steps: behind all earlier work, and before all later work."""
+        """Copy blocks between steps: after all earlier work, and before all later work."""
         streams.save_after(streams.compute_event())
         streams.fill_after(streams.save_event())
         streams.copy_blocks(pairs)
@@ -261,7 +261,7 @@ class SpillWorker:
         streams.bytes_in = streams.bytes_out = 0
 
     def report(self, report: StepReport) -> None:
-        """Add completed measurements to the report."""
+        """Add measurements completed since the last call to the report."""
         if self._window is None:
             return
         self._window.report(report.stream_speed)
@@ -277,7 +277,7 @@ class SpillWorker:
         return self.stats.take()
 
     def shutdown(self) -> None:
-        """Finish copies, then free memory, also if one of them fails. vLLM's KV tensors are invalid afterwards."""
+        """Finish copies, then free memory, even if a part of this fails. vLLM's KV tensors are invalid afterwards."""
         with ExitStack() as stack:
             if self.buffer is not None:
                 stack.callback(self.buffer.close)

@@ -1,4 +1,4 @@
-// AMX tiles of bf16 numbers, for bf16 queries with KV that is bf16 or becomes it: 16 rows cost about as much as one.
+// AMX tiles of bf16 numbers, for bf16 queries with KV in bf16 or e4m3: 16 rows cost about as much as one.
 #include "avx512bf16.h"
 #include "tiles.h"
 
@@ -12,7 +12,7 @@ constexpr int kTileRows = 16;
 // Depth of a tile of weights and values.
 constexpr int kDepth = 32;
 
-// Sums of a pair of tiles of values lie in another order than the head's dimensions, see pack_values.
+// Order of the dimensions in the sums of a pair of value tiles, which pack_values permutes.
 template <int type>
 struct TileOrder {
     int16_t position[kMaxHeadSize] = {};
@@ -26,7 +26,7 @@ struct TileOrder {
 template <int type>
 constexpr TileOrder<type> kTileOrder{};
 
-// A kv head's queries: for each 16 rows and 32 dimensions a tile of [pair of dimensions][row][2].
+// Packs a row of a kv head's queries: 16 rows and 32 dimensions form a tile of [pair of dimensions][row][2].
 template <int type>
 void pack_tile_row(const uint8_t* from, int head_size, int width, int row, uint16_t* to) {
     to += row / kTileRows * kTileRows * width + row % kTileRows * 2;
@@ -36,21 +36,21 @@ void pack_tile_row(const uint8_t* from, int head_size, int width, int row, uint1
     }
 }
 
-// A unit, whole or not: only bf16's may be in part.
+// Loads a whole unit or, for bf16 only, half of one.
 template <int type>
 OVERSPILL_INLINE void load_rest(const uint8_t* p, bool whole, Words* words) {
     if (whole) load_unit<type, true>(p, words);
     else load_unit<type, false>(p, words);
 }
 
-// Values of 32 tokens: for each 16 dimensions a tile of [pair of tokens][dimension][2]. Unpacking within 128 bits puts
-// four of each eight dimensions into one tile and four into the next.
+// Packs the values of 32 tokens: 16 dimensions form a tile of [pair of tokens][dimension][2]. Unpacking within 128 bits
+// puts four of each eight dimensions into one tile and four into the next.
 template <int type>
 void pack_values(const uint8_t* const* tokens, int64_t offset, int head_size, const uint8_t* const* ahead,
                  uint16_t* packed) {
     for (int j = 0; j < kTileRows; j++) {
         const uint8_t *left = tokens[2 * j] + offset, *right = tokens[2 * j + 1] + offset;
-        for (int d = 0, at = 0; d < head_size; d += kUnit<type>, at += kLineBytes) {  // a unit is a line
+        for (int d = 0, at = 0; d < head_size; d += kUnit<type>, at += kLineBytes) {  // a unit is a cache line
             Words x[kUnit<type> / 32], y[kUnit<type> / 32];
             load_rest<type>(left + at, d + kUnit<type> <= head_size, x);
             load_rest<type>(right + at, d + kUnit<type> <= head_size, y);
@@ -66,7 +66,7 @@ void pack_values(const uint8_t* const* tokens, int64_t offset, int head_size, co
     }
 }
 
-// to[r][t] = from[t][r], rows of `to` kDepth apart.
+// to[r][t] = from[t][r]; rows of `to` are kDepth apart.
 void transpose(const float* from, float* to) {
     Vector a[16], b[16];
 #pragma GCC unroll 8
@@ -74,7 +74,7 @@ void transpose(const float* from, float* to) {
         const Vector x = load(from + 32 * i), y = load(from + 32 * i + 16);
         a[2 * i] = _mm512_unpacklo_ps(x, y), a[2 * i + 1] = _mm512_unpackhi_ps(x, y);
     }
-    // b[4 * i + j]: rows j, j + 4, j + 8, j + 12, of each tokens 4 * i to 4 * i + 3.
+    // b[4 * i + j] holds tokens 4 * i to 4 * i + 3 of rows j, j + 4, j + 8 and j + 12.
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         const __m512d low = _mm512_castps_pd(a[4 * i]), high = _mm512_castps_pd(a[4 * i + 1]);
@@ -109,11 +109,11 @@ struct Tiles {
     alignas(64) float scores[kTileRows * kDepth];  // [row][token]
     alignas(64) uint16_t weights[2][16 * kDepth];  // [row][token], the sum of two bf16 numbers: 16 bits of precision
     alignas(64) uint16_t values[kMaxHeadSize / 16 * 512];
-    alignas(64) uint16_t keys[kDepth * kMaxHeadSize];  // where a tile cannot be loaded from where they lie
+    alignas(64) uint16_t keys[kDepth * kMaxHeadSize];  // copies, where a tile cannot be loaded in place
     alignas(64) uint8_t nothing[kMaxHeadSize * 2] = {};
 };
 
-// Keys of 16 tokens as bf16 numbers, rows of tiles.
+// Copies the keys of 16 tokens, as bf16 numbers, into rows of tiles.
 template <int type>
 void copy_keys(const uint8_t* const* tokens, int64_t offset, int head_size, int width, uint16_t* to) {
     for (int i = 0; i < kTileRows; i++, to += width)
@@ -125,7 +125,7 @@ void copy_keys(const uint8_t* const* tokens, int64_t offset, int head_size, int 
         }
 }
 
-// 16 tokens: keys are rows of a tile, bf16 as they lie in memory.
+// Products of 16 tokens' keys with 16 rows of queries. The bf16 keys are rows of a tile just as they lie in memory.
 void multiply_keys(const uint16_t* queries, const uint8_t* keys, int64_t stride, int width, float* products) {
     TILE_ZERO(0);
     int d = 0;
@@ -145,7 +145,7 @@ void multiply_keys(const uint16_t* queries, const uint8_t* keys, int64_t stride,
     TILE_STORE(0, products, 64);
 }
 
-// Weights of one row's kDepth scores, of which `valid` count; raises the row's reference where it has to.
+// Turns one row's kDepth scores, of which `valid` count, into weights; raises the row's reference if necessary.
 void weigh(Tiles& tiles, int row, int valid, float scale, float& reference, float& total, float* sums, int width) {
     float* scores = tiles.scores + row * kDepth;
     for (int t = valid; t < kDepth; t++) scores[t] = -INFINITY;
@@ -170,7 +170,7 @@ void weigh(Tiles& tiles, int row, int valid, float scale, float& reference, floa
     total += _mm512_reduce_add_ps(sum);
 }
 
-// sums[row][d] += weights of kDepth tokens times their values. Two tiles of sums at a time keep the multiplier busy.
+// Adds the weighted values of kDepth tokens to sums[row][d]. Two tiles of sums at a time keep the multiplier busy.
 void add_values(const Tiles& tiles, int width, float* sums) {
     TILE_LOAD(4, tiles.weights[0], 64);
     TILE_LOAD(5, tiles.weights[1], 64);
@@ -203,7 +203,7 @@ void attend_tiles(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
             pack_tile_row<type>(from, head_size, width, row, queries + size_t(head) * all_rows * width);
         });
     }
-    // Of all rows of tiles, unlike a result's.
+    // State of all rows of tiles, padding included; a result leaves the padding out.
     float *sums = scratch.state, *reference = sums + size_t(heads) * all_rows * width,
           *total = reference + heads * all_rows;
     std::memset(sums, 0, sizeof(float) * heads * all_rows * (width + 2));
@@ -225,7 +225,7 @@ void attend_tiles(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
         }
         for (int h = 0; h < heads; h++) {
             const int64_t offset = h * layout.head_stride, value_offset = offset + layout.value_offset;
-            // Tokens that do not count have no weight, but their values might be anything.
+            // Tokens beyond `valid` have no weight, but their values could be anything, even NaN.
             for (int t = 0; t < kDepth; t++) values[t] = t < valid ? tokens[t] : tiles.nothing - value_offset;
             pack_values<type>(values, value_offset, head_size, ahead, tiles.values);
             for (int row = 0; row < rows; row += kTileRows) {
@@ -291,7 +291,7 @@ void try_amx_instructions(int stage) {
     TILE_RELEASE();
 }
 
-// With fewer rows AVX-512 reads faster than tiles do.
+// With fewer than `least_rows` rows, AVX-512 reads faster than tiles do.
 extern const Kernel kAmx = {
     "amx", may_use_amx, suits, 10, width_of, tile_state_floats, attend_type, tile_order, value_factor_of,
 };

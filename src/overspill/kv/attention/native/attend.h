@@ -1,15 +1,15 @@
-// Attention to keys and values with vectors of any width: each file for an instruction set defines its vectors and
-// includes this.
+// Attention to keys and values with vectors of any width: the file of each instruction set defines its vectors and
+// includes this header.
 //
-// It defines, in an anonymous namespace:
+// Such a file defines, in an anonymous namespace:
 //   Vector of kLanes floats; zero, splat, load, store, add, sub, fma (a * b + c), fms (a * b - c), maximum, any_above,
 //   nearest (integers), power (p * 2^n), totals (lane i: sum of the i-th of kLanes vectors), prefetch;
-//   load_pair<type, whole>: 2 * kLanes elements as floats, or half as many and zeros;
-//   kSums: dot products kept in registers at a time; kSlab: pairs of vectors of sums, of all rows;
-//   kE4m3Factor: what e4m3 numbers lack after they were loaded;
-//   kBf16Dot: whether queries and KV are multiplied as bf16 numbers. Then OVERSPILL_BF16_DOT is defined too, and
-//   dot_bf16, load_unit<type, whole> of kUnit<type> elements as bf16 numbers, their order word_of, and split, which
-//   makes floats of them.
+//   load_pair<type, whole>: 2 * kLanes elements as floats, or half as many followed by zeros;
+//   kSums: dot products kept in registers at a time; kSlab: pairs of vectors of sums in registers, over all rows;
+//   kE4m3Factor: the factor that e4m3 numbers lack after loading;
+//   kBf16Dot: whether queries and KV are multiplied as bf16 numbers. The file then defines OVERSPILL_BF16_DOT too,
+//   with dot_bf16, load_unit<type, whole> of kUnit<type> elements as bf16 numbers, their order word_of, and split,
+//   which converts them to floats.
 //
 // Every byte of KV comes from memory once: all rows of a kv head attend to kStep tokens while these are in the cache.
 
@@ -26,9 +26,9 @@ constexpr int kLineBytes = 64;
 constexpr int kRowBlock = 4;
 constexpr int kCells = 16;
 constexpr float kLog2e = 1.44269504088896340736f;
-// Tokens between those attended and those fetched into the cache.
+// Distance in tokens from attention to prefetches.
 constexpr int kFetchDistance = 16;
-// How far a score may exceed its row's reference before all sums of the row are scaled down: 2^8 is far from overflow.
+// Excess of a score over its row's reference at which all sums of the row are scaled down: 2^8 is far from overflow.
 constexpr float kSlack = 8.0f;
 constexpr float kNothingSeen = -1e30f;
 
@@ -41,8 +41,8 @@ constexpr int word_of(int d) {
 }
 #endif
 
-// bf16 becomes floats as even and odd elements, which takes a shift and a mask; other types in their order. Queries are
-// packed in the same order, and sums come out in it.
+// bf16 is converted to floats as even and odd elements, by a shift and a mask; other types keep their order. Queries
+// are packed in the same order, and sums come out in it.
 template <int type>
 struct Order {
     int16_t position[kMaxHeadSize] = {};
@@ -64,9 +64,9 @@ const int16_t* order_of(int type) {
 
 OVERSPILL_INLINE int padded(int head_size) { return (head_size + kPair - 1) / kPair * kPair; }
 
-// 2^x for x up to 100, with a relative error of about 2e-7; below 2^-126 that; NaN for NaN.
+// 2^x for x up to 100, with a relative error of about 2e-7; never below 2^-126; NaN for NaN.
 OVERSPILL_INLINE Vector exp2_of(Vector x) {
-    x = maximum(splat(-126.0f), x);  // in this order: x86 returns the second of two if one is NaN
+    x = maximum(splat(-126.0f), x);  // in this order: x86 returns the second operand if one is NaN
     const Vector n = nearest(x), f = sub(x, n);
     Vector p = splat(1.5403530e-4f);
     p = fma(p, f, splat(1.3333558e-3f));
@@ -78,27 +78,27 @@ OVERSPILL_INLINE Vector exp2_of(Vector x) {
     return power(p, n);
 }
 
-// kStep tokens of one kv head. `ahead` bytes behind them lie tokens to fetch, if it is not 0.
+// kStep tokens of one kv head. Unless `ahead` is 0, tokens to prefetch lie `ahead` bytes after them.
 struct Tokens {
     const uint8_t* keys;
     int64_t stride, value_offset, ahead;
-    int valid;  // the first so many count
+    int valid;  // number of tokens, from the first, that count
 };
 
 // A block of up to 4 rows attends to kStep tokens, kPart at a time. Lane r * kPart + t of a vector of scores belongs to
-// row r and token t of the part; so do the lanes of the block's state: kCells references, kCells sums of weights.
+// row r and token t of the part; the block's state has the same lanes: kCells references, and kCells sums of weights.
 template <int type, int kRows>
 struct Block {
     static constexpr int kPart = kSums / (kRows == 3 ? 4 : kRows), kParts = kStep / kPart, kVectors = kSums / kLanes;
     static constexpr int kGroup = kPart < 4 ? kPart : 4, kBytes = kTypeBytes[type];
-    // Pairs of vectors of sums of each row that are kept in registers: a line's, or more where vectors are as long.
+    // Pairs of vectors of each row's sums kept in registers: a cache line's, or more if a vector is as long as a line.
     static constexpr int kMostWide = kPair < 32 ? 32 / kPair : 2;
     static constexpr int kWide = kSlab / kRows < kMostWide ? kSlab / kRows : kMostWide;
     static constexpr int kPairsAtOnce = kUnit<type> / kPair;
     static constexpr int kLine = kPair * kBytes < kLineBytes ? kLineBytes / kBytes : kPair;  // elements
 
-    // Products of one unit of kGroup keys: all of the first vectors, then all of the second, so that a sum is ready
-    // again when its turn comes.
+    // Products of one unit of kGroup keys: all first vectors, then all second ones, so that each sum is ready again
+    // when its turn comes.
     template <bool whole>
     static OVERSPILL_INLINE void multiply(const float* q, int width, const uint8_t* keys, int64_t stride,
                                           Vector* sums) {
@@ -146,8 +146,7 @@ struct Block {
                 for (int t = 0; t < kPart; t++)
                     for (int line = 0; line < kLine * kBytes; line += kLineBytes)
                         prefetch(keys + tokens.ahead + t * tokens.stride + d * kBytes + line);
-            // Whole lines of a few keys at a time: keys are often so far apart that they share a set of the first-level
-            // cache.
+            // Whole lines of a few keys at a time: keys are often so far apart that they share a set of the L1 cache.
 #pragma GCC unroll 4
             for (int t = 0; t < kPart; t += kGroup)
 #pragma GCC unroll 2
@@ -166,7 +165,7 @@ struct Block {
         for (int i = 0; i < kVectors; i++) scores[i] = totals(sums + i * kLanes);
     }
 
-    // First tokens of a chunk, or a score far above all before: the references of such rows rise.
+    // Raises the references of rows, at the first tokens of a chunk or after a score far above all earlier ones.
     static __attribute__((noinline)) void raise(float* over, float* state, float* sums, int width, bool first) {
         for (int r = 0; r < kRows; r++) {
             float most = first ? -INFINITY : 0;
@@ -183,7 +182,7 @@ struct Block {
         }
     }
 
-    // Adds weighted values of kStep tokens, so many pairs of vectors of each.
+    // Adds weighted values of kStep tokens, kPairs pairs of vectors of each.
     template <int kPairs, bool whole>
     static OVERSPILL_INLINE void add_slab(const float* weights, const uint8_t* values, const Tokens& tokens, int width,
                                           bool fetch, float* sums) {
@@ -231,7 +230,7 @@ struct Block {
             for (int w = 0; w < kPairs * 2; w++) store(sums + r * width + w * kLanes, sum[r][w]);
     }
 
-    // Not inlined: registers are allocated better in a function of their own.
+    // Not inlined: compilers allocate registers better in a separate function.
     static __attribute__((noinline)) void attend(const float* q, int head_size, const Tokens& tokens, float scale,
                                                  float* state, float* sums) {
         const int width = padded(head_size);
@@ -239,10 +238,10 @@ struct Block {
         const bool first = state[0] == kNothingSeen;
         if (__builtin_expect(first, 0))
             for (int i = 0; i < kCells; i++) state[i] = 0;
-        Vector over[kParts * kVectors], most[kVectors];  // scores above the reference
+        Vector over[kParts * kVectors], most[kVectors];  // scores minus the reference
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) most[v] = splat(-INFINITY);
-        // Not unrolled: the whole loop has to fit into the CPU's cache of decoded instructions.
+        // Not unrolled: the whole loop must fit into the CPU's cache of decoded instructions.
 #pragma GCC unroll 1
         for (int i = 0; i < kParts; i++) {
             dots(q, head_size, width, tokens.keys + i * kPart * tokens.stride, tokens, over + i * kVectors);
@@ -280,7 +279,7 @@ struct Block {
         for (; d + kWide * kPair <= head_size; d += kWide * kPair)
             add_slab<kWide, true>(weights, values + d * kBytes, tokens, width, fetch(), sums + d);
         static_assert(kWide % kPairsAtOnce == 0, "a slab is of whole units");
-        // Of larger units a head has a whole number.
+        // A head has a whole number of larger units.
         if constexpr (kPairsAtOnce == 1) {
             for (; d + kPair <= head_size; d += kPair)
                 add_slab<1, true>(weights, values + d * kBytes, tokens, width, fetch(), sums + d);
@@ -291,7 +290,7 @@ struct Block {
 
 constexpr int row_blocks(int rows) { return (rows + kRowBlock - 1) / kRowBlock; }
 
-// All rows of a kv head, a block of them at a time; only the first fetches.
+// Attention of all rows of a kv head, one block of rows at a time; only the first block prefetches.
 template <int type>
 void attend_rows(const float* q, int rows, int head_size, Tokens tokens, float scale, float* state, float* sums) {
     const int width = padded(head_size), q_width = kBf16Dot ? width / 2 : width;
@@ -307,7 +306,7 @@ void attend_rows(const float* q, int rows, int head_size, Tokens tokens, float s
     }
 }
 
-// A row of queries as floats, in its type's order.
+// Converts a row of queries to floats, in its type's order.
 template <int type>
 void convert(const uint8_t* from, int head_size, float* to) {
     Vector a, b;
@@ -334,7 +333,7 @@ void pack_row(const OverspillLayout& layout, const uint8_t* from, float* to) {
     for (int d = 0; d < layout.head_size; d++) to[kv_order[d]] = row[query_order[d]];
 }
 
-// Calls pack(row of the query, kv head, row of the kv head) for each row of a segment, once per thread and segment.
+// Calls pack(query row, kv head, row within the kv head) for each row of a segment, once per thread and segment.
 template <typename Pack>
 OVERSPILL_INLINE void pack_queries(const OverspillJob& job, const OverspillSegment& segment, Pack pack) {
     const OverspillLayout& layout = *job.layout;
@@ -375,7 +374,7 @@ void attend_chunk(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
     const float scale = job.scale * job.key_scale * (type == kFp8E4m3 ? kE4m3Factor : 1.0f) * kLog2e;
     const int last = segment.num_blocks * layout.block_size - 1;
     const bool together = layout.block_size % kStep == 0;
-    // In the order of addresses: a step's tokens of all heads, or a block's tokens of each head.
+    // KV is read in the order of addresses: kStep tokens of all heads, or a block's tokens of each head.
     const int run = layout.head_stride < layout.token_stride || !together ? kStep : layout.block_size;
     alignas(64) uint8_t copy[kStep * 2 * kMaxHeadSize * 4];
     for (int first = chunk.first; first < chunk.end; first += run)
@@ -385,7 +384,7 @@ void attend_chunk(const OverspillJob& job, const Chunk& chunk, Scratch& scratch,
                 Tokens tokens{copy, 2 * head_size * bytes, head_size * bytes, 0, valid};
                 if (together) {
                     const uint8_t* at = token_at(job, segment, t);
-                    // Beyond the chunk's end too: the thread that goes on there finds it in a shared cache.
+                    // Prefetches go beyond the chunk's end: the thread that continues there finds it in a shared cache.
                     const int next = t + kFetchDistance < last ? t + kFetchDistance : last;
                     tokens = {at + h * layout.head_stride, layout.token_stride, layout.value_offset,
                               token_at(job, segment, next) - at, valid};
@@ -421,7 +420,7 @@ size_t state_floats_of(const OverspillLayout& layout, int rows) {
 const int16_t* order_of_layout(const OverspillLayout& layout) { return order_of(layout.kv_type); }
 float value_factor_of(const OverspillLayout& layout) { return layout.kv_type == kFp8E4m3 ? kE4m3Factor : 1.0f; }
 
-// For kernels of several types.
+// Attention for kernels of several KV types.
 template <int... types>
 void attend(const OverspillJob& job, const Chunk& chunk, Scratch& scratch, Result result) {
     (void)((job.layout->kv_type == types && (attend_chunk<types>(job, chunk, scratch, result), true)) || ...);

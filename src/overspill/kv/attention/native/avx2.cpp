@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kLanes = 8, kSums = 8, kSlab = 4;
 constexpr bool kBf16Dot = false;
-// An e4m3 number, shifted into the bits of an fp16 one, is smaller by the difference of their exponents' biases.
+// An e4m3 number, shifted into the bits of an fp16 number, is too small by the difference of the exponents' biases.
 constexpr float kE4m3Factor = 256.0f;
 using Vector = __m256;
 
@@ -32,7 +32,7 @@ OVERSPILL_INLINE Vector totals(const Vector* v) {
     const Vector b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
     return add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
-// Into the second level: tokens are often a multiple of 4 KiB apart, and so many do not fit into a set of the first.
+// Into the L2 cache: tokens are often a multiple of 4 KiB apart, and so many do not fit into one set of the L1 cache.
 OVERSPILL_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 template <int type, bool whole>
@@ -50,7 +50,7 @@ OVERSPILL_INLINE void load_pair(const uint8_t* p, Vector& a, Vector& b) {
             half = _mm256_loadu_si256((const __m256i*)p);
         } else {
             half = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)),
-                                     8);  // e5m2: upper half of fp16
+                                     8);  // an e5m2 number is the upper half of an fp16 one
             if (type == kFp8E4m3) half = _mm256_and_si256(_mm256_srai_epi16(half, 1), _mm256_set1_epi16(short(0xbfff)));
         }
         a = _mm256_cvtph_ps(_mm256_castsi256_si128(half));

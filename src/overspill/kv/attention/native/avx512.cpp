@@ -1,10 +1,10 @@
-// AVX-512 with fp32 arithmetic; other types are converted.
+// AVX-512 with fp32 arithmetic, to which other types are converted.
 #include "avx512.h"
 
 namespace overspill {
 namespace {
 constexpr bool kBf16Dot = false;
-// An e4m3 number, shifted into the bits of an fp16 one, is smaller by the difference of their exponents' biases.
+// An e4m3 number, shifted into the bits of an fp16 number, is too small by the difference of the exponents' biases.
 constexpr float kE4m3Factor = 256.0f;
 }
 }  // namespace overspill

@@ -41,10 +41,10 @@ OVERSPILL_INLINE Vector totals(const Vector* v) {
     }
     return pick_pairs(pick_pairs(b[0], b[1]), pick_pairs(b[2], b[3]));
 }
-// Into the second level: tokens are often a multiple of 4 KiB apart, and so many do not fit into a set of the first.
+// Into the L2 cache: tokens are often a multiple of 4 KiB apart, and so many do not fit into one set of the L1 cache.
 OVERSPILL_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
-// 32 bf16 numbers, or 16 and zeros.
+// 32 bf16 numbers, or 16 followed by zeros.
 template <bool whole>
 OVERSPILL_INLINE Words load_words(const uint8_t* p) {
     return whole ? _mm512_loadu_si512(p) : _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)p));

@@ -1,4 +1,4 @@
-// AVX-512 with dot products of bf16 numbers, for bf16 queries with KV that is bf16 or becomes it.
+// AVX-512 with bf16 dot products, for bf16 queries with KV in bf16 or in e4m3, which is converted to bf16.
 #include "avx512bf16.h"
 
 #include "attend.h"

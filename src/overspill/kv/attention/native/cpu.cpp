@@ -1,4 +1,4 @@
-// What this CPU and its system can run.
+// Instruction sets that this CPU and its system can run.
 #include <cerrno>
 #include <cstring>
 
@@ -38,7 +38,7 @@ struct Features {
         if (!has(1, 0, ecx, 1u << 27)) return;  // OSXSAVE
         uint32_t low, high;
         __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-        const auto saved = [&](uint32_t mask) { return (low & mask) == mask; };  // by the system, between threads
+        const auto saved = [&](uint32_t mask) { return (low & mask) == mask; };  // on thread switches, by the system
         avx2 = saved(0x6) && has(7, 0, ebx, 1u << 5) && has(1, 0, ecx, 1u << 12 | 1u << 29);        // FMA, F16C
         avx512 = avx2 && saved(0xe6) && has(7, 0, ebx, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31);  // F, DQ, BW, VL
         avx512_bf16 = avx512 && has(7, 1, eax, 1u << 5) && has(7, 0, ecx, 1u << 1);  // VBMI, for e4m3
@@ -53,8 +53,8 @@ const Features& features() {
 
 bool amx_enabled = false;
 
-// Linux hands out tile registers per process, on request. A process in a virtual machine or a sandbox may be refused,
-// or be granted what then does not work.
+// Linux grants tile registers per process, on request. A process in a virtual machine or a sandbox may be refused, or
+// be granted registers that then do not work.
 int request_amx() {
     if (!features().amx) return ENODEV;
     uint64_t granted = 0;

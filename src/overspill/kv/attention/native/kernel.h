@@ -1,4 +1,4 @@
-// What a kernel for one instruction set has to offer, and the work it is given.
+// Interface of a kernel for one instruction set, and the work that it is given.
 #pragma once
 
 #include <cstddef>
@@ -6,25 +6,25 @@
 
 #include "attention.h"
 
-// Files are compiled for different instruction sets: a function that two of them contain must be inlined into both, or
-// the linker would keep either.
+// Files are compiled for different instruction sets: a function in two of them must be inlined into both, or the linker
+// would keep just one, perhaps with instructions that this CPU lacks.
 #define OVERSPILL_INLINE inline __attribute__((always_inline))
 
 namespace overspill {
 
 constexpr int kMaxHeadSize = 256;
-// Tokens a kernel attends to at a time.
+// Tokens that a kernel attends to at a time.
 constexpr int kStep = 16;
 
 // Bytes of an element of each OverspillType.
 constexpr int kTypeBytes[] = {2, 2, 1, 1, 4};
 
-// A run of tokens of one segment. Runs are cut by the segment's size alone, and their results are added in a fixed
-// order: outputs depend neither on the number of threads nor on which thread did what.
+// A run of tokens of one segment. Segments are cut by their size alone, and results are added in a fixed order: outputs
+// depend neither on the number of threads nor on which thread ran which chunk.
 struct Chunk {
     int32_t segment;
     int32_t first, end;  // tokens, counted through the segment's blocks
-    size_t result;       // offset in floats, see Result
+    size_t result;       // offset of its Result, in floats
 };
 
 // Partial result of a chunk. Row i * group + g of a kv head is query token i of the segment and query head g of the kv
@@ -41,11 +41,11 @@ struct Result {
     }
 };
 
-// Memory of one thread.
+// Working memory of one thread.
 struct Scratch {
     float* queries;  // [kv_heads][rows][width] in the kernel's form
     float* state;
-    const void* packed_job;  // whose queries are packed
+    const void* packed_job;  // the job whose queries are packed
     int packed_segment;
 };
 
@@ -53,15 +53,15 @@ struct Kernel {
     const char* name;
     bool (*runs_here)();
     bool (*suits)(const OverspillLayout& layout);
-    int least_rows;  // per kv head, for it to be the best
-    // Floats per row in sums and packed queries.
+    int least_rows;  // rows per kv head from which this kernel is the best
+    // Floats per row of sums and of packed queries.
     int (*width)(const OverspillLayout& layout);
-    // Floats of Scratch::state for so many rows per kv head.
+    // Floats of Scratch::state for `rows` rows per kv head.
     size_t (*state_floats)(const OverspillLayout& layout, int rows);
     void (*attend)(const OverspillJob& job, const Chunk& chunk, Scratch& scratch, Result result);
     // Position of each dimension in a row of sums.
     const int16_t* (*order)(const OverspillLayout& layout);
-    // Factor of sums that the element type's conversion left out.
+    // Factor missing from sums because the conversion of the element type left it out.
     float (*value_factor)(const OverspillLayout& layout);
 };
 
@@ -77,7 +77,7 @@ extern const Kernel kNeon;
 
 // Kernels compiled in, best first; null-terminated.
 extern const Kernel* const kKernels[];
-// Cached: in a virtual machine each CPUID instruction traps and takes tens of microseconds.
+// The answer is cached: in a virtual machine each CPUID instruction traps and takes tens of microseconds.
 bool runs_here(int kernel);
 
 static OVERSPILL_INLINE const uint8_t* token_at(const OverspillJob& job, const OverspillSegment& segment, int token) {

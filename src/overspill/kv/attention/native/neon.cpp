@@ -1,4 +1,4 @@
-// NEON, on every 64-bit ARM CPU: fp32 arithmetic, other types converted.
+// NEON, on every 64-bit ARM CPU: fp32 arithmetic, to which other types are converted.
 #include <arm_neon.h>
 
 #include "kernel.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kLanes = 4, kSums = 16, kSlab = 8;
 constexpr bool kBf16Dot = false;
-// An e4m3 number, shifted into the bits of an fp16 one, is smaller by the difference of their exponents' biases.
+// An e4m3 number, shifted into the bits of an fp16 number, is too small by the difference of the exponents' biases.
 constexpr float kE4m3Factor = 256.0f;
 using Vector = float32x4_t;
 

@@ -7,8 +7,8 @@ namespace overspill {
 
 namespace {
 
-// A chunk's result is written once and read once, so chunks must not be too small; many chunks keep all threads busy to
-// the end.
+// Each chunk's result is written once and read once, so chunks must not be too small; but many chunks keep all threads
+// busy to the end.
 constexpr int64_t kChunksPerSegment = 64;
 constexpr int64_t kLeastBytes = 128 << 10, kMostBytes = 1 << 20, kBytesPerResultByte = 4;
 
@@ -79,7 +79,7 @@ Plan make_plan(const OverspillJob& job, const Kernel* forced) {
         const int64_t large = round_up(round_up(whole, unit), kStep),
                       small = round_up(round_up(whole / 4, unit), kStep);
         const int first = int(plan.chunks.size());
-        // The last quarter in smaller pieces, so that threads end together.
+        // The last quarter is cut into smaller chunks, so that threads end together.
         for (int64_t at = 0; at < tokens;) {
             const int64_t end = std::min<int64_t>(tokens, at + (tokens - at > tokens / 4 ? large : small));
             plan.chunks.push_back({i, int32_t(at), int32_t(end), plan.result_floats});
@@ -120,7 +120,7 @@ void merge(const OverspillJob& job, const Plan& plan, const float* results, int 
         total += result.total[row] * weight;
         for (int d = 0; d < width; d++) sums[d] += from[d] * weight;
     });
-    // Written so that a NaN among the keys or values stays one.
+    // Written so that a NaN among the keys or values reaches the output.
     const float factor = total == 0 ? 0 : job.value_scale * plan.kernel->value_factor(layout) / total;
     float* output = job.output + (size_t(query) * heads + head) * layout.head_size;
     const int16_t* order = plan.kernel->order(layout);

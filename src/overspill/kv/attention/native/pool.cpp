@@ -1,4 +1,4 @@
-// Threads that attend: one of them leads, taking steps in turn and dividing each layer's job among all.
+// Pool of attention threads: one of them leads, takes steps in turn, and divides each layer's job among all.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -28,9 +28,9 @@ using namespace overspill;
 
 namespace {
 
-// While a step runs, its next layer is microseconds to milliseconds away: threads do not sleep before this.
+// While a step runs, its next layer is microseconds to milliseconds away: threads spin this long before they sleep.
 constexpr int64_t kStepSpinNs = 20'000'000;
-// Beyond this a waiting thread lets others have its core.
+// After this, a waiting thread yields its core.
 constexpr int64_t kYieldNs = 100'000;
 constexpr int64_t kReadPiece = 1 << 20;
 
@@ -59,7 +59,7 @@ void sleep_on(const Word& word, uint32_t value, int64_t timeout_ns) {
 
 void wake_all(const Word& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
 
-// Spins, then yields. `tired` says that a wait has lasted longer than `ns`, and is cheap to ask.
+// Wait that spins, then yields. `tired` is true once the wait has lasted longer than `ns`; calling it is cheap.
 class Patience {
   public:
     bool tired(int64_t ns) {
@@ -75,7 +75,7 @@ class Patience {
     unsigned rounds_ = 0;
 };
 
-// The GPU writes and reads flags and results behind the CPU's caches, so ordinary fences between cores do not suffice
+// The GPU reads and writes flags and results behind the CPU's caches, so ordinary fences between cores do not suffice
 // on ARM.
 void fence_device() {
 #if defined(__aarch64__)
@@ -104,8 +104,8 @@ struct Step {
     int64_t id;
     uint32_t number;
     std::vector<OverspillJob> jobs;
-    std::vector<std::shared_ptr<const Plan>> plans;  // of each job
-    const uint8_t* memory = nullptr;                 // to read instead
+    std::vector<std::shared_ptr<const Plan>> plans;  // one per job
+    const uint8_t* memory = nullptr;                 // read instead of running jobs
     int64_t bytes = 0;
 };
 
@@ -119,8 +119,8 @@ struct alignas(64) Thread {
     std::atomic<int64_t> cpu_ns{0};
 };
 
-// Pieces of work handed to all threads. A thread reads it only while it holds a piece, and the leader changes it only
-// when none is held: a thread that comes late finds no piece and touches nothing.
+// Pieces of work for all threads. A thread reads the task only while it holds a piece, and the leader changes the task
+// only when no piece is held: a thread that comes late finds no piece and touches nothing.
 struct Task {
     enum Kind { kChunks, kMerge, kRead } kind = kChunks;
     const OverspillJob* job = nullptr;
@@ -150,18 +150,18 @@ struct OverspillPool {
     std::atomic<const Kernel*> forced{nullptr}, last_kernel{nullptr};
     Memory results;
     Task task;
-    std::atomic<uint64_t> checksum{0};  // of memory read, so that the reads are not optimised away
+    std::atomic<uint64_t> checksum{0};  // of memory read, so that the compiler keeps the reads
 
     // Steps: submitted by any thread, taken by the leader.
     std::mutex mutex;
     std::deque<Step> queue;
-    Step step{};  // that runs: not the leader's own, since others may use it when the leader has ended
-    std::atomic<int64_t> submitted{0}, finished{0}, aborted{0};  // ids; all up to `aborted` are to end early
-    std::array<std::atomic<bool>, 256> cut_short{};              // by id: whether the step was aborted
+    Step step{};  // running step; not local to the leader, since other threads may use it when the leader has ended
+    std::atomic<int64_t> submitted{0}, finished{0}, aborted{0};  // ids; all steps up to `aborted` must end early
+    std::array<std::atomic<bool>, 256> cut_short{};              // whether the step was aborted, by id
     Word submit_word{0}, finish_word{0};
     std::atomic<bool> stop{false};
 
-    // Pieces: number of the task, and how many of its pieces nobody has taken yet.
+    // Ticket: the task's number in the upper half, and in the lower half how many of its pieces are not taken yet.
     alignas(64) std::atomic<uint64_t> ticket{0};
     alignas(64) std::atomic<uint32_t> completed{0};
     alignas(64) Word wake_word{0};
@@ -170,11 +170,11 @@ struct OverspillPool {
     alignas(64) std::atomic<uint64_t> heartbeat{0}, units{0};
     std::atomic<uint32_t> step_number{0};
     std::atomic<int32_t> layer{0}, state{kIdle}, alive{0};
-    std::atomic<int64_t> attended_bytes{0}, attended_ns{0}, attended_jobs{0}, late_jobs{0};  // of those that have ended
+    std::atomic<int64_t> attended_bytes{0}, attended_ns{0}, attended_jobs{0}, late_jobs{0};  // of ended jobs
 
     explicit OverspillPool(int count) : threads(count) {}
 
-    // What every thread does.
+    // Work of every thread.
 
     void run_unit(Thread& thread, uint32_t unit) {
         if (task.kind == Task::kRead) {
@@ -193,7 +193,7 @@ struct OverspillPool {
         }
     }
 
-    // Works on pieces while there are any. False: the thread has to end.
+    // Works on pieces while there are any. False if the thread has to end.
     bool work(Thread& thread) {
         uint64_t seen = ticket.load(std::memory_order_acquire);
         if (!uint32_t(seen)) return true;
@@ -205,7 +205,7 @@ struct OverspillPool {
                 if (fault) return false;
             }
             run_unit(thread, task.count - uint32_t(seen));
-            // Counted before the piece is reported; not for merges, of which there are many small ones.
+            // CPU time is counted before the piece is reported; not for merges, which are many and small.
             if (task.kind != Task::kMerge) {
                 const int64_t now = now_ns(CLOCK_THREAD_CPUTIME_ID);
                 thread.cpu_ns += now - began;
@@ -236,7 +236,7 @@ struct OverspillPool {
         while (next_step()) {
             const bool whole = run_step(thread);
             state = kIdle;
-            if (!whole && !is_aborted()) return;  // stopped, or this thread has to end
+            if (!whole && !is_aborted()) return;  // the pool stopped, or this thread has to end
             cut_short[step.id % cut_short.size()] = !whole;
             finished = step.id;
             finish_word.fetch_add(1);
@@ -244,7 +244,7 @@ struct OverspillPool {
         }
     }
 
-    // What the leader does.
+    // Work of the leader.
 
     bool next_step() {
         Patience patience;
@@ -280,7 +280,7 @@ struct OverspillPool {
             heartbeat.fetch_add(1, std::memory_order_relaxed);
             if (stop) return false;
             if (!cancelled && is_aborted()) {
-                // Pieces in work are waited for, since they use the step's memory.
+                // Wait for the pieces that threads hold, since these use the step's memory.
                 awaited -= uint32_t(ticket.fetch_and(~uint64_t(UINT32_MAX)));
                 cancelled = true;
             }
@@ -333,7 +333,7 @@ struct OverspillPool {
             if (!run_task(thread)) return false;
             fence_device();
             if (plan.bytes) {
-                // Looked at before `done` is set: whoever waits lowers it then.
+                // Read `due` before setting `done`: the waiting GPU then lowers `due`.
                 late_jobs += job.due && reached(job.due);
                 attended_jobs++;
                 attended_bytes += plan.bytes;
@@ -344,7 +344,7 @@ struct OverspillPool {
         return true;
     }
 
-    // What callers do.
+    // Calls from other threads.
 
     int64_t submit(Step next) {
         const std::lock_guard lock(mutex);
@@ -415,7 +415,7 @@ OverspillPool* overspill_pool_create(int threads, const int32_t* cpus, int num_c
     auto* pool = new OverspillPool(threads);
     pool->spin_ns = spin_us * 1000ll;
     pool->cpus.assign(cpus, cpus + num_cpus);
-    // Signals are for the program's own threads.
+    // Block signals here: they are for the program's own threads.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -477,7 +477,7 @@ int overspill_pool_abort(OverspillPool* pool, int64_t timeout_us) {
     pool->submit_word.fetch_add(1);
     wake_all(pool->submit_word);
     const int result = pool->wait(last, timeout_us);
-    return result == kFinished ? kAborted : result;  // it may have ended just before
+    return result == kFinished ? kAborted : result;  // the last step may have ended just before
 }
 
 void overspill_pool_progress(const OverspillPool* pool, OverspillProgress* progress) {

@@ -1,5 +1,5 @@
-// AMX instructions. The compilers' intrinsics do not always say that they read and write memory: GCC 12 drops the
-// configuration that _tile_loadconfig is given but for its first 8 bytes, and every later tile instruction is then
+// AMX instructions. The compilers' intrinsics do not always declare that they read and write memory: GCC 12 drops all
+// but the first 8 bytes of the configuration that _tile_loadconfig is given, and every later tile instruction is then
 // illegal.
 #pragma once
 
