@@ -4,11 +4,11 @@ from overspill.kv.errors import OverspillError
 
 
 class MeasureError(OverspillError):
-    """A mistake in the request; the message says what to write."""
+    """Mistake in the request; the message says what to write instead."""
 
 
 class CannotMeasure(MeasureError):
-    """The request is fine and cannot be met at present: no server, no room, no candidate that started, a full disk.
+    """Valid request that cannot be met at present: no server, no room, no candidate that started, a full disk.
 
-    Ends a command with 1 instead of 2.
+    Commands exit with 1 instead of 2.
     """

@@ -1,4 +1,4 @@
-"""`overspill ab`: configurations measured in turn, and every repeat saved as soon as it is known."""
+"""`overspill ab`: configurations measured in turn, each repeat saved as soon as it ends."""
 
 import os
 import threading
@@ -23,8 +23,8 @@ from overspill.registry import Registry, Result, list_results, open_registry
 
 
 def schedule(labels: Sequence[str], repeats: int, *, keeps_engines: bool) -> list[Step]:
-    """Interleaved: A B, B A, A B. A machine that becomes slower with time, as a card that becomes warm, then does so
-    for all alike. An engine that is kept has its repeats one after the other: two do not fit the GPU."""
+    """Steps in order, interleaved as A B, B A, A B: a machine that slows down with time, such as a card that warms up,
+    then affects all alike. Kept engines run their repeats back to back, since two do not fit on the GPU."""
     if keeps_engines:
         return [Step(repeat, label) for label in labels for repeat in range(1, repeats + 1)]
     return [
@@ -39,7 +39,7 @@ def remaining(planned: Sequence[Step], done: Collection[Step]) -> list[Step]:
 
 
 def is_last_of_life(planned: Sequence[Step], index: int, *, keeps_engines: bool) -> bool:
-    """Whether the engine of a step has nothing to do after it."""
+    """Whether the step is the last one that its engine serves."""
     if not keeps_engines or index + 1 == len(planned):
         return True
     return planned[index + 1].label != planned[index].label
@@ -54,9 +54,9 @@ def run(
     logs: Path | None = None,
     stop: threading.Event | None = None,
 ) -> Report:
-    """Measures what is missing of an experiment, and reports on all of it.
+    """Measure the missing repeats of an experiment, and report on all of them.
 
-    Whatever happens, no engine is left running and finished repeats are kept. `stop` ends it early.
+    Whatever happens, no engine is left running and finished repeats are kept. `stop` ends the run early.
     """
     configurations = {one.label: one for one in definition.read()}
     model = _with_whole_path(look_up(definition.model))
@@ -70,7 +70,7 @@ def run(
             say(f"warning: {label}: {warning}")
     name = resume or Experiment.new_name()
     folder = logs or logs_folder("ab", name)
-    # Before the finished repeats are read: a process that still measures would have more of them a moment later.
+    # Lock before reading the finished repeats: a process that still measures would add more a moment later.
     with locked(folder, name):
         earlier = Experiment.load(registry, name)[1] if resume is not None else []
         done = {Step(one.repeat, one.label) for one in earlier if one.is_complete and one.repeat and one.label}
@@ -103,7 +103,7 @@ def _run(
         if trials.stop.is_set():
             return
         trials.reporter.begin(step.label, step.repeat, len(todo) - index)
-        # An engine that did not start or died would do so again; the others are still worth measuring.
+        # An engine that failed to start, or died, would do so again; other configurations are still worth measuring.
         if step.label in failed:
             continue
         trial = Trial(
@@ -121,7 +121,7 @@ def _run(
 
 
 def require_same_model(results: Sequence[Result], source: str, experiment: str) -> None:
-    """A folder named without its whole path, or a name of the registry, may be another model by now."""
+    """Raise if the model changed: a relative path or a registry name may stand for another model by now."""
     for one in results:
         if isinstance(was := one.config.get("source"), str) and was != source:
             raise MeasureError(
@@ -131,14 +131,14 @@ def require_same_model(results: Sequence[Result], source: str, experiment: str) 
 
 
 def _with_whole_path(model: ModelRef) -> ModelRef:
-    """A resume may be requested in another folder, where the same name is another model or none."""
+    """The model with an absolute path: a resume may run in another folder, where the name is another model or none."""
     is_folder = not os.path.isabs(model.source) and os.path.isdir(model.source)
     return replace(model, source=os.path.abspath(model.source)) if is_folder else model
 
 
-# The demo's experiment: a tiny model on vLLM's CPU engine, conversations that return, offload off and on. Prompts are
-# so long that computing one again takes many times as long as copying its KV, even for a model this small, and the
-# cache has room for one conversation.
+# The demo's experiment: a tiny model on vLLM's CPU engine, returning conversations, offload off and on. Prompts are so
+# long that recomputing one takes many times as long as copying its KV, even for a model this small, and the cache holds
+# a single conversation.
 _BLOCK_TOKENS = 32
 _CONVERSATIONS, _TURNS = 4, 3
 _FIRST_TURN, _NEXT_TURN, _ANSWER = 6000, 100, 8  # tokens
@@ -147,7 +147,7 @@ EXAMPLE_MEASURES = ("cold_mean_ttft_ms", "returning_mean_ttft_ms", "peak_ram_byt
 
 
 def run_example(model: Path, folder: Path, say: Say) -> Report:
-    """In a registry of its own, in `folder`. `report.as_table(*EXAMPLE_MEASURES)` is what the demo shows."""
+    """Run the demo's experiment in a registry under `folder`; the demo shows `report.as_table(*EXAMPLE_MEASURES)`."""
     definition = Experiment(
         model=str(model),
         configurations=(("a", "stock vLLM = none"), ("b", "Overspill = overspill-eager:256MiB,reserve_bytes=0")),

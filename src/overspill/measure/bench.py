@@ -1,4 +1,4 @@
-"""`overspill bench`: one measurement of a server that runs already, saved as a result, whatever happens in between."""
+"""`overspill bench`: one measurement of a running server, saved as a result even if it is cut short."""
 
 import os
 import threading
@@ -41,11 +41,11 @@ class Request:
     experiment: str | None
     goodput: Limits | None = None
     earlier: Result | None = None
-    """The incomplete result that it resumes."""
+    """The incomplete result to resume."""
     part: Mapping[str, Any] | None = None
 
     def words(self, model: str) -> list[str]:
-        """The command that repeats it."""
+        """Command line that repeats this measurement on a model."""
         words = ["overspill", "bench", self.url, "--workload", self.workload.as_text(), "--model", model]
         words += ["--prompts", self.workload.file] if self.workload.file else []
         words += ["--seed", str(self.seed)]
@@ -64,7 +64,7 @@ class Bench:
     outcome: Outcome
     result_id: int | None = None
     not_saved: str | None = None
-    """Why there is no result in the registry."""
+    """Reason why the registry has no result, or None if it has one."""
 
     @property
     def unmet(self) -> str | None:
@@ -111,7 +111,7 @@ def read_request(
     expect: str | None, label: str | None, experiment: str | None, resume: int | None, goodput: str | None = None,
     prompts: str | None = None,
 ) -> Request:  # fmt: skip
-    """None for what was not given."""
+    """Validate a command's arguments, each None if not given."""
     expects = next((tier for tier in TIERS if tier == expect), None)
     if expect is not None and expects is None:
         raise MeasureError(f"--expect {expect!r:.40} is not a tier; write offload or spill")
@@ -145,7 +145,7 @@ def _resumed(request: Request, resume: int, *, url: str | None, **given: object)
             f"measurement of neither. Leave the address out to go on there, or measure {request.url} anew without "
             "--resume"
         )
-    # All parameters: defaults may have changed since.
+    # Pass all parameters: defaults may have changed since.
     written = ",".join(f"{name}={value}" for name, value in parameters.items())
     workload = parse_workload(f"{result.benchmark}:{written}", str(config.get("file") or ""))
     if workload.digest != config.get("digest", ""):
@@ -162,7 +162,7 @@ def _resumed(request: Request, resume: int, *, url: str | None, **given: object)
 def run_bench(
     request: Request, *, say: Say, on_progress: Callable[[Progress], None], stop: threading.Event
 ) -> Bench:  # fmt: skip
-    """Raises if nothing can be measured; what was measured is returned even if it cannot be saved."""
+    """Measure and save; raises if nothing can be measured, but returns a measurement that cannot be saved."""
     try:
         open_registry().close()
     except CannotNow as error:

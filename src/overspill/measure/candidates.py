@@ -1,4 +1,4 @@
-"""What is worth trying: the plan's ways, and variations of the one that it recommends."""
+"""Candidates for `overspill tune`: the plan's ways, and variations of the recommended one."""
 
 import json
 import shlex
@@ -19,10 +19,10 @@ from overspill.planning.weights import WeightOffload, groupings, uva_offloads
 from overspill.settings import as_flags
 
 Replan = Callable[[Mapping[str, Any]], Plan]
-"""The plan that `overspill serve` would make with these settings too."""
+"""Returns the plan that `overspill serve` would make with these settings added."""
 
 AS_IT_IS = "as it is"
-"""The label of a model's settings as they are."""
+"""Label of the candidate with a model's current settings."""
 CONNECTOR = "OverspillConnector"
 TRANSFER = "--kv-transfer-config"
 TUNABLE = ("max_num_batched_tokens", "offload_ram", "weights_ram")
@@ -31,8 +31,8 @@ TUNABLE_FLAGS = (
     "--offload-prefetch-step",
 )  # fmt: skip
 _LEAST_CHUNK, _MOST_CHUNK = 512, 16384
-# Of the planned amount of weights in RAM: slower steps, and more KV on the GPU. And the nearest amount below it, which
-# the plan holds for too little.
+# Multiples of the planned weights in RAM: slower steps, but more KV on the GPU. The nearest amount below, which the
+# plan considers too little, is tried as well.
 _MORE_WEIGHTS = (1.25, 1.5, 2, 4)
 
 
@@ -40,15 +40,15 @@ _MORE_WEIGHTS = (1.25, 1.5, 2, 4)
 class Candidate:
     label: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of a model of the registry; what is kept if it is the best."""
+    """Settings of a registered model, kept there if this candidate is the best."""
     vllm_args: tuple[str, ...] = ()
-    """What can be said with vLLM's own flags only."""
+    """Flags for what only vLLM's own flags can express."""
     things_in_ram: int = 0
-    """Of weights, spilled KV and idle KV."""
+    """How many of weights, spilled KV and idle KV are in RAM."""
     ram_bytes: int = 0
     is_exact: bool = True
     is_planned: bool = False
-    """Whether it is what the plan recommends."""
+    """Whether the plan recommends this candidate."""
 
     @classmethod
     def of(
@@ -63,11 +63,11 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[bool, int, bool, int]:
-        """The simpler the less: of equal ones, this decides."""
+        """Sort key, simplest first; decides between equally good candidates."""
         return not self.is_exact, self.things_in_ram, not self.is_planned, self.ram_bytes
 
     def text(self, given: Mapping[str, Any]) -> str:
-        """As `overspill ab` takes it; `given` are settings of all candidates."""
+        """The candidate as a configuration of `overspill ab`; `given` are settings of all candidates."""
         return shlex.join(["overspill", *as_flags({**given, **self.settings}), *self.vllm_args])
 
     def as_json(self) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def find_candidates(
     allow_fp8: bool = False,
     current: Candidate | None = None,
 ) -> tuple[Candidate, ...]:
-    """The plan's own choice first, then the rest, the more promising ones first.
+    """Distinct candidates: the plan's own choice first, then the rest, most promising first.
 
-    `fixed` are settings (and `kv_transfer_config`) that are not varied. Where nothing `returns`, nothing can be learned
-    about RAM for idle KV, so the plan's choice of it stays. `current` is what the model has now.
+    `fixed` settings (and `kv_transfer_config`) are not varied. Where nothing `returns`, nothing can be learned about
+    RAM for idle KV, so the plan's amount stays. `current` is the candidate with the model's current settings.
     """
     own = plan.chosen or (plan.lossy if allow_fp8 else None)
     assert own is not None, "what does not fit is refused before"
@@ -123,7 +123,7 @@ class _Maker:
     def make(
         self, label: str, way: Way, *, is_planned: bool = False, options: Mapping[str, Any] | None = None, **also: Any
     ) -> Candidate | None:
-        """With the fewest settings that make `overspill serve` do it; None if there is no way to say it."""
+        """A candidate with the fewest settings that make `overspill serve` take this way; None if none can."""
         settings = {
             "max_model_len": self._plan.max_model_len, "max_num_batched_tokens": way.max_num_batched_tokens, **also,
         }  # fmt: skip
@@ -138,14 +138,14 @@ class _Maker:
                 return None
         words: list[str] = []
         if way.weights != chosen.weights:
-            del settings["weights_ram"]  # the plan would take the other offloader
+            del settings["weights_ram"]  # the plan would choose the other offloader
             flags = [flag for flag in read_flags(vllm_args(self._plan, way)) if flag.name in TUNABLE_FLAGS]
             words += [word for flag in flags if flag.name != TRANSFER for word in flag.words]
         kv_options = self._plan.wishes.kv_options
         transfer: Mapping[str, Any] | None = kv_transfer_config(way, kv_options)
         if options or transfer != kv_transfer_config(chosen, kv_options):
             if transfer is None:
-                return None  # no flag takes a connector away
+                return None  # no flag removes a connector
             extra = {**transfer["kv_connector_extra_config"], **(options or {})}
             words += [TRANSFER, json.dumps({**transfer, "kv_connector_extra_config": extra})]
         return Candidate.of(way, label, settings, tuple(words), is_planned=is_planned)
@@ -156,15 +156,15 @@ class _Maker:
                 yield self.make(way.name, way)
 
     def weights(self) -> Iterator[Candidate | None]:
-        """As the plan divides the rest then: what weights leave of the GPU is for KV, and what they leave of RAM for
-        idle KV."""
+        """Other amounts of weights in RAM; the plan then redivides what they leave, GPU memory to KV and RAM to idle
+        KV."""
         own = self._own.weights
         for weights in nearby_weights(self._plan, own) if own.ram_bytes else ():
             if (way := self._alike(weights_ram=self._own.num_ranks * weights.ram_bytes)) is not None:
                 yield self.make(f"{format_size(way.num_ranks * way.weights.ram_bytes)} of weights in RAM", way)
 
     def pools(self) -> Iterator[Candidate | None]:
-        """Without RAM for idle KV and with half of the plan's; where the plan has none, there is none to be had."""
+        """No RAM for idle KV, and half of the plan's; a plan without any could not use more."""
         own = self._own
         for size in (0, own.offload_bytes // 2 // GiB * GiB) if own.offload_bytes else ():
             total = own.num_ranks * size
@@ -194,7 +194,7 @@ class _Maker:
         return read_options(self._plan.wishes.kv_options)
 
     def _alike(self, **settings: int) -> Way | None:
-        """The plan's choice with these settings, if it rounds KV where the one that is varied does."""
+        """The plan's choice with these settings; None if just one of it and the varied way rounds KV."""
         length, chunk = self._plan.max_model_len, self._own.max_num_batched_tokens
         plan = self._replan({"max_model_len": length, "max_num_batched_tokens": chunk, **settings})
         way = plan.recommended or plan.lossy
@@ -202,7 +202,7 @@ class _Maker:
 
 
 def nearby_weights(plan: Plan, planned: WeightOffload) -> list[WeightOffload]:
-    """The next smaller amount, and some larger ones."""
+    """Possible amounts of weights in RAM near the planned one: the next smaller, and some larger."""
     layers, pinning = plan.rank.weights.layer_bytes, pinned_share(plan.rank)
     amounts = list(uva_offloads(layers, pinning) if planned.is_uva else groupings(layers, pinning))
     less = [each for each in amounts if each.ram_bytes < planned.ram_bytes][-1:]

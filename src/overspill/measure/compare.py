@@ -1,8 +1,8 @@
-"""Configurations side by side: measures, ratios and how sure they are; decisions on stored repeats, without effects.
+"""Comparisons of configurations: measures, ratios and their confidence, computed from stored repeats without effects.
 
 Times and rates vary by factors, so their logarithms are compared. Repeats of two configurations are pairs: each repeat
 sends the same requests to both, minutes apart. With n pairs the mean of the log-ratios has a t-interval with n - 1
-degrees of freedom, which is exact for normal log-ratios however few there are, and wide when there are two.
+degrees of freedom, which is exact for normal log-ratios however few there are, and wide for two.
 """
 
 import math
@@ -29,17 +29,17 @@ class Measure:
     unit: str
     better: Better = Better.NEITHER
     requests: str | None = None
-    """Key of the list with a value for each request, of which this is the mean."""
+    """Key of the list of per-request values whose mean this measure is."""
     begins_cold: bool = False
-    """Whether the first start of an experiment takes longer, whichever configuration it is: its weights are read from
-    disk, and what is compiled is kept for the others."""
+    """Whether an experiment's first start is slower, whatever its configuration: weights are read from disk, and
+    compiled code is cached for later starts."""
 
     def value(self, metrics: Mapping[str, Any]) -> float | None:
         found = metrics.get(self.key)
         return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
     def shown(self, value: float | None) -> str:
-        """With its unit."""
+        """The value with its unit."""
         if value is None:
             return "-"
         if self.unit == "bytes":
@@ -59,7 +59,7 @@ def _rate(key: str, name: str, unit: str) -> Measure:
     return Measure(key=key, name=name, unit=unit, better=Better.HIGHER)
 
 
-# What users ask for first; how long it took to get there last.
+# Ordered by what users ask first; the cost of getting there, load time, comes last.
 MEASURES = (
     _rate("output_throughput", "output throughput", "tok/s"),
     _rate("request_throughput", "request throughput", "req/s"),
@@ -94,13 +94,13 @@ BY_KEY = {measure.key: measure for measure in MEASURES}
 
 NOT_FINISHED = "not finished"
 CONFIDENCE = 0.95
-# Between two starts of the same engine lie differences that no number of repeats takes out: clocks, memory placement,
-# the order of the configurations. Less than one percent cannot be distinguished from them, and not worth acting on.
+# Two starts of the same engine differ in ways that no number of repeats averages out: clocks, memory placement, the
+# order of the configurations. Less than one percent cannot be distinguished from these, and is not worth acting on.
 FLOOR = 0.01
-# "No difference" is a claim like any other: the whole interval must lie within this factor of 1. One that includes 1
-# and reaches further only failed to show a difference.
+# "No difference" is a claim like any other: the whole interval must lie within this factor of 1. An
+# interval that includes 1 and reaches further only failed to show a difference.
 SAME = 1.05
-# Of fewer requests a bootstrap's interval is far too narrow: 2 equal engines seem to differ in every second run.
+# With fewer requests a bootstrap interval is far too narrow: 2 equal engines seem to differ in every second run.
 FEWEST_REQUESTS = 20
 _RESAMPLES = 2000
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom.
@@ -111,7 +111,7 @@ _T = (
 
 
 class Basis(StrEnum):
-    """What an interval is over, in the words of a report."""
+    """What an interval covers, worded for reports."""
 
     PAIRS = "over repeats, paired"
     GROUPS = "over repeats, not paired"
@@ -121,13 +121,13 @@ class Basis(StrEnum):
 
 class Verdict(StrEnum):
     NO_DIFFERENCE = "no difference above 5 %"
-    """The interval leaves room for none that matters."""
+    """The interval excludes any difference that matters."""
     NOT_SHOWN = "no difference shown"
-    """The interval includes 1, and much else."""
+    """The interval includes 1, and larger differences too."""
     HIGHER = "higher"
     LOWER = "lower"
     ONE_RUN = "one run"
-    """The interval is over requests: what differs between two runs of the same engine is not in it."""
+    """The interval is over requests, so it misses how two runs of the same engine differ."""
     UNKNOWN = "one repeat: no interval"
 
 
@@ -151,7 +151,7 @@ class Ratio:
 
 
 def paired_ratio(first: Mapping[int, float], second: Mapping[int, float]) -> Ratio | None:
-    """Of the second to the first, by the number of the repeat; None if there is none that both have."""
+    """Ratio of the second to the first over repeats of the same number; None if they share no repeat."""
     shared = sorted(first.keys() & second.keys())
     if not shared or not _are_positive([*first.values(), *second.values()]):
         return None
@@ -164,7 +164,7 @@ def paired_ratio(first: Mapping[int, float], second: Mapping[int, float]) -> Rat
 
 
 def unpaired_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio | None:
-    """Of measurements that were not made in pairs: Welch's interval, which lets the two vary differently."""
+    """Ratio of unpaired measurements with Welch's interval, which allows the two different variances."""
     if not first or not second or not _are_positive([*first, *second]):
         return None
     logs = [[math.log(value) for value in values] for values in (first, second)]
@@ -179,9 +179,9 @@ def unpaired_ratio(first: Sequence[float], second: Sequence[float]) -> Ratio | N
 
 
 def resampled_ratio(first: Sequence[float], second: Sequence[float], *, is_paired: bool, seed: int = 0) -> Ratio | None:
-    """Of two means over requests, by resampling them; in pairs where both sent the same requests.
+    """Ratio of two means over requests with a bootstrap interval, in pairs where both sent the same requests.
 
-    The requests of one run share its luck, so this says nothing about the next run. None for too few requests.
+    Requests of one run share its luck, so the interval says nothing about the next run. None for too few requests.
     """
     if min(len(first), len(second)) < FEWEST_REQUESTS or not _are_positive(
         [statistics.fmean(first), statistics.fmean(second)]
@@ -204,7 +204,7 @@ def resampled_ratio(first: Sequence[float], second: Sequence[float], *, is_paire
 
 
 def own_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Of one configuration's repeats, for a chart."""
+    """Confidence interval of one configuration's repeats, for a chart."""
     if len(values) < 2 or not _are_positive(values):
         return None
     logs = [math.log(value) for value in values]
@@ -216,17 +216,17 @@ def own_interval(values: Sequence[float]) -> tuple[float, float] | None:
 def centre(values: Sequence[float]) -> float:
     """One number for several repeats: the geometric mean, so that the ratio of two is the mean of their ratios."""
     if len(values) == 1:
-        return values[0]  # and not what is left of it after its logarithm
+        return values[0]  # exactly, not rounded by a logarithm
     return statistics.geometric_mean(values) if _are_positive(values) else statistics.fmean(values)
 
 
 def t_quantile(freedom: int) -> float:
-    """97.5 % of Student's t; beyond the table by its expansion, right to three digits."""
+    """97.5 % quantile of Student's t; beyond the table by series expansion, right to three digits."""
     return _T[freedom - 1] if freedom <= len(_T) else 1.960 + 2.372 / freedom + 2.82 / freedom**2
 
 
 def _around(value: float, half: float, basis: Basis) -> Ratio:
-    # Two repeats far apart reach beyond any number; what is known then is "anything".
+    # Two repeats far apart would overflow a float; such an interval means "anything".
     widest = min(half, 300.0)
     return Ratio(value=value, low=value * math.exp(-widest), high=value * math.exp(widest), basis=basis)
 
@@ -237,18 +237,18 @@ def _are_positive(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    """A measurement of one configuration."""
+    """One measurement of a configuration."""
 
     number: int
     metrics: Mapping[str, Any]
     is_complete: bool = True
     problem: str | None = None
     conditions: str = ""
-    """Workload and seed: only repeats under equal ones are pairs, and only their answers should be the same."""
+    """Model, workload and seed: only repeats under equal conditions are pairs and should give equal answers."""
     is_first_start: bool = False
-    """Whether it began with the first start of an engine in its experiment."""
+    """Whether this repeat began with its experiment's first start of an engine."""
     source: Any = None
-    """What it was read from, for reports."""
+    """The stored result behind this repeat, for reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ class Column:
 
     @property
     def problem(self) -> str | None:
-        """Why the last attempt came to nothing, if so."""
+        """Reason why the last unfinished repeat failed; None if all are finished."""
         unfinished = [repeat.problem for repeat in self.repeats if not repeat.is_complete]
         return (unfinished[-1] or NOT_FINISHED) if unfinished else None
 
@@ -278,7 +278,7 @@ class Column:
         return {number: value for number, value in found.items() if value is not None}
 
     def comparable(self, measure: Measure) -> dict[int, float]:
-        """Without what would be held against a configuration only because it was the first."""
+        """Values by repeat, without those that are worse only because the configuration started first."""
         cold = {repeat.number for repeat in self.finished if measure.begins_cold and repeat.is_first_start}
         return {number: value for number, value in self.values(measure).items() if number not in cold}
 
@@ -287,16 +287,16 @@ class Column:
 class Row:
     measure: Measure
     values: tuple[float | None, ...]
-    """Of each configuration, over the repeats that are compared."""
+    """Centre of each configuration, over the repeats that are compared."""
     points: tuple[tuple[float, ...], ...]
-    """What these are the centres of."""
+    """The single values behind each centre."""
     ratios: tuple[Ratio | None, ...]
-    """Of each to the one that they are compared with, whose own is None."""
+    """Ratio of each configuration to the baseline, whose own is None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """How many answers are those of the configuration that it is compared with."""
+    """How many answers of a configuration equal those of the baseline."""
 
     label: str
     compared: int
@@ -307,13 +307,13 @@ class Answers:
 class Comparison:
     columns: tuple[Column, ...]
     baseline: int
-    """Which of them the others are compared with: the first, or the first with something to compare."""
+    """Index of the column the others are compared with: the first, or the first with a finished repeat."""
     rows: tuple[Row, ...]
     answers: tuple[Answers, ...]
     expected_repeats: int | None = None
-    """Of each configuration; None where it is not known."""
+    """Planned repeats of each configuration; None if unknown."""
     shares_starts: bool = False
-    """Whether repeats of a configuration are of one start of its engine."""
+    """Whether the repeats of a configuration share one start of its engine."""
 
     @property
     def is_complete(self) -> bool:
@@ -332,14 +332,14 @@ class Comparison:
 
     @property
     def uneven(self) -> dict[str, tuple[int, ...]]:
-        """Of pairs that were not all measured equally often: which repeats each configuration has."""
+        """Finished repeats of each paired configuration, by label; empty if all have the same ones."""
         pairs = [column for column in self.columns if column is self.first or are_pairs(self.first, column)]
         had = {column.label: tuple(repeat.number for repeat in column.finished) for column in pairs}
         return had if len(set(had.values())) > 1 else {}
 
     @property
     def cold_start(self) -> str | None:
-        """Whose load time was the first of the experiment, where load times are reported."""
+        """Label of the configuration whose engine started first, if load times are reported."""
         is_reported = any(row.measure.begins_cold for row in self.rows)
         first = (column.label for column in self.columns if any(repeat.is_first_start for repeat in column.finished))
         return next(first, None) if is_reported else None
@@ -348,7 +348,7 @@ class Comparison:
 def compare(
     columns: Sequence[Column], *, expected_repeats: int | None = None, shares_starts: bool = False
 ) -> Comparison:
-    """Each with the first; measures that nobody has are left out."""
+    """Compare each column with the baseline; measures that are missing or zero everywhere are left out."""
     baseline = next((index for index, column in enumerate(columns) if column.finished), 0)
     first = columns[baseline]
     rows = []
@@ -375,7 +375,7 @@ def are_pairs(first: Column, second: Column) -> bool:
 
 
 def _points(measure: Measure, first: Column, columns: Sequence[Column]) -> tuple[tuple[float, ...], ...]:
-    """Of repeats that are pairs, only those that all have: the ratio is over these, and others had other requests."""
+    """Values of each column; of paired columns only repeats that all have, since others sent other requests."""
     found = [column.comparable(measure) or column.values(measure) for column in columns]
     paired = [column is first or are_pairs(first, column) for column in columns]
     sets = [values.keys() for values, is_paired in zip(found, paired) if values and is_paired]
@@ -409,7 +409,7 @@ def _over_requests(key: str, first: Column, second: Column) -> Ratio | None:
 
 
 def _requests(column: Column, key: str) -> list[float | None]:
-    """Of the only repeat; with more there is no need of them. None for a request that was not answered."""
+    """Per-request values of the only repeat, None if unanswered; empty with several repeats, which need none."""
     found = column.finished[0].metrics.get(key) if len(column.finished) == 1 else None
     if not isinstance(found, list):
         return []
@@ -428,7 +428,7 @@ def _same_answers(first: Column, second: Column) -> Answers:
 
 
 def verdict_words(measure: Measure, ratio: Ratio) -> str:
-    """Of a ratio, in plain words: whether it is better, and how much."""
+    """Verdict on a ratio in plain words: better, worse, or the verdict itself."""
     verdict = ratio.verdict
     if verdict not in (Verdict.HIGHER, Verdict.LOWER):
         return str(verdict)

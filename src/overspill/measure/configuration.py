@@ -1,4 +1,4 @@
-"""What is compared: a configuration as people write it, and what it means.
+"""Configurations to compare: what users write, parsed into settings and flags.
 
 [LABEL =] [overspill] FLAGS     `overspill serve` with these flags, vLLM's own among them
 [LABEL =] vllm FLAGS            vLLM without a plan
@@ -26,13 +26,13 @@ class Peer:
     name: str
     help: str
     connector: str | None = None
-    """vLLM's name of it; None for one without KV in RAM."""
+    """vLLM's name for the connector; None for a peer without KV in RAM."""
     size_option: str | None = "cpu_bytes_to_use"
     """The connector's name for its size in bytes; None for LMCache, which takes no size from vLLM."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The connector's others."""
+    """Other options of the connector."""
     package: str | None = None
-    """Beside vLLM, what it needs."""
+    """Python package the peer needs besides vLLM."""
     needs_gpu: bool = True
 
     def extra(self, num_bytes: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ PEERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings:
-    """A peer with its size and options, as flags and variables for vLLM."""
+    """A peer with its size and options, convertible to vLLM's flags and environment variables."""
 
     peer: Peer
     num_bytes: int = 0
@@ -84,7 +84,7 @@ class PeerSettings:
 
 
 def read_peer(text: str) -> PeerSettings:
-    """`name[:SIZE[,option=value…]]`, such as `native:8GiB` or `overspill-eager:8GiB,verify=all`."""
+    """Parse `name[:SIZE[,option=value…]]`, such as `native:8GiB` or `overspill-eager:8GiB,verify=all`."""
     name, _, rest = text.partition(":")
     if (peer := PEERS.get(name)) is None:
         raise MeasureError(f"there is no peer {name!r:.80}; {nearest(name, PEERS)} They are: {', '.join(PEERS)}")
@@ -111,7 +111,7 @@ def read_peer(text: str) -> PeerSettings:
 
 
 def require_usable(settings: PeerSettings, *, on_cpu: bool) -> None:
-    """As far as it is known before an engine starts."""
+    """Raise if the peer cannot run here, as far as that is known before an engine starts."""
     if on_cpu and settings.peer.needs_gpu:
         raise CannotServe(
             f"{settings.peer.name} needs a GPU, and the vLLM that is installed is the CPU build; on a CPU there are "
@@ -136,7 +136,7 @@ def _option(text: str, option: str) -> tuple[str, Any]:
 
 
 _SETTINGS = {setting.flag: setting for setting in SETTINGS}
-# vLLM's own flags that say much the same.
+# vLLM's own flags with much the same effect.
 _INSTEAD = {"--gpu-memory": "--gpu-memory-utilization", "--weights-ram": "--cpu-offload-gb"}
 _NOT_HERE = {
     "--model": "the model is given once, as the first argument",
@@ -156,17 +156,17 @@ _LONGEST_LABEL = 60
 class Configuration:
     label: str
     text: str
-    """As it was written, without the label."""
+    """The configuration as written, without the label."""
     is_planned: bool
-    """Whether `overspill serve` starts it."""
+    """Whether `overspill serve` starts the engine, with a plan."""
     settings: dict[str, Any]
-    """Of Overspill, by name, as they were given."""
+    """Overspill's settings by name, as given."""
     vllm_args: tuple[str, ...]
     peer: PeerSettings | None = None
 
 
 def read_configuration(key: str, written: str, common: str = "") -> Configuration:
-    """`key` is the letter of its flag, and its label if none is given; `common` are flags of all configurations."""
+    """Parse a configuration; `key` is its flag's letter and fallback label, `common` the flags that all share."""
     place = f"--{key}"
     label, text = _split_label(written)
     try:
@@ -184,7 +184,7 @@ def read_configuration(key: str, written: str, common: str = "") -> Configuratio
         _refuse(place, flag)
     is_planned = first in ("", "overspill")
     peer = read_peer(first) if not is_planned and first != "vllm" else None
-    # What a configuration says itself wins over what is common.
+    # A configuration's own flags win over the common ones.
     flags = [*(flag for flag in shared if flag.name not in {one.name for one in own}), *own]
     if is_planned:
         settings, vllm_args = _planned(flags)
@@ -199,7 +199,7 @@ def read_configuration(key: str, written: str, common: str = "") -> Configuratio
 
 
 def read_configurations(written: Sequence[tuple[str, str]], common: str = "") -> tuple[Configuration, ...]:
-    """Of letters and texts, in order; labels are kept apart."""
+    """Parse letters and texts in order; raises if two configurations have the same label."""
     if len(written) < 2:
         raise MeasureError('there is nothing to compare; give at least --a "…" and --b "…"')
     read = tuple(read_configuration(key, text, common) for key, text in written)
@@ -211,8 +211,8 @@ def read_configurations(written: Sequence[tuple[str, str]], common: str = "") ->
 
 
 def _split_label(written: str) -> tuple[str, str]:
-    """A label ends with `=`, and holds neither flags, `:` nor quotation marks; so `--x=1` and `native:8GiB,k=v` have
-    none."""
+    """Label and the rest. A label ends with `=` and holds neither flags, `:` nor quotation marks, so `--x=1` and
+    `native:8GiB,k=v` have none."""
     head, equals, rest = written.partition("=")
     label = " ".join(head.split())
     if not equals or not label or any(word.startswith("-") for word in label.split()) or set(label) & set(":\"'"):
@@ -230,7 +230,7 @@ def _split(place: str, text: str) -> list[str]:
 
 
 def _first_word(words: list[str]) -> tuple[str, list[str]]:
-    """The kind or the peer, and the flags after it."""
+    """The kind or peer, empty if not written, and the flags after it."""
     if not words:
         raise MeasureError(
             "a configuration is empty; write overspill for the plan's own choice, none for plain vLLM, or flags"
@@ -265,7 +265,7 @@ def _planned(flags: Sequence[Flag]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _plain(place: str, kind: str, flags: Sequence[Flag]) -> list[str]:
-    """vLLM's words; numbers are written out, since vLLM reads `4k` otherwise."""
+    """Flags as vLLM's arguments; numbers are written out, since vLLM reads `4k` differently."""
     words: list[str] = []
     for flag in flags:
         setting = _SETTINGS.get(flag.name)

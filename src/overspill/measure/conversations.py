@@ -1,4 +1,4 @@
-"""Real conversations as a workload: the texts of a file, made tokens by the server under test."""
+"""Real conversations as a workload: texts from a file, tokenized by the server under test."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,18 +12,18 @@ from overspill.measure.sharegpt import Turn, read_conversations
 from overspill.measure.target import Target
 from overspill.measure.workload import Chain, Piece, Script, Step, Workload, ids_as_text
 
-# A question or an answer of fewer tokens says nothing; vLLM's own benchmark leaves them out, too.
+# Questions and answers with fewer tokens say nothing; vLLM's own benchmark leaves them out, too.
 _FEWEST_TOKENS = 4
 _TIMEOUT_S = 60.0
 
 Tokenize = Callable[[str, bool], Sequence[int]]
-"""Tokens of a text, and whether it begins a prompt."""
+"""Returns the tokens of a text; the flag is true for a text that begins a prompt."""
 
 
 def conversation_script(
     workload: Workload, seed: int, max_model_len: int | None, tokenize: Tokenize
 ) -> tuple[Script, list[str]]:
-    """Conversations that the seed draws, each as far as it fits; and what a reader must know."""
+    """Script of conversations drawn by the seed, each cut where it no longer fits, and notes for the reader."""
     given, conversations = workload.parameters, read_conversations(workload.file)
     if conversations.digest != workload.digest:
         raise CannotMeasure(f"{workload.file} is not the file that it was; measure anew with the file that it is")
@@ -62,7 +62,7 @@ def _steps(
 
 @contextmanager
 def tokenizer_of(target: Target) -> Iterator[Tokenize]:
-    """vLLM's own, over its API: it is the model's, whatever is installed here."""
+    """Tokenizer of the server, called over its API: always the model's own, whatever is installed here."""
     with httpx.Client(
         timeout=_TIMEOUT_S, headers=target.headers, trust_env=False, verify=client_context(target.url) or True
     ) as client:

@@ -1,4 +1,4 @@
-"""What is compared: an experiment of `overspill ab`, from a command's words or from results; and results as columns."""
+"""Experiments of `overspill ab`, read from a command's words or from results, and results grouped into columns."""
 
 import json
 import shlex
@@ -27,7 +27,7 @@ class Experiment(Definition):
     MOST_REPEATS: ClassVar[int] = 1000
 
     configurations: tuple[tuple[str, str], ...]
-    """The letter of each flag, and what was written."""
+    """Letter and text of each configuration's flag."""
     common: str = ""
     keeps_engines: bool = False
     expects: str | None = None
@@ -42,7 +42,7 @@ class Experiment(Definition):
 
     @property
     def command(self) -> str:
-        """As a shell takes it."""
+        """Shell command that repeats the experiment."""
         words: list[str] = ["overspill", "ab", self.model]
         for key, text in self.configurations:
             words += [f"--{key}", text]
@@ -57,7 +57,7 @@ class Experiment(Definition):
 def read_definition(
     registry: Registry, resume: str | None, *, configurations: Sequence[str | None], workload: str | None, **given: Any
 ) -> Experiment:
-    """A new experiment from a command's words, or a stored one. `given` are fields; None for what was not given."""
+    """A new experiment from a command's words, or the stored one to resume; fields in `given` are None if not given."""
     written = written_configurations(configurations)
     given["workload"] = parse_workload(workload).as_text() if workload is not None else None
     if resume is not None:
@@ -76,7 +76,7 @@ def read_definition(
 
 
 def written_configurations(given: Sequence[str | None]) -> tuple[tuple[str, str], ...]:
-    """Of --a, --b and so on, in order; None for those that were not given."""
+    """Letters and texts of --a, --b and so on, in order; `given` has None for each flag not given."""
     found = tuple((key, text) for key, text in zip(KEYS, given) if text is not None)
     if found and [key for key, _ in found] != list(KEYS[: len(found)]):
         missing = next(key for key in KEYS if key not in dict(found))
@@ -85,7 +85,7 @@ def written_configurations(given: Sequence[str | None]) -> tuple[tuple[str, str]
 
 
 def require_same(stored: Experiment, given: Mapping[str, Any], experiment: str) -> None:
-    """`given` are the fields that the command of a resume names itself; None for the others."""
+    """Raise if a resume's command contradicts the experiment; `given` has None for fields it does not name."""
 
     def shown(value: object) -> str:
         if not isinstance(value, tuple):
@@ -102,7 +102,7 @@ def require_same(stored: Experiment, given: Mapping[str, Any], experiment: str) 
 
 
 def find_results(registry: Registry, names: Sequence[str]) -> list[Result]:
-    """Of numbers of results and names of experiments, in their order; each result once."""
+    """Results by number or by experiment name, in the order of `names`, each once."""
     found: dict[int, Result] = {}
     for name in names:
         of_name = [get_result(registry, int(name))] if is_number(name) else _of_experiment(registry, name)
@@ -112,7 +112,7 @@ def find_results(registry: Registry, names: Sequence[str]) -> list[Result]:
 
 
 def are_all(registry: Registry, results: Sequence[Result]) -> bool:
-    """Whether the experiments that these are of have no others."""
+    """Whether the results include every result of their experiments."""
     names = {one.experiment for one in results if one.experiment}
     of_them = {one.id for name in names for one in list_results(registry, experiment=name)}
     return of_them <= {one.id for one in results}
@@ -125,10 +125,10 @@ def find_result(registry: Registry, name: str) -> Result:
 
 
 def compare_results(results: Sequence[Result], *, is_whole: bool = True, keeps_order: bool = False) -> Comparison:
-    """Results of the same experiment and label are repeats of one configuration; others stand for themselves.
+    """Group results of the same experiment and label as repeats of one configuration; any other is its own column.
 
-    Of a whole experiment it is known how many repeats there should be. Its configurations have the order in which it
-    names them, unless results are to keep their own.
+    Only a whole experiment has a known number of repeats. Configurations come in the order of the experiment's
+    definition, or with `keeps_order` in that of the results.
     """
     groups: dict[tuple[str, str], list[Result]] = {}
     for one in results:
@@ -137,14 +137,14 @@ def compare_results(results: Sequence[Result], *, is_whole: bool = True, keeps_o
     names = {one.experiment for one in results if one.experiment}
     definition = definition_of(results)
     if definition is not None and not keeps_order:
-        with suppress(OverspillError):  # written for a version that knew other peers
+        with suppress(OverspillError):  # defined by a version that knew other peers
             order = [configuration.label for configuration in definition.read()]
             groups = dict(sorted(groups.items(), key=lambda group: _place(order, group[0][1])))
     expected = definition.repeats if definition is not None and is_whole else None
     cold = _first_starts(results)
     is_alone = len(names) < 2
     columns = [
-        # Of several attempts at a repeat the last counts, in whatever order they are named.
+        # Sorted by id: which attempt at a repeat counts must not depend on the order in which results are named.
         _column(key, sorted(group, key=lambda one: one.id), cold, is_alone=is_alone)
         for key, group in groups.items()
     ]
@@ -156,7 +156,7 @@ def compare_results(results: Sequence[Result], *, is_whole: bool = True, keeps_o
 
 
 def definition_of(results: Sequence[Result]) -> Experiment | None:
-    """Where all of them are of one experiment of `overspill ab`."""
+    """Definition shared by all results, if they belong to one experiment of `overspill ab`."""
     defined = results[-1].config.get("experiment") if len({one.experiment for one in results}) == 1 else None
     return Experiment.from_json(defined) if isinstance(defined, dict) else None
 
@@ -166,7 +166,7 @@ def _place(order: Sequence[str], label: str) -> int:
 
 
 def _first_starts(results: Sequence[Result]) -> frozenset[int]:
-    """Of each experiment, the result that began with its first start of an engine."""
+    """Ids of the results that began with their experiment's first start of an engine."""
     started = [one for one in results if one.experiment and one.metrics.get("load_s") is not None]
     first: dict[str | None, Result] = {}
     for one in sorted(started, key=lambda each: (each.started_at, each.id)):
@@ -181,15 +181,15 @@ def _column(key: tuple[str, str], results: Sequence[Result], cold: frozenset[int
     if not experiment:
         shown = f"#{last.id} {last.label or last.benchmark}"
     text = last.config.get("configuration", {}).get("text") if isinstance(last.config, dict) else None
-    # Of what was only measured, the server says more than the command that measured it.
+    # For `overspill bench`, the server's command says more than the command that measured it.
     text = text or " ".join(last.config.get("server") or last.argv)
     return Column(label=shown, text=text, repeats=tuple(_repeats(results, cold)))
 
 
 def _repeats(results: Sequence[Result], cold: frozenset[int]) -> list[Repeat]:
-    """Of several attempts at a repeat the one that was finished, else the last."""
+    """One attempt at each repeat: the finished one, else the last."""
     chosen: dict[int, Result] = {}
-    # Those of `overspill bench` have no number, and one that was resumed is part of the one that resumes it.
+    # Results of `overspill bench` have no number, and a resumed result is part of the one that resumes it.
     resumed = {one.config.get("resumes") for one in results}
     for one in (each for each in results if each.id not in resumed):
         number = one.repeat or len(chosen) + 1
@@ -206,7 +206,7 @@ def _repeats(results: Sequence[Result], cold: frozenset[int]) -> list[Repeat]:
 
 
 def _conditions(result: Result) -> str:
-    """What was sent to which model; results of `overspill bench` know it by the same names."""
+    """Model and requests as one comparable text; results of `overspill bench` use the same keys."""
     config = result.config
     sent = config.get("parameters") or config.get("workload")
     return json.dumps([result.model, result.benchmark, sent, config.get("digest"), config.get("seed")], sort_keys=True)

@@ -1,4 +1,4 @@
-"""A configuration as a command, planned once, so that every repeat starts the same engine; and its server."""
+"""Launches of configurations, planned once so that every repeat starts the same engine, and their servers."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from overspill.serve.log import open_log
 from overspill.settings import BY_NAME, SHARED, as_flags
 
 _HOST, _ANY_PORT = "127.0.0.1", 1
-# These become flags of vLLM's own, or are an experiment's to say.
+# Settings that become vLLM's own flags, or that the experiment decides.
 _TAKEN = (*SHARED, "weights_ram", "host", "port")
 
 
@@ -40,14 +40,14 @@ class MeasuredLaunch:
     environment: Mapping[str, str]
     served_name: str
     tiers: frozenset[str]
-    """Which of offload and spill the engine has."""
+    """Tiers the engine has: offload, spill, both or neither."""
     warnings: tuple[str, ...]
     prepared: Prepared | None
-    """What the engine of a planned configuration must become."""
+    """Plan that the started engine must match; None for a configuration without a plan."""
     address: Address = Address(_HOST, _ANY_PORT)
 
     def on(self, port: int) -> "MeasuredLaunch":
-        """One start of it."""
+        """A copy of the launch for one start, on this port."""
         place = self.command.index("--port") + 1
         command = (*self.command[:place], str(port), *self.command[place + 1 :])
         return replace(self, command=command, address=Address(_HOST, port))
@@ -58,7 +58,7 @@ class MeasuredLaunch:
 
 
 def make_launch(configuration: Configuration, model: ModelRef) -> MeasuredLaunch:
-    """Refuses what cannot be started, as far as that is known before an engine is."""
+    """Turn a configuration into a command; raises for what cannot start, as far as that is known beforehand."""
     if (vllm := installed_vllm()) is None:
         raise CannotServe(
             "vLLM is not installed in this Python environment, and comparing needs it; install it with: "
@@ -90,7 +90,7 @@ def make_launch(configuration: Configuration, model: ModelRef) -> MeasuredLaunch
 
 
 def require_emptied(configurations: Sequence[Configuration]) -> None:
-    """For engines that are kept, a cache that vLLM cannot empty would answer with what was there before."""
+    """Refuse caches that vLLM cannot empty: a kept engine would answer from an earlier repeat's KV."""
     if any(one.peer is not None and one.peer.peer.name == "lmcache" for one in configurations):
         raise MeasureError("LMCache's cache cannot be emptied while its engine runs; leave out --keep")
 
@@ -102,7 +102,7 @@ def _tiers(flags: Sequence[Flag]) -> frozenset[str]:
         try:
             options = dict(json.loads(transfer.value).get("kv_connector_extra_config") or {})
         except (ValueError, AttributeError, TypeError):
-            options = {}  # vLLM says what is wrong with it
+            options = {}  # vLLM reports what is wrong with it
         has_spill = bool(options.get("spill_bytes"))
         found |= {"spill"} if has_spill else set()
         found |= {"offload"} if options.get("host_bytes") or not has_spill else set()
@@ -110,7 +110,7 @@ def _tiers(flags: Sequence[Flag]) -> frozenset[str]:
 
 
 def _unused(model: ModelRef) -> tuple[str, ...]:
-    """Settings of the registry that vLLM without a plan cannot take."""
+    """Warning about a model's registered settings that vLLM without a plan cannot use."""
     names = [BY_NAME[name].flag for name, value in model.settings.items() if value is not None and name not in _TAKEN]
     if not names:
         return ()
@@ -119,13 +119,13 @@ def _unused(model: ModelRef) -> tuple[str, ...]:
 
 
 def _not_replaced(before: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Flags given once: the later ones win."""
+    """Words of the flags in `before` that `given` does not override."""
     names = {flag.name for flag in read_flags(given)}
     return [word for flag in read_flags(before) if flag.name not in names for word in flag.words]
 
 
 def _as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Settings of a model of the registry that vLLM has too."""
+    """Registered settings that vLLM has too, as its flags."""
     words = as_flags({name: settings[name] for name in SHARED if settings.get(name) not in (None, False)})
     weights = settings.get("weights_ram")
     return words if weights is None else [*words, "--cpu-offload-gb", f"{weights / num_ranks(settings) / GiB:g}"]
@@ -138,11 +138,11 @@ _DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 
 class Interrupted(Exception):
-    """A stop was requested while a server was starting."""
+    """Stop requested while a server was starting."""
 
 
 class Server(server.Server):
-    """Awaited until its RAM is ready, held against its plan, its caches emptied on request."""
+    """A server that is checked against its plan, awaited until its RAM is pinned, and can empty its caches."""
 
     def __init__(self, launch: MeasuredLaunch, log_file: Path, stop: threading.Event, *, can_reset: bool) -> None:
         environment = {**launch.environment, **({_DEV_MODE: "1"} if can_reset else {})}
@@ -158,7 +158,7 @@ class Server(server.Server):
         return Target(url=self.address.url, model=self.launch.served_name, api_key=api_key, pid=self.session)
 
     def start(self, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Until it answers and its RAM is pinned, which would disturb a measurement."""
+        """Wait until the server answers and its RAM is pinned: pinning would disturb a measurement."""
         for _ in self.starting():
             self._go_on()
             on_wait()
@@ -177,7 +177,7 @@ class Server(server.Server):
             raise Interrupted
 
     def _require_planned(self) -> None:
-        """Numbers of an engine that did not become what was planned would be of something else."""
+        """Raise if the engine differs from its plan: its numbers would describe another configuration."""
         prepared = self.launch.prepared
         if prepared is None or not prepared.combined.follows_plan or prepared.plan.wishes.force:
             return
@@ -186,7 +186,7 @@ class Server(server.Server):
             raise CannotServe(f"the engine did not become what was planned: {'; '.join(dict.fromkeys(stopping))}")
 
     def reset(self, api_key: str | None) -> None:
-        """Empties the KV cache and its tiers in RAM. vLLM refuses while copies are under way, so it is retried."""
+        """Empty the KV cache and its tiers in RAM, with retries: vLLM refuses while copies are under way."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         deadline = time.monotonic() + _RESET_S
         while not self._stopping.is_set():

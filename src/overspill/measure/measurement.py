@@ -1,4 +1,4 @@
-"""A workload run against a server: sends what the script says, and keeps the answers."""
+"""Measurements of one workload on one server: sends the script's requests and keeps the answers."""
 
 import asyncio
 import base64
@@ -44,10 +44,10 @@ Tier = Literal["offload", "spill"]
 TIERS: tuple[Tier, ...] = ("offload", "spill")
 _WATCH_S = 0.1
 _PROGRESS_S = 0.5
-# The server counts a step some moments after it has sent its tokens.
+# The server counts a step some moments after sending its tokens.
 _COUNTED_AFTER_S = 0.3
 
-# Of each tier, the counter that shows its use, and its series.
+# By tier: the metric that proves its use, and the Prometheus series behind it.
 _PROOFS: dict[Tier, tuple[str, str]] = {
     "offload": ("tokens_from_ram", "vllm:external_prefix_cache_hits_total"),
     "spill": ("spill_in_bytes", "overspill_spill_in_bytes_total"),
@@ -61,21 +61,21 @@ _ADVICE: dict[Tier, str] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     metrics: dict[str, Any]
-    """By the names of `vllm bench serve`; then ours, None where it is not known."""
+    """Values by the names of `vllm bench serve`, then Overspill's own; None where unknown."""
     is_complete: bool
-    """Every request was answered."""
+    """Whether every request was answered."""
     problem: str | None = None
-    """Why it is not complete."""
+    """Reason why the measurement is incomplete."""
     answers: list[str]
-    """A hash of each answer's tokens, in the order of the requests; empty for one that was not answered."""
+    """Hash of each answer's tokens, in the order of the requests; empty for an unanswered one."""
     notes: tuple[str, ...] = ()
-    """What a reader of the numbers must know."""
+    """Caveats for a reader of the numbers."""
     part: dict[str, Any] | None = None
-    """Of one that is not complete: what `measure` needs to go on."""
+    """State from which `measure` resumes an incomplete measurement."""
 
 
 def require_tier(outcome: Outcome, expects: Tier | None) -> str | None:
-    """A sentence if the tier under test was not used, or if that is not known."""
+    """Complaint if the expected tier was not used, or if its use is unknown; else None."""
     if expects is None:
         return None
     name, what = _PROOFS[expects]
@@ -90,16 +90,16 @@ def require_tier(outcome: Outcome, expects: Tier | None) -> str | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     vocabulary: Vocabulary
-    """What prompts were drawn from."""
+    """Token ids that prompts are drawn from."""
     duration: float
     answers: Mapping[int, Answer]
-    """By the index of the request."""
+    """Answers by request index."""
     counters: Mapping[str, int | float | None]
     samples: list[Sample]
 
 
 def joined(earlier: Part, later: Part) -> Part:
-    """As if the later one had followed at once."""
+    """Both parts as one, as if the later had followed without a break."""
     shift = earlier.duration
     moved = {index: replace(each, started_s=each.started_s + shift) for index, each in later.answers.items()}
     return Part(
@@ -112,7 +112,7 @@ def joined(earlier: Part, later: Part) -> Part:
 
 
 def part_as_json(part: Part, script: Script) -> dict[str, Any]:
-    """Packed: there may be a million times between tokens."""
+    """A part as JSON, packed: there may be a million inter-token times."""
     needed = _needed(script, part.answers)
     answers = {index: each if index in needed else replace(each, tokens=None) for index, each in part.answers.items()}
     packed = msgspec.msgpack.encode(replace(part, answers=answers, samples=thinned(part.samples)))
@@ -127,7 +127,7 @@ def part_from_json(kept: Mapping[str, Any]) -> Part:
 
 
 def _needed(script: Script, answers: Mapping[int, Answer]) -> set[int]:
-    """Requests whose answers another one begins with that is still to be sent."""
+    """Indices of requests whose answers a prompt that is still to be sent may begin with."""
     unfinished = [
         chain for chain in script.chains if any(step.continues and step.index not in answers for step in chain.steps)
     ]
@@ -143,9 +143,9 @@ def measure(
     stop: threading.Event | None = None,
     resume: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """The `part` of an outcome that is not complete can be given as `resume`.
+    """Run a workload on a server; `resume` takes the `part` of an incomplete outcome.
 
-    Raises `CannotMeasure` if it is stopped before anything could be measured.
+    Raises `CannotMeasure` if stopped before anything could be measured.
     """
     stop = stop or threading.Event()
     served = find_served(target)
@@ -174,7 +174,7 @@ def _script(target: Target, workload: Workload, seed: int, max_model_len: int | 
 
 
 async def _try(target: Target, vocabulary: Vocabulary, seed: int, stop: threading.Event) -> None:
-    """One short request, so that what every request would meet is met before anything is measured."""
+    """Send one short request, so that errors every request would hit appear before anything is measured."""
     with contextlib.closing(Client(target, began=time.perf_counter())) as client:
         # A request has no time limit, and the first one may compile kernels or hang: only `stop` can end it.
         asking = asyncio.create_task(client.ask(vocabulary.draw(Piece("try", 8), seed), 1))
@@ -196,7 +196,7 @@ async def _until_set(stop: threading.Event) -> None:
 
 
 async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Always ended; their results were read before."""
+    """Cancel tasks and wait until they end; the caller has read their results."""
     for task in tasks:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -209,7 +209,7 @@ def _counters(target: Target) -> Counters | None:
 
 
 class _Run:
-    """One part. Ends when all is answered, when it is stopped, or when going on makes no sense."""
+    """Measures one part, until all is answered, a stop is requested, or continuing makes no sense."""
 
     def __init__(
         self, target: Target, script: Script, seed: int, earlier: Part, memory: MemorySampler, stop: threading.Event,
@@ -222,7 +222,7 @@ class _Run:
         left = [chain for chain in script.chains if any(step.index not in self._earlier for step in chain.steps)]
         self._chains = left
         self._first_start_s = min((chain.start_s for chain in left), default=0.0)
-        # Before anything is timed: drawing takes longer than sending.
+        # Drawn before the clock starts: drawing takes longer than sending.
         pieces = {piece for chain in left for step in chain.steps for piece in step.pieces}
         self._texts = {piece: earlier.vocabulary.draw(piece, seed) for piece in pieces}
         self._began = self.duration = 0.0
@@ -256,7 +256,7 @@ class _Run:
             self.problem = f"{len(self.failures)} of {self._num_requests} requests failed{and_left}; the first: {first}"
 
     def part(self, before: Counters | None, after: Counters | None) -> Part:
-        """All that is finished, the earlier part included."""
+        """Everything finished so far, the earlier part included."""
         now = Part(
             vocabulary=self._first_part.vocabulary, duration=self.duration, answers=self.answers,
             counters=difference(before, after), samples=self._memory.samples,
@@ -271,7 +271,7 @@ class _Run:
             prompt = ",".join([*texts, *(self._texts[piece] for piece in step.pieces)])
             answer = self._earlier.get(step.index)
             if answer is None:
-                # Of what is resumed, nobody waits for a conversation to return that has waited long enough.
+                # After a resume, a returning conversation skips its think time: the break was long enough.
                 await asyncio.sleep(step.wait_s if has_sent else self._until(chain.start_s))
                 async with self._places:
                     answer = await self._ask(client, step, prompt)
@@ -312,7 +312,7 @@ class _Run:
             self.problem = f"{why}; {done} of {self._num_requests} requests were answered"
 
     async def _watch(self) -> None:
-        """Until it is halted."""
+        """Report progress and watch for a stop until the run is halted."""
         reported = time.monotonic()
         while self.problem is None:
             await asyncio.sleep(_WATCH_S)
@@ -371,7 +371,7 @@ def _notes(script: Script, part: Part, metrics: dict[str, Any], *, is_resumed: b
         notes.append("the server reports no counters (/metrics), so it is not known which tier served the tokens")
     elif "tokens_from_ram" not in unknown and "tokens_from_gpu_cache" not in unknown:
         served = metrics["tokens_from_ram"] + metrics["tokens_from_gpu_cache"]
-        # A request that was preempted finds what it had computed itself.
+        # A preempted request hits what it had computed itself.
         if served > script.known_tokens and not metrics["preemptions"]:
             notes.append(
                 f"{served - script.known_tokens:,} tokens of new prompts were in the server's caches, from an earlier "

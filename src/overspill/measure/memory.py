@@ -1,4 +1,4 @@
-"""Memory while a measurement runs: the GPU's, the server's, and the machine's, twice a second."""
+"""Memory during a measurement: the GPU's, the server's and the machine's, sampled twice a second."""
 
 import contextlib
 import threading
@@ -22,9 +22,9 @@ class Sample:
     t: float
     """Seconds since the measurement began."""
     gpu_bytes: int | None
-    """All that is in use on the GPUs of the server, or of the machine where its processes are not known there."""
+    """Memory in use on the server's GPUs, or on all GPUs if its processes are found on none."""
     ram_bytes: int | None
-    """Of the server's processes; of the machine where they are not known."""
+    """RAM of the server's processes, or of the machine if they are unknown."""
     machine_ram_bytes: int
 
     def as_json(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class Sample:
 
 
 class MemorySampler:
-    """A thread, so that samples come while the client is busy."""
+    """Samples memory in a thread of its own, so that a busy client does not delay samples."""
 
     def __init__(self, *, pid: int | None, is_here: bool) -> None:
         self._pid, self._is_here = pid, is_here
@@ -81,7 +81,7 @@ class MemorySampler:
 
 
 def thinned(samples: list[Sample], most: int = MOST_SAMPLES) -> list[Sample]:
-    """Each stands for an interval, with the most of each in it: a peak is not lost."""
+    """At most `most` samples, each with the maxima of an interval, so that no peak is lost."""
     step = -(-len(samples) // most) if samples else 1
     intervals = [samples[i : i + step] for i in range(0, len(samples), step)]
     return [

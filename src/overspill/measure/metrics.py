@@ -1,4 +1,4 @@
-"""Throughput and latencies by the definitions and names of `vllm bench serve`; and the server's counters."""
+"""Metrics: throughput and latencies as `vllm bench serve` defines and names them, and the server's counters."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,18 +21,18 @@ _VLLM = {
     "vllm:num_preemptions_total": "preemptions",
 }
 SERVED = tuple(_VLLM.values())
-_DRAFTS = {  # of a server that has them
+_DRAFTS = {  # only from servers with speculative decoding
     "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
 }
 _SPILL = ("spilled_steps", "spill_in_bytes", "spill_out_bytes")
-# The manager's page has those of all its engines, distinguished by this label; vLLM's own has none of that name.
+# The manager's /metrics has all its engines' counters, distinguished by this label; vLLM's own has no such label.
 _MODEL = "model"
 _OF_THE_MANAGER = "overspill_manager_"
 
 
 def read_counters(target: Target) -> Counters | None:
-    """Of /metrics; None if the server has none, or is gone."""
+    """Counters from /metrics; None if the server has none, or is gone."""
     try:
         answer = ask(target, "/metrics")
     except CannotMeasure:
@@ -41,8 +41,8 @@ def read_counters(target: Target) -> Counters | None:
 
 
 def parse_counters(text: str, model: str) -> Counters | None:
-    """vLLM's and Overspill's, by the names they have in results; of all engines of a server together, and of a
-    manager's servers of the one that serves this model."""
+    """vLLM's and Overspill's counters by their names in results, summed over a server's engines; of a manager's
+    servers only the one that serves this model counts."""
     found: dict[str, float] = {}
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -59,7 +59,7 @@ def parse_counters(text: str, model: str) -> Counters | None:
 
 
 def difference(before: Counters | None, after: Counters | None) -> dict[str, int | float | None]:
-    """Counted in between; None for what was not, or began anew."""
+    """Growth of each counter; None for one that is missing or was reset."""
     names = dict.fromkeys((*SERVED, *_SPILL, *(after or {})))
     if before is None or after is None:
         return dict.fromkeys(names)
@@ -71,7 +71,7 @@ def difference(before: Counters | None, after: Counters | None) -> dict[str, int
 
 
 def total(one: Counted, other: Counted) -> dict[str, int | float | None]:
-    """Of two parts of a measurement; unknown where it is unknown of one."""
+    """Counters of two parts of a measurement, added; None where one part lacks the counter."""
     known: dict[str, int | float | None] = {}
     for name in dict.fromkeys((*one, *other)):
         first, second = one.get(name), other.get(name)
@@ -84,7 +84,7 @@ def serving_metrics(answers: Iterable[Answer], *, duration: float, failed: int) 
     inputs = sum(answer.prompt_tokens for answer in answered)
     outputs = sum(answer.output_tokens for answer in answered)
     per_second = 1 / duration if duration > 0 else 0.0
-    # Seconds. An answer of one token has no time per output token.
+    # In seconds. An answer of one token has no time per output token.
     latencies = {
         "ttft": [answer.ttft for answer in answered],
         "tpot": [(one.latency - one.ttft) / (one.output_tokens - 1) for one in answered if one.output_tokens > 1],
@@ -107,12 +107,12 @@ def serving_metrics(answers: Iterable[Answer], *, duration: float, failed: int) 
 
 
 Limits = Mapping[str, float]
-"""Milliseconds by the name of a latency."""
+"""Upper limits in milliseconds, by name of the latency."""
 _LIMITED = ("ttft", "tpot", "e2el")
 
 
 def parse_limits(text: str) -> Limits:
-    """`ttft:500,tpot:50`, as `vllm bench serve --goodput` has them."""
+    """Parse `ttft:500,tpot:50`, the limits of `vllm bench serve --goodput`."""
     limits: dict[str, float] = {}
     for part in text.replace(",", " ").split():
         name, _, given = part.partition(":")
@@ -136,7 +136,7 @@ def limits_as_text(limits: Limits) -> str:
 
 
 def goodput_metrics(metrics: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-    """How many requests keep to all limits, of those that were to be answered; by vLLM's name for the rate."""
+    """Count, rate and share of requests within all limits, with unanswered ones outside; the rate has vLLM's name."""
     requests = list(zip(metrics["ttfts"], metrics["latencies"], metrics["output_lens"], strict=True))
     good = sum(_keeps(ttft, latency, tokens, limits) for ttft, latency, tokens in requests if ttft is not None)
     duration = metrics["duration"]
@@ -148,13 +148,13 @@ def goodput_metrics(metrics: Mapping[str, Any], limits: Limits) -> dict[str, Any
 
 
 def _keeps(ttft: float, latency: float, tokens: int, limits: Limits) -> bool:
-    # An answer of one token has no time per output token, and none that is too long.
+    # An answer of one token has no time per output token, so none that is too long.
     took = {"ttft": ttft, "tpot": (latency - ttft) / (tokens - 1) if tokens > 1 else 0.0, "e2el": latency}
     return all(1000 * took[name] <= limit for name, limit in limits.items())
 
 
 def summary(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """0 where there is nothing to sum up, as vLLM has it."""
+    """Statistics in milliseconds; 0 for no values, as in vLLM."""
     return {
         f"mean_{name}_ms": 1000 * mean(seconds),
         f"median_{name}_ms": 1000 * percentile(seconds, 50),
@@ -165,7 +165,7 @@ def summary(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def phase_metrics(script: Script, answers: Mapping[int, Answer]) -> dict[str, Any]:
-    """TTFT of prompts that are new, and of those whose beginning was sent or answered before."""
+    """TTFT of new prompts, and of prompts whose beginning was sent or answered before."""
     metrics: dict[str, Any] = {}
     phases = {step.phase for step in script.steps}
     for phase in sorted(phases) if len(phases) > 1 else ():
@@ -176,7 +176,7 @@ def phase_metrics(script: Script, answers: Mapping[int, Answer]) -> dict[str, An
 
 
 def request_columns(script: Script, answers: Mapping[int, Answer]) -> dict[str, list[Any]]:
-    """One entry for each request, in order; None for one that was not answered."""
+    """Lists with one entry per request, in order; None for unanswered requests."""
     found = [answers.get(step.index) for step in script.steps]
     return {
         "input_lens": [each and each.prompt_tokens for each in found],
@@ -192,13 +192,13 @@ def mean(values: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Of the values themselves, not of what they are a sample of, as numpy.std."""
+    """Population standard deviation, not the sample's, as in numpy.std."""
     middle = mean(values)
     return math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the closest two, as numpy.percentile."""
+    """Percentile, interpolated linearly between the closest two values, as in numpy.percentile."""
     if not values:
         return 0.0
     ordered = sorted(values)

@@ -17,14 +17,14 @@ class Progress:
     done: int
     total: int
     earlier: int = 0
-    """Of those that are done, answered in a part before this one: they say nothing of its speed."""
+    """Done requests that an earlier part answered; they say nothing about this part's speed."""
     elapsed_s: float
     gpu_bytes: int | None
     ram_bytes: int | None
 
     @property
     def eta_s(self) -> float | None:
-        """None until the first request is answered."""
+        """Seconds left; None until this part's first request is answered."""
         now = self.done - self.earlier
         return (self.total - self.done) * self.elapsed_s / now if now else None
 
@@ -37,7 +37,7 @@ class Progress:
 
 
 class ProgressPrinter:
-    """Prints every progress on one line of a terminal, and some of them as lines elsewhere."""
+    """Rewrites one line on a terminal; elsewhere prints a new line at most every few seconds."""
 
     def __init__(self, out: TextIO, clock: Clock = time.monotonic) -> None:
         self._out, self._clock = out, clock
@@ -62,9 +62,9 @@ class ProgressPrinter:
 
 
 class Reporter:
-    """Says of each trial which it is, what it does, and how long all of them will take.
+    """Reports each trial's number, its current activity, and the time left for all trials.
 
-    Without a `total`, the number of trials is known only roughly.
+    Without a `total`, the number of trials is an estimate, and so is the time.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Reporter:
         self._began = self._last = clock()
 
     def begin(self, label: str, repeat: int, left: int) -> None:
-        """`left` counts this trial too."""
+        """Begin a trial; `left` counts it too."""
         self._number, self._left = self._number + 1, left
         number = f"{self._number}" if self._total is None else f"{self._number}/{self._total}"
         of_all = "" if self._repeats is None else f" of {self._repeats}"
@@ -100,12 +100,12 @@ class Reporter:
 
     @property
     def usual_s(self) -> float:
-        """How long a trial takes; 0 before the first."""
+        """Mean duration of a trial; 0 before the first has ended."""
         return sum(self._durations) / len(self._durations) if self._durations else 0.0
 
 
 def eta(durations: Sequence[float], steps_left: int, of_this: float) -> float | None:
-    """Seconds until the last step is done, the present one included; None before the first has shown how long."""
+    """Seconds until the last step is done, the current one included; None before a first duration is known."""
     if not durations:
         return None
     each = sum(durations) / len(durations)

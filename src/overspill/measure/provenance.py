@@ -1,4 +1,4 @@
-"""Where and with what something was measured, and how that differs from a stored result."""
+"""Provenance of results: the machine and software they were measured with, and differences to stored results."""
 
 import os
 import platform
@@ -37,11 +37,11 @@ class Provenance:
     driver: str | None
     versions: Mapping[str, str]
     git_revision: str | None
-    """Of Overspill's code, where it is installed from a checkout."""
+    """Git revision of Overspill's code, if it runs from a checkout."""
     machine: Mapping[str, Any] = field(default_factory=dict)
 
     def measurement(self, workload: Workload, seed: int, config: Mapping[str, Any], **values: Any) -> Result:
-        """With everything needed to repeat it; `values` are the other fields."""
+        """A result with everything needed to repeat it; `values` are its other fields."""
         sent = {"workload": workload.as_text(), "parameters": dict(workload.parameters), "seed": seed}
         if workload.file:
             sent |= {"file": workload.file, "digest": workload.digest}
@@ -52,7 +52,7 @@ class Provenance:
 
 
 def find_provenance() -> Provenance:
-    """This machine's, for engines that are started here."""
+    """Provenance of this machine, for engines that are started here."""
     hardware = detect()
     gpu = hardware.gpus[0] if hardware.gpus else None
     return Provenance(
@@ -68,7 +68,7 @@ def find_provenance() -> Provenance:
 
 
 def server_provenance(target: Target) -> Provenance:
-    """A running server's: its version, and the GPUs where it is on this machine."""
+    """Provenance of a running server: its version, and its GPUs if they are on this machine."""
     versions = installed_versions()
     answer = ask(target, "/version")
     if answer.status_code == 200 and answer.headers.get("content-type", "").startswith("application/json"):
@@ -87,14 +87,14 @@ def server_provenance(target: Target) -> Provenance:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCommand:
     argv: tuple[str, ...]
-    """vLLM's, without secrets."""
+    """vLLM's command line, without secrets."""
     plan: dict[str, Any] | None
-    """Overspill's, where it serves."""
+    """Plan of `overspill serve`, if that started the server."""
 
 
 def find_server(target: Target) -> ServerCommand | None:
-    """How the server was started: by this user's `overspill serve`, or as its process says. None if it is on another
-    machine, or tells nothing of itself."""
+    """How the server was started: as recorded by this user's `overspill serve`, or read from its process. None if the
+    server is on another machine, or neither is known."""
     port = urlsplit(target.url).port
     ours = [one for one in read_statuses() if one.is_alive and one.host == platform.node()] if target.is_here else []
     status = next((one for one in ours if urlsplit(one.url).port == port), None)
@@ -116,7 +116,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 
 
 def git_revision(folder: Path = Path(overspill.__file__).parent) -> str | None:
-    """Of the checkout that Overspill runs from, with `+` if something in it was changed; None where it is installed."""
+    """Commit of the checkout that Overspill runs from, with `+` if tracked files changed; None outside a checkout."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
@@ -131,7 +131,7 @@ def git_revision(folder: Path = Path(overspill.__file__).parent) -> str | None:
 
 
 def server_changes(before: Result, now: Provenance) -> list[str]:
-    """How a server, where that is known, differs from the one that `before` was measured with."""
+    """Known differences between the server now and the one that `before` was measured with."""
     pairs = {
         f"the version of the server at {before.config.get('url')}": (
             before.versions.get("server"), now.versions.get("server"),
@@ -142,7 +142,7 @@ def server_changes(before: Result, now: Provenance) -> list[str]:
 
 
 def changes(before: Result, launch: MeasuredLaunch, now: Provenance) -> list[str]:
-    """Differences between a stored repeat and one that is measured now: a comparison needs all repeats alike."""
+    """Differences between a stored repeat and a launch now; a comparison needs all repeats alike."""
     found = _command_changes(_without_port(before.argv), _without_port(without_secrets(launch.command)))
     found += _value_changes("", before.versions, now.versions, absent="not installed")
     environment = environment_that_matters(launch.environment)
@@ -172,7 +172,7 @@ def _value_changes(kind: str, before: Mapping[str, Any], now: Mapping[str, Any],
 
 
 def _without_port(command: Sequence[str]) -> list[str]:
-    """And without the interpreter, which may lie elsewhere."""
+    """The command without its port, and without the interpreter, whose path may differ."""
     words = list(command[1:])
     place = words.index("--port") if "--port" in words else len(words)
     return words[:place] + words[place + 2 :]

@@ -1,8 +1,8 @@
-"""Which candidate or length is measured next, which are out, and which is the best: decisions without effects.
+"""Search for the best candidate or the longest context: what to measure next, drop and choose, without effects.
 
-Each candidate is measured once, cheaply; those that are clearly worse, and the worse half, are left out; the rest are
-measured again with other requests. In the end the best is taken, or the simplest of those that come close to it.
-Lengths are tried from the longest one down, by halves, until the longest that works is known.
+Each candidate is measured once, cheaply; clearly worse ones and the worse half are dropped; the rest are measured again
+with other requests. In the end the best wins, or the simplest of those that come close to it. Lengths are bisected
+from the longest down, until the longest that works is known.
 """
 
 import math
@@ -15,9 +15,9 @@ from overspill.measure.trial import Step
 
 Values = Mapping[str, Mapping[int, float]]  # by label and repeat
 
-# So much worse after one and after two measurements is out. One alone says nothing of how they vary.
+# Losses beyond which a candidate is dropped after one and after two measurements. One alone shows no variance.
 MARGINS = (1.3, 1.1)
-# What a simpler candidate may cost: so much less is given up for fewer things in RAM, and no more on mere doubt.
+# How much a simpler candidate may cost: this loss is accepted for fewer things in RAM, and no more on mere doubt.
 NEAR = 1.03
 NEAR_PERCENT = 100 * (NEAR - 1)
 
@@ -26,31 +26,30 @@ NEAR_PERCENT = 100 * (NEAR - 1)
 class Standing:
     alive: tuple[Candidate, ...]
     dropped: Mapping[str, str]
-    """And why."""
+    """Reasons by label."""
     next: Step | None
-    """None when there is nothing more to find out."""
+    """None when nothing is left to find out."""
     steps_left: int
-    """With the next one, about: how many will be dropped is not known."""
+    """Estimate, the next step included: how many candidates will be dropped is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What is known so far, by label."""
+    """Everything measured so far, by label."""
 
     better: Better
     values: Values = field(default_factory=dict)
-    """By repeat."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """And why."""
+    """Reasons by label."""
 
     def standing(self, candidates: Sequence[Candidate], repeats: int) -> Standing:
-        """Decided anew from all that was measured, so that it goes on where it was broken off."""
+        """Decide from all measurements anew each time, so that an interrupted search resumes where it stopped."""
         alive = [each for each in candidates if each.label not in self.failed]
         dropped: dict[str, str] = {}
         for repeat in range(1, repeats + 1):
             if not alive or (repeat > 1 and len(alive) < 2):
                 break
-            # Every second time in reverse: a machine that becomes slower with time does so for all alike.
+            # Every second round in reverse: a machine that slows down with time then affects all alike.
             order = alive if repeat % 2 else alive[::-1]
             missing = [each for each in order if repeat not in self.values.get(each.label, {})]
             if missing:
@@ -63,16 +62,16 @@ class Scores:
         return Standing(alive=tuple(alive), dropped=dropped, next=None, steps_left=0)
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """The simplest of those that come near the best; None if nothing was measured."""
+        """The simplest candidate near the best; None if nothing was measured."""
         return min(self.nearest(candidates), key=lambda each: each.rank, default=None)
 
     def nearest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The best that was measured, and those that are near it."""
+        """The best measured candidate, and all near it."""
         losses = self.losses(candidates)
         return [each for each in candidates if each.label in losses and is_near(losses[each.label])]
 
     def losses(self, candidates: Sequence[Candidate]) -> dict[str, Ratio | None]:
-        """By label, how much worse than the best of them: above 1 for the worse, None for the best itself."""
+        """Loss against the best candidate by label: above 1 for worse ones, None for the best itself."""
         measured = [each for each in candidates if self.values.get(each.label) and each.label not in self.failed]
         if not (shared := self.shared_repeats(measured)):
             return {}
@@ -80,16 +79,16 @@ class Scores:
         return self._losses(values, measured)
 
     def shared_repeats(self, candidates: Sequence[Candidate]) -> set[int]:
-        """Of a round that was broken off, only repeats that all have are compared: others had other requests."""
+        """Repeats that all measured candidates have; others, of an interrupted round, sent other requests."""
         found = [set(self.values[each.label]) for each in candidates if self.values.get(each.label)]
         return set.intersection(*found) if found else set()
 
     def worse_percent(self, loss: float) -> float:
-        """Of a rate at most 100: half the rate is 50 % worse, and twice the time 100 %."""
+        """Loss in percent: half the rate is 50 % worse (a rate loses at most 100), and twice the time 100 %."""
         return 100 * (1 - 1 / loss if self.better is Better.HIGHER else loss - 1)
 
     def better_percent(self, loss: float) -> float:
-        """How much better the best is than what has this loss."""
+        """How many percent better the best is than a candidate with this loss."""
         return 100 * (loss - 1 if self.better is Better.HIGHER else 1 - 1 / loss)
 
     def _losers(self, alive: Sequence[Candidate], repeat: int, *, is_last: bool) -> dict[str, str]:
@@ -123,13 +122,13 @@ class Scores:
 
 
 def is_near(loss: Ratio | None) -> bool:
-    """Whether it may be taken for the best. An interval that includes 1 is no excuse for a mean that is far off: with
-    few repeats nearly every interval does."""
+    """Whether a candidate with this loss may pass for the best. An interval that includes 1 does not excuse a mean that
+    is far off: with few repeats nearly every interval includes 1."""
     return loss is None or (loss.value <= NEAR and (loss.low is None or loss.low <= 1))
 
 
 def is_worse(loss: Ratio) -> bool:
-    """Whether it is so much worse that it need not be measured again: one measurement must say so clearly."""
+    """Whether a loss is so clear that remeasuring is needless; a single measurement must show a large one."""
     return loss.value > MARGINS[0] if loss.low is None else loss.verdict is Verdict.HIGHER
 
 
@@ -142,12 +141,12 @@ def _steps_left(missing: int, alive: int, rounds: int) -> int:
 
 
 LEAST = 256
-# Nearer than this part of the length, one in so many, is not looked for.
+# The search ends within one part in this many of the length.
 _SHARE = 20
 
 
 def next_length(longest: int, tried: Mapping[int, bool]) -> int | None:
-    """`tried` says of lengths whether they work. None when enough is known."""
+    """Next length to try, or None when enough is known; `tried` says by length whether it works."""
     if not tried:
         return longest
     works = longest_working(tried) or 0
@@ -167,7 +166,7 @@ def longest_working(tried: Mapping[int, bool]) -> int | None:
 
 
 def trials_left(longest: int, tried: Mapping[int, bool]) -> int:
-    """The next one included, if each is too long; a few more where one works."""
+    """Trials left, the next one included, if every length is too long; a few more if one works."""
     left, known = 0, dict(tried)
     while (length := next_length(longest, known)) is not None:
         left += 1

@@ -1,4 +1,4 @@
-"""Conversations of a file in ShareGPT's shape."""
+"""Conversations read from a file in ShareGPT's format."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ Turn = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class Conversations:
     turns: tuple[tuple[Turn, ...], ...]
-    """Of each conversation that begins with a question and its answer."""
+    """Turns of each conversation that begins with a question and its answer."""
     digest: str
-    """Of the file."""
+    """First 16 hex digits of the file's SHA-256."""
 
 
 @cache
 def read_conversations(path: str) -> Conversations:
-    """JSON, or a JSON object in each line; messages may also have OpenAI's names, `role` and `content`."""
+    """Read JSON, or one JSON object per line; messages may also use OpenAI's names, `role` and `content`."""
     try:
         with open(path, "rb") as file:
             content = file.read()
@@ -43,7 +43,7 @@ def read_conversations(path: str) -> Conversations:
 
 
 def _turns(entry: Any) -> tuple[Turn, ...]:
-    """As far as questions and answers take turns."""
+    """Turns of a conversation, as long as questions and answers alternate."""
     messages = (entry.get("conversations") or entry.get("messages") or ()) if isinstance(entry, dict) else ()
     said = [
         (one.get("from") or one.get("role"), str(one.get("value") or one.get("content") or ""))

@@ -1,8 +1,8 @@
-"""The model that is tuned: what the registry has of it, what of that is open to be changed, and how the best is kept.
+"""The model being tuned: its state in the registry, which settings are open to change, and how the best are kept.
 
-A tuning is resumed only if the model is still what it was: measurements of another source or with other flags cannot be
-ranked with the old ones, and the best would be kept over somebody's change. What the tuning itself kept, when its time
-was over, is not such a change.
+A tuning is resumed only if the model is unchanged: measurements of another source or with other flags cannot be ranked
+with the old ones, and keeping the best would overwrite somebody's change. Settings that the tuning itself kept, when
+its time was over, are not such a change.
 """
 
 import json
@@ -34,34 +34,34 @@ from overspill.settings import BY_NAME, as_flags, parse_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     name: str
-    """In the registry, now or once the best is kept."""
+    """Name in the registry, now or once the best is kept."""
     source: str
     version: int | None = None
-    """At which it was read; None if it is not there yet."""
+    """Version in the registry when read; None if the model is not there yet."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of `overspill serve`, that stay as they are."""
+    """Settings of `overspill serve` that stay as they are."""
     vllm_args: tuple[str, ...] = ()
-    """That stay as they are."""
+    """vLLM's own flags that stay as they are."""
     tuned: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that are open to be changed, as they are now."""
+    """Current values of the settings that are open to change."""
     tuned_args: tuple[str, ...] = ()
-    """The same of vLLM's own flags."""
+    """Current words of vLLM's own flags that are open to change."""
 
     @property
     def named(self) -> ModelRef:
-        """For plans and servers; the candidates say the rest."""
+        """Model with its fixed settings, for plans and servers; candidates add the rest."""
         return ModelRef(
             name=self.name, source=self.source, is_registered=True, settings=self.settings, vllm_args=self.vllm_args
         )
 
     @property
     def fixed(self) -> frozenset[str]:
-        """Another connector than Overspill's is somebody's choice, and there can be one only."""
+        """Settings not to vary: a connector other than Overspill's is somebody's choice, and vLLM takes only one."""
         return frozenset(["kv_transfer_config"] if TRANSFER in self.vllm_args else [])
 
 
 def find_subject(registry: Registry, model: str, name: str | None, *, opens: tuple[str, ...] = ()) -> Subject:
-    """`model` is what the command was given; `opens` are settings that are open beside the usual ones."""
+    """Look up the model as the command names it; `opens` are settings open to change besides the usual ones."""
     is_folder = model.startswith(("/", ".", "~")) or os.path.isfile(os.path.join(model, "config.json"))
     found = None if is_folder else _registered(registry, model)
     if found is not None:
@@ -82,13 +82,13 @@ def find_subject(registry: Registry, model: str, name: str | None, *, opens: tup
 
 
 def registered_subject(registry: Registry, name: str) -> Subject | None:
-    """None if the registry has no model of that name."""
+    """The registry's model of that name, or None."""
     found = _registered(registry, name)
     return _subject(found, ()) if found is not None else None
 
 
 def current_candidate(subject: Subject, replan: Replan, given: Mapping[str, Any], length: int) -> Candidate | None:
-    """What is set now, if something is and it still fits."""
+    """Candidate with the model's current settings; None if nothing is set or the settings no longer fit."""
     settings = {name: value for name, value in subject.tuned.items() if name not in given}
     if not settings and not subject.tuned_args:
         return None
@@ -132,8 +132,8 @@ def _is_tunable(flag: Flag) -> bool:
 
 
 def resumed(began: Subject, now: Subject | None, given: Mapping[str, Any], candidates: Sequence[Candidate]) -> Subject:
-    """What goes on being tuned: the model as it was, at the version that it has now. `now` is None where the registry
-    has no model of that name. Raises `ChangedMeanwhile` if it is neither as it was nor as a candidate would be kept."""
+    """The subject of a resumed tuning: the model as it was, at its current version. `now` is None if the registry has
+    no such model. Raises `ChangedMeanwhile` if the model is neither as it was nor as keeping a candidate leaves it."""
     if now is None:
         if began.version is None:
             return began
@@ -143,16 +143,16 @@ def resumed(began: Subject, now: Subject | None, given: Mapping[str, Any], candi
         )
     before, after = _state(began), _state(now)
     kept = [{**before, **parse_settings(settings_to_keep(began, each, given))} for each in candidates]
-    # Where a candidate was kept, differences count from that: only a person's changes have to be taken back.
+    # If a candidate was kept, compare with that state: only a person's changes have to be undone.
     if changes := min((_changes(one, after) for one in (before, *kept)), key=len):
         raise ChangedMeanwhile(_refusal(began, now, changes))
-    # A setting that a kept candidate has, and another has not, is taken back when that one is kept.
+    # Settings that a kept candidate added are open too: keeping another candidate without them unsets them.
     added = {name: value for name, value in {**now.settings, **now.tuned}.items() if before.get(name) is None}
     return replace(began, version=now.version, tuned={**added, **began.tuned})
 
 
 def _state(subject: Subject) -> dict[str, Any]:
-    """All that a server is started with."""
+    """Everything a server of the model is started with."""
     words = (*subject.vllm_args, *subject.tuned_args)
     return {"source": subject.source, **subject.settings, **subject.tuned, "vllm_args": words}
 
@@ -182,7 +182,7 @@ def _refusal(began: Subject, now: Subject, changes: Mapping[str, tuple[Any, Any]
 
 
 def _command(verb: str, name: str, settings: Mapping[str, Any]) -> str:
-    """Of `overspill models`."""
+    """Command line of `overspill models` that adds or edits a model."""
     values = {key: value for key, value in settings.items() if value not in (None, ())}
     unset = [word for key in settings if key not in values for word in ("--unset", key)] if verb == "edit" else []
     own = values.pop("vllm_args", ())
@@ -194,7 +194,7 @@ def _command(verb: str, name: str, settings: Mapping[str, Any]) -> str:
 class Kept:
     model: Model
     edit: Edit | None = None
-    """None if it was added."""
+    """The change to a registered model; None if the model was added."""
 
     def as_text(self) -> list[str]:
         name, after = self.model.name, self.model.as_json()
@@ -225,7 +225,7 @@ class Kept:
 
 
 def keep(registry: Registry, subject: Subject, winner: Candidate, given: Mapping[str, Any]) -> Kept:
-    """Raises `ChangedMeanwhile` if the model is not what it was when the tuning began."""
+    """Save the winner in the registry; raises `ChangedMeanwhile` if the model changed since the tuning began."""
     changes = settings_to_keep(subject, winner, given)
     if subject.version is None:
         return Kept(model=add_model(registry, subject.name, {"source": subject.source, **changes}))
@@ -234,7 +234,7 @@ def keep(registry: Registry, subject: Subject, winner: Candidate, given: Mapping
 
 
 def settings_to_keep(subject: Subject, winner: Candidate, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was open and is not said by the winner is taken back; the rest is as it was, whatever was kept before."""
+    """Registry changes for the winner: its own settings, unset open ones, and the rest as when the tuning began."""
     opened = dict.fromkeys((*TUNABLE, *subject.tuned))
     fixed = {name: value for name, value in given.items() if value is not None}
     words = [*subject.vllm_args, *winner.vllm_args]

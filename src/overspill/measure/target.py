@@ -1,4 +1,4 @@
-"""A server under test: where it is, what it serves, and requests to it, timed as `vllm bench serve` times them."""
+"""Server under test: its address, its models, and requests to it, timed as `vllm bench serve` times them."""
 
 import asyncio
 import hashlib
@@ -29,12 +29,12 @@ _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     url: str
-    """Without /v1."""
+    """Address without /v1."""
     model: str
-    """As it is served."""
+    """Name under which the server lists the model."""
     api_key: str | None = None
     pid: int | None = None
-    """A process that, with those below it, is the server."""
+    """Process that, with its descendants, is the server; None if unknown."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -42,13 +42,13 @@ class Target:
 
     @property
     def is_here(self) -> bool:
-        """On this machine, whose memory can be seen."""
+        """Whether the server runs on this machine, where its memory can be sampled."""
         return self.pid is not None or _is_this_machine(urlsplit(self.url).hostname or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A model as the server lists it."""
+    """Model as the server lists it."""
 
     name: str
     root: str | None = None
@@ -56,7 +56,7 @@ class Served:
 
 
 def parse_url(text: str) -> str:
-    """`127.0.0.1:8000`, `http://host:8000` or `http://host:8000/v1`, as the address without /v1."""
+    """Address without /v1, from `127.0.0.1:8000`, `http://host:8000` or `http://host:8000/v1`."""
     example = "write for example http://127.0.0.1:8000"
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -71,14 +71,14 @@ def parse_url(text: str) -> str:
 
 
 def find_target(url: str, model: str | None = None, api_key: str | None = None) -> Target:
-    """The only model that is served there, if none is named."""
+    """Find the server and the model; without a name, the only model served there."""
     target = Target(url=url, model=model or "", api_key=api_key)
     name = find_served(target).name
     return Target(url=url, model=name, api_key=api_key, pid=_listening_pid(url))
 
 
 def find_served(target: Target) -> Served:
-    """Raises if nobody answers, the key is refused, or the model is not served there."""
+    """Look up the served model; raises if no server answers, the key is refused, or the model is not served."""
     served = [_served(each) for each in _list(target) if not each.get("parent")]
     names = [each.name for each in served]
     if target.model:
@@ -120,9 +120,9 @@ def _list(target: Target) -> list[dict[str, Any]]:
 
 
 def ask(target: Target, path: str) -> httpx.Response:
-    """One GET. Raises `CannotMeasure` if nobody answers."""
+    """Send one GET; raises `CannotMeasure` if no server answers."""
     try:
-        # A proxy of the environment would be measured too.
+        # A proxy from the environment would be measured too.
         with httpx.Client(
             timeout=_TIMEOUT, headers=target.headers, trust_env=False, verify=client_context(target.url) or True
         ) as client:
@@ -150,7 +150,7 @@ def _is_this_machine(host: str) -> bool:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
         if all(ipaddress.ip_address(address).is_loopback for address in addresses):
             return True
-        for address in addresses:  # an address that can be bound is one of this machine's
+        for address in addresses:  # an address that can be bound belongs to this machine
             family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.bind((address, 0))
@@ -168,42 +168,42 @@ def _listening_pid(url: str) -> int | None:
 
 _CONNECT_S = 60.0
 _LONGEST_REFUSAL_BYTES = 1 << 20
-# With its token ids an answer brings those of its prompt, once; reading them would hold up other streams.
+# With an answer's token ids vLLM also sends those of the prompt, once; parsing them would delay other streams.
 _PROMPT_IDS = re.compile(rb'"prompt_token_ids":\s*\[[^\]]*\]')
 _LARGE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Times are seconds, and a client's: since the request was sent, and between pieces of the answer."""
+    """One answer; times are the client's, in seconds since the request was sent, or between pieces of the answer."""
 
     prompt_tokens: int
     output_tokens: int
     started_s: float
-    """Since the measurement began."""
+    """Time of sending, in seconds since the measurement began."""
     ttft: float
     latency: float
     gaps: tuple[float, ...]
     tokens: tuple[int, ...] | None
-    """None where the server does not send them."""
+    """Token ids, or None if the server does not send them."""
     digest: str
-    """Of the tokens, or else of the text."""
+    """Hash of the token ids, or of the text without them."""
 
 
 class RequestFailed(Exception):
-    """No whole answer came; the text says why."""
+    """No complete answer arrived; the text says why."""
 
 
 class Refused(RequestFailed):
-    """The server does not take the request, and would not take another like it."""
+    """The server rejects the request, and would reject others like it."""
 
 
 class Unavailable(RequestFailed):
-    """The server is gone, or says that it is."""
+    """The server is gone, or reports an error of its own."""
 
 
 class Client:
-    """Streams answers."""
+    """Sends prompts and reads the streamed answers."""
 
     def __init__(self, target: Target, *, began: float) -> None:
         self._target, self._began = target, began
@@ -215,8 +215,8 @@ class Client:
         self.close = self._upstream.close
 
     async def ask(self, prompt: str, output: int) -> Answer:
-        """`prompt` is ids as JSON writes them, without the brackets. Waits as long as it takes: of requests that are
-        sent all at once, the last waits for all others."""
+        """Send a prompt, token ids as JSON without the brackets. No timeout: the last of many requests sent at once
+        waits for all others."""
         body = (
             f'{{"model": {self._model}, "prompt": [{prompt}], "max_tokens": {output}, "temperature": 0, '
             '"ignore_eos": true, "stream": true, "stream_options": {"include_usage": true}, "return_token_ids": true}'
@@ -237,10 +237,10 @@ class Client:
         return stream.answer(sent - self._began)
 
     async def is_well(self) -> bool:
-        """Whether the server is there and its engine works."""
+        """Whether the server answers and its engine works."""
         try:
             answer = await asyncio.to_thread(ask, self._target, "/health")
-            if answer.status_code == HTTPStatus.NOT_FOUND:  # not vLLM's
+            if answer.status_code == HTTPStatus.NOT_FOUND:  # not a vLLM server
                 answer = await asyncio.to_thread(ask, self._target, "/v1/models")
         except CannotMeasure:
             return False
@@ -248,7 +248,7 @@ class Client:
 
 
 class _Stream:
-    """Server-sent events as they come, and the time of each."""
+    """Server-sent events as they arrive, with the time of each."""
 
     def __init__(self, sent: float) -> None:
         self._sent = sent
@@ -261,8 +261,8 @@ class _Stream:
         self._is_over = False
 
     def feed(self, piece: bytes, at: float) -> None:
-        # An event counts from when it begins to arrive. That is when it is there, but for a prompt's ids, which come
-        # with the first token here and not for vLLM's own client.
+        # An event is timed when it begins to arrive. Only the prompt's ids make that differ from its end: they come
+        # with the first token here, and not at all in vLLM's own client.
         began = self._rest_at if self._events.rest else at
         for data in self._events.feed(piece):
             self._event(data, began)
@@ -306,7 +306,7 @@ class _Stream:
             raise RequestFailed("the answer has no token")
         times = self._times
         said_tokens = self._usage.get("completion_tokens")
-        # vLLM's client counts what the server says it is, too; several tokens may come in one piece.
+        # The server's own count wins, as in vLLM's client: one piece may hold several tokens.
         counted = len(self._tokens) if self._has_tokens else len(times)
         said = f"ids:{ids_as_text(self._tokens)}" if self._has_tokens else f"text:{''.join(self._texts)}"
         return Answer(

@@ -1,4 +1,4 @@
-"""A trial, the unit of `ab` and `tune`: a launch × a workload × a seed, measured and stored as a result.
+"""Trials, the unit of `ab` and `tune`: a launch × a workload × a seed, measured and stored as a result.
 
 Trials of one experiment run one after the other in one process, with one engine at a time. Each result holds the
 experiment's definition, so that an experiment can be resumed from its results alone.
@@ -45,26 +45,26 @@ _DYING_S = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Step:
-    """Which repeat of which configuration."""
+    """One repeat of one configuration."""
 
     repeat: int
-    """From 1 on."""
+    """Number of the repeat, counted from 1."""
     label: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """What an experiment measures, complete."""
+    """Complete definition of an experiment, stored with each of its results."""
 
     COMMAND: ClassVar[str]
     KEY: ClassVar[str]
-    """Its name in a result's config, and in messages."""
+    """Key of the definition in a result's config, and its name in messages."""
     MOST_REPEATS: ClassVar[int]
 
     model: str
-    """As it was named."""
+    """Model as named by the user."""
     workload: str = "multi-turn"
-    """As `overspill bench` takes it."""
+    """Workload as `overspill bench` takes it."""
     seed: int = 0
     repeats: int = 3
 
@@ -75,7 +75,7 @@ class Definition:
             raise MeasureError(f"--seed {self.seed} is negative; give 0 or more")
 
     def seed_of(self, repeat: int) -> int:
-        """Other requests in every repeat, the same for all configurations."""
+        """Seed of a repeat: other requests in every repeat, the same for all configurations."""
         return self.seed + repeat - 1
 
     def as_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Definition:
 
     @classmethod
     def load(cls, registry: Registry, name: str) -> tuple[Self, list[Result]]:
-        """And the results so far, in the order in which they were saved."""
+        """The stored definition, and the results so far in the order in which they were saved."""
         results = list_results(registry, experiment=name)[::-1]
         defined = next((one.config[cls.KEY] for one in results if cls.KEY in one.config), None)
         if defined is None:
@@ -101,7 +101,7 @@ class Definition:
 
     @classmethod
     def new_name(cls, now: datetime | None = None) -> str:
-        """By time, so that a list of them is in order; the end keeps two of the same second apart."""
+        """Name that sorts by time; the random end keeps two of the same second apart."""
         return f"{cls.COMMAND}-{now or datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
@@ -109,26 +109,26 @@ class Definition:
 class Trial:
     step: Step
     launch: Callable[[], MeasuredLaunch]
-    """Called when the trial begins: a plan that fails is a trial that failed."""
+    """Called when the trial begins, so that a plan that fails makes a failed trial."""
     text: str
     """The configuration, as `overspill ab` takes it."""
     workload: Workload
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What else the result holds."""
+    """Further entries of the result's config."""
     expects: Tier | None = None
     is_last: bool = True
-    """Whether the engine has nothing to do after this trial. If not, the next trial empties its caches."""
+    """Whether the engine stops after this trial. If not, the next trial empties its caches."""
 
 
 @dataclass(kw_only=True)
 class Trials:
-    """Runs the trials of an experiment. No engine is left running, and all that is known is saved."""
+    """Runs the trials of an experiment; leaves no engine running, and saves everything known."""
 
     name: str
     definition: Definition
     registry: Registry
     folder: Path
-    """For vLLM's logs."""
+    """Folder for vLLM's logs."""
     stop: threading.Event
     reporter: Reporter
     provenance: Provenance = field(default_factory=find_provenance)
@@ -165,14 +165,14 @@ class Trials:
             self._server = None
 
     def _serve(self, trial: Trial, launch: MeasuredLaunch, metrics: dict[str, Any]) -> Server:
-        """A new engine, or the one that was kept, with empty caches."""
+        """A new engine, or the kept one with its caches emptied."""
         if self._server is not None:
             self.reporter.say("emptying its caches")
             self._server.reset(_api_key())
             return self._server
         self.reporter.say("starting vLLM")
         log_file = self.folder / log_name(trial.step.label, trial.step.repeat)
-        # Known before it starts: whatever happens then, it is terminated.
+        # Assigned before it starts, so that it is terminated whatever happens.
         self._server = server = Server(launch.on(free_port()), log_file, self.stop, can_reset=not trial.is_last)
         server.start(lambda: self.reporter.say_now_and_then(f"still {server.phase}", HEARTBEAT_S))
         metrics["load_s"] = server.load_s
@@ -180,7 +180,7 @@ class Trials:
         return server
 
     def _measure(self, trial: Trial, server: Server, metrics: dict[str, Any]) -> str | None:
-        """The problem, if the measurement is not complete."""
+        """Measure into `metrics`, and return the problem if the measurement is incomplete."""
 
         def on_progress(at: Progress) -> None:
             self.reporter.say_now_and_then(at.as_text())
@@ -191,7 +191,7 @@ class Trials:
         )  # fmt: skip
         metrics |= {**outcome.metrics, "answers": list(outcome.answers), "notes": list(outcome.notes)}
         if metrics.get("prompt_tokens") is not None and "offload" not in server.launch.tiers:
-            metrics["tokens_from_ram"] = metrics["tokens_from_ram"] or 0  # vLLM does not count what is not there
+            metrics["tokens_from_ram"] = metrics["tokens_from_ram"] or 0  # vLLM has no counter without the tier
         if not outcome.is_complete:
             return outcome.problem or "not finished"
         if trial.expects in server.launch.tiers:
@@ -224,7 +224,7 @@ class Trials:
 
 @contextlib.contextmanager
 def resumable(trials: Trials, say: Say) -> Iterator[None]:
-    """Ends the engine in any case; where nothing can be saved any more, says how to resume the experiment."""
+    """End the engine in any case; when results can no longer be saved, say how to resume the experiment."""
     try:
         yield
     except CannotNow:
@@ -237,9 +237,9 @@ def resumable(trials: Trials, say: Say) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path, experiment: str) -> Iterator[None]:
-    """One process for each experiment: two would start an engine each for the same repeat, and share a log.
+    """Lock an experiment: two processes would each start an engine for the same repeat, and share a log.
 
-    Raises if another process has it. Whatever ends this process, the kernel gives the lock back.
+    Raises if another process holds the lock. However this process ends, the kernel releases it.
     """
     path = folder / f"{experiment}.lock"
     try:
@@ -252,7 +252,7 @@ def locked(folder: Path, experiment: str) -> Iterator[None]:
         ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The owner, for a process that is refused. The file stays: removed and made anew, it could be locked twice.
+        # The owner's pid, for a refused process. The file stays: removed and recreated, it could be locked twice.
         os.truncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
     except BlockingIOError:
@@ -275,7 +275,7 @@ def locked(folder: Path, experiment: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that the first signal sets; the second ends the program."""
+    """Yield an event that the first stop signal sets; the second signal ends the program."""
     stop = threading.Event()
     with on_stop_signals(stop.set, once=True):
         yield stop
@@ -288,7 +288,7 @@ def logs_folder(command: str, experiment: str, environment: Mapping[str, str] = 
 
 
 def log_name(label: str, repeat: int) -> str:
-    """One log for each start of an engine."""
+    """File name of a log; each start of an engine has its own."""
     name = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in label)[:60].strip(".") or "_"
     return f"{name}-{repeat}.log"
 

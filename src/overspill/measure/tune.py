@@ -1,4 +1,4 @@
-"""`overspill tune`: candidates tried in short runs, those that are clearly worse left out, and the best one chosen."""
+"""`overspill tune`: candidates tried in short runs, clearly worse ones dropped, and the best one chosen."""
 
 import threading
 import time
@@ -31,10 +31,10 @@ def run(
     logs: Path | None = None,
     stop: threading.Event | None = None,
 ) -> TuningReport:
-    """Tries what is missing, and reports on all of it. `stop` ends it early; what was measured is kept."""
+    """Run the missing trials, and report on all of them; `stop` ends the run early and keeps finished results."""
     name = resume or Tuning.new_name()
     folder = logs or logs_folder("tune", name)
-    # Before the results are read: a process that still tries would have more of them a moment later.
+    # Lock before reading the results: a process that still measures would add more a moment later.
     with locked(folder, name):
         results = Tuning.load(registry, name)[1] if resume is not None else []
         trials = Trials(
@@ -95,7 +95,7 @@ class _Run:
             timer.cancel()
 
     def _next(self) -> tuple[Trial, int] | None:
-        """With about how many trials are left."""
+        """The next trial, and about how many are left, itself included; None when nothing is left."""
         definition = self._definition
         if self.state.is_of_context:
             lengths = self.state.lengths

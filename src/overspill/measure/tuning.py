@@ -1,5 +1,4 @@
-"""What `overspill tune` tries, complete: its goal and workload, and what is found from the plan, or stored with every
-result of it."""
+"""Definitions of tunings: goal, workload and candidates, derived from the plan, or loaded from stored results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +30,10 @@ class Goal(StrEnum):
 _MEASURES = {
     Goal.THROUGHPUT: BY_KEY["output_throughput"],
     Goal.TTFT: BY_KEY["mean_ttft_ms"],
-    # Of one request of the whole length; what counts beside its answer is the time for each of its tokens.
+    # Measured on one request of the full length; besides its success, the time per output token counts.
     Goal.CONTEXT: BY_KEY["mean_tpot_ms"],
 }
-# Conversations return, so that RAM for idle KV is of use if it is of use at all.
+# Conversations return, so that RAM for idle KV helps if it can help at all.
 _WORKLOADS = {
     Goal.THROUGHPUT: "multi-turn:conversations=24,turns=3,first=1024,input=256,think_time=0,concurrency=24",
     Goal.TTFT: "multi-turn:conversations=12,turns=3,first=2048,input=256,output=64,think_time=0.5,concurrency=4",
@@ -54,7 +53,7 @@ def measure_of(goal: Goal) -> Measure:
 
 
 def choose_workload(goal: Goal, given: str | None, max_model_len: int) -> Workload:
-    """The one given, or the goal's own, made shorter where the context is."""
+    """The given workload, or the goal's own, shortened to fit the context."""
     if given is None:
         own = parse_workload(_WORKLOADS[goal])
         if (fitting := shortened(own, 0, max_model_len, *WORKLOADS[own.name].shortened_by)) is None:
@@ -69,13 +68,13 @@ def choose_workload(goal: Goal, given: str | None, max_model_len: int) -> Worklo
 
 
 def one_prompt(length: int) -> Workload:
-    """A request that fills a context."""
+    """Workload of one request that fills a context of this length."""
     output = min(_ANSWER_TOKENS, max(2, length // 8))
     return parse_workload(f"offline:requests=1,input={length - output},output={output}")
 
 
 def does_return(workload: Workload) -> bool:
-    """Whether something is sent again; if not, nothing can be learned about keeping it."""
+    """Whether any prompt repeats earlier tokens; if none does, nothing can be learned about keeping KV."""
     return write_script(workload, 0).known_tokens > 0
 
 
@@ -94,21 +93,21 @@ class Tuning(Definition):
     MOST_REPEATS: ClassVar[int] = 100
 
     name: str
-    """In the registry, now or once it is kept."""
+    """Model's name in the registry, now or once the best is kept."""
     goal: Goal
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the command: not varied, and kept."""
+    """Settings given in the command: not varied, and saved with the best."""
     pinned: Mapping[str, Any] = field(default_factory=dict)
-    """Memory as it was when candidates were planned, and the device, so that all are planned alike; not kept."""
+    """Memory and device when candidates were planned, so that all are planned alike; not saved with the best."""
     candidates: tuple[Candidate, ...] = ()
-    """Empty for `context`."""
+    """Candidates to try; empty for `context`."""
     longest: int = 0
-    """For `context`: where it begins."""
+    """Length that a search for `context` begins with."""
     least_tokens_per_s: float = 0.0
     kv_cache_dtype: str | None = None
-    """For `context`, where it was allowed to be a smaller one."""
+    """KV dtype smaller than the model's, for `context` if allowed and needed; else None."""
     subject: Subject | None = None
-    """The model as it was; None in tunings that were begun before this was kept."""
+    """The model when the tuning began; None in tunings stored by versions that did not record it."""
 
     def of_length(self, length: int) -> Candidate:
         settings: dict[str, Any] = {"max_model_len": length}
@@ -117,7 +116,7 @@ class Tuning(Definition):
         return Candidate(label=f"{length} tokens", settings=settings, is_exact=self.kv_cache_dtype is None)
 
     def tried(self, results: Sequence[Result]) -> Sequence[Candidate]:
-        """The candidates; for `context`, the lengths that were tried, the longest first."""
+        """Candidates, or for `context` the lengths tried so far, longest first."""
         if self.goal is not Goal.CONTEXT:
             return self.candidates
         return [self.of_length(length) for length in sorted({length_of(one) for one in results}, reverse=True)]
@@ -138,7 +137,7 @@ def prepare(
     registry: Registry, resume: str | None, *, model: str | None, name: str | None, goal: str | None,
     given: Mapping[str, Any], **how: Any,
 ) -> tuple[Tuning, Subject]:  # fmt: skip
-    """What is to be tried, and the model as the registry has it now. None for what was not given."""
+    """The tuning to run and the model in its current state; arguments are None if not given."""
     settings = {key: value for key, value in given.items() if value is not None}
     how = {key: value for key, value in how.items() if value is not None}
     if resume is not None:
@@ -160,7 +159,7 @@ def prepare(
     if aim is Goal.CONTEXT and (extra := [key for key in _NOT_OF_CONTEXT if key in how]):
         raise MeasureError(f"--goal context {_NOT_OF_CONTEXT[extra[0]]}")
     parsed = parse_settings(settings)
-    if aim is Goal.CONTEXT:  # which measures what `auto` predicts
+    if aim is Goal.CONTEXT:  # this goal measures what `auto` predicts
         how["least_tokens_per_s"] = parsed.get("min_speed", 0.0)
         predicted = {"min_speed"} | ({"max_model_len"} if parsed.get("max_model_len") == AUTO else set())
         settings = {key: value for key, value in settings.items() if key not in predicted}
@@ -186,21 +185,21 @@ def define(
     most: int | None = None,
     device: str | None = None,
 ) -> Tuning:
-    """Finds what is to be tried; starts nothing. Raises if nothing fits."""
+    """Find the candidates to try, without starting any; raises if nothing fits."""
     hardware = detect()
     on = {} if device is None else {"device": device}
     plan = _replan(subject, {**on, **given}, hardware)({})
     if plan.auto is not None:
         given = {**given, "max_model_len": plan.max_model_len}
         given.pop("min_speed", None)
-    # Memory that candidates may use: found once, since what is free changes while they are tried.
+    # Memory that candidates may use, determined once: free memory changes while they are tried.
     memory = {"ram": plan.ram_bytes.value}
     memory |= {"gpu_memory": plan.gpu.total_bytes.value} if plan.platform.is_cpu else {}
     pinned = on | {name: value for name, value in memory.items() if given.get(name) is None}
     replan = _replan(subject, {**pinned, **given}, hardware)
     way, alike = plan.chosen, replan({}).chosen
     if way is not None and alike is not None and alike.offload_bytes > way.offload_bytes:
-        # RAM that is named is all for use, and RAM that is free only half: candidates get what a server would.
+        # A plan uses all of a given amount of RAM, but only half of free RAM: candidates get what a server would.
         pinned["offload_ram"] = way.num_ranks * way.offload_bytes
         replan = _replan(subject, {**pinned, **given}, hardware)
     if goal is Goal.CONTEXT:
@@ -244,7 +243,7 @@ def _require_fit(plan: Plan, *, allow_fp8: bool) -> None:
 
 
 def _longest(plan: Plan, replan: Replan, *, allow_fp8: bool) -> tuple[int, str | None]:
-    """Where to begin, and the KV dtype that it needs if that is not the model's."""
+    """Length to begin with, and the KV dtype it needs; None for the model's own."""
     exact = _bounded(plan)
     setup = Setup(
         facts=plan.rank, gpu=plan.gpu, ram_bytes=plan.ram_bytes, wishes=plan.wishes, platform=plan.platform,
@@ -259,5 +258,5 @@ def _longest(plan: Plan, replan: Replan, *, allow_fp8: bool) -> tuple[int, str |
 
 
 def _bounded(plan: Plan) -> int:
-    """The longest context within the user's wish, or within what the model was made for."""
+    """Longest context that fits, at most the user's wish or else the model's limit."""
     return min(plan.longest_context, plan.wishes.max_model_len or plan.facts.max_position_embeddings)

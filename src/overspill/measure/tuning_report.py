@@ -1,4 +1,4 @@
-"""The state of a tuning, decided anew from its results: scores, the next trial, the winner; as text and JSON."""
+"""Reports on tunings: scores, next trial and winner, derived anew from the results, as text and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class TuningReport:
 
     @property
     def scores(self) -> Scores:
-        """A candidate that did not start would not do so later; one that was interrupted may."""
+        """Values and failures by label; a failed start counts as final, an interrupted run does not."""
         measure, least = measure_of(self.definition.goal), self.definition.least_tokens_per_s
         values: dict[str, dict[int, float]] = {}
         failed: dict[str, str] = {}
@@ -57,7 +57,7 @@ class TuningReport:
 
     @property
     def lengths(self) -> dict[int, bool]:
-        """Which were tried, and whether they work; without those that were interrupted."""
+        """Whether each tried length works; interrupted ones are left out."""
         scores = self.scores
         known = [one for one in self.results if one.label in scores.values or one.label in scores.failed]
         return {length_of(one): one.label not in scores.failed for one in known}
@@ -92,7 +92,7 @@ class TuningReport:
 
     @property
     def doubt(self) -> str | None:
-        """Why the best is not to be kept unasked: what was measured does not show that it is better."""
+        """Reason not to save the winner without confirmation: the measurements do not show that it is better."""
         alive, definition = self.standing.alive, self.definition
         if self.is_of_context or self.winner is None:
             return None
@@ -150,7 +150,7 @@ class TuningReport:
         losses = scores.losses(stand.alive)
         if candidate.label not in losses or winner is None:
             return "not finished"
-        if (loss := losses[candidate.label]) is None:  # the best, and the winner is simpler
+        if (loss := losses[candidate.label]) is None:  # this candidate is the best, and the winner is simpler
             given_up = losses[winner.label]
             gained = scores.better_percent(given_up.value) if given_up is not None else 0.0
             return f"{gained:.2g} % better, and not as simple"
@@ -164,7 +164,7 @@ class TuningReport:
 
     @property
     def _is_measured_once(self) -> bool:
-        """Whether the choice rests on one run of each."""
+        """Whether the choice rests on one run of each candidate."""
         return not self.is_of_context and len(self.scores.shared_repeats(self.standing.alive)) == 1
 
     def _finished(self, candidate: Candidate) -> list[Result]:
@@ -177,8 +177,8 @@ class TuningReport:
 
 
 def tokens_per_s(result: Result) -> float | None:
-    """Of one request's answer. One that came in a single piece has no time between tokens: it was at least as fast as
-    with the time of its prompt."""
+    """Speed of a single request's answer. An answer in one piece has no time between tokens; its whole latency, prompt
+    included, then gives a lower bound."""
     if tpot := BY_KEY["mean_tpot_ms"].value(result.metrics):
         return 1000 / tpot
     tokens, latency = result.metrics.get("total_output_tokens"), BY_KEY["mean_e2el_ms"].value(result.metrics)

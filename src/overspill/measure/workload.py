@@ -1,7 +1,7 @@
-"""Workloads by name, and the script of each: what it sends, when, and after which answer.
+"""Workloads by name, and their scripts: what each sends, when, and after which answer.
 
-A script is decided before anything is sent, by workload and seed alone. Prompts are token ids: no tokenizer is needed,
-and the same seed sends the same to every server.
+Workload and seed alone determine a script, before anything is sent. Prompts are token ids: no tokenizer is needed, and
+the same seed sends the same to every server.
 """
 
 import json
@@ -26,7 +26,7 @@ _MOST = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Whole numbers where the default is one."""
+    """Workload parameter, a whole number if its default is one."""
 
     name: str
     default: Number
@@ -55,7 +55,7 @@ class WorkloadKind:
     help: str
     parameters: tuple[Parameter, ...]
     shortened_by: tuple[str, ...]
-    """Parameters that make the longest request shorter, the first to be tried first."""
+    """Parameters that shorten the longest request, in the order in which to try them."""
 
     @property
     def defaults(self) -> dict[str, Number]:
@@ -66,14 +66,14 @@ class WorkloadKind:
 class Workload:
     name: str
     parameters: Mapping[str, Number]
-    """All of them."""
+    """Values of all parameters, defaults included."""
     file: str = ""
-    """Of `file`: where conversations are."""
+    """Path of the conversations; empty unless the workload is `file`."""
     digest: str = ""
-    """Of the file."""
+    """Hash of that file's content."""
 
     def as_text(self) -> str:
-        """What `parse_workload` reads; defaults are left out."""
+        """Text for `parse_workload`, defaults left out."""
         defaults = _kind(self.name).defaults
         other = [f"{name}={value}" for name, value in self.parameters.items() if value != defaults[name]]
         return f"{self.name}:{','.join(other)}" if other else self.name
@@ -176,7 +176,7 @@ WORKLOADS: Mapping[str, WorkloadKind] = {
 }  # fmt: skip
 
 
-# Not among the others, which are offered where no file of this machine may be named.
+# Not in WORKLOADS, which are also offered where no file of this machine may be named.
 FILE = WorkloadKind(
     name="file",
     help="conversations of a file, with real prompts",
@@ -196,7 +196,7 @@ def _kind(name: str) -> WorkloadKind:
 
 
 def parse_workload(text: str, file: str = "") -> Workload:
-    """`multi-turn`, or `multi-turn:conversations=8,turns=4`. `file` is read where the workload is of one: a text never
+    """Parse `multi-turn` or `multi-turn:conversations=8,turns=4`. Only the `file` workload reads `file`: a text never
     names a file, since it may come from the manager's page."""
     name, _, settings = text.strip().partition(":")
     if name not in (*WORKLOADS, FILE.name):
@@ -232,12 +232,12 @@ Phase = Literal["cold", "returning"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a prompt. Pieces of the same name begin with the same tokens, so the workload is in the name."""
+    """Part of a prompt. Pieces of the same name begin with the same tokens, so names include the workload."""
 
     name: str
     tokens: int
     ids: str | None = None
-    """As JSON writes them, without the brackets; None where they are drawn."""
+    """Token ids as JSON without the brackets; None if they are to be drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,18 +246,18 @@ class Step:
 
     index: int
     pieces: tuple[Piece, ...]
-    """Of the prompt; where it continues a conversation, of what is added to it."""
+    """Pieces of the prompt, or only the new turn's where the request continues a conversation."""
     output: int
     known_tokens: int = 0
-    """Of the prompt, what the workload itself has sent or been answered before."""
+    """Prompt tokens that the workload has already sent or received as an answer."""
     continues: bool = False
-    """The prompt begins with the previous step's prompt and its answer."""
+    """Whether the prompt begins with the previous step's prompt and answer."""
     wait_s: float = 0.0
-    """Since the previous step's answer."""
+    """Seconds to wait after the previous step's answer."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all of the prompt."""
+        """Tokens of the whole prompt."""
         return sum(piece.tokens for piece in self.pieces) + (self.known_tokens if self.continues else 0)
 
     @property
@@ -267,7 +267,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Requests of which each waits for the one before."""
+    """Requests in sequence, each sent after the previous answer."""
 
     steps: tuple[Step, ...]
     start_s: float = 0.0
@@ -277,7 +277,7 @@ class Chain:
 class Script:
     chains: tuple[Chain, ...]
     concurrency: int | None = None
-    """None: as many as there are."""
+    """Most requests under way at once; None for no limit."""
 
     @property
     def steps(self) -> list[Step]:
@@ -289,7 +289,7 @@ class Script:
 
     @property
     def known_tokens(self) -> int:
-        """What a perfect cache that was empty before could serve."""
+        """Prompt tokens that a perfect, initially empty cache could serve."""
         return sum(step.known_tokens for step in self.steps)
 
 
@@ -300,7 +300,7 @@ def write_script(workload: Workload, seed: int) -> Script:
 
 
 def require_fit(workload: Workload, seed: int, max_model_len: int | None) -> None:
-    """Before anything is sent: a server would refuse each request, some of them after an hour."""
+    """Raise if a request is too long, before any is sent: a server would refuse it, perhaps after an hour."""
     need = write_script(workload, seed).longest
     if max_model_len is None or need <= max_model_len:
         return
@@ -313,7 +313,7 @@ def require_fit(workload: Workload, seed: int, max_model_len: int | None) -> Non
 
 
 def _fitting(workload: Workload, seed: int, max_model_len: int) -> Workload | None:
-    """The same with one parameter smaller, as large as it may be; or, where one is not enough, with all of them."""
+    """Workload with one parameter reduced no more than needed, or, where one is not enough, with several."""
     kind = WORKLOADS[workload.name]
     for name in kind.shortened_by:
         if found := shortened(workload, seed, max_model_len, name):
@@ -322,7 +322,7 @@ def _fitting(workload: Workload, seed: int, max_model_len: int) -> Workload | No
 
 
 def shortened(workload: Workload, seed: int, max_model_len: int, *names: str) -> Workload | None:
-    """With these parameters smaller by the same share, until the longest request fits; None if none does."""
+    """Workload with these parameters reduced by the same share until the longest request fits; None if none fits."""
     least = {each.name: int(each.least) for each in WORKLOADS[workload.name].parameters}
     lengths = {name: int(workload.parameters[name]) for name in names}
     finest = max(lengths.values())
@@ -340,7 +340,7 @@ _Parameters = Mapping[str, Number]
 
 
 def _singles(prompt: Callable[[int, int], tuple[Piece, ...]], given: _Parameters, seed: int) -> Script:
-    """Prompts that are all new, at a rate or at once; `prompt` makes one of its number and its tokens."""
+    """Script of new prompts, at a rate or all at once; `prompt` makes one from its index and its length in tokens."""
     rate, tokens = given.get("rate"), int(given["input"])
     chains = [
         _single(i, given, *prompt(i, tokens), start_s=i / rate if rate else 0.0) for i in range(int(given["requests"]))
@@ -353,7 +353,7 @@ def _new(workload: str) -> Callable[[int, int], tuple[Piece, ...]]:
 
 
 def _repeated(i: int, tokens: int) -> tuple[Piece, ...]:
-    """A text, and the beginning of the same text: a model that goes on repeats it."""
+    """Text followed by its own beginning: a model that continues repeats the text."""
     begun = max(1, tokens // 8)
     return Piece(f"edit/{i}", tokens - begun), Piece(f"edit/{i}", begun)
 
@@ -403,7 +403,7 @@ def _multi_turn(given: _Parameters, seed: int) -> Script:
 
 
 def _returns(conversation: int, share: float) -> bool:
-    """Spread evenly, so that those that return and those that do not are among each other."""
+    """Whether a conversation returns; returning ones are spread evenly among the others."""
     return int((conversation + 1) * share + 1e-9) > int(conversation * share + 1e-9)
 
 
@@ -418,19 +418,19 @@ _WRITERS: Mapping[str, Callable[[_Parameters, int], Script]] = {
 }
 
 
-# Every tokenizer of a language model has these.
+# Ids that every language model's tokenizer has.
 _SAFE = (100, 1000)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Ids from `low`, and below `high`."""
+    """Token ids from `low` up to, but not including, `high`."""
 
     low: int
     high: int
 
     def draw(self, piece: Piece, seed: int) -> str:
-        """As JSON writes them, without the brackets: a conversation grows by joining texts."""
+        """Token ids as JSON without the brackets: a conversation grows by joining such texts."""
         if piece.ids is not None:
             return piece.ids
         ids = random.Random(f"{seed}/{piece.name}").choices(range(self.low, self.high), k=piece.tokens)
@@ -442,11 +442,11 @@ def ids_as_text(ids: Sequence[int]) -> str:
 
 
 def find_vocabulary(root: str | None) -> Vocabulary:
-    """Of the model that a server names as its root, if its config is on this machine."""
+    """Ids of the model that a server names as its root if its config is on this machine, else safe ones."""
     size = None if not root else _vocab_size(root)
     if size is None:
         return Vocabulary(*_SAFE)
-    # Special tokens, such as an image's place, are at either end.
+    # Special tokens, such as image placeholders, are at either end.
     margin = min(1000, size // 8)
     return Vocabulary(margin, size - margin)
 

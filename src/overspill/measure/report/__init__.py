@@ -1,4 +1,4 @@
-"""Reports on an experiment, or on any set of results: as text, JSON, a page or a table of values."""
+"""Reports on an experiment or any set of results, as text, JSON, a page or a table of values."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from overspill.measure.report.text import comparison_as_text, failures, headline
 from overspill.registry import Registry, Result
 
 T = TypeVar("T")
-# A program for tables would take a cell that begins so for a formula.
+# A spreadsheet program would read a cell that begins like this as a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _CSV = ("id", "experiment", "label", "repeat", "is_complete", "model", "benchmark", "workload", "seed", "started_at",
         "gpu", "driver", "vllm")  # fmt: skip
@@ -29,11 +29,11 @@ class Report:
     experiment: str | None = None
     definition: Experiment | None = None
     is_whole: bool = True
-    """Whether these are all results of the experiment; of some of them it is not known what is missing."""
+    """Whether the results are all of the experiment's; in a selection, missing repeats are unknown."""
 
     @classmethod
     def of_names(cls, registry: Registry, names: Sequence[str]) -> "Report":
-        """Of numbers of results and names of experiments; others are compared with the first of them."""
+        """Report on results given by number or experiment name; the first is what the others are compared with."""
         results = find_results(registry, names)
         is_numbered = any(is_number(name) for name in names)
         return cls.of_results(results, is_whole=are_all(registry, results), keeps_order=is_numbered)
@@ -54,14 +54,14 @@ class Report:
 
     @property
     def unused_tiers(self) -> list[str]:
-        """Configurations whose tier was expected to be used, and was not."""
+        """Configurations whose expected tier was not used."""
         repeats = [(column.label, repeat) for column in self.comparison.columns for repeat in column.finished]
         found = [(label, repeat.metrics.get("tier_problem")) for label, repeat in repeats]
         return list(dict.fromkeys(f"{label}: {problem}" for label, problem in found if problem))
 
     @property
     def failures(self) -> list[str]:
-        """Configurations that were not measured to the end, and why."""
+        """Configurations that were not measured to the end, with reasons."""
         return failures(self.comparison)
 
     @property
@@ -99,7 +99,7 @@ class Report:
         return "\n".join([*first, self.title, *facts, *configurations, "", table, *self.warnings])
 
     def as_table(self, *keys: str) -> str:
-        """A part of the text: these measures, by key, and the notes on them."""
+        """Table of the measures with these keys and the notes on them, as in the text report."""
         rows = tuple(row for row in self.comparison.rows if row.measure.key in keys)
         return comparison_as_text(replace(self.comparison, rows=rows))
 
@@ -107,7 +107,7 @@ class Report:
         return comparison_as_page(self.title, self.as_body())
 
     def as_body(self) -> Markup:
-        """The part of the page that the manager's pages show too."""
+        """The part of the page that the manager's pages also show."""
         return comparison_as_body(self._facts(), self.comparison, self.warnings)
 
     def as_json(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Report:
         }
 
     def as_csv(self) -> str:
-        """A line for each result."""
+        """CSV with one line per result."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*_CSV, *(measure.key for measure in MEASURES)])
@@ -165,7 +165,7 @@ class Report:
 
 
 def _distinct(values: Iterable[T]) -> list[T]:
-    """Each once: an experiment may have gone on elsewhere, and results of several machines may be compared."""
+    """Distinct values in order: an experiment may resume elsewhere, and results of several machines be compared."""
     found: list[T] = []
     for value in values:
         if value not in found:

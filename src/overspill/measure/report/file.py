@@ -1,4 +1,4 @@
-"""Reports in files: refused before anything is measured, and replaced in one step."""
+"""Report files: unwritable paths are refused before anything is measured, and files are replaced atomically."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from overspill.measure import CannotMeasure, MeasureError
 
 
 def require_writable(path: Path) -> None:
-    """An hour later would be too late to hear of a misspelt folder."""
+    """Raise if a report cannot be written; after an hour's measurement it is too late to report a misspelt folder."""
     if path.is_dir():
         raise MeasureError(f"{path} is a folder; name a file in it")
     if path.exists() and not os.access(path, os.W_OK):
@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _is_written_through(path: Path) -> bool:
-    """Devices and pipes, and this process's own output: a file put in their place would not reach their reader."""
+    """Whether to write into a device, a pipe or our own output: a file put in its place would not reach its reader."""
     try:
         return not stat.S_ISREG(path.stat().st_mode) or _own_stream(path) is not None
     except OSError:
@@ -54,9 +54,9 @@ def _is_written_through(path: Path) -> bool:
 
 
 def _own_stream(path: Path) -> int | None:
-    """As /dev/stdout that a shell sends to a file: opened a second time, it would be written from its beginning."""
+    """Our stdout or stderr, if it is this file: opened again, /dev/stdout sent to a file would be overwritten."""
     for handle in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed, or there is no such file yet
+        with contextlib.suppress(OSError):  # the stream is closed, or the file does not exist yet
             if os.path.samestat(os.fstat(handle), path.stat()):
                 return handle
     return None

@@ -1,5 +1,4 @@
-"""A comparison as charts, a table and facts: a part that the manager's pages show, and one file that needs nothing
-else."""
+"""Comparisons as HTML with charts, a table and facts: a part of the manager's pages, and a self-contained file."""
 
 import json
 import shlex
@@ -20,7 +19,7 @@ _TILES = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "request_throughp
           "peak_ram_bytes", "peak_gpu_bytes")  # fmt: skip
 _TIMES = {"ttft": "Time to the first token (TTFT)", "tpot": "Time per token after it (TPOT)",
           "e2el": "Time of a whole request (E2EL)"}  # fmt: skip
-# On a light page, and on a dark one.
+# Series colours for a light and for a dark page.
 _COLOURS = (
     ("#3b6fb6", "#7fb0f0"), ("#c2571a", "#f0a060"), ("#2f8f5b", "#6fd09a"), ("#8b4fb0", "#c59be8"),
     ("#a88912", "#e0c050"), ("#b03a5b", "#f08aa8"),
@@ -33,7 +32,7 @@ _templates = Environment(
 
 Points = Sequence[tuple[float, float]]
 Bar = tuple[int, str, float, Sequence[float]]
-"""Its colour, its label, its value, and what that is the centre of."""
+"""Colour index, label, value, and the points whose centre the value is."""
 
 
 def comparison_as_page(title: str, body: Markup) -> str:
@@ -41,7 +40,7 @@ def comparison_as_page(title: str, body: Markup) -> str:
 
 
 def comparison_as_body(facts: Mapping[str, str], comparison: Comparison, warnings: Sequence[str] = ()) -> Markup:
-    """As HTML, whose texts are escaped. Of a single measurement it shows how its times are distributed."""
+    """HTML with all texts escaped; a single measurement gets charts of how its times are distributed."""
     columns = comparison.columns
     is_one = len(columns) == len(columns[0].repeats) == 1
     charts = _charts_of_one(columns[0]) if is_one else _bar_charts(comparison)
@@ -71,7 +70,7 @@ def _table_heads(comparison: Comparison) -> list[str]:
 
 
 def _table_rows(comparison: Comparison) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Each measure's name and cells: text, verdict, and its class. Values come first, then ratios to the first."""
+    """Each measure's name and cells (text, verdict, CSS class): values first, then ratios to the baseline."""
     rows = []
     for row in comparison.rows:
         cells = [(row.measure.shown(value), "", "") for value in row.values]
@@ -116,7 +115,7 @@ def _charts_of_one(column: Column) -> list[Markup]:
 
 def _bar_chart(title: str, bars: Sequence[Bar], shown: Callable[[float], str]) -> Markup:
     intervals = [own_interval(points) for _, _, _, points in bars]
-    # A very wide interval would leave nothing of the bars.
+    # A very wide interval would shrink the bars to nothing.
     ends = [end for (_, _, value, points), each in zip(bars, intervals) for end in (value, *points, *(each or ()))]
     top = min(max(ends), 2 * max(value for _, _, value, _ in bars)) or 1.0
 
@@ -135,7 +134,7 @@ def _bar_chart(title: str, bars: Sequence[Bar], shown: Callable[[float], str]) -
 
 
 def _line_charts(comparison: Comparison) -> list[Markup]:
-    """How TTFT is distributed, and memory during the last repeat."""
+    """Charts of the TTFT distribution, and of memory during the last repeat."""
     ttfts: list[Points] = []
     memory: dict[str, list[Points]] = {"ram_bytes": [], "gpu_bytes": []}
     for column in comparison.columns:
@@ -185,7 +184,7 @@ def _chart(kind: str, *values: Any) -> Markup:
 
 
 def shares(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """The part of the values, in percent, up to each of them: their distribution as a line."""
+    """Cumulative distribution as points of a step line: the share of values, in percent, up to each of them."""
     ordered = sorted(values)
     points = [(0.0, 0.0)]
     for number, value in enumerate(ordered, start=1):

@@ -1,4 +1,4 @@
-"""Measurements as text for a terminal: comparisons, single outcomes, and lists of results, by one table renderer."""
+"""Measurements as text for a terminal: comparisons, single outcomes and lists of results."""
 
 import json
 import re
@@ -36,7 +36,7 @@ _STATISTICS = ("mean", "median", "p90", "p99", "std")
 
 
 def comparison_as_text(comparison: Comparison) -> str:
-    """One table for two configurations; for more, the ratios of each in a table of its own."""
+    """One table for two configurations; with more, the ratios of each get their own table."""
     labels = [column.label for column in comparison.columns]
     first = comparison.first.label
     head = ["", *labels]
@@ -71,7 +71,7 @@ def ratio_as_text(ratio: Ratio | None) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What a reader must know beside the numbers."""
+    """Notes that a reader needs besides the numbers."""
     first = comparison.first.label
     lines = []
     for each in comparison.answers:
@@ -99,7 +99,7 @@ def notes(comparison: Comparison) -> list[str]:
             f"Not all repeats are there: {had}. Values are over those that all have, and a ratio over those that its "
             "two have."
         )
-    # How two starts of the same engine differ is in no interval then, and a verdict does not know of it.
+    # No interval then covers how two starts of the same engine differ, so verdicts ignore it.
     if comparison.shares_starts and any(column.has_repeats for column in comparison.columns):
         lines.append(
             "With --keep, the repeats of a configuration share one start of its engine: differences of a few percent "
@@ -114,7 +114,7 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def failures(comparison: Comparison) -> list[str]:
-    """Configurations that were not measured to the end, and why."""
+    """Configurations that were not measured to the end, with reasons."""
     found = [(column.label, column.problem) for column in comparison.columns if column.problem is not None]
     ended = (INTERRUPTED, NOT_FINISHED)
     return [
@@ -124,7 +124,7 @@ def failures(comparison: Comparison) -> list[str]:
 
 
 def _last_error(problem: str) -> str:
-    """The first line, and what the log said last where that line gives no reason."""
+    """The problem's first line, with the log's last error if that line gives no reason."""
     first, *log = map(str.strip, problem.splitlines())
     said = [line for line in log[1:] if re.search(r"(Error|Exception)\b", line)] or log[1:]
     has_reason = ": " in first.rpartition("vLLM ended")[2]
@@ -132,7 +132,7 @@ def _last_error(problem: str) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """What a reader came for: which configuration failed, or how the others compare with the first."""
+    """The main finding: which configurations failed, or how the others compare with the baseline."""
     if found := failures(comparison):
         return "\n".join(found)
     rows = {row.measure.key: row for row in comparison.rows}
@@ -155,7 +155,7 @@ def outcome_as_text(outcome: Outcome) -> str:
     metrics = outcome.metrics
     served, failed = f"{metrics['completed']:,} answered", f"{metrics['failed']:,} failed"
     prompts, ram, gpu = metrics["total_input_tokens"], metrics["tokens_from_ram"], metrics["tokens_from_gpu_cache"]
-    # A server without a second tier does not count it.
+    # A server without a second tier has no counter for it.
     tiers = "" if ram is None and gpu is None else f": {ram or 0:,} from RAM, {gpu or 0:,} from the GPU's cache"
     facts = [
         ("requests", f"{served}, {failed}, in {metrics['duration']:.2f} s"),
@@ -210,7 +210,7 @@ def listed_values(result: Result) -> list[str]:
 
 
 def result_as_text(result: Result) -> str:
-    """One result with all that is known of it."""
+    """One result with everything known about it."""
     environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in result.environment.items())
     facts = {
         **result_facts(result),
@@ -228,7 +228,7 @@ def result_as_text(result: Result) -> str:
 
 
 def result_facts(result: Result) -> dict[str, str]:
-    """Where, when and with what it was measured, by name; empty for what is not known."""
+    """Where, when and with what a result was measured, by name; unknown facts are empty."""
     config: dict[str, Any] = dict(result.config)
     machine = config.get("machine") if isinstance(config.get("machine"), dict) else {}
     return {
