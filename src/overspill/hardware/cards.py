@@ -1,4 +1,4 @@
-"""Common cards and what their data sheets say, for machines that are only stated and for what NVML does not report."""
+"""Table of common cards with their data sheets' figures, for stated GPUs and for what NVML does not report."""
 
 import difflib
 import re
@@ -8,15 +8,15 @@ from overspill.figures import Known, assumed
 from overspill.hardware.gpu import LINK_EFFICIENCY, link_from_pcie
 from overspill.kv.sizes import MiB
 
-# What the driver keeps of the memory nvidia-smi shows; CUDA counts the rest. 360 MiB on an RTX 4090, 490 on an RTX
-# 5090 and an A30, 610 on an H200, 720 on a B200, so this is the middle.
+# Memory that nvidia-smi shows and the driver keeps from CUDA: 360 MiB on an RTX 4090, 490 on an RTX 5090 and an A30,
+# 610 on an H200, 720 on a B200; this is the middle.
 DRIVER_RESERVE_BYTES = 512 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
     key: str  # as written after --gpu
-    name: str  # as NVML says it
+    name: str  # as NVML reports it
     marketed_gb: int  # on the box; no card gives all of it to CUDA
     shown_mib: int  # nvidia-smi's memory.total, with ECC as the card ships
     memory_gb_s: float
@@ -29,7 +29,7 @@ class Card:
 
     @property
     def total_bytes(self) -> int:
-        """What CUDA counts, about."""
+        """Memory CUDA reports, approximately."""
         return self.shown_mib * MiB - DRIVER_RESERVE_BYTES
 
 
@@ -38,7 +38,7 @@ class Card:
 # sold for workstations, hence the RTX 4090 below the RTX 6000 Ada.
 # shown_mib is nvidia-smi's figure as users of the cards posted it; ECC on GDDR6 takes a sixteenth (L4, L40S, A10, T4).
 CARDS = (
-    # GeForce RTX 3060 product page: 12.7 TFLOPS float32, of which tensor cores do twice.
+    # GeForce RTX 3060 product page: 12.7 TFLOPS float32, twice that on tensor cores.
     Card("rtx3060", "NVIDIA GeForce RTX 3060", 12, 12288, 360, 25.5, (8, 6), (4, 16), ("3060", "RTX 3060 12GB")),
     # NVIDIA Ampere GA102 GPU Architecture white paper, appendix A.
     Card("rtx3090", "NVIDIA GeForce RTX 3090", 24, 24576, 936, 71.2, (8, 6), (4, 16), ("3090",)),
@@ -72,10 +72,10 @@ CARDS = (
     Card("l40s", "NVIDIA L40S", 48, 46068, 864, 362, (8, 9), (4, 16)),
     Card("a10", "NVIDIA A10", 24, 23028, 600, 125, (8, 6), (4, 16)),
     Card("a30", "NVIDIA A30", 24, 24576, 933, 165, (8, 0), (4, 16)),
-    # Data sheet NVIDIA V100: the PCIe card's 112 TFLOPS, the lower one.
+    # Data sheet NVIDIA V100: the PCIe card's 112 TFLOPS, the lower figure.
     Card("v100-16gb", "Tesla V100-PCIE-16GB", 16, 16384, 900, 112, (7, 0), (3, 16), ("Tesla V100-SXM2-16GB",)),
     Card("v100-32gb", "Tesla V100-PCIE-32GB", 32, 32768, 900, 112, (7, 0), (3, 16), ("Tesla V100-SXM2-32GB",)),
-    # Data sheet NVIDIA A100: of the 80 GB cards the PCIe one's memory, the slower.
+    # Data sheet NVIDIA A100; at 80 GB the PCIe card's memory bandwidth, the lower figure.
     Card("a100-40gb", "NVIDIA A100-PCIE-40GB", 40, 40960, 1555, 312, (8, 0), (4, 16), ("NVIDIA A100-SXM4-40GB",)),
     Card("a100-80gb", "NVIDIA A100 80GB PCIe", 80, 81920, 1935, 312, (8, 0), (4, 16), ("NVIDIA A100-SXM4-80GB",)),
     # Data sheets NVIDIA H100 and H200.
@@ -83,8 +83,8 @@ CARDS = (
     Card("h100-sxm", "NVIDIA H100 80GB HBM3", 80, 81559, 3350, 989, (9, 0), (5, 16), ("H100 SXM5",),
          nvlink_gb_s=450),
     Card("h200", "NVIDIA H200", 141, 143771, 4800, 989, (9, 0), (5, 16), ("H200 SXM",), nvlink_gb_s=450),
-    # Data sheet NVIDIA GH200 Grace Hopper Superchip, 96 GB HBM3: NVLink-C2C of 900 GB/s, both ways together. NVML's
-    # 480GB and 120GB are the CPU's memory.
+    # Data sheet NVIDIA GH200 Grace Hopper Superchip, 96 GB HBM3: NVLink-C2C of 900 GB/s, both ways together. The 480GB
+    # and 120GB in NVML's names are the CPU's memory.
     Card("gh200", "NVIDIA GH200 480GB", 96, 97871, 4000, 989, (9, 0), (5, 16), ("NVIDIA GH200 120GB", "GH200 96GB"),
          link_gb_s=450),
     # Data sheet NVIDIA DGX B200, an eighth of it.
@@ -95,12 +95,12 @@ _FILLERS = re.compile(r"nvidia|geforce|tesla|quadro|generation|[^a-z0-9]")
 
 
 def _plain(name: str) -> str:
-    """Names as people and drivers write them, made comparable. "Laptop GPU" stays: it is another chip."""
+    """A card name normalised for comparison. "Laptop GPU" stays, since that is a different chip."""
     return _FILLERS.sub("", name.lower())
 
 
 def _spellings(card: Card) -> set[str]:
-    """Plain forms of a card's names, and those without the leading RTX of workstation cards."""
+    """Normalised names of a card; workstation cards also without the leading RTX."""
     plain = {_plain(name) for name in (card.key, card.name, *card.other_names)}
     return plain | {name.removeprefix("rtx") for name in plain if name.startswith("rtxa")}
 
@@ -113,7 +113,7 @@ def find_card(name: str) -> Card | None:
 
 
 def nearest_cards(name: str, count: int = 3) -> list[str]:
-    """Keys of the cards that may have been meant."""
+    """Keys of the cards that the name may have meant."""
     plain = _plain(name)
     family = [card.key for spelling, card in _BY_SPELLING.items() if plain and spelling.startswith(plain)]
     alike = family or [_BY_SPELLING[near].key for near in difflib.get_close_matches(plain, _BY_SPELLING, n=2 * count)]
@@ -121,7 +121,7 @@ def nearest_cards(name: str, count: int = 3) -> list[str]:
 
 
 def card_in_machine(nvml_name: str, shown_bytes: int) -> Card | None:
-    """The row for a card that NVML names. Cards of one name come with different memory (RTX 3060, RTX 4060 Ti)."""
+    """The row for a card that NVML names; memory must match too, since one name has several (RTX 3060, RTX 4060 Ti)."""
     card = find_card(nvml_name)
     if card is None or abs(shown_bytes - card.shown_mib * MiB) > 0.1 * card.shown_mib * MiB:
         return None
@@ -129,7 +129,7 @@ def card_in_machine(nvml_name: str, shown_bytes: int) -> Card | None:
 
 
 def link_of_card(card: Card, generation: Known[int] | None, width: Known[int] | None) -> Known[int]:
-    """By PCIe as it was found or stated, except for cards that have a link of their own."""
+    """Rate of the card's link to RAM: its own link where it has one, else PCIe as detected or stated."""
     if card.link_gb_s is None:
         return link_from_pcie(generation, width)
     note = f"{LINK_EFFICIENCY:.0%} of what the data sheet of the {card.name} says"
@@ -137,14 +137,14 @@ def link_of_card(card: Card, generation: Known[int] | None, width: Known[int] | 
 
 
 def modest_card(total_bytes: int) -> Card:
-    """Of the cards nearest to a memory size, the one with the slowest memory: a plan had better promise too little."""
+    """The card of slowest memory among those nearest in memory size: a plan had better promise too little."""
     gap = min(abs(card.marketed_gb * 1024 * MiB - total_bytes) for card in CARDS)
     alike = [card for card in CARDS if abs(card.marketed_gb * 1024 * MiB - total_bytes) == gap]
     return min(alike, key=lambda card: card.memory_gb_s)
 
 
-# FLOP per CUDA core and clock of dense bf16 (fp16 before 8.0) with float32 accumulation, from the same white papers:
-# 82 SMs x 128 cores x 4 x 1.695 GHz are the 71.2 TFLOPS of an RTX 3090.
+# Dense bf16 FLOP (fp16 before 8.0) per CUDA core and clock, with float32 accumulation, from the same white papers:
+# 82 SMs x 128 cores x 4 x 1.695 GHz give the 71.2 TFLOPS of an RTX 3090.
 _FLOP_PER_CORE_CLOCK = {
     (7, 0): 16, (7, 5): 16, (8, 0): 32, (8, 6): 8, (8, 9): 8, (9, 0): 32, (10, 0): 64, (10, 3): 64, (12, 0): 8,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""How fast a CPU attends to KV in RAM: measured once on a machine, else assumed from its cores, or stated."""
+"""Speed of the CPU's attention to KV in RAM: measured once per machine, else assumed from its cores, or stated."""
 
 import json
 import logging
@@ -15,19 +15,19 @@ from overspill.kv.attention.library import AttentionUnavailable, default_threads
 
 logger = logging.getLogger(__name__)
 
-# The slowest core that was measured, a Neoverse N1, attends to 3.7 GB/s; those of a Xeon with AVX-512 BF16 to 8 to 10.
-# Two channels of memory also serve the link, and leave about this much beside it. Servers have more: eight channels
-# reached 100 GB/s with 14 threads (benchmarks/attention_kernel.py).
+# The slowest core measured, a Neoverse N1, attends to 3.7 GB/s; cores of a Xeon with AVX-512 BF16 to 8 to 10 GB/s.
+# Two memory channels also serve the link, which leaves about this much. Servers have more: eight channels reached
+# 100 GB/s with 14 threads (benchmarks/attention_kernel.py).
 _THREAD_BYTES_PER_S, _MEMORY_BYTES_PER_S = 3 * 10**9, 20 * 10**9
-# A machine that is only stated: eight cores, two of which are left to the engine.
+# Threads of a machine that is only stated: eight cores, two of them left to the engine.
 _STATED_THREADS = 6
-# Beside a link of 55 GB/s the same 14 threads kept 63 to 74 of their 99 GB/s (benchmarks/spill.py).
+# While the link copied at 55 GB/s, the same 14 threads kept 63 to 74 of their 99 GB/s (benchmarks/spill.py).
 BESIDE_LINK = 0.7
 _PATIENCE_S = 60.0
 
 
 def cpu_attention(threads: int | None = None) -> Known[int]:
-    """Of this machine, in bytes of KV per second; 0 where the kernel cannot run, and the note says why."""
+    """Bytes of KV per second this machine's CPU attends to; 0 where the kernel cannot run, with the reason as note."""
     try:
         load()
     except AttentionUnavailable as error:
@@ -46,8 +46,8 @@ def assumed_attention(threads: int = _STATED_THREADS) -> Known[int]:
 
 
 def measure_attention(threads: int | None = None) -> bool:
-    """Measure it, which takes seconds, and keep it for plans of this user on this machine; whether that was done. Not
-    while other programs compute: what they leave is not what the CPU can do."""
+    """Measure the rate, which takes seconds, and save it for this user's plans on this machine; True if that was done.
+    Skipped while other programs compute: what they leave is not what the CPU can do."""
     threads, path = threads or default_threads(), _path()
     cores = len(os.sched_getaffinity(0))
     if path is None or os.getloadavg()[0] > max(1, cores - threads):
@@ -66,7 +66,7 @@ def measure_attention(threads: int | None = None) -> bool:
 
 
 def _measured_rate(threads: int) -> int:
-    """In a process of its own: torch takes hundreds of MiB, and a manager that plans lives for long."""
+    """Measure in a separate process: torch takes hundreds of MiB, and a manager that plans is long-lived."""
     command = [sys.executable, "-m", "overspill.kv.attention.rates", str(threads)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_PATIENCE_S)
     if done.returncode:
@@ -75,7 +75,7 @@ def _measured_rate(threads: int) -> int:
 
 
 def computes_bf16() -> bool:
-    """Whether vLLM's CPU build can: on ARM its kernels end with an illegal instruction where cores lack it."""
+    """Whether vLLM's CPU build can use bf16: on ARM its kernels hit an illegal instruction on cores without it."""
     if platform.machine() != "aarch64":
         return True
     try:
@@ -90,7 +90,7 @@ def _path() -> Path | None:
 
 
 def _key(threads: int) -> str:
-    """A home may be shared between machines."""
+    """Key of a saved rate, with the host name: a home directory may be shared between machines."""
     return f"{platform.node()}, {threads}"
 
 

@@ -1,4 +1,4 @@
-"""One GPU and its link to RAM, as a planner sees them; which GPUs a program sees; what PCIe promises."""
+"""A GPU and its link to RAM as a planner sees them, the GPUs a program sees, and PCIe's nominal rates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,14 +6,14 @@ from typing import TypeVar
 
 from overspill.figures import Known, assumed, derived
 
-# What remains of a link's rate after packet headers and flow control. One H200 on PCIe 5.0 x16 copies pinned
+# Share of a link's rate left after packet headers and flow control. One H200 on PCIe 5.0 x16 copies pinned
 # memory at 55.3 of 63.0 GB/s (88 %); older generations stay a little lower, and a plan should not promise too much.
 LINK_EFFICIENCY = 0.85
 _Figure = TypeVar("_Figure", Known[int], Known[int] | None)
 PCIE_WIDTHS = (1, 2, 4, 8, 16)
 
-# Bytes per second of one lane: transfers per second, times what the line code leaves (8b/10b, 128b/130b, and for 6.0
-# 242 of 256 bytes of a FLIT), over 8 bits. PCI Express Base Specification 6.0.
+# Bytes per second of one lane: transfers per second, times the payload share of the line code (8b/10b, 128b/130b, and
+# for 6.0 242 of 256 bytes of a FLIT), over 8 bits. PCI Express Base Specification 6.0.
 _LANE_BYTES_PER_SECOND = {
     1: 2.5e9 * 8 / 10 / 8,
     2: 5e9 * 8 / 10 / 8,
@@ -26,13 +26,13 @@ PCIE_GENERATIONS = tuple(_LANE_BYTES_PER_SECOND)
 
 
 def pcie_bytes_per_second(generation: int, width: int) -> int:
-    """The rate on paper, each way. A generation newer than those known counts as the newest of them."""
+    """Nominal rate, each way. Generations newer than those known count as the newest known."""
     lane = _LANE_BYTES_PER_SECOND[min(max(generation, 1), max(_LANE_BYTES_PER_SECOND))]
     return int(lane * width)
 
 
 def link_from_pcie(generation: Known[int] | None, width: Known[int] | None) -> Known[int]:
-    """What a copy reaches on such a link; where the link is not known, on the slowest that is still common."""
+    """Rate of copies over such a link; an unknown link counts as the slowest that is still common."""
     if generation is None or width is None:
         rate = int(pcie_bytes_per_second(3, 16) * LINK_EFFICIENCY)
         return assumed(rate, "PCIe link not known: taken as 3.0 x16")
@@ -43,9 +43,9 @@ def link_from_pcie(generation: Known[int] | None, width: Known[int] | None) -> K
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """None stands for what neither the driver nor the table of cards knows."""
+    """One GPU; None marks what neither the driver nor the table of cards knows."""
 
-    index: int  # NVML's, in the order of PCI addresses
+    index: int  # NVML's, in order of PCI addresses
     uuid: str  # "" for a card that is only stated
     name: str
     total_bytes: Known[int]  # what CUDA, and so vLLM, counts as the GPU's memory
@@ -56,7 +56,7 @@ class Gpu:
     link: Known[int]  # bytes per second of large copies of pinned memory, each way alone
     driver_version: str = ""
     nvlink: Known[int] | None = None  # bytes per second to the other GPUs, each way; None over PCIe
-    numa_node: int | None = None  # whose CPUs and RAM are nearest
+    numa_node: int | None = None  # the node whose CPUs and RAM are nearest
     memory_numa_node: int | None = None  # set where the GPU's own memory is a NUMA node, as on a GH200
 
     @property
@@ -65,13 +65,13 @@ class Gpu:
 
     @property
     def peer_link(self) -> Known[int]:
-        """To the other GPUs. PCIe is the same link that spilled KV and weights come over."""
+        """Rate to the other GPUs; without NVLink, over the same PCIe link as spilled KV and weights."""
         return self.nvlink or self.link
 
 
 def weakest(gpus: Sequence[Gpu]) -> Gpu:
-    """One that every rank can be planned for: of each figure, the least. vLLM takes the same share of each card, so the
-    smallest share that is free counts."""
+    """A GPU to plan every rank for: the least of each figure, and the smallest free share, since vLLM takes the same
+    share of each card."""
     first = gpus[0]
     if len(set(gpus)) == 1:
         return first
@@ -93,7 +93,7 @@ def weakest(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _least(figures: Sequence[_Figure]) -> _Figure:
-    """None is not known, and so may be less than any."""
+    """The smallest figure; an unknown one (None) may be less than any."""
     return min(figures, key=lambda figure: -1 if figure is None else figure.value)
 
 
@@ -102,7 +102,7 @@ def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:
 
     Numbers count as NVML counts, by PCI address, as vLLM takes them; CUDA itself does so only with
     CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters where the cards differ. As in CUDA, the first entry that names no GPU
-    ends the list. vLLM takes an empty setting for none at all.
+    ends the list. vLLM treats an empty setting as unset.
     """
     if not setting:
         return tuple(gpus)
@@ -120,5 +120,5 @@ def _named(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
         return next((gpu for gpu in gpus if gpu.index == int(entry)), None)
     if not entry.startswith(("GPU-", "MIG-")):
         return None
-    alike = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]  # CUDA accepts the beginning, if it is only one's
+    alike = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]  # CUDA accepts a unique prefix
     return alike[0] if len(alike) == 1 else None

@@ -1,4 +1,4 @@
-"""This machine: RAM and what limits it, NUMA nodes, and GPUs; one call for a planner."""
+"""Detection of this machine's RAM and its limits, NUMA nodes and GPUs, in one call for planners."""
 
 import os
 import platform
@@ -19,11 +19,11 @@ class NumaNode:
     index: int
     total_bytes: int
     free_bytes: int
-    cpus: frozenset[int]  # none where the node is memory only: CXL, or the memory of a GPU such as a GH200's
+    cpus: frozenset[int]  # empty for nodes of memory only: CXL, or a GPU's memory as on a GH200
 
 
 def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """In order of their numbers; none where the kernel was built without NUMA."""
+    """NUMA nodes by number; none where the kernel was built without NUMA."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     nodes = [node for folder in folders if (node := _read_node(folder)) is not None]
     return tuple(sorted(nodes, key=lambda node: node.index))
@@ -32,7 +32,7 @@ def read_numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
 def _read_node(folder: Path) -> NumaNode | None:
     try:
         meminfo, cpulist = (folder / "meminfo").read_text(), (folder / "cpulist").read_text()
-    except OSError:  # sandboxes show the folder and not the files
+    except OSError:  # sandboxes show the folder without the files
         return None
     sizes = {}
     for line in meminfo.splitlines():
@@ -45,13 +45,13 @@ def _read_node(folder: Path) -> NumaNode | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     ram_total_bytes: Known[int]
-    cgroup_limit_bytes: Known[int] | None  # the lowest on this process, which the note names; None without one
+    cgroup_limit_bytes: Known[int] | None  # lowest on this process, named by the note; None without one
     ram_available_bytes: Known[int]  # without swapping or reaching a cgroup's limit; the note names what bounds it
     numa_nodes: tuple[NumaNode, ...]
 
     @property
     def ram_limit_bytes(self) -> Known[int]:
-        """That this process could ever have; the note names a cgroup that allows less than there is."""
+        """Most RAM this process could ever have; the note names a cgroup that allows less than the machine has."""
         limit = self.cgroup_limit_bytes
         return self.ram_total_bytes if limit is None or limit.value >= self.ram_total_bytes.value else limit
 
@@ -78,10 +78,10 @@ def read_machine(root: Path = Path("/")) -> Machine:
 class Hardware:
     machine: Machine
     gpus: tuple[Gpu, ...]  # those CUDA_VISIBLE_DEVICES leaves, in its order
-    problems: tuple[str, ...] = ()  # why a GPU, or all, is missing
+    problems: tuple[str, ...] = ()  # why a GPU, or every one, is missing
 
     def first_gpu(self) -> Gpu:
-        """The GPU an engine would take."""
+        """The GPU an engine would take; an error with the reasons if there is none."""
         if self.gpus:
             return self.gpus[0]
         why = "; ".join(self.problems) or "none was found"
@@ -94,7 +94,7 @@ def detect(
     root: Path = Path("/"),
     nvml: Any | None = None,
 ) -> Hardware:
-    """This machine and its GPUs; quick, and without touching the GPUs. The speed of a link follows from PCIe."""
+    """Detect this machine and its GPUs quickly, without touching the GPUs; link speeds are derived from PCIe."""
     machine = read_machine(root)
     report = read_gpus(nvml)
     setting = environ.get("CUDA_VISIBLE_DEVICES")
@@ -106,7 +106,7 @@ def detect(
 
 
 def without_gpu_memory(machine: Machine, gpus: tuple[Gpu, ...]) -> Machine:
-    """On a GH200 the GPU's memory is a NUMA node, and the kernel counts it as RAM; a planner must not."""
+    """Subtract GPU memory from RAM: on a GH200 it is a NUMA node that the kernel counts as RAM, and a plan must not."""
     of_gpus = {gpu.memory_numa_node for gpu in gpus if gpu.memory_numa_node is not None}
     taken = [node for node in machine.numa_nodes if node.index in of_gpus and not node.cpus]
     if not taken:

@@ -1,4 +1,4 @@
-"""GPUs as NVIDIA's management library describes them, and a sentence where it does not."""
+"""GPUs as NVIDIA's management library (NVML) reports them, and a sentence for each one it cannot read."""
 
 import contextlib
 import importlib
@@ -16,7 +16,7 @@ from overspill.kv.errors import OverspillError
 _NO_PERMISSION, _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND = 4, 9, 12
 _GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH = 15, 16, 18
 _MIG_ENABLED = 1
-# NVML_NVLINK_MAX_LINKS, and what one carries each way since Volta; Blackwell's carry twice that.
+# NVML_NVLINK_MAX_LINKS, and the rate of one link each way since Volta; Blackwell's have twice that.
 _MOST_NVLINKS, _NVLINK_BYTES_PER_SECOND = 18, 25 * 10**9
 
 _NOT_INSTALLED = "GPUs cannot be read: the package nvidia-ml-py is missing; pip install nvidia-ml-py"
@@ -37,16 +37,16 @@ _NO_GPU = {
 @dataclass(frozen=True, slots=True)
 class GpuReport:
     gpus: tuple[Gpu, ...] = ()
-    problems: tuple[str, ...] = ()  # one sentence for each GPU that is missing from `gpus`, or for all of them
+    problems: tuple[str, ...] = ()  # a sentence per GPU missing from `gpus`, or one for all of them
 
 
 class NoNvml(OverspillError):
-    """NVML cannot be used here; says why, in words."""
+    """NVML cannot be used here; the message says why."""
 
 
 @contextlib.contextmanager
 def opened_nvml(nvml: Any | None = None) -> Iterator[Any]:
-    """The library, started, and shut down afterwards; `nvml` stands in for pynvml in tests."""
+    """Start the library and shut it down afterwards; `nvml` stands in for pynvml in tests."""
     try:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError as error:
@@ -104,18 +104,18 @@ def _read_all(nvml: Any) -> GpuReport:
 
 
 class NotUsable(Exception):
-    """A GPU that answers and still cannot be planned for; the text says why."""
+    """A GPU responds but cannot be planned for; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    shown_bytes: int  # by nvidia-smi
-    total: Known[int]  # of that, what CUDA counts
+    shown_bytes: int  # as nvidia-smi shows it
+    total: Known[int]  # the part of it that CUDA counts
     free: Known[int]
 
 
 class Device:
-    """One handle. What a GPU, a driver or a version of nvidia-ml-py does not support is None, not an error."""
+    """An NVML handle. `ask` returns None for what the GPU, its driver or this nvidia-ml-py does not support."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -164,7 +164,7 @@ class Device:
         found = []
         for index in range(self.ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
             handle = self.ask("nvmlDeviceGetMigDeviceHandleByIndex", index)
-            if handle is not None:  # slots that are not in use are "not found"
+            if handle is not None:  # unused slots are "not found"
                 found.append(Device(self._nvml, handle))
         return found
 
@@ -188,22 +188,22 @@ def _read_gpu(device: Device, index: int, driver: str, memory: _Memory) -> Gpu:
         driver_version=driver,
         nvlink=_nvlink(device),
         numa_node=_numa_node(device),
-        # Answered only where the GPU's memory is a NUMA node of its own; not the node next to the GPU.
+        # Supported only where the GPU's memory is a NUMA node of its own; not the node next to the GPU.
         memory_numa_node=device.ask("nvmlDeviceGetNumaNodeId"),
     )
 
 
 def _nvlink(device: Device) -> Known[int] | None:
-    """By the links that are up. Some lead to a switch and some to one other GPU, which NVML tells only in pieces."""
+    """Rate of all links that are up. NVML reports only in pieces which of them lead to a switch or to one other GPU."""
     states = [device.ask("nvmlDeviceGetNvLinkState", link) for link in range(_MOST_NVLINKS)]
     up = sum(state == 1 for state in states)
     return derived(up * _NVLINK_BYTES_PER_SECOND, note=f"{up} NVLinks") if up else None
 
 
 def _numa_node(device: Device, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Nearest to the GPU; None if the machine does not say."""
+    """The NUMA node nearest to the GPU; None if the machine does not report one."""
     found = device.ask("nvmlDeviceGetPciInfo")
-    address = "" if found is None else _text(found.busId).lower()  # 00000000:65:00.0, of which Linux writes half
+    address = "" if found is None else _text(found.busId).lower()  # 00000000:65:00.0; Linux drops four zeros
     try:
         node = int((root / address[-len("0000:00:00.0") :] / "numa_node").read_text())
     except (OSError, ValueError):
@@ -212,9 +212,9 @@ def _numa_node(device: Device, root: Path = Path("/sys/bus/pci/devices")) -> int
 
 
 def _pcie(device: Device) -> tuple[Known[int] | None, Known[int] | None]:
-    """Generation and width.
+    """Generation and width of the PCIe link.
 
-    The current generation falls when the GPU idles and comes back with work, so the highest one that card and slot
+    The current generation drops while the GPU idles and returns with work, so the highest one that card and slot
     agree on counts. The width does not change, so the current one counts.
     """
     generation = device.ask("nvmlDeviceGetMaxPcieLinkGeneration")
@@ -227,7 +227,7 @@ def _memory_bandwidth(device: Device, card: Card | None) -> Known[int] | None:
     clock = device.ask("nvmlDeviceGetMaxClockInfo", 2)  # NVML_CLOCK_MEM, in MHz
     bits = device.ask("nvmlDeviceGetMemoryBusWidth")
     if clock and bits:
-        # Two transfers a clock, in NVML's counting, for every kind of memory: 10501 MHz and 384 bits are the 1008 GB/s
+        # Two transfers a clock as NVML counts them, for every kind of memory: 10501 MHz and 384 bits give the 1008 GB/s
         # of an RTX 4090, 2619 MHz and 5120 bits the 3.35 TB/s of an H100.
         return derived(2 * clock * 10**6 * bits // 8, note=f"{bits} bits at {clock} MHz, two transfers a clock")
     return None if card is None else assumed(int(card.memory_gb_s * 1e9), f"data sheet of the {card.name}")
@@ -245,11 +245,11 @@ def _flops(device: Device, name: str, capability: tuple[int, int] | None, card: 
 
 
 def _read_slices(device: Device, index: int, driver: str) -> list[Gpu]:
-    """MIG devices as GPUs. NVML reports their memory; their speeds go by their share of it."""
+    """MIG devices as GPUs. NVML reports their memory; their speeds are scaled by their share of the GPU's memory."""
     parts = device.mig_devices()
     if not parts:
         raise NotUsable(f"({device.name()}) is in MIG mode without a MIG device; create one with nvidia-smi mig -cgi")
-    # Whoever may use a MIG device may often not read the whole GPU's memory.
+    # Users of a MIG device often lack permission to read the whole GPU's memory.
     memory = device.reported_memory()
     whole = _read_gpu(device, index, driver, memory or _Memory(0, measured(0), measured(0)))
     return [_slice(whole, part, memory) for part in parts]

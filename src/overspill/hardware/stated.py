@@ -1,4 +1,4 @@
-"""Hardware as users state it: --gpu, --ram, --link, --cpu-attention."""
+"""Hardware stated by users: --gpu, --ram, --link, --cpu-attention."""
 
 import re
 from dataclasses import replace
@@ -13,13 +13,13 @@ from overspill.kv.sizes import GiB, TiB, format_size, parse_size
 _GPU_EXAMPLE = '--gpu rtx4090, --gpu 24GiB or --gpu "rtx 4090:23GiB"'
 _SMALLEST, _LARGEST_GPU, _LARGEST_RAM = GiB, TiB, 64 * TiB
 _SLOWEST_LINK, _FASTEST_LINK = 10**8, 2 * 10**12
-# "Gb" are bits, and eight times less: the B must be a capital one.
+# "Gb" means bits, an eighth as much, so the B must be a capital.
 _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?\s*[kKMGT]?i?B)\s*/\s*s\s*")
 _PCIE = re.compile(r"\s*pcie[\s-]*([0-9])(?:\.0)?\s*x\s*([0-9]{1,2})\s*", re.IGNORECASE)
 
 
 def parse_gpu(text: str) -> Gpu:
-    """A card by its name, with less or more memory than usual after a colon; or any card of a memory size."""
+    """Parse a card's name, with an unusual memory size after a colon, or only the memory size of any card."""
     name, colon, memory = text.partition(":")
     card = find_card(name)
     if card is not None:
@@ -37,11 +37,11 @@ def parse_gpu(text: str) -> Gpu:
 
 
 AS_ON = "as on an"
-"""How a figure's note begins that is of some card, where only a size was stated."""
+"""Prefix of the note on a figure borrowed from a card of that size, where only a size was stated."""
 
 
 def parse_ram(text: str, place: str = "--ram") -> Known[int]:
-    """`place` is where it was stated."""
+    """Parse an amount of RAM; `place` is the flag or file that stated it."""
     num_bytes = parse_size(text) if _is_size(text) else None
     if num_bytes is None or not _SMALLEST <= num_bytes <= _LARGEST_RAM:
         raise OverspillError(
@@ -51,7 +51,7 @@ def parse_ram(text: str, place: str = "--ram") -> Known[int]:
 
 
 def parse_link(text: str) -> Known[int]:
-    """A rate that holds each way, or a PCIe generation and width."""
+    """Parse a rate that holds each way, or a PCIe generation and width."""
     pcie = _PCIE.fullmatch(text)
     if pcie is not None and int(pcie[1]) in PCIE_GENERATIONS and int(pcie[2]) in PCIE_WIDTHS:
         return link_from_pcie(assumed(int(pcie[1]), "stated with --link"), assumed(int(pcie[2]), "stated with --link"))
@@ -65,7 +65,7 @@ def parse_link(text: str) -> Known[int]:
 
 
 def parse_cpu_attention(text: str) -> Known[int]:
-    """Bytes of KV in RAM that the CPU attends to in a second."""
+    """Parse the bytes of KV in RAM that the CPU attends to per second."""
     num_bytes = _rate(text)
     if not _SLOWEST_LINK <= num_bytes <= _FASTEST_LINK:
         raise OverspillError(
@@ -76,7 +76,7 @@ def parse_cpu_attention(text: str) -> Known[int]:
 
 
 def _rate(text: str) -> int:
-    """0 for what is not one."""
+    """Bytes per second, or 0 if the text is not a rate."""
     rate = _RATE.fullmatch(text)
     return parse_size(rate[1]) if rate is not None else 0
 
@@ -85,7 +85,7 @@ def with_stated(
     hardware: Hardware, *, gpu: str | None = None, ram: str | None = None, link: str | None = None,
     ram_place: str = "--ram",
 ) -> Hardware:  # fmt: skip
-    """The hardware with what the user states in place of what was found."""
+    """The hardware, with the user's figures in place of those detected."""
     if gpu is not None:
         hardware = replace(hardware, gpus=(parse_gpu(gpu),), problems=())
     if ram is not None:
@@ -100,7 +100,7 @@ def with_stated(
 
 
 def _is_size(text: str) -> bool:
-    """A size with a unit: a bare number would be bytes, which nobody means here."""
+    """Whether the text is a size with a unit: a bare number would be bytes, which nobody means here."""
     try:
         parse_size(text)
     except OverspillError:
@@ -119,7 +119,7 @@ def _gpu_bytes(text: str, memory: str) -> int:
 
 
 def _gpu(card: Card, total_bytes: int | None, *, name: str) -> Gpu:
-    """`total_bytes` where the user gave it; the rest is the card's."""
+    """A stated GPU with the card's figures, and with `total_bytes` if the user gave a size."""
     sheet = f"data sheet of the {card.name}" if name == card.name else f"{AS_ON} {card.name}, the slowest of that size"
     if total_bytes is None:
         total = assumed(card.total_bytes, f"usual for an {card.name}, sold as {card.marketed_gb} GB")

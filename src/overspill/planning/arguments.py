@@ -1,4 +1,4 @@
-"""A plan in the words of `vllm serve`."""
+"""A plan as arguments of `vllm serve`."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from overspill.planning.planner import Plan, is_elastic
 from overspill.planning.ways import Way, stores_lazily
 from overspill.planning.weights import PREFETCH_STEP, WeightOffload
 
-# With these set, vLLM would not do what the flags say: its CPU platform takes the first for --kv-cache-memory-bytes.
+# Variables that override the flags: vLLM's CPU platform reads this one in place of --kv-cache-memory-bytes.
 CONTRADICTING_VARIABLES = ("VLLM_CPU_KVCACHE_SPACE",)
 
 
 def vllm_args(plan: Plan, way: Way) -> list[str]:
-    """The flags that make vLLM do it; a list, for no shell to read."""
+    """Flags that make vLLM follow the plan, as a list that no shell reads."""
     arguments = [
         "--max-model-len", str(plan.max_model_len),
         *_memory(plan, way),
@@ -43,7 +43,7 @@ def vllm_args(plan: Plan, way: Way) -> list[str]:
 def kv_transfer_config(
     way: Way, kv_options: str = "", elastic: Mapping[str, Any] | None = None
 ) -> dict[str, object] | None:
-    """Overspill's connector, as far as the way uses it; it refuses options that would do nothing."""
+    """Overspill's connector with only the options it would use, since it refuses others; None if the way needs none."""
     if not (sizes := way.connector_sizes):
         return None
     options = used_options(read_options(kv_options), sizes)
@@ -53,8 +53,8 @@ def kv_transfer_config(
 
 
 def elastic_options(plan: Plan, way: Way) -> dict[str, Any]:
-    """The connector's; it begins with the planned KV, less what the plan is not sure of: memory that is missing would
-    end the start, and memory that is left over is granted later."""
+    """Connector options of an elastic engine, which begins with the planned KV less the plan's doubt: missing memory
+    would end the start, and memory left over is granted later."""
     if not is_elastic(plan, way):
         return {}
     sure = way.kv.resident_bytes - way.overheads.doubt_bytes
@@ -63,13 +63,13 @@ def elastic_options(plan: Plan, way: Way) -> dict[str, Any]:
 
 
 def kv_cache_bytes(plan: Plan, way: Way) -> int:
-    """vLLM's: what is planned, or what the engine could have on this card with no other on it, if it is elastic."""
+    """Size of vLLM's KV cache: as planned, or, for an elastic engine, what it could have with the card to itself."""
     planned = way.kv.device_bytes
     return max(planned, _alone_bytes(plan) - _beside_kv(plan, way)) if is_elastic(plan, way) else planned
 
 
 def _alone_bytes(plan: Plan) -> int:
-    """What vLLM would count on the card were all of it free."""
+    """Memory that vLLM would count on the card if all of it were free."""
     if plan.gpu_memory_utilization is None:
         return plan.usable_gpu_bytes.value
     gpu, wishes = replace(plan.gpu, free_bytes=plan.gpu.total_bytes), plan.wishes
@@ -82,9 +82,9 @@ def _beside_kv(plan: Plan, way: Way) -> int:
 
 
 def device_share(plan: Plan, way: Way) -> DeviceShare | None:
-    """What the engine may take of its GPU; None where vLLM has to find out what is left for KV: on several GPUs, where
-    too little is known of what they take for each other, with drafts, which the plan is not for, and where --force
-    starts what does not fit by the plan's reckoning."""
+    """The engine's share of its GPU; None where vLLM has to find out what is left for KV: on several GPUs, whose memory
+    for each other is too little known, with drafts, which the plan does not cover, and where --force starts a way that
+    does not fit by the plan's reckoning."""
     if plan.gpu_memory_utilization is None or plan.num_ranks > 1 or plan.wishes.drafts != "off":
         return None
     share = DeviceShare(
@@ -96,7 +96,7 @@ def device_share(plan: Plan, way: Way) -> DeviceShare | None:
 
 
 def _memory(plan: Plan, way: Way) -> list[str]:
-    """On a GPU both flags: with the bytes alone, vLLM would still demand its default fraction free before it loads."""
+    """Memory flags; on a GPU both, since with bytes alone vLLM demands its default fraction free before it loads."""
     kv_bytes = ["--kv-cache-memory-bytes", str(kv_cache_bytes(plan, way))]
     if plan.gpu_memory_utilization is None:
         return kv_bytes
@@ -114,7 +114,7 @@ def _ranks(plan: Plan) -> list[str]:
 
 
 def _weights(weights: WeightOffload) -> list[str]:
-    # The backend is named: were it left to vLLM, a size for the other offloader would be ignored in silence.
+    # Name the backend: if it were left to vLLM, a size for the other offloader would be ignored in silence.
     if not weights.ram_bytes:
         return []
     if weights.is_uva:

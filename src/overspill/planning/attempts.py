@@ -1,4 +1,4 @@
-"""All ways worth trying to divide a device's memory between weights and KV, and which of them hold a context."""
+"""Attempts to divide a device's memory between weights and KV, and which of them hold a context."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from overspill.planning.memory import Budget, KvSplit, Overheads, split_kv
 from overspill.planning.setup import Setup, can_spill
 from overspill.planning.weights import NONE, WeightOffload, weight_offloads
 
-# What an engine process takes of RAM beside pools: libraries, the tokenizer, buffers.
+# RAM that an engine process takes besides pools: libraries, the tokenizer, buffers.
 PROCESS_RAM_BYTES = 3 * GiB
 
 
@@ -18,17 +18,17 @@ PROCESS_RAM_BYTES = 3 * GiB
 class Attempt:
     kv_cache_dtype: str
     is_exact: bool
-    """Whether tokens are those of the model as it is: a smaller KV dtype rounds."""
+    """Whether tokens are those of the unchanged model: a smaller KV dtype rounds."""
     max_num_batched_tokens: int
     geometry: KVGeometry
     overheads: Overheads
     weights: WeightOffload
     available_bytes: int
-    """Device memory for KV; may be less than none."""
+    """Device memory left for KV; may be negative."""
     spills: bool
-    """Whether this model's KV can."""
+    """Whether this model's KV can spill."""
     parked_bytes: int = 0
-    """RAM for a copy of the weights on the device, if the engine is to be parked."""
+    """RAM for a copy of the device's weights; 0 unless the engine is to be parked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Fit:
     attempt: Attempt
     kv: KvSplit
     ram_bytes: int
-    """That it needs, the engine's process included."""
+    """RAM that the attempt needs, the engine's process included."""
 
 
 def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
@@ -54,7 +54,7 @@ def attempts(setup: Setup, budget: Budget) -> Iterator[Attempt]:
 
 
 def attempts_without_ram(setup: Setup, budget: Budget) -> Iterator[Attempt]:
-    """Everything on the device, whatever is wished for of weights."""
+    """Attempts with everything on the device, even if the user wants weights in RAM."""
     facts, platform = setup.facts, setup.platform
     for dtype, is_exact in setup.kv_cache_dtypes:
         for chunk in setup.chunks:
@@ -82,7 +82,7 @@ def attempts_without_ram(setup: Setup, budget: Budget) -> Iterator[Attempt]:
 
 
 def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int, *, surely: bool = False) -> Iterator[Fit]:
-    """Whatever RAM they need; `surely`, even if what is only assumed takes more of the device than it should."""
+    """Attempts that hold the context, at any need of RAM; `surely` also if assumed overheads turn out larger."""
     for attempt in tried:
         if attempt.available_bytes <= 0:
             continue
@@ -97,12 +97,12 @@ def fits(setup: Setup, tried: Iterable[Attempt], max_model_len: int, *, surely: 
 
 
 def peak_ram_bytes(weights: WeightOffload, later_bytes: int) -> int:
-    """Of an engine whose KV, and copy of the weights for parking, come to RAM after the weights that are kept there."""
+    """Peak RAM of an engine that takes `later_bytes`, for KV and parked weights, after loading its weights in RAM."""
     return max(weights.pinned_bytes + later_bytes, weights.loading_bytes) + PROCESS_RAM_BYTES
 
 
 def longest_context(setup: Setup, tried: Iterable[Attempt], *, within_ram: bool = True) -> int:
-    """That fits exactly by any of the attempts, with the RAM there is; 0 if none does."""
+    """Longest context that any exact attempt holds with the RAM there is; 0 if none fits."""
     exact = [attempt for attempt in tried if attempt.is_exact and attempt.available_bytes > 0]
 
     def is_too_long(length: int) -> bool:
@@ -114,6 +114,6 @@ def longest_context(setup: Setup, tried: Iterable[Attempt], *, within_ram: bool 
 
 
 def least_ram_bytes(setup: Setup, tried: Iterable[Attempt]) -> int | None:
-    """RAM with which the requested context fits exactly; None if no RAM is enough."""
+    """Least RAM with which an exact attempt holds the requested context; None if no RAM is enough."""
     needs = (fit.ram_bytes for fit in fits(setup, tried, setup.max_model_len) if fit.attempt.is_exact)
     return min(needs, default=None)

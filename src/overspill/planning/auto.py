@@ -1,4 +1,4 @@
-"""`--max-model-len auto`: the longest context that decodes fast enough, and what it was bounded by."""
+"""`--max-model-len auto`: the longest context that decodes fast enough, and what bounds it."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -9,18 +9,18 @@ from functools import cache
 from overspill.errors import CannotServe
 from overspill.planning.ways import Way
 
-# Speeds are not known so well that steps below a kilotoken would mean something; short models get finer ones.
+# Speeds are not known well enough for steps below a kilotoken to mean anything; short models get finer steps.
 _STEP, _LEAST_STEPS = 1024, 64
 
 
 class Bound(StrEnum):
-    """What a longer context would exceed."""
+    """Limit that a longer context would exceed."""
 
     MODEL = "model"
     MEMORY = "memory"
     SPEED = "speed"
     GPU = "gpu"
-    """No length is fast enough, and a longer one would be slower still: it would not be on the GPU alone."""
+    """No length is fast enough, and a longer one would be slower still, as it would need RAM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +29,9 @@ class AutoContext:
     bound: Bound
     min_speed: float
     speed: float
-    """Tokens/s of one request of that length."""
+    """Tokens/s of one request of `max_model_len` tokens."""
     longest: int
-    """That fits, up to the model's limit."""
+    """Longest context that fits, up to the model's limit."""
     longest_speed: float
 
     def __str__(self) -> str:
@@ -47,8 +47,8 @@ class AutoContext:
 
 
 def auto_context(model: str, limit: int, min_speed: float, best_at: Callable[[int], Way | None]) -> AutoContext | None:
-    """`best_at` gives the way that a length would be served by, `limit` is the model's. None if no length fits; raises
-    where weights in RAM make every length too slow."""
+    """Choose a context; `best_at` gives the way to serve a length, and `limit` is the model's. None if no length fits;
+    raises where weights in RAM make every length too slow."""
     step = min(_STEP, max(1, limit // _LEAST_STEPS))
     lengths = [*range(step, limit, step), limit]
     at = cache(best_at)
@@ -81,11 +81,11 @@ def auto_context(model: str, limit: int, min_speed: float, best_at: Callable[[in
 
 
 def _rounded(speed: float) -> str:
-    """To two digits, which adds less than 5 %: what is advised can be had."""
+    """The speed to two digits, which adds less than 5 %, so that 95 % of a speed, rounded, is still reached."""
     return f"{float(f'{speed:.2g}'):g}"
 
 
 def _last(lengths: Sequence[int], is_met: Callable[[int], bool]) -> int | None:
-    """The longest that meets a condition which shorter ones meet too; None if the shortest does not."""
+    """Longest length that meets a condition which all shorter ones meet too; None if the shortest does not."""
     number = bisect_left(lengths, True, key=lambda length: not is_met(length))
     return lengths[number - 1] if number else None

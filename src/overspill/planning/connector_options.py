@@ -1,6 +1,6 @@
 """The connector's options as one text, for a flag, a variable or a form: `store=lazy,eviction=arc`.
 
-Sizes are not among them: a plan finds these, from settings of their own.
+Sizes are excluded: the plan derives them from settings of their own.
 """
 
 import re
@@ -27,7 +27,7 @@ _SWITCH = {"true": True, "false": False}
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """By name, as `kv_connector_extra_config` takes them; none of an empty text."""
+    """Parse options into a dict, as `kv_connector_extra_config` takes them; an empty text has none."""
     options: dict[str, Any] = {}
     for part in text.split(",") if text else ():
         name, equals, written = (word.strip() for word in part.partition("="))
@@ -48,7 +48,7 @@ def write_options(options: Mapping[str, Any]) -> str:
 
 
 def options_as_flags(options: Mapping[str, Any]) -> str:
-    """As a command takes them: those with a flag of their own by that."""
+    """Options as a command takes them, through their own flags where they have one."""
     words = [
         f"{flag} {exact_size(options[name]) if name == 'disk_bytes' else options[name]}"
         for name, flag in _FLAGS.items()
@@ -59,7 +59,7 @@ def options_as_flags(options: Mapping[str, Any]) -> str:
 
 
 def used_options(options: Mapping[str, Any], sizes: Collection[str]) -> dict[str, Any]:
-    """Those that do something where only these of host_bytes and spill_bytes are given."""
+    """Options that have an effect where only `sizes`, of host_bytes and spill_bytes, are given."""
 
     def is_used(name: str) -> bool:
         needs = _FIELDS[name].metadata["needs"]
@@ -81,7 +81,7 @@ def _value(name: str, written: str) -> Any:
 
 
 def _typed(name: str, written: str) -> object:
-    """As JSON would have it. What does not look like it is left to the option's parser, which says what it takes."""
+    """The text as JSON would type it. Malformed text is left to the option's parser, whose error says what it takes."""
     default = _FIELDS[name].default
     if isinstance(default, bool):
         return _SWITCH.get(written.lower(), written)

@@ -1,4 +1,4 @@
-"""GPU memory: what vLLM may take, what it takes beside weights and KV, and how KV is divided between it and RAM."""
+"""GPU memory: what vLLM may take, what it takes besides weights and KV, and how KV is split between GPU and RAM."""
 
 import hashlib
 import json
@@ -17,36 +17,35 @@ from overspill.model.kv import KVGeometry
 # Where no other source is named: H200, vLLM 0.32, Llama-3.1-8B in bf16, 64 requests; measured by benchmarks/spill.py
 # and benchmarks/prediction.py.
 
-# vLLM does not count CUDA's context: it looks at the GPU's memory when its context is there already.
+# vLLM does not count CUDA's context: it measures the GPU's memory when its context already exists.
 _CONTEXT_BYTES = int(0.51 * GiB)
-# cuBLAS, NCCL, kernels, and what the allocator rounds weights up by: 0.28 (OLMo-2-7B) to 0.35 GiB
-# (Qwen3-Coder-30B-A3B).
+# cuBLAS, NCCL, kernels, and the allocator's rounding of weights: 0.28 (OLMo-2-7B) to 0.35 GiB (Qwen3-Coder-30B-A3B).
 _NON_TORCH_BYTES = int(0.32 * GiB)
 # NCCL's channels to the other ranks, and vLLM's own buffers for small all-reduces. Not measured here.
 _PEERS_BYTES = int(0.4 * GiB)
-# What vLLM sets aside for graphs: 0.14 GiB for 7 batch sizes, 0.21 for 19. On an H100 0.51 to 1.85 were seen, for how
-# many sizes is not reported (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
+# What vLLM sets aside for graphs: 0.14 GiB for 7 batch sizes, 0.21 for 19. An H100 took 0.51 to 1.85, for
+# numbers of sizes that are not reported (llm-d-planner, accuracy report, 52 runs with vLLM 0.19).
 _GRAPHS_BYTES, _GRAPH_BYTES = int(0.10 * GiB), int(0.006 * GiB)
-# At the peak an MLP's two inputs to the activation and their product are alive, and so many tensors of hidden size:
-# 0.84 GiB for chunks of 8192 tokens. Compiled in pieces, some more: 0.86 GiB for OLMo-2-7B, and 0.38 beside the
+# At the peak an MLP's two inputs to the activation and their product are alive, plus this many tensors of hidden size:
+# 0.84 GiB for chunks of 8192 tokens. Compiled in pieces, a few more: 0.86 GiB for OLMo-2-7B, and 0.38 besides the
 # workspace of Qwen3-Coder-30B-A3B.
 _MLP_COPIES, _HIDDEN_COPIES, _COMPILED_HIDDEN_COPIES = 3, 3, 6
-# Logits twice, in 4 bytes, while vLLM tries its sampler with every request: 0.08 GiB for 64 requests and a vocabulary
-# of 151,936.
+# Two copies of the logits, 4 bytes each, while vLLM tries its sampler with all requests: 0.08 GiB for 64 requests and a
+# vocabulary of 151,936.
 _SAMPLER_BYTES = 8
 _LARGEST_GRAPH = 512
-# How far from all this another model may be.
+# How far another model may be from all this.
 _LEAST_DOUBT_BYTES, _DOUBT = GiB // 4, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Memory that an engine was measured to take on one GPU, beside weights and KV."""
+    """Memory that an engine was measured to take on one GPU besides weights and KV."""
 
     non_torch_bytes: int
     activation_bytes: int
     graph_bytes: int
-    """That CUDA graphs took; where vLLM sized KV itself, what it set aside for them."""
+    """Memory of CUDA graphs, or what vLLM set aside for them where it sized KV itself."""
     context_bytes: int
     """CUDA's context, which vLLM does not count."""
 
@@ -54,12 +53,12 @@ class Profile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
     context_bytes: Known[int]
-    """Not part of the total: it comes on top of what vLLM counts."""
+    """CUDA's context, on top of what vLLM counts and so not part of the total."""
     non_torch_bytes: Known[int]
     activation_bytes: Known[int]
     graph_bytes: Known[int]
     doubt_bytes: int = 0
-    """How much more it may be: a plan should work even then, if it can."""
+    """How much larger the overheads may turn out: a plan should work even then, if it can."""
 
     @property
     def total(self) -> Known[int]:
@@ -77,15 +76,15 @@ def assumed_overheads(
     facts: ModelFacts, *, max_num_batched_tokens: int, max_num_seqs: int, enforce_eager: bool = False,
     num_ranks: int = 1,
 ) -> Overheads:  # fmt: skip
-    """What vLLM takes while it profiles: a batch of so many tokens, then the logits of so many requests. `facts` are
-    a rank's."""
-    number = 2 * max_num_batched_tokens  # bytes of one in bf16, for each token
+    """Memory vLLM takes while it profiles: a batch of `max_num_batched_tokens`, then the logits of `max_num_seqs`
+    requests. `facts` are one rank's."""
+    number = 2 * max_num_batched_tokens  # bytes per number in bf16, for all tokens
     copies = _HIDDEN_COPIES if enforce_eager else _COMPILED_HIDDEN_COPIES
     batch = number * (facts.hidden_size * copies + _layer_states(facts))
     sampler = max_num_seqs * facts.vocab_size * _SAMPLER_BYTES
     num_graphs = 0 if enforce_eager else num_graph_sizes(max_num_seqs)
-    # A first start compiles while it profiles, and something there is as large as the embedding: with chunks of 2048
-    # and 8192 tokens 1.00 and 1.08 GiB were taken, of which the embedding is 0.98. It is gone when experts get theirs.
+    # A first start compiles while it profiles, which takes something as large as the embedding: 1.00 and 1.08 GiB
+    # with chunks of 2048 and 8192 tokens, of which the embedding is 0.98. It is freed before experts get a workspace.
     compiling = 0 if enforce_eager else facts.weights.embedding_bytes + number * facts.hidden_size
     activations = max(max(batch, sampler) + number * _workspace(facts), compiling)
     graphs = _GRAPHS_BYTES + num_graphs * _GRAPH_BYTES if num_graphs else 0
@@ -109,23 +108,23 @@ def measured_overheads(profile: Profile) -> Overheads:
 
 
 def num_graph_sizes(max_num_seqs: int) -> int:
-    """Batch sizes that vLLM captures: up to twice the most requests, at most 512 (config/vllm.py)."""
+    """Number of batch sizes vLLM captures, up to twice `max_num_seqs` and at most 512 (config/vllm.py)."""
     largest = min(2 * max_num_seqs, _LARGEST_GRAPH)
     small = sum(size <= largest for size in (1, 2, 4))
     return small + len(range(8, min(largest + 1, 256), 8)) + len(range(256, largest + 1, 16))
 
 
 def _layer_states(facts: ModelFacts) -> int:
-    """Numbers per token, of the MLP or of attention: its inputs, queries once more, and its output. Experts have a
-    workspace instead: 0.30 and 0.08 GiB for chunks of 8192 and 2048 tokens, with Qwen3-Coder-30B-A3B."""
+    """Numbers per token in the MLP or in attention: its inputs, queries once more, and its output. Instead of the MLP
+    experts have a workspace: 0.30 and 0.08 GiB for chunks of 8192 and 2048 tokens, with Qwen3-Coder-30B-A3B."""
     queries, keys = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
     attention = 3 * queries + 2 * keys
     return attention if facts.num_experts else max(attention, _MLP_COPIES * facts.intermediate_size)
 
 
 def _workspace(facts: ModelFacts) -> int:
-    """Numbers per token that vLLM's fused experts keep from the first batch on (fused_moe, workspace_shapes): what goes
-    into both products and what comes out of them."""
+    """Numbers per token that vLLM's fused experts keep from the first batch on (fused_moe, workspace_shapes): inputs
+    and outputs of both products."""
     if not facts.num_experts:
         return 0
     expert, hidden = expert_size(facts), facts.hidden_size
@@ -136,7 +135,7 @@ def fingerprint(
     facts: ModelFacts, gpu: Gpu, *, vllm_version: str, max_num_batched_tokens: int, max_num_seqs: int,
     enforce_eager: bool, kv_cache_dtype: str,
 ) -> str:  # fmt: skip
-    """What a profile holds for: a few readable words, and a hash over everything it depends on."""
+    """Key of a profile: a few readable words, and a hash over everything the profile depends on."""
     shape = ("architecture", "dtype", "quantization", "num_layers", "hidden_size", "intermediate_size", "num_heads",
              "num_experts", "vocab_size")  # fmt: skip
     decides = {
@@ -158,34 +157,33 @@ def fingerprint(
 
 # vLLM's own default (--gpu-memory-utilization).
 UTILIZATION = 0.92
-# Taken after the size of KV is settled: block tables, the sampler's buffers, the allocator's rounding. An
-# H200 with vLLM 0.32 used 0.70 to 0.90 GiB more than the fraction given, of which the context was 0.51: most where what
-# was compiled earlier came from its cache, so that vLLM saw less of it (benchmarks/spill.py, benchmarks/prediction.py).
+# Memory taken after KV is sized: block tables, the sampler's buffers, the allocator's rounding. An H200 with vLLM 0.32
+# used 0.70 to 0.90 GiB more than the fraction given, of which the context was 0.51: the most where compiled code came
+# from a cache, so that vLLM's profiling saw less of it (benchmarks/spill.py, benchmarks/prediction.py).
 SLACK_BYTES = int(0.4 * GiB)
-# vLLM gets four digits: of a card of 140 GiB the third would be 0.14 GiB.
+# The fraction has four digits: steps of the third would be 0.14 GiB on a card of 140 GiB.
 _FRACTIONS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     limit_bytes: Known[int]
-    """What may be used in all, CUDA's context included."""
+    """GPU memory that may be used in all, CUDA's context included."""
     context_bytes: Known[int]
     usable_bytes: Known[int]
-    """What vLLM counts: weights, activations, graphs, libraries and KV."""
+    """Memory that vLLM counts: weights, activations, graphs, libraries and KV."""
     gpu_memory_utilization: float | None
-    """None where vLLM is given the bytes of its KV cache instead."""
+    """vLLM's fraction; None where vLLM gets the bytes of its KV cache instead."""
 
     @property
     def used_bytes(self) -> Known[int]:
-        """What an engine will be seen to use: all that vLLM counts, and the context. What may come on top is kept
-        free."""
+        """Memory an engine will be seen to use: all that vLLM counts, and the context, but not the slack kept free."""
         return derived(self.usable_bytes.value + self.context_bytes.value, self.usable_bytes, self.context_bytes)
 
 
 def gpu_budget(gpu: Gpu, gpu_memory_bytes: int | None, context: Known[int], utilization: float | None = None) -> Budget:
-    """vLLM takes a fraction of the whole card, and demands it free beside its own context; of a fraction
-    that was requested, as much as is free."""
+    """Budget on a GPU: a fraction of the whole card, which vLLM demands free besides its own context. A requested
+    fraction is lowered to what is free."""
     total, free = gpu.total_bytes, gpu.free_bytes
     if gpu_memory_bytes is not None and utilization is not None:
         raise OverspillError(
@@ -213,13 +211,13 @@ def gpu_budget(gpu: Gpu, gpu_memory_bytes: int | None, context: Known[int], util
 
 
 def card_bytes(counted_bytes: int, context_bytes: int, utilization: float | None = None) -> int:
-    """The smallest card of which vLLM takes so much for what it counts."""
+    """Size of the smallest card of which vLLM takes `counted_bytes` for what it counts."""
     least = max(counted_bytes / (utilization or UTILIZATION), counted_bytes + context_bytes + SLACK_BYTES)
-    return math.ceil(least * (1 + 1 / _FRACTIONS))  # which the rounding of the fraction may cost
+    return math.ceil(least * (1 + 1 / _FRACTIONS))  # the fraction's rounding may cost that
 
 
 def whole_budget(gpu: Gpu, context: Known[int]) -> Budget:
-    """Where nothing is profiled all of it is for weights and KV."""
+    """Budget where vLLM profiles nothing: all memory is for weights and KV."""
     total = gpu.total_bytes
     return Budget(limit_bytes=total, context_bytes=context, usable_bytes=total, gpu_memory_utilization=None)
 
@@ -236,13 +234,13 @@ def _limit_note(gpu: Gpu, gpu_memory_bytes: int | None, utilization: float | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSplit:
-    """One rank's KV: what is resident, what the window takes, and what lies in RAM."""
+    """One rank's KV memory: resident, the window's, and spilled to RAM."""
 
     resident_bytes: int
     window_bytes: int
     spilled_bytes: int
     table_bytes: int = 0
-    """Block tables, which spill takes off the memory vLLM found (overspill.kv.spill.capacity)."""
+    """Block tables, which spill deducts from the memory vLLM found (overspill.kv.spill.capacity)."""
 
     @property
     def device_bytes(self) -> int:
@@ -260,9 +258,9 @@ def split_kv(
     at_once: int = 1,
     doubt_bytes: int = 0,
 ) -> KvSplit | None:
-    """KV for requests of `max_model_len` in so much device memory, with the least in RAM; None if there is no way.
+    """KV of `at_once` requests of `max_model_len`, split so that the least is in RAM; None if there is no way.
 
-    Should there be less device memory, by up to `doubt_bytes`, they still fit: RAM makes up for it.
+    With up to `doubt_bytes` less device memory the requests still fit: RAM makes up for it.
     """
     block_bytes = geometry.bytes_per_block
     need = at_once * geometry.blocks_per_request(max_model_len) + 1  # and vLLM's null block
@@ -288,6 +286,6 @@ def split_kv(
 
 
 def table_bytes(geometry: KVGeometry, max_model_len: int, max_num_seqs: int) -> int:
-    """Two copies of 32-bit block ids, for every request that may run."""
+    """Bytes of block tables: two copies of 32-bit block ids for every request that may run."""
     entries = sum(-(-max_model_len // group.block_size) for group in geometry.groups)
     return 2 * 4 * max_num_seqs * entries

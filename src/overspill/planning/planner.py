@@ -1,4 +1,4 @@
-"""All ways to serve a context on a machine, which one to take, and cards that would serve it."""
+"""Planner: all ways to serve a context on a machine, which one to take, and cards that would serve it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,15 +40,15 @@ from overspill.planning.ways import Way, make_way
 class CardFit:
     card: Card
     alone: bool
-    """Everything fits on the GPU."""
+    """Whether everything fits on the GPU."""
     with_ram: bool
-    """It fits with the RAM there is."""
+    """Whether the context fits with the RAM there is."""
     way: Way | None = None
-    """What a plan would recommend there, where speeds are asked for."""
+    """The way a plan would recommend on this card; None unless requested."""
 
 
 def card_fits(setup: Setup, *, with_ways: bool = False) -> tuple[CardFit, ...]:
-    """All cards of the table, from the one with the least memory; finding their ways takes a second."""
+    """Fits on all cards of the table, from the least memory to the most; `with_ways` takes a second."""
     cards = sorted(CARDS, key=lambda card: card.total_bytes)
     return tuple(_card_fit(setup, card, with_way=with_ways) for card in cards)
 
@@ -58,7 +58,7 @@ def smallest_card(found: tuple[CardFit, ...], *, alone: bool) -> Card | None:
 
 
 def _card_fit(setup: Setup, card: Card, *, with_way: bool) -> CardFit:
-    # A budget is for the card at hand; what was measured there, too.
+    # The budget and the profiles hold only for the card at hand.
     wishes = replace(setup.wishes, gpu_memory_bytes=None)
     other = replace(setup, gpu=parse_gpu(card.key), wishes=wishes, platform=CUDA, profiles=nothing_measured)
     budget, length = other.budget(), other.max_model_len
@@ -72,7 +72,7 @@ def _card_fit(setup: Setup, card: Card, *, with_way: bool) -> CardFit:
     )
 
 
-# Predictions are not so good that a smaller difference would mean something.
+# Predictions are not good enough for a smaller difference to mean anything.
 _NEARLY = 1.1
 _SHORT_CONTEXT = 1024
 _WITHOUT = {"host_bytes": "keeps no idle KV in RAM", "spill_bytes": "spills no KV"}
@@ -80,43 +80,43 @@ _WITHOUT = {"host_bytes": "keeps no idle KV in RAM", "spill_bytes": "spills no K
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """RAM is that of all ranks together, GPU memory that of each."""
+    """A context's possible ways and the chosen one; RAM is for all ranks together, GPU memory for each."""
 
     facts: ModelFacts
     rank: ModelFacts
-    """One rank's part of it: all of it on one GPU."""
+    """One rank's part of the model: all of it on one GPU."""
     gpu: Gpu
-    """What all ranks can be planned for: of several GPUs the least of each figure."""
+    """The GPU every rank is planned for: with several GPUs, the least of each figure."""
     gpus: tuple[Gpu, ...]
-    """One for each rank, in order."""
+    """GPU of each rank, in order."""
     platform: Platform
     wishes: Wishes
     max_model_len: int
     budget: Budget
     ram_bytes: Known[int]
-    """That may be taken."""
+    """RAM that may be taken."""
     cpu_attention: Known[int] | None
-    """Bytes of KV in RAM that the CPU attends to in a second; None where it is not to, or cannot for this model."""
+    """Bytes of KV in RAM that the CPU attends to per second; None if it must not, or cannot for this model."""
     ways: tuple[Way, ...]
-    """Fastest first, one of each kind; those that round KV unasked among them."""
+    """Ways that fit, one of each kind, fastest first, including those that round KV without being requested."""
     forced: Way | None
-    """Where no exact way fits and --force wants one: the best that rounds KV, or else the nearest."""
+    """Way taken by --force where no exact one fits: the best that rounds KV, or else the nearest."""
     longest_context: int
-    """That fits by any of the exact ways."""
+    """Longest context that fits in any exact way."""
     longest_on_gpu: int
-    """The same without any RAM: what this GPU is good for alone."""
+    """Longest context without any RAM: what this GPU can do alone."""
     fitting_weights_ram: int | None
-    """Where the requested weights in RAM do not let the context fit: the nearest amount that would."""
+    """Nearest amount of weights in RAM that lets the context fit where the requested one does not."""
     least_ram_bytes: int | None
-    """With which an exact way fits, the engine's process included; None if no RAM is enough."""
+    """Least RAM for an exact way, the engine's process included; None if no RAM is enough."""
     need_gpu_bytes: int
-    """Device memory with which it would fit without RAM, CUDA's context included."""
+    """Device memory with which the context would fit without RAM, CUDA's context included."""
     cards: tuple[CardFit, ...]
-    """Where nothing fits exactly on a GPU, or on request."""
+    """Fits on all known cards, where nothing fits exactly on this GPU, or on request."""
     auto: AutoContext | None = None
-    """What `--max-model-len auto` took."""
+    """Choice of `--max-model-len auto`; None where the length is given."""
     faster: tuple[tuple[str, Way], ...] = ()
-    """Other divisions that beat tensor parallelism over PCIe: what to give instead, and how fast it is."""
+    """Divisions that beat tensor parallelism over PCIe: what to give instead, and the resulting way."""
 
     @property
     def usable_gpu_bytes(self) -> Known[int]:
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def stand_in_bytes(self) -> int:
-        """RAM that plays GPU memory, of all ranks."""
+        """RAM of all ranks that stands in for GPU memory."""
         return self.num_ranks * self.budget.limit_bytes.value if self.platform.is_cpu else 0
 
     @property
@@ -141,17 +141,17 @@ class Plan:
 
     @property
     def recommended(self) -> Way | None:
-        """The best of those that change no token; None if there is none, whatever else would fit."""
+        """The best way that changes no token; None if there is none, even if others fit."""
         return _best([way for way in self.ways if way.is_exact])
 
     @property
     def lossy(self) -> Way | None:
-        """Where no exact way fits: the best of those that round KV. Never started unasked."""
+        """The best way that rounds KV, where no exact way fits. Never started without being requested."""
         return None if any(way.is_exact for way in self.ways) else _best(self.ways)
 
     @property
     def chosen(self) -> Way | None:
-        """What to start: the recommended way, or the forced one."""
+        """The way to start: the recommended or the forced one."""
         return self.recommended or self.forced
 
     @property
@@ -176,12 +176,12 @@ class Plan:
 
     @property
     def advised_context(self) -> int:
-        """The longest that fits and that the model was made for: vLLM refuses a longer one."""
+        """Longest context that fits and that the model was made for: vLLM refuses a longer one."""
         return min(self.longest_context, self.facts.max_position_embeddings)
 
 
 def is_elastic(plan: Plan, way: Way) -> bool:
-    """Cached KV that an engine gives up goes to RAM: without a pool there it cannot."""
+    """Whether the engine's KV can shrink and grow: cached KV it gives up goes to RAM, so it needs a pool there."""
     return plan.wishes.elastic and bool(plan.wishes.ledger and way.offload_bytes)
 
 
@@ -195,12 +195,12 @@ def make_plan(
     profiles: Profiles = nothing_measured,
     cpu_attention: Known[int] = NO_CPU_ATTENTION,
 ) -> Plan:
-    """`facts` were read with the dtype wished for. `gpu` is one for all ranks, or one for each."""
+    """Plan a model whose `facts` were read with the dtype in `wishes`; `gpu` is one for all ranks, or one for each."""
     gpus = (gpu,) * wishes.num_ranks if isinstance(gpu, Gpu) else tuple(gpu)
     gpu, ranks = weakest(gpus), wishes.num_ranks
 
     def each(figure: Known[int]) -> Known[int]:
-        """A rank's part: all of them are on this machine, and get the same."""
+        """One rank's part: all ranks are on this machine and get the same."""
         note = f"a part for each of {ranks} ranks"
         return figure if ranks == 1 else derived(figure.value // ranks, figure, note=note)
 
@@ -224,7 +224,7 @@ def make_plan(
     if wishes.min_speed is not None:
         limit = facts.max_position_embeddings
         auto = auto_context(facts.name, limit, wishes.min_speed, lambda length: _best_at(setup, tried, length))
-        # Where nothing fits, a short one is refused, with what it needs.
+        # If nothing fits, refuse a short context with what that needs.
         length = min(_SHORT_CONTEXT, limit) if auto is None else auto.max_model_len
         wishes = replace(wishes, max_model_len=length, min_speed=None)
         setup = _of_length(setup, wishes.max_model_len)
@@ -263,19 +263,19 @@ def make_plan(
 
 
 def _faster(plan: Plan, way: Way, plan_like: Callable[[Wishes], Plan]) -> Iterator[tuple[str, Way]]:
-    """All-reduces over PCIe can cost more than a second GPU gains."""
+    """Faster divisions, if any: all-reduces over PCIe can cost more than a second GPU gains."""
     for stages in (1, plan.num_ranks):
         wishes = replace(plan.wishes, tensor_parallel_size=1, pipeline_parallel_size=stages, cards=False)
         try:
             other = plan_like(wishes).recommended
-        except OverspillError:  # layers that make no equal stages
+        except OverspillError:  # layers that do not form equal stages
             continue
         if other is not None and other.request_s < way.request_s:
             yield "one GPU" if stages == 1 else f"--pipeline-parallel-size {stages}", other
 
 
 def _ways_for(setup: Setup, tried: Sequence[Attempt]) -> tuple[Way, ...]:
-    """Those that work even if what is assumed is wrong; where none of them is exact, all."""
+    """Ways that work even if overheads are assumed too low; where none of these is exact, all that fit."""
     surely = list(fits(setup, tried, setup.max_model_len, surely=True))
     ways = _ways(setup, surely)
     if any(way.is_exact for way in ways):
@@ -293,7 +293,7 @@ def _of_length(setup: Setup, length: int | None) -> Setup:
 
 
 def _ways(setup: Setup, found: Iterable[Fit]) -> tuple[Way, ...]:
-    """The best of each kind."""
+    """The fastest way of each kind."""
     ways = [make_way(setup, fit) for fit in found if fit.ram_bytes <= setup.ram_bytes.value]
     best: dict[tuple[bool, bool, bool, bool], Way] = {}
     for way in sorted(ways, key=lambda way: (way.request_s, way.ram_bytes)):
@@ -302,10 +302,10 @@ def _ways(setup: Setup, found: Iterable[Fit]) -> tuple[Way, ...]:
 
 
 def _sensible(ways: list[Way]) -> list[Way]:
-    """Where everything fits on the GPU, moving something to RAM only loses; and two mechanisms must be faster than one.
+    """Ways worth naming: where all fits on the GPU, moving things to RAM only loses, and two mechanisms must beat one.
 
-    Prefetching hides the link, and the GPU's own reads in RAM (UVA) do not, so they are worth naming only where they
-    win: they skip experts that are not chosen, and need no slot.
+    Prefetching hides the link, and the GPU's own reads in RAM (UVA) do not, so UVA is worth naming only where it wins:
+    it skips experts that are not chosen, and needs no slot.
     """
     on_gpu = {way.kv_cache_dtype for way in ways if not way.num_mechanisms}
     prefetched = {
@@ -328,13 +328,13 @@ def _sensible(ways: list[Way]) -> list[Way]:
 
 
 def _best(ways: Sequence[Way]) -> Way | None:
-    """The fastest at full length; among nearly as fast ones, one that leaves weights on the GPU: spilled KV slows long
-    requests only, weights in RAM every one. And rather prefetched weights: with 16 requests at once these were 1.46
-    times as fast as those read in RAM."""
+    """The fastest way at full length; among nearly as fast ones, one that leaves weights on the GPU: spilled KV slows
+    long requests only, weights in RAM every one. Prefetching is preferred to UVA: with 16 requests at once it was 1.46
+    times as fast."""
     if not ways:
         return None
-    # That UVA reads only the experts that are chosen was seen with one request; many choose nearly all. It must not
-    # slow every request where weights can stay. Where they cannot, it has little to lose.
+    # UVA was seen to read only the chosen experts with one request; many requests choose nearly all. UVA must not slow
+    # every request where weights can stay on the GPU. Where they cannot, it has little to lose.
     if any(not way.weights.ram_bytes for way in ways):
         ways = [way for way in ways if not way.weights.is_uva]
     enough = _NEARLY * min(way.request_s for way in ways)
@@ -345,8 +345,8 @@ def _best(ways: Sequence[Way]) -> Way | None:
 
 
 def _nearest(setup: Setup, tried: list[Attempt], found: list[Fit]) -> Way | None:
-    """What needs the least RAM beyond what there is; if no RAM is enough, what would fit without overheads, which are
-    no more than assumed. None if that does not help either."""
+    """The way that lacks the least RAM; if no RAM is enough, one that would fit without overheads, which are only
+    assumed. None if that does not help either."""
     if not found:
         lean = [replace(one, available_bytes=one.available_bytes + one.overheads.total.value) for one in tried]
         found = list(fits(setup, lean, setup.max_model_len))
@@ -369,7 +369,7 @@ def _fitting_weights_ram(setup: Setup, budget: Budget) -> int | None:
 
 
 def _asked_warnings(plan: Plan) -> Iterator[str]:
-    """Warnings of requests that are not met, or should not be."""
+    """Warnings about wishes that are not met, or should not be."""
     wishes, chosen = plan.wishes, plan.chosen
     if not wishes.has_bf16:
         yield "this CPU cannot compute in bfloat16, so the model is taken in float32, which needs twice the memory"
@@ -408,7 +408,7 @@ def _asked_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _need_gpu_bytes(setup: Setup, budget: Budget, whole: Iterable[Attempt]) -> int:
-    """Of a card that has weights, overheads and the requests' KV, all of it."""
+    """Memory of a card that holds weights, overheads and all of the requests' KV."""
     counted = min(
         setup.facts.weights.total_bytes
         + one.overheads.total.value

@@ -1,4 +1,4 @@
-"""One rank's part of a model that several GPUs serve: what it keeps of weights, heads and KV, and sizes that divide."""
+"""One rank's part of a model that several GPUs serve: its weights, heads and KV, and which sizes divide a model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,14 +15,14 @@ from overspill.model.facts import (
     expert_size,
 )
 
-# Sizes that are named where another one is refused: a machine has so many GPUs.
+# Largest size to suggest where another is refused: machines have up to this many GPUs.
 _MOST_GPUS = 16
-# vLLM pads the vocabulary to multiples of it (layers/vocab_parallel_embedding.py).
+# vLLM pads the vocabulary to multiples of this (layers/vocab_parallel_embedding.py).
 _VOCAB_MULTIPLE = 64
 
 
 def rank_facts(facts: ModelFacts, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> ModelFacts:
-    """The model as one rank has it: of a pipeline, the stage that keeps most. Refuses sizes that do not divide it."""
+    """One rank's part of the model, in a pipeline that of the largest stage. Raises for sizes that do not divide it."""
     for flag, size, check in (
         ("--tensor-parallel-size", tensor_parallel_size, _undivided),
         ("--pipeline-parallel-size", pipeline_parallel_size, _unstaged),
@@ -35,28 +35,28 @@ def rank_facts(facts: ModelFacts, tensor_parallel_size: int, pipeline_parallel_s
 
 
 def _undivided(facts: ModelFacts, size: int) -> str:
-    """What vLLM could not divide among so many ranks; empty where it can."""
+    """First dimension that vLLM cannot divide among `size` ranks, in words; empty if there is none."""
     return next((f"it has {number} {what}" for what, number, divides in _dimensions(facts, size) if not divides), "")
 
 
 def _dimensions(facts: ModelFacts, size: int) -> Iterator[tuple[str, int, bool]]:
-    """Of vllm/config/model.py (verify_with_parallel_config) and the assertions of its layers."""
+    """Dimensions checked by vllm/config/model.py (verify_with_parallel_config) and by the assertions of its layers."""
     yield "attention heads", facts.num_heads, facts.num_heads % size == 0
     for number in sorted({one.cache.num_kv_heads for one in facts.caches if isinstance(one.cache, Attention)}):
-        # Fewer heads than ranks are kept by several of them.
+        # With fewer heads than ranks, several ranks keep the same head.
         yield "KV heads", number, number % size == 0 or size % number == 0
     for state in (one.cache for one in facts.caches if isinstance(one.cache, RecurrentState)):
         yield "heads with a state", state.num_heads, state.num_heads % size == 0
         yield "channels in a convolution", state.conv_channels, state.conv_channels % size == 0
     yield "rows in an MLP", facts.intermediate_size, facts.intermediate_size % size == 0
-    if facts.num_experts and facts.quantization is None:  # else it is known about
+    if facts.num_experts and facts.quantization is None:  # else only known approximately
         yield "rows in an expert", expert_size(facts), expert_size(facts) % size == 0
     vocab = -(-facts.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     yield "tokens in its padded vocabulary", vocab, vocab % size == 0
 
 
 def _unstaged(facts: ModelFacts, size: int) -> str:
-    """The host pools of all stages have equally many slots (overspill.kv.connector), so stages must be alike."""
+    """Why stages would not be alike, as host pools of equally many slots (overspill.kv.connector) need them to be."""
     if facts.num_layers % size:
         return f"it has {facts.num_layers} layers, and stages must be equal"
     if size > 1 and len({one.cache for one in facts.caches}) * len(facts.caches) != facts.num_layers:
@@ -76,7 +76,7 @@ def _tensor_rank(facts: ModelFacts, size: int) -> ModelFacts:
 
 
 def _rank_cache(cache: Cache, size: int) -> Cache:
-    """Latent attention keeps one vector for all heads, so every rank has all of it."""
+    """One rank's part of a cache; latent attention keeps one vector for all heads, so every rank has all of it."""
     if isinstance(cache, Attention):
         return replace(cache, num_kv_heads=max(1, cache.num_kv_heads // size))
     if isinstance(cache, RecurrentState):
@@ -90,7 +90,7 @@ def _rank_cache(cache: Cache, size: int) -> Cache:
 def _rank_weights(facts: ModelFacts, size: int) -> Weights:
     weights = facts.weights
     whole = weights.replicated_bytes or (0,) * facts.num_layers
-    # Where there are fewer KV heads than ranks, each rank has one of them, and its matrices.
+    # With fewer KV heads than ranks, each rank has one whole head, and its matrices.
     heads = 1 / min(size, facts.num_kv_heads) - 1 / size
     keys = int(2 * facts.num_kv_heads * facts.head_dim * facts.hidden_size * bytes_per_parameter(facts) * heads)
     return replace(
@@ -106,7 +106,7 @@ def _rank_weights(facts: ModelFacts, size: int) -> Weights:
 
 
 def _stage(facts: ModelFacts, size: int) -> ModelFacts:
-    """The first stage has the embedding and the last one the lm_head, of which the larger counts."""
+    """Facts covering any stage: the first has the embedding and the last the lm_head, of which the larger counts."""
     num_layers, weights = facts.num_layers // size, facts.weights
     return replace(
         facts,

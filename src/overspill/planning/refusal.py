@@ -1,4 +1,4 @@
-"""Why a context does not fit, and what would work."""
+"""Refusals: why a context does not fit, and what would work."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ CPU_BUILD = (
 
 
 def refusal(plan: Plan) -> str:
-    """One line: need, have, what would work, and with which flag."""
+    """The refusal in one line: need, have, what would work, and with which flag."""
     need, have = need_and_have(plan)
     return f"{plan.facts.name} does not fit with {plan.max_model_len} tokens: it needs {need}; there is {have}. " + (
         " ".join(f"{remedy}." for remedy in remedies(plan))
@@ -84,7 +84,7 @@ def _amounts_of_ram(plan: Plan) -> Iterator[str]:
 
 
 def _whole_weights(plan: Plan) -> str | None:
-    """Why weights cannot move to RAM, and what they need, where they must all be on the GPU before they do."""
+    """Why weights cannot move to RAM and what they need, where all must fit on the GPU first and do not; else None."""
     least = least_for_weights(plan.rank)
     if plan.platform.is_cpu or least <= plan.usable_gpu_bytes.value:
         return None
@@ -101,7 +101,7 @@ def _cards(plan: Plan) -> Iterator[str]:
     if with_ram is not None and with_ram != alone:
         yield f"Smallest card that would do with this RAM: --gpu {with_ram.key}"
     if alone is not None:
-        # The process, and KV that is kept for later, need RAM beside any card.
+        # The process and idle KV need RAM beside any card.
         own = _own_ram_bytes(plan)
         beside = f" --ram {-(-own // GiB)}GiB" if plan.ram_bytes.value < own else ""
         yield f"Smallest card that would do alone: --gpu {alone.key}{beside}"
@@ -114,5 +114,5 @@ def _own_ram_bytes(plan: Plan) -> int:
 
 
 def _written(amount: int) -> str:
-    """Rounded down: an amount is rounded up to whole layers when it is read."""
+    """The amount as a flag's value, rounded down, since reading it rounds up to whole layers."""
     return f"{amount // MiB}MiB" if amount >= 16 * MiB else f"{amount}B" if amount else "0"

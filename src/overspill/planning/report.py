@@ -16,7 +16,7 @@ CONCURRENCY_TOKENS = 8192
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """The chosen way's numbers at the top, then all ways."""
+    """The plan as JSON: the chosen way's numbers at the top, then all ways."""
     chosen = plan.chosen
     return {
         "model": plan.facts.name,
@@ -44,7 +44,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "usable_gpu_bytes": as_json(plan.usable_gpu_bytes),
         "gpu_memory_utilization": plan.gpu_memory_utilization,
         "ram_bytes": as_json(plan.ram_bytes),
-        # Copies within RAM, on a CPU: no link, and none that a user could state.
+        # On a CPU copies stay within RAM: there is no link, and none that a user could state.
         **({} if plan.platform.is_cpu else {"link_bytes_per_s": as_json(plan.gpu.link)}),
         "cpu_attention_bytes_per_s": None if plan.cpu_attention is None else as_json(plan.cpu_attention),
         "max_num_seqs": plan.max_num_seqs,
@@ -70,7 +70,7 @@ def _rank_as_json(plan: Plan, rank: int, way: Way | None) -> dict[str, Any]:
 
 
 def _way_as_json(plan: Plan, way: Way) -> dict[str, Any]:
-    ranks = plan.num_ranks  # RAM is for all of them, GPU memory for each
+    ranks = plan.num_ranks  # RAM is for all ranks, GPU memory for each
     return {
         "weights_in_ram_bytes": ranks * way.weights.ram_bytes,
         "weights_pinned_bytes": ranks * way.weights.pinned_bytes,
@@ -152,7 +152,7 @@ def plan_as_text(plan: Plan) -> str:
 
 
 def plan_in_short(plan: Plan) -> list[str]:
-    """A chosen way in a few lines: what it is, what it takes, how fast it will be, and what to know about it."""
+    """The chosen way in a few lines: what it is, what it takes, how fast it will be, and warnings."""
     way = plan.chosen
     assert way is not None
     device = "RAM in place of a GPU" if plan.platform.is_cpu else plan.gpu.name
@@ -167,7 +167,7 @@ def plan_in_short(plan: Plan) -> list[str]:
     return [*lines, *auto, *(f"warning: {warning}" for warning in plan.warnings)]
 
 
-# A plan printed from Python; set here, since the planner knows nothing of texts.
+# For plans printed from Python; set here, since the planner does not depend on their text.
 Plan.__str__ = plan_as_text  # type: ignore[method-assign, assignment]
 
 
@@ -209,7 +209,7 @@ def _division(plan: Plan, way: Way) -> list[str]:
 
 
 def _disk_bytes(plan: Plan, way: Way) -> int:
-    """Every block on disk passes through the pool."""
+    """Disk for idle KV; 0 without a pool in RAM, since every block on disk passes through it."""
     return int(read_options(plan.wishes.kv_options).get("disk_bytes") or 0) if way.offload_bytes else 0
 
 
@@ -231,14 +231,14 @@ def _pinned(weights: WeightOffload, ranks: int) -> str:
 
 
 def _link(plan: Plan) -> list[str]:
-    """What speeds of everything in RAM come from. A CPU has none: its copies are within RAM."""
+    """Rates that limit everything in RAM. Empty on a CPU, whose copies stay within RAM."""
     if plan.platform.is_cpu:
         return []
     return [_rate("link", plan.gpu.link, "--link"), *_gpus(plan), *_cpu_attention(plan)]
 
 
 def _gpus(plan: Plan) -> list[str]:
-    """How ranks reach each other and RAM. GPUs behind one switch share a link, which nothing here can see."""
+    """How ranks reach each other and RAM. GPUs behind one switch share a link, which cannot be detected here."""
     if plan.num_ranks == 1:
         return []
     between = "PCIe, if no switch is shared" if plan.gpu.nvlink is None else "NVLink"
@@ -251,7 +251,7 @@ def _gpus(plan: Plan) -> list[str]:
 
 
 def _cpu_attention(plan: Plan) -> list[str]:
-    """Where spilled KV would be faster with it."""
+    """Rate of CPU attention, where a way spills KV and the CPU may attend to it."""
     ways = (*plan.ways, *([plan.forced] if plan.forced is not None else []))
     if plan.cpu_attention is None or not any(way.kv.spilled_bytes for way in ways):
         return []
@@ -267,7 +267,7 @@ def _rate(label: str, figure: Known[int], flag: str) -> str:
 
 
 def _ways(plan: Plan, chosen: Way | None) -> list[str]:
-    """None is chosen where all of them round KV, unrequested."""
+    """Table of ways; `chosen` is None where all of them round KV without being requested."""
     ways = plan.ways or ((chosen,) if chosen is not None else ())
     lines = [f"{'':2}{'way':56}{'decode':>12}{'first token':>14}{'in RAM':>11}"]
     for way in ways:
@@ -289,7 +289,7 @@ def _ways(plan: Plan, chosen: Way | None) -> list[str]:
 
 
 def way_name(plan: Plan, way: Way) -> str:
-    """As a user sees it: without a GPU nothing is on one."""
+    """The way's name as users see it: without a GPU nothing is on one."""
     return way.name.replace("on the GPU", "in memory") if plan.platform.is_cpu else way.name
 
 
@@ -320,7 +320,7 @@ def _concurrency(plan: Plan, way: Way) -> list[str]:
 
 
 def longest_as_text(plan: Plan) -> str:
-    """What RAM makes of this GPU."""
+    """Sentence on the longest context with and without RAM."""
     each = "" if plan.wishes.at_once == 1 else f", {plan.wishes.at_once} at once"
     alone = f"{plan.longest_on_gpu:,} tokens" if plan.longest_on_gpu else "none"
     gpu = "memory" if plan.platform.is_cpu else "GPU"
@@ -328,7 +328,7 @@ def longest_as_text(plan: Plan) -> str:
 
 
 def cards_as_text(plan: Plan) -> str:
-    """The cards alone, for a machine without a GPU."""
+    """The table of cards alone, for a machine without a GPU."""
     ram = format_size(plan.ram_bytes.value)
     head = f"{plan.facts.name}, {plan.max_model_len:,} tokens, with {ram} of RAM ({plan.ram_bytes.note})"
     return "\n".join([head, "There is no GPU here; --gpu plans for one of these.", "", *_cards(plan)])

@@ -1,4 +1,4 @@
-"""Everything a plan is made from: a model, a device, vLLM's platform, RAM, and what is wished for."""
+"""Everything a plan is made from: a model, a device, vLLM's platform, RAM, and the user's wishes."""
 
 import mmap
 from collections.abc import Callable
@@ -31,11 +31,11 @@ NO_CPU_ATTENTION = assumed(0, "not known")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """None leaves it to the plan."""
+    """The user's wishes; None leaves a choice to the plan."""
 
     max_model_len: int | None = None
     min_speed: float | None = None
-    """Tokens/s of one request at the longest context that the plan is to find; None where that is not left to it."""
+    """Least tokens/s of one request at the context the plan is to find; None where the plan need not find one."""
     dtype: str = "auto"
     """vLLM's --dtype; the model's facts must have been read with the same."""
     has_bf16: bool = True
@@ -43,45 +43,45 @@ class Wishes:
     kv_cache_dtype: str | None = None
     gpu_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
-    """Of the whole card; None is vLLM's default."""
+    """Fraction of the whole card; None is vLLM's default."""
     max_num_batched_tokens: int | None = None
     at_once: int = AT_ONCE
-    """Requests of `max_model_len` tokens whose KV is to fit at a time."""
+    """Requests of `max_model_len` tokens whose KV must fit at the same time."""
     max_num_seqs: int = MAX_NUM_SEQS
     enforce_eager: bool = False
     ram_given: bool = True
-    """Whether the user said how much RAM may be used; else idle KV gets at most half of what is free."""
+    """Whether the user stated how much RAM may be used; else idle KV gets at most half of what is free."""
     offload_ram_bytes: int | None = None
     """RAM for idle KV; None leaves it to the plan, 0 is none."""
     weights_ram_bytes: int | None = None
     """Weights in RAM, rounded up to whole layers; 0 leaves them on the GPU."""
     offload_groups: tuple[int, int] | None = None
-    """vLLM's offload_group_size and offload_num_in_group, where they say which weights go to RAM."""
+    """vLLM's offload_group_size and offload_num_in_group, if they choose the weights that go to RAM."""
     drafts: str = "off"
-    """As `overspill.planning.drafts` reads it."""
+    """Drafts, as `overspill.planning.drafts` reads them."""
     tensor_parallel_size: int = 1
     """GPUs that each layer is divided among."""
     pipeline_parallel_size: int = 1
-    """Stages that layers are divided among, each on as many GPUs."""
+    """Stages that layers are divided among, each on `tensor_parallel_size` GPUs."""
     gpus: str | None = None
-    """Which, as CUDA_VISIBLE_DEVICES names them; None are the first ones."""
+    """GPUs to use, as CUDA_VISIBLE_DEVICES names them; None takes the first ones."""
     kv_options: str = ""
-    """Of the connector, beside its sizes, as `overspill.planning.connector_options` reads them."""
+    """Connector options other than sizes, as `overspill.planning.connector_options` reads them."""
     elastic: bool = False
-    """Whether the engine's KV is to grow and shrink while it runs."""
+    """Whether the engine's KV should grow and shrink while it runs."""
     elastic_weight: int = 1
     ledger: str = ""
-    """The file by which it does; empty for what is not a server."""
+    """File through which elastic engines divide the GPU; empty for anything but a server."""
     ledger_held_bytes: int = 0
-    """Of the device's memory, KV that other engines of the ledger hold or were granted."""
+    """Device memory for KV that other engines of the ledger hold or were granted."""
     force: bool = False
-    """Whether to give the nearest way where none fits."""
+    """Whether to take the nearest way where none fits."""
     cards: bool = False
-    """Whether to list the cards that would do although this one does."""
+    """Whether to list the cards that would do, even if this one does."""
 
     @property
     def parks(self) -> bool:
-        """Whether the engine is to give up its GPU memory at times, with its weights in RAM meanwhile."""
+        """Whether the engine is to be parked at times: its GPU memory freed, its weights kept in RAM."""
         return bool(read_options(self.kv_options).get("park", False))
 
     @property
@@ -90,26 +90,26 @@ class Wishes:
 
     @property
     def num_seqs(self) -> int:
-        """vLLM's max_num_seqs: at least as many as are to fit at once."""
+        """vLLM's max_num_seqs, at least `at_once`."""
         return max(self.max_num_seqs, self.at_once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     name: str
-    """vLLM's: cuda, cpu."""
+    """vLLM's name of the platform: cuda or cpu."""
     granularity: int
-    """How finely memory is mapped under spilled KV, in bytes."""
+    """Granularity in bytes at which memory is mapped under spilled KV."""
     block_size: int
-    """Tokens, where the user asks for none."""
+    """Default tokens per block."""
     latent_block_size: int
-    """The same for multi-head latent attention."""
+    """Default tokens per block of multi-head latent attention."""
     kernel_block_multiple: int
     max_concurrent_batches: int
     chunks: tuple[int, ...]
-    """Values of max_num_batched_tokens that are worth trying on a device of common size."""
+    """Values of max_num_batched_tokens worth trying on a device of common size."""
     profiles_memory: bool
-    """Whether vLLM takes a fraction of the device's memory, and looks what is left of it for KV."""
+    """Whether vLLM takes a fraction of the device's memory, and measures what is left of it for KV."""
     offloads_weights: bool
 
     @property
@@ -136,7 +136,7 @@ CUDA = Platform(
 # vllm/platforms/cpu.py. It schedules one batch at a time, and its offloaders need CUDA.
 CPU = Platform(
     name="cpu",
-    # As overspill.kv.buffer, which cannot be imported without torch.
+    # Equal to overspill.kv.buffer's, which cannot be imported without torch.
     granularity=mmap.PAGESIZE,
     block_size=128,
     latent_block_size=16,
@@ -151,11 +151,11 @@ LATENT_BLOCK_SIZE_WITH_AMX = 128
 
 
 Profiles = Callable[[int, str], Profile | None]
-"""What was measured for a max_num_batched_tokens and a kv_cache_dtype."""
+"""Returns the profile measured for a max_num_batched_tokens and a kv_cache_dtype; None if there is none."""
 
-# Where vLLM itself takes longer chunks (arg_utils.py, get_batch_defaults), memory does not matter.
+# Where vLLM itself defaults to longer chunks (arg_utils.py, get_batch_defaults), their memory does not matter.
 _LARGE_BYTES, _LARGE_CHUNK = 70 * GiB, 8192
-# Cards from which on kernels for KV in fp8 are everywhere.
+# Compute capability from which on every card has kernels for KV in fp8.
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -165,17 +165,17 @@ def nothing_measured(max_num_batched_tokens: int, kv_cache_dtype: str) -> Profil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Of one rank: its part of the model, its GPU, and its part of the RAM."""
+    """Input for planning one rank: its part of the model, its GPU, and its part of the RAM."""
 
     facts: ModelFacts
     gpu: Gpu
     ram_bytes: Known[int]
     wishes: Wishes
-    """RAM in them is this rank's, too."""
+    """The user's wishes, with amounts of RAM reduced to this rank's part."""
     platform: Platform
     profiles: Profiles
     cpu_attention: Known[int] = NO_CPU_ATTENTION
-    """Bytes of KV in RAM that the CPU attends to in a second."""
+    """Bytes of KV in RAM that the CPU attends to per second."""
 
     @property
     def max_model_len(self) -> int:
@@ -183,9 +183,9 @@ class Setup:
 
     @property
     def kv_cache_dtypes(self) -> list[tuple[str, bool]]:
-        """And whether tokens stay those of the model as it is."""
+        """KV dtypes to try, each with whether tokens stay those of the unchanged model."""
         if self.wishes.kv_cache_dtype is not None:
-            return [(self.wishes.kv_cache_dtype, True)]  # the requested one is the measure
+            return [(self.wishes.kv_cache_dtype, True)]  # the requested dtype is the baseline
         capability = self.gpu.compute_capability
         has_fp8 = not self.platform.is_cpu and (capability is None or capability >= _FP8_CAPABILITY)
         is_small = self.facts.kv_cache_dtype != "auto"
@@ -214,7 +214,7 @@ class Setup:
         )
 
     def budget(self) -> Budget:
-        """One for all ways: a context is the same size whatever runs in it, so the largest one seen counts."""
+        """One budget for all ways: CUDA's context has the same size whatever runs in it, so the largest seen counts."""
         contexts = [
             self.overheads(chunk, dtype).context_bytes for chunk in self.chunks for dtype, _ in self.kv_cache_dtypes
         ]
@@ -224,16 +224,16 @@ class Setup:
         return gpu_budget(self.gpu, self.wishes.gpu_memory_bytes, context, self.wishes.gpu_memory_utilization)
 
 
-# overspill.kv.spill.graphs, which cannot be imported without torch.
+# Equal to overspill.kv.spill.graphs', which cannot be imported without torch.
 MOST_GRAPHED_TOKENS = 32
 _MOST_HEAD_SIZE, _HEAD_SIZE_STEP = 256, 16
-# vLLM takes FlashAttention, the backend that the CPU shares with, for these compute capabilities (platforms/cuda.py);
-# the second are those for which it does so for KV in fp8.
+# Major compute capabilities for which vLLM takes FlashAttention, the backend that the CPU shares with
+# (platforms/cuda.py); the second tuple is for KV in fp8.
 _FLASH_ATTENTION, _FLASH_ATTENTION_FP8 = (8, 9, 12), (9,)
 
 
 def runs_spilled_graphs(setup: Setup, num_requests: int) -> bool:
-    """Whether decode steps of so many requests stream spilled KV inside FULL CUDA graphs (kv.spill.worker)."""
+    """Whether decode steps of `num_requests` stream spilled KV inside FULL CUDA graphs (kv.spill.worker)."""
     return (
         not setup.platform.is_cpu
         and not setup.wishes.enforce_eager
@@ -244,7 +244,7 @@ def runs_spilled_graphs(setup: Setup, num_requests: int) -> bool:
 
 
 def shares_with_cpu(setup: Setup, kv_cache_dtype: str) -> bool:
-    """Whether the CPU may attend for layers of this model, were it fast enough (overspill.kv.spill.far)."""
+    """Whether the CPU may attend for layers of this model if it is fast enough (overspill.kv.spill.far)."""
     facts, capability = setup.facts, setup.gpu.compute_capability or (0, 0)
     full = [entry.cache for entry in facts.caches if attends_to_all(entry.cache)]
     is_plain = kv_cache_dtype == facts.kv_cache_dtype == "auto"
@@ -264,7 +264,7 @@ def attends_to_all(cache: Cache) -> TypeGuard[Attention]:
 
 
 def can_spill(facts: ModelFacts, geometry: KVGeometry, wishes: Wishes) -> bool:
-    """Spill needs attention layers, one page size (overspill.kv.spill.capacity refuses the rest), and one stage."""
+    """Whether KV can spill: with attention, one page size (else overspill.kv.spill.capacity refuses), and one stage."""
     has_attention = any(not isinstance(entry.cache, RecurrentState) for entry in facts.caches)
     pages = {member.page.page_size_bytes for group in geometry.groups for member in group.members}
     return has_attention and len(pages) == 1 and wishes.pipeline_parallel_size == 1

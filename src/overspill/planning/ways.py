@@ -25,54 +25,54 @@ from overspill.planning.weights import WeightOffload
 
 # A pool smaller than this is not worth its metadata.
 LEAST_OFFLOAD_BYTES = GiB
-# Ways are compared by how long a prompt of the full context and an answer of so many tokens take.
+# Ways are compared by the time of a prompt of the full context and an answer of this many tokens.
 _ANSWER_TOKENS = 512
-# What most requests look like, for the speed of many at once.
+# Length of most requests in tokens, for the speed of many at once.
 SHORT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way(Attempt):
-    """Sizes are of one rank, speeds of all together."""
+    """An attempt with its KV and speeds; sizes are of one rank, speeds of all ranks together."""
 
     kv: KvSplit
     offload_bytes: int
-    """RAM for KV that waits to be used again."""
+    """RAM for idle KV."""
     num_ranks: int = 1
     decode_tokens_per_s: Known[float]
-    """Of one request of the full context."""
+    """Decode speed of one request of the full context."""
     ttft_s: Known[float]
     at_once: int
     """Requests of the full context that run together."""
     at_once_tokens_per_s: Known[float]
-    """Of all of them together."""
+    """Decode speed of the `at_once` requests together."""
     at_once_prefill_s: float
-    """For one prompt of theirs, the GPU's KV divided among them."""
+    """Prefill time of one of their prompts, with the GPU's KV divided among them."""
     short_requests: int
-    """Of `SHORT_TOKENS` tokens, that run at once without spilling."""
+    """Requests of `SHORT_TOKENS` tokens that run at once without spilling."""
     short_tokens_per_s: Known[float]
-    """Of all of them together."""
+    """Decode speed of the short requests together."""
 
     @property
     def ram_bytes(self) -> int:
-        """Of all ranks' weights and KV; `weights.pinned_bytes` says what the weights really take."""
+        """RAM for all ranks' weights and KV; the weights really take `weights.pinned_bytes`."""
         return self.num_ranks * (self.weights.ram_bytes + self.kv.spilled_bytes + self.offload_bytes)
 
     @property
     def peak_ram_bytes(self) -> int:
-        """That the engine takes at some time, all in all."""
+        """Most RAM that the engine takes at any time, all in all."""
         later_bytes = self.kv.spilled_bytes + self.offload_bytes + self.parked_bytes
         return self.num_ranks * peak_ram_bytes(self.weights, later_bytes)
 
     @property
     def connector_sizes(self) -> dict[str, int]:
-        """What the connector is given of RAM for all ranks, by its options' names; empty without it."""
+        """The connector's RAM for all ranks, by its options' names; empty if the way needs no connector."""
         sizes = {"host_bytes": self.offload_bytes, "spill_bytes": self.kv.spilled_bytes}
         return {name: self.num_ranks * size for name, size in sizes.items() if size}
 
     @property
     def parks(self) -> bool:
-        """Whether the engine can be parked: the connector does it."""
+        """Whether the engine can be parked, which the connector does."""
         return self.parked_bytes > 0 and bool(self.connector_sizes)
 
     @property
@@ -97,21 +97,21 @@ class Way(Attempt):
 
     @property
     def request_s(self) -> float:
-        """Long prompts, one after the other, and their answers together: of as many requests as run at once."""
+        """Time of `at_once` long requests: their prompts one after the other, then their answers together."""
         return self.at_once * self.at_once_prefill_s + _ANSWER_TOKENS * self.at_once / self.at_once_tokens_per_s.value
 
     @property
     def warm_tokens(self) -> int:
-        """Of idle conversations, that the pool for them keeps."""
+        """Tokens of idle conversations that the pool in RAM keeps."""
         return self.tokens_in(self.offload_bytes)
 
     def tokens_in(self, num_bytes: int) -> int:
-        """Whose KV fits, of one rank; windows and states take some of it beside."""
+        """Tokens whose KV fits `num_bytes` of one rank, if sliding windows and states take none of it."""
         per_token = self.geometry.kv_bytes_per_token
         return num_bytes // per_token if per_token else 0
 
     def requests_at_once(self, num_tokens: int) -> int:
-        """Of so many tokens each, in resident and spilled KV; one block is vLLM's null block."""
+        """Requests of `num_tokens` tokens that fit in resident and spilled KV; one block is vLLM's null block."""
         blocks = (self.kv.resident_bytes + self.kv.spilled_bytes) // self.geometry.bytes_per_block - 1
         return blocks // self.geometry.blocks_per_request(num_tokens)
 
@@ -165,8 +165,8 @@ def make_way(setup: Setup, fit: Fit) -> Way:
 
 
 def _offload_bytes(setup: Setup, way: Way) -> int:
-    """RAM that is left keeps idle KV warm: all of it where the user said how much RAM there is to use. What merely is
-    free is the machine's, and half of it stays so."""
+    """RAM left for idle KV: all of it where the user stated how much RAM to use. RAM that merely is free belongs to the
+    machine, and half of it stays free."""
     if setup.wishes.offload_ram_bytes is not None:
         return setup.wishes.offload_ram_bytes
     taken = way.weights.pinned_bytes + way.parked_bytes + way.kv.spilled_bytes + PROCESS_RAM_BYTES
@@ -178,13 +178,13 @@ def _offload_bytes(setup: Setup, way: Way) -> int:
 
 
 def is_small_mirror(way: Way, options: Mapping[str, Any]) -> bool:
-    """Whether a pool would hold next to nothing but what the GPU still has; parked engines, and others that are to find
-    it, have a use for that."""
+    """Whether a pool would hold next to nothing but what the GPU still has, which is of use only for parking, and for
+    other engines through a remote store."""
     return way.offload_bytes < min(way.kv.resident_bytes, 2 * way.front_bytes) and not _needs_mirror(options)
 
 
 def stores_lazily(way: Way, options: Mapping[str, Any]) -> bool:
-    """Whether a pool that is smaller than the GPU's KV is to get what the GPU drops, and not copies of all."""
+    """Whether a pool smaller than the GPU's KV should get what the GPU drops, and not copies of everything."""
     is_smaller = 2 * way.front_bytes <= way.offload_bytes < way.kv.resident_bytes
     return is_smaller and "store" not in options and not _needs_mirror(options)
 
@@ -215,14 +215,14 @@ def _weights_load(facts: ModelFacts, weights: WeightOffload, num_requests: int) 
 
 
 def _active_layer_bytes(facts: ModelFacts, weights: WeightOffload, num_tokens: int) -> int:
-    """What a step over so many tokens reads of the layers in RAM."""
+    """Bytes that a step over `num_tokens` tokens reads of the layers in RAM."""
     sizes, experts = facts.weights.layer_bytes, facts.weights.expert_bytes
     untouched = (1 - facts.num_experts_per_tok / facts.num_experts) ** num_tokens if facts.num_experts else 0.0
     return sum(sizes[i] - round(experts[i] * untouched) for i in weights.layers)
 
 
 def _shared_part(setup: Setup, geometry: KVGeometry, kv_cache_dtype: str) -> float:
-    """Of a long request's KV, what layers keep for which the CPU may attend."""
+    """Share of a long request's KV that belongs to layers for which the CPU may attend."""
     if not shares_with_cpu(setup, kv_cache_dtype):
         return 0.0
     in_flight = geometry.settings.max_in_flight_tokens
@@ -241,7 +241,7 @@ def _machine(setup: Setup) -> tuple[Machine, list[Known[int]]]:
         known.append(gpu.peer_link)
     return (
         Machine(
-            # A card that nobody knows is taken for a slow one.
+            # An unknown card is taken for a slow one.
             memory_bytes_per_s=memory.value if memory is not None else 300e9,
             flops=flops.value if flops is not None else 50e12,
             link_bytes_per_s=link.value,

@@ -1,4 +1,4 @@
-"""Which decoder layers' weights go to RAM, in the terms of vLLM's two offloaders."""
+"""Decoder layers whose weights go to RAM, in the terms of vLLM's two offloaders."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,23 +11,24 @@ from overspill.model.facts import ModelFacts, pinned_share
 from overspill.planning.memory import Budget
 from overspill.planning.setup import Setup
 
-# Layers prefetched ahead. More hides a jitter that one layer's compute already hides, and costs a slot each.
+# Layers prefetched ahead. More would hide jitter that one layer's compute already hides, and cost a slot each.
 PREFETCH_STEP = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOffload:
-    """Of the prefetching offloader the last `num_in_group` layers of every `group_size` (`--offload-group-size`,
-    `--offload-num-in-group`); of the other, which the GPU reads in RAM (UVA), the first `num_layers`."""
+    """Layers in RAM: with the prefetching offloader the last `num_in_group` of every `group_size` layers
+    (`--offload-group-size`, `--offload-num-in-group`), and with the other, which the GPU reads in RAM (UVA), the first
+    ones."""
 
     layers: tuple[int, ...]
-    """Which lie in RAM."""
+    """Indices of the layers in RAM."""
     ram_bytes: int
-    """Their weights."""
+    """Size of these layers' weights."""
     pinned_bytes: int
-    """RAM that they take there, once they are loaded."""
+    """RAM that the weights take once they are loaded."""
     slot_bytes: int = 0
-    """GPU memory through which they are prefetched: as much as the largest of these layers, for each step ahead."""
+    """GPU memory for prefetching: the size of the largest of these layers, for each step ahead."""
     group_size: int = 0
     num_in_group: int = 0
 
@@ -37,13 +38,13 @@ class WeightOffload:
 
     @property
     def loading_bytes(self) -> int:
-        """RAM that they take while they are loaded. The prefetching offloader pins each twice; Overspill returns the
-        first copy when all are loaded (overspill.weights.plugin), before it takes RAM for KV."""
+        """RAM that the weights take while loading. The prefetching offloader pins each twice; Overspill frees the first
+        copies once all are loaded (overspill.weights.plugin), before it takes RAM for KV."""
         return 2 * self.pinned_bytes if self.group_size else self.pinned_bytes
 
     @property
     def num_runs(self) -> int:
-        """Of neighbouring layers."""
+        """Number of runs of neighbouring layers."""
         return sum(layer != before + 1 for before, layer in pairwise((-2, *self.layers)))
 
     @property
@@ -52,8 +53,7 @@ class WeightOffload:
 
     @property
     def cpu_offload_gb(self) -> float:
-        """vLLM moves parameter by parameter until it has so many GiB; rounded down, for one more would be a large
-        one."""
+        """GiB at which vLLM stops moving parameters; rounded down, since one parameter more would be a large one."""
         return self.ram_bytes * 10_000 // GiB / 10_000
 
 
@@ -62,10 +62,10 @@ NONE = WeightOffload(layers=(), ram_bytes=0, pinned_bytes=0)
 
 @cache
 def groupings(layer_bytes: tuple[int, ...], pinning: float = 1.0) -> tuple[WeightOffload, ...]:
-    """Every amount that can be prefetched, from the least; of groupings that move the same, the one of smallest
-    groups: layers in RAM then alternate with layers on the GPU, whose compute hides them.
+    """Every amount that can be prefetched, least first; of groupings that move the same, the one with the smallest
+    groups: layers in RAM then alternate with layers on the GPU, whose compute hides their copies.
 
-    `pinning` is how many times its size a layer takes in RAM.
+    A layer takes `pinning` times its size in RAM.
     """
     found: dict[int, WeightOffload] = {}
     for group_size in range(1, len(layer_bytes) + 1):
@@ -76,9 +76,9 @@ def groupings(layer_bytes: tuple[int, ...], pinning: float = 1.0) -> tuple[Weigh
 
 
 def uva_offloads(layer_bytes: tuple[int, ...], pinning: float = 1.0) -> list[WeightOffload]:
-    """Whole layers from the first one on, as vLLM walks them (model_executor/offloader/uva.py).
+    """Offloads of whole layers from the first one on, as vLLM walks them (model_executor/offloader/uva.py).
 
-    It could split a layer, but by which parameter is not known here, and a start could not be checked against it.
+    vLLM could split a layer, but at which parameter is not known here, and a start could not be checked against it.
     """
     amounts = accumulate(layer_bytes)
     return [
@@ -88,7 +88,7 @@ def uva_offloads(layer_bytes: tuple[int, ...], pinning: float = 1.0) -> list[Wei
 
 
 def grouping(group_size: int, num_in_group: int, layer_bytes: tuple[int, ...], pinning: float) -> WeightOffload:
-    """vLLM's rule (model_executor/offloader/prefetch.py, wrap_modules)."""
+    """Offload of the layers that vLLM's rule picks (model_executor/offloader/prefetch.py, wrap_modules)."""
     moved = [i for i in range(len(layer_bytes)) if i % group_size >= group_size - num_in_group]
     return WeightOffload(
         layers=tuple(moved),
@@ -101,7 +101,7 @@ def grouping(group_size: int, num_in_group: int, layer_bytes: tuple[int, ...], p
 
 
 def weight_offloads(setup: Setup, budget: Budget) -> list[WeightOffload]:
-    """Nothing in RAM is among them, unless some is requested. Empty if the request cannot be met on this device."""
+    """Offloads to try, including none at all unless some is requested. Empty if the device cannot meet the request."""
     wishes = setup.wishes
     if wishes.offload_groups is None and not wishes.weights_ram_bytes:
         every = _every(setup, budget) if wishes.weights_ram_bytes is None else []
@@ -117,8 +117,8 @@ def weight_offloads(setup: Setup, budget: Budget) -> list[WeightOffload]:
 
 
 def least_for_weights(facts: ModelFacts) -> int:
-    """Device memory that vLLM must have for weights, whatever moves to RAM later; 0 where layers move one by one."""
-    # overspill.weights moves layers that Transformers makes when all of them have been made on the GPU.
+    """Device memory that vLLM needs for weights before any move to RAM; 0 where layers move one by one."""
+    # overspill.weights moves layers made by Transformers only after all of them were made on the GPU.
     return facts.weights.total_bytes + 1 if facts.architecture in RUN_BY_TRANSFORMERS else 0
 
 
@@ -133,7 +133,7 @@ def _every(setup: Setup, budget: Budget) -> list[WeightOffload]:
 
 
 def _asked_amount(setup: Setup, budget: Budget, asked: int) -> list[WeightOffload]:
-    """The least amount of each offloader that is as much: vLLM, too, moves layers until it has moved that much."""
+    """The least amount of each offloader that reaches `asked`: vLLM, too, moves layers until it has moved that much."""
     facts = setup.facts
     most = sum(facts.weights.layer_bytes)
     if asked > most:

@@ -4,7 +4,7 @@ from overspill.kv.errors import OverspillError
 
 
 class CannotVerify(OverspillError):
-    """The model and its settings are understood, but no proof of them can be made here."""
+    """The model and its settings are understood, but cannot be verified here."""
 
 
 class TooNoisy(CannotVerify):

@@ -1,4 +1,4 @@
-"""Child processes for engines: forked from one that loaded vLLM once, and always terminated with what they started."""
+"""Child processes for engines: forked from a process that loaded vLLM once, and always killed with descendants."""
 
 import importlib
 import multiprocessing
@@ -19,13 +19,13 @@ from typing import Any
 from overspill.planning.arguments import CONTRADICTING_VARIABLES
 from overspill.processes import in_session, kill, wait_until_none
 
-# A GPU's engine may compile for minutes before it answers, so this limit is for hung engines and not for slow ones.
+# An engine on a GPU may compile for minutes before it answers, so this limit is for hung engines, not slow ones.
 _SILENCE_S = 1800.0
 _LAST_LINES = 3
-# For a killed engine's processes to be gone.
+# Time for a killed engine's processes to disappear.
 _GRACE_S = 10
 _SHARED_MEMORY = "/dev/shm/"
-# Queues of multiprocessing.shared_memory, and collectives of vLLM's CPU platform; none of them are Overspill's.
+# Files of multiprocessing.shared_memory's queues and of vLLM's collectives on CPUs; none of them are Overspill's.
 _BETWEEN_RANKS = ("psm_", "vllm_dist_")
 
 
@@ -33,13 +33,13 @@ Hear = Callable[[Any], None]
 
 
 class ChildDied(Exception):
-    """The work could not be done, and why: its own error, or the last lines of its log if it ended without one."""
+    """A child failed; the message is its own error, or the last lines of its log if it ended without one."""
 
 
 class Children:
-    """Runs functions of `module`, which the process that is forked has loaded, one at a time, each in a child.
+    """Runs functions of `module`, one at a time, each in a child forked from a process that has imported it.
 
-    A function gets `say` after its arguments: what it says reaches the parent at once, the result in the end.
+    A function gets `say` after its arguments: its messages reach the parent at once, its result at the end.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str], *, have_children: bool = False) -> None:
@@ -52,7 +52,7 @@ class Children:
             forkserver.ensure_running()
 
     def close(self) -> None:
-        # No public way ends it, and the next must have its own environment. It is killed, since it would wait for a
+        # The fork server has no public stop, and the next one needs its own environment. Kill it: it would wait for a
         # child that was being started when this process was interrupted, and that child for this process.
         server: Any = forkserver._forkserver
         with suppress(ProcessLookupError):
@@ -67,12 +67,12 @@ class Children:
         self.close()
 
     def run(self, work: str, *args: Any, hear: Hear = lambda said: None, seconds: float = _SILENCE_S) -> Any:
-        """The function's result; `hear` gets what it says meanwhile."""
+        """Call a function in a child and return its result; `hear` gets its messages meanwhile."""
         with self._started(work, args) as (_, pipe):
             return self._result(pipe, hear, time.monotonic() + seconds)
 
     def kill_under_way(self, work: str, *args: Any) -> str:
-        """Kill the child as soon as it says something. What outlived it; empty if nothing did."""
+        """Kill the child at its first message, and describe what outlived it; empty if nothing did."""
         with self._started(work, args) as (process, pipe):
             kind, _ = self._next(pipe, time.monotonic() + _SILENCE_S)
             if kind == "done":
@@ -80,15 +80,15 @@ class Children:
             leader = process.pid or 0
             files = {path for pid in in_session(leader) for path in _shared_memory(pid)}
             process.kill()
-            # A killed process gives back its memory first, and its own children are notified of its end.
+            # A killed process first frees its memory; only then do its own children learn of its end.
             wait_until_none(lambda: in_session(leader), _GRACE_S)
             process.join(_GRACE_S)
             if process.exitcode not in (None, -signal.SIGKILL):
-                # It crashed in the moment before: whatever is left or not, the kill did not do that.
+                # The child crashed just before, so the kill does not account for whatever is left.
                 self._result(pipe, lambda said: None, time.monotonic() + _GRACE_S)
                 raise ChildDied("it ended before it was killed")
             left = [f"process {pid}" for pid in in_session(leader)]
-            # What vLLM leaves behind when ranks are killed, whoever runs beside it.
+            # vLLM leaves these behind when ranks are killed, with or without Overspill.
             for path in (path for path in files if path.name.startswith(_BETWEEN_RANKS)):
                 path.unlink(missing_ok=True)
             left += [str(path) for path in sorted(files) if path.exists()]
@@ -99,7 +99,7 @@ class Children:
         self.log.write_text("")
         ours, theirs = self._context.Pipe()
         given = (self._module, work, args, theirs, self.log)
-        # A daemon is ended even if this process is interrupted while it starts; it may not have children, though.
+        # A daemon is terminated even if this process is interrupted while starting it, but may not have children.
         process = self._context.Process(target=_live, args=given, daemon=not self._have_children)
         process.start()
         theirs.close()
@@ -121,12 +121,12 @@ class Children:
             hear(said)
 
     def _next(self, pipe: Connection, deadline: float) -> tuple[str, Any]:
-        """What it says next, or what its log says where it ended without a word, as for want of memory."""
+        """The child's next message; raises with the end of its log if it died without one, as when out of memory."""
         if not pipe.poll(max(0.0, deadline - time.monotonic())):
             raise ChildDied("it did not end in time, and was killed")
         try:
             kind, said = pipe.recv()
-        except (EOFError, OSError):  # an OSError where it ended in the middle of a word
+        except (EOFError, OSError):  # OSError if the child died in the middle of a message
             raise ChildDied(f"its process ended; the last it wrote: {self._last_lines()}") from None
         if kind == "died":
             raise ChildDied(said)
@@ -139,7 +139,7 @@ class Children:
 
 def _live(module: str, work: str, args: tuple[Any, ...], pipe: Connection, log: Path) -> None:
     """Entry point of the child."""
-    os.setsid()  # what it starts is found, and ended, with it; and a Ctrl-C is the parent's to handle
+    os.setsid()  # descendants are found and killed by session; Ctrl-C is left to the parent
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -150,12 +150,12 @@ def _live(module: str, work: str, args: tuple[Any, ...], pipe: Connection, log: 
     except BaseException as error:
         traceback.print_exc()
         pipe.send(("died", _reason(error)))
-    # An engine's threads must not keep the process: all is said.
+    # The result is sent; an engine's threads must not keep the process alive.
     os._exit(0)
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """Nobody waits for an answer, and an engine holds a GPU's memory."""
+    """Exit when the parent is gone: nobody waits for an answer, and an engine holds a GPU's memory."""
     try:
         pipe.recv()
     except (EOFError, OSError):
@@ -163,14 +163,14 @@ def _end_with_parent(pipe: Connection) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the cause: vLLM wraps its reasons."""
+    """First line of the root cause: vLLM wraps its errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _shared_memory(pid: int) -> set[Path]:
-    """Files in shared memory that a process has mapped: they outlive it unless somebody removes them."""
+    """Shared-memory files that a process has mapped: they outlive it unless somebody removes them."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {Path(line[line.index(_SHARED_MEMORY) :]) for line in lines if _SHARED_MEMORY in line}
@@ -179,7 +179,7 @@ def _shared_memory(pid: int) -> set[Path]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Of the process that children are forked from; it is read when vLLM is loaded."""
+    """Set variables for the process that children are forked from; vLLM reads them when imported."""
     before = dict(os.environ)
     os.environ.update(variables)
     for name in CONTRADICTING_VARIABLES:
@@ -193,7 +193,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _redirected(log: Path) -> Iterator[None]:
-    """What vLLM says while it is loaded goes to the log, not into the table."""
+    """Send output to the log while vLLM loads, so that it does not end up in the table."""
     kept = [os.dup(1), os.dup(2)]
     try:
         with log.open("a") as file:

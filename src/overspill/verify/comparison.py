@@ -1,5 +1,4 @@
-"""Whether two engines gave the same answer: bit by bit where they computed it in the same pieces, and otherwise no
-further apart than rounding, or another attention kernel, puts them."""
+"""Comparison of two engines' answers: exact for the same pieces, else as close as rounding or other kernels allow."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,34 +6,35 @@ from dataclasses import dataclass, field, fields
 
 from overspill.verify.workload import Answer
 
-# A logit of 16 to 32, as models have, is rounded by half of a step of 2**-3 in bfloat16, of 2**-6 in float16; the
-# likeliest two may move apart by one step each. In float32 what is rounded on the way counts, not the step.
+# Logits of 16 to 32, as models have, are rounded by half a step, of 2**-3 in bfloat16 and 2**-6 in float16; the
+# likeliest two may move apart by one step each. In float32 intermediate rounding counts, not the step.
 _ROUNDING = {"bfloat16": 0.25, "float16": 0.03, "float32": 1e-3}
-# A prompt computed in other pieces on the same engine shows how much rounding does there; twice that is still it.
+# A prompt computed in other pieces on the same engine shows what rounding does; up to twice that passes as rounding.
 _MARGIN = 2.0
-# An engine further apart from itself than so many steps of rounding would excuse KV gone wrong too.
+# An engine that differs from itself by more than this many times `_ROUNDING` would excuse wrong KV too.
 _MOST_NOISE = 4.0
-# Answers that may part at a tie: what follows a tie is not compared, so each of them proves less. Without
-# batch-invariant kernels vLLM parts from itself too; where it was seen to, as many may as leave half of the tokens.
+# Share of answers that may diverge at a tie: nothing after a tie is compared, so each of them proves less. Without
+# batch-invariant kernels vLLM diverges from itself too; where it was seen to, half of the answers may, so that half of
+# the tokens are still compared.
 _TIES, _TIES_OF_ITS_OWN = 0.25, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far two answers may be apart that were computed in other pieces."""
+    """How far two answers may differ that were computed in different pieces."""
 
     logprob: float
-    """Of a token's log-probability."""
+    """Largest difference in a token's log-probability."""
     tie: float
-    """Of the log-probabilities of two tokens that may change places; nothing but rounding in float32."""
+    """Largest gap between the log-probabilities of two tokens that may swap places; in float32 rounding alone."""
     same_pieces: bool
-    """Whether answers that were computed in the same pieces must be the same bit by bit."""
+    """Whether answers computed in the same pieces must agree bit by bit."""
     tied_share: float = _TIES
-    """Of a scenario's answers: so many may part at a tie."""
+    """Share of a scenario's answers that may diverge at a tie."""
 
 
 def tolerance(dtype: str, noise: float, *, is_deterministic: bool, parts_from_itself: bool = False) -> Tolerance:
-    """`noise` is what was seen between vLLM and itself, and whether its own tokens parted."""
+    """Tolerance for vLLM's measured `noise` against itself, and for whether its own tokens diverged."""
     rounding = max(_ROUNDING[dtype], _MARGIN * noise)
     return Tolerance(
         logprob=rounding, tie=_ROUNDING[dtype] if dtype == "float32" else rounding, same_pieces=is_deterministic,
@@ -43,29 +43,29 @@ def tolerance(dtype: str, noise: float, *, is_deterministic: bool, parts_from_it
 
 
 def most_noise(dtype: str) -> float:
-    """Beyond it vLLM differs from itself too much for any comparison to prove something."""
+    """Noise beyond which vLLM differs from itself too much for any comparison to prove something."""
     return _MOST_NOISE * _ROUNDING[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A mismatch, or a tie: two tokens so nearly as likely that rounding may decide between them."""
+    """A mismatch, or a tie: two tokens of so similar likelihood that rounding may decide between them."""
 
     request: str
     position: int
-    """Of the first token that differs, from 0."""
+    """Index of the first token that differs, from 0."""
     token: int
     expected_token: int
     reason: str
     logprob: float | None = None
     expected_logprob: float | None = None
     gap: float | None = None
-    """Between the log-probabilities of a tie's two tokens."""
+    """Gap between the log-probabilities of a tie's two tokens."""
 
 
 @dataclass(slots=True)
 class Compared:
-    """What a list of answers came to."""
+    """Result of comparing a list of answers."""
 
     requests: int = 0
     tokens: int = 0
@@ -79,7 +79,7 @@ class Compared:
 
 
 def compare(got: Sequence[Answer], expected: Mapping[str, Answer], allowed: Tolerance) -> Compared:
-    """In the order in which they were answered: what follows an answer in other pieces builds on other bits."""
+    """Compare answers in the order given: after one in other pieces, its conversation builds on different bits."""
     result = Compared()
     other_pieces: set[str] = set()
     for answer in got:
@@ -111,28 +111,28 @@ def _compare_one(mine: Answer, theirs: Answer, allowed: Tolerance, *, strict: bo
                 result.mismatches.append(differs(position, "another token"))
             else:
                 result.ties.append(differs(position, "a tie", gap))
-            return  # what follows answers another text
+            return  # the rest continues a different text
         result.tokens += 1
         gaps = [abs(here[key] - there[key]) for key in here.keys() & there.keys()]
         result.logprobs += len(gaps)
         result.identical_logprobs += gaps.count(0.0)
         limit = 0.0 if strict else allowed.logprob
-        if not math.isfinite(here[token]) or not all(gap <= limit for gap in gaps):  # a NaN is not equal either
+        if not math.isfinite(here[token]) or not all(gap <= limit for gap in gaps):  # a NaN fails too
             worst = f"log-probabilities apart by {max(gaps):.3g}, and {limit:.3g} is rounding"
             result.mismatches.append(differs(position, worst))
             return
 
 
 def _gap(here: Mapping[int, float], there: Mapping[int, float], token: int, other: int) -> float | None:
-    """How far apart both engines saw the two tokens; None if one of them did not take both into account."""
+    """The larger of both engines' gaps between the two tokens; None if one of them did not rank both."""
     if not all(key in seen for key in (token, other) for seen in (here, there)):
         return None
     return max(abs(seen[token] - seen[other]) for seen in (here, there))
 
 
 def noise(first: Iterable[Answer], again: Iterable[Answer]) -> float:
-    """The furthest that one engine's answers are apart when it computes the same prompts in other pieces; without end
-    where it answered with a token that was not among the likeliest before."""
+    """Largest difference between one engine's answers to the same prompts in other pieces; infinite where it chose a
+    token that was not among the likeliest before."""
     known = {answer.name: answer for answer in first}
     worst = 0.0
     for answer in again:
@@ -148,23 +148,23 @@ def noise(first: Iterable[Answer], again: Iterable[Answer]) -> float:
 
 
 def parted(first: Iterable[Answer], again: Iterable[Answer]) -> int:
-    """How many of one engine's answers had other tokens when it computed the same prompts in other pieces."""
+    """Number of one engine's answers whose tokens changed when it computed the same prompts in other pieces."""
     known = {answer.name: answer.tokens for answer in first}
     return sum(answer.tokens != known[answer.name] for answer in again)
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far one engine's log-probabilities are from another's: of the likeliest tokens of both, at the tokens that
-    decode steps yield (an answer's first one comes from prefill), up to the first that differs, and with it."""
+    """Distance between two engines' log-probabilities of tokens that both rank. Covers decode steps (an answer's first
+    token comes from prefill), up to and including the first token that differs."""
 
     tokens: int = 0
     differing: int = 0
-    """Tokens that are not the other engine's: at most one of an answer, since what follows answers another text."""
+    """Tokens that differ from the other engine's: at most one per answer, since the rest continues another text."""
     logprobs: int = 0
     total: float = 0.0
     largest: float = 0.0
-    """Without end where a token differs that the other engine did not rank."""
+    """Largest difference; infinite where an engine chose a token that the other did not rank."""
 
     @property
     def mean(self) -> float:
@@ -188,7 +188,7 @@ def distance(got: Iterable[Answer], expected: Mapping[str, Answer]) -> Distance:
             here, there = answer.logprobs[position], reference.logprobs[position]
             if position or token != other:
                 gaps = [abs(here[key] - there[key]) for key in here.keys() & there.keys()]
-                # A NaN is as far as can be, and max() would not see it.
+                # A NaN counts as infinitely far, and max() would miss it.
                 gaps = [gap if math.isfinite(gap) else math.inf for gap in gaps]
                 if token != other and _gap(here, there, token, other) is None:
                     gaps.append(math.inf)
@@ -199,10 +199,10 @@ def distance(got: Iterable[Answer], expected: Mapping[str, Answer]) -> Distance:
 
 
 def too_far(own: Distance, yardstick: Distance, name: str) -> str:
-    """Why answers with attention on the CPU are further from the GPU's than those of another kernel; empty if not.
+    """Why answers with attention on the CPU are further from the GPU's than another kernel's are; empty if not.
 
-    A mean is over hundreds of numbers or more, and must not be larger. The largest of them is a single one, which
-    varies by chance with kernels that round alike: twice the other's is still rounding, as elsewhere.
+    The mean covers hundreds of numbers or more and must not be larger. The largest is a single number, which varies by
+    chance between kernels that round alike: up to twice the yardstick's passes as rounding, as elsewhere.
     """
     if not own.logprobs or not yardstick.logprobs:
         return "no log-probability of a decode step was compared, so nothing is proven"
@@ -214,7 +214,7 @@ def too_far(own: Distance, yardstick: Distance, name: str) -> str:
 
 
 def bounded(allowed: Tolerance, yardstick: Distance) -> Tolerance:
-    """For answers that need not be nearer than the yardstick's, whose distance decides: ties excuse any number."""
+    """Tolerance for answers judged by the yardstick's distance: as wide as that, with any number of ties."""
     furthest = max(allowed.logprob, _MARGIN * yardstick.largest)
-    # Two tokens change places if each moves by as much.
+    # Two tokens swap places if each moves by this much.
     return Tolerance(logprob=furthest, tie=max(allowed.tie, 2 * furthest), same_pieces=False, tied_share=1.0)

@@ -1,7 +1,7 @@
-"""vLLM's engine in this process, stepped by hand, where its blocks and Overspill's copies can be reached.
+"""vLLM's engine in this process, stepped by hand, with its blocks and Overspill's copies within reach.
 
-For `overspill verify` and benchmarks. It loads vLLM, so it is imported in processes made for an engine, which
-have VLLM_ENABLE_V1_MULTIPROCESSING=0 in their environment.
+Used by `overspill verify` and benchmarks. Importing this module loads vLLM, so only processes made for an engine do,
+with VLLM_ENABLE_V1_MULTIPROCESSING=0 in their environment.
 """
 
 import itertools
@@ -29,12 +29,12 @@ from overspill.kv.vllm_api import call_workers
 from overspill.kv.worker import OffloadWorker
 from overspill.verify.workload import Answer
 
-# A request that runs for so many steps does not end.
+# A request that still runs after this many steps is stuck.
 _STEPS = 100_000
 
 
 class Stuck(RuntimeError):
-    """Requests, or copies, that do not end."""
+    """Requests or copies do not finish."""
 
 
 class Engine:
@@ -45,8 +45,8 @@ class Engine:
 
     @classmethod
     def start(cls, model: Path | str, options: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
-        """With Overspill where its `options` are given."""
-        # Where Overspill is only on the path, vLLM does not find its plugin; hence the module's path, too.
+        """Start vLLM, with Overspill if its `options` are given."""
+        # If Overspill is on the path but not installed, vLLM does not find its plugin; hence the module path, too.
         plugin.register()
         transfer = None
         if options is not None:
@@ -57,7 +57,7 @@ class Engine:
         arguments = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "disable_log_stats": False} | arguments
         return cls(LLM(model=str(model), kv_transfer_config=transfer, **arguments))
 
-    # Its parts.
+    # Parts of the engine.
 
     @property
     def _vllm(self) -> Any:
@@ -92,20 +92,20 @@ class Engine:
         return self._connector.worker
 
     def on_workers(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Results of all ranks, in order: a function of a module, which is given the worker first. One rank's worker is
-        in this process."""
+        """Call a module's function on all ranks, with the worker as first argument; results are in rank order. A single
+        rank's worker is in this process."""
         return call_workers(self.core, call, *arguments)
 
     @property
     def spill_scheduler(self) -> SpillScheduler | None:
-        """None without spill."""
+        """The connector's scheduler of spilled KV; None without spill."""
         scheduler: SpillScheduler | None = getattr(self.scheduler.connector, "spill_scheduler", None)
         return scheduler
 
     # Requests.
 
     def add(self, prompt: Sequence[int], max_tokens: int, *, logprobs: int | None = None, name: str = "") -> Answer:
-        """The answer, which grows with every step."""
+        """Add a request and return its answer, which grows with every step."""
         parameters = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs,
             output_kind=RequestOutputKind.DELTA,
@@ -119,7 +119,7 @@ class Engine:
         return answer
 
     def step(self) -> list[Answer]:
-        """Those that this step finished. Times are taken when a step returns."""
+        """Run a step and return the answers it finished. Tokens are timed when the step returns."""
         outputs = self._vllm.step()
         now = time.perf_counter()
         finished = []
@@ -139,11 +139,11 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is not answered yet."""
+        """Whether any request is still running."""
         return bool(self._running)
 
     def run(self, until: Callable[[], bool] | None = None, seconds: float = float("inf")) -> bool:
-        """Step until the condition holds, or every request is answered; False if the time was over first."""
+        """Step until the condition holds, or by default until every request is answered; False on timeout."""
         deadline = time.perf_counter() + seconds
         for _ in range(_STEPS):
             if until() if until is not None else not self.is_busy:
@@ -156,14 +156,14 @@ class Engine:
         raise Stuck(f"requests are still unfinished after {_STEPS} steps")
 
     def abort(self, *answers: Answer) -> None:
-        """Those that still run; all of them if none is named."""
+        """Abort those of the answers that still run; all running ones if none is given."""
         keys = [key for key, answer in self._running.items() if not answers or answer in answers]
         for key in keys:
             del self._running[key]
         self._vllm.abort_request(keys)
 
     def drain(self) -> None:
-        """Let copies, and the step in flight, end after the last request is gone, as a server's loop does."""
+        """Step until copies, and the step in flight, end after the last request, as a server's loop does."""
         for _ in range(_STEPS):
             if not self.scheduler.has_requests() and not self.core.batch_queue:
                 return
@@ -171,7 +171,7 @@ class Engine:
         raise Stuck(f"copies are still under way after {_STEPS} steps")
 
     def counters(self) -> dict[str, int]:
-        """Overspill's counters and vLLM's preemptions since the start, as a server shows them on /metrics."""
+        """Overspill's counters and vLLM's preemptions since the start, as a server exports them on /metrics."""
         found: dict[str, int] = {}
         for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
             name = "preemptions" if sample.name == "vllm:num_preemptions_total" else sample.name
@@ -182,28 +182,28 @@ class Engine:
 
 
 def arguments_of(flags: Sequence[str]) -> dict[str, Any]:
-    """By vLLM's own parser, so that flags mean what they mean to a server."""
+    """Keyword arguments for LLM, read by vLLM's own parser so that flags mean what they mean to a server."""
     read = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(flags))
     names = [flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")]
     return {name: getattr(read, name) for name in names}
 
 
-# Random weights whose answers depend on all of the KV cache, for a model of which only the shape is here. vLLM's own
-# dummy weights lie within ±0.001, norms included: attention vanishes beside the residual, answers depend on the last
-# token alone, and comparing them would prove nothing.
+# Random weights that make answers depend on the whole KV cache, for a model known only by its shape. vLLM's own dummy
+# weights lie within ±0.001, norms included: attention vanishes beside the residual, answers depend on the last token
+# alone, and comparing them would prove nothing.
 
 LOAD_FORMAT = "overspill_random"
-# Attention with scores of this width picks out few tokens, so that a wrong block is seen and not averaged away.
+# Attention scores of this width pick out few tokens, so that a wrong block shows instead of averaging out.
 _QKV_GAIN = 2.0
-# Normalised queries and keys give scores around 1 whatever made them; this is what remains to be chosen.
+# Normalised queries and keys give scores around 1 whatever the projections are, so the norm's weight sets their width.
 _QUERY_NORM = 4.0
-# Logits then reach 16 and more, as models' do: the rounding that is allowed for is that of such numbers.
+# Logits then reach 16 and more, as real models' do: the tolerance for rounding assumes numbers of that size.
 _HEAD_GAIN = 4.0
 
 
 @register_model_loader(LOAD_FORMAT)
 class RandomWeights(DummyModelLoader):
-    """The same in every engine. Drawn before kernels repack weights into forms of their own, as on a CPU."""
+    """Draws the same weights in every engine, before kernels repack them into layouts of their own, as on a CPU."""
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         super().load_weights(model, model_config)
@@ -211,7 +211,7 @@ class RandomWeights(DummyModelLoader):
 
 
 def redraw(model: torch.nn.Module, seed: int = 0, head_gain: float = _HEAD_GAIN) -> int:
-    """The number of tensors drawn; packed ones, and those for which vLLM has a value, keep what vLLM gave them."""
+    """Redraw weights and return the number of tensors drawn; packed ones, and those with a value of vLLM's, stay."""
     drawn = 0
     with torch.inference_mode():
         for number, (name, parameter) in enumerate(model.named_parameters()):

@@ -1,4 +1,4 @@
-"""A real Mooncake master and a store of its own, on loopback."""
+"""A real Mooncake master with a store of its own, on loopback."""
 
 import ctypes
 import importlib.util
@@ -19,7 +19,7 @@ _PROGRAMS = Path(sys.executable).parent
 
 
 def missing() -> str:
-    """Why no Mooncake can run here, or an empty string."""
+    """Why Mooncake cannot run here, or an empty string."""
     if importlib.util.find_spec("mooncake") is None:
         return "the package of overspill[mooncake] is not installed"
     try:
@@ -30,7 +30,7 @@ def missing() -> str:
 
 
 class Mooncake:
-    """The master, and the process that gives the store its memory."""
+    """The master process, and the client process that provides the store's memory."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder, self._num_bytes = folder, num_bytes
@@ -61,7 +61,7 @@ class Mooncake:
             )
 
     def close(self) -> None:
-        """Kill both, also if they are stopped."""
+        """Kill both processes, even if SIGSTOP has suspended them."""
         for process in (self.store, self.master):
             process.send_signal(signal.SIGCONT)
             process.kill()

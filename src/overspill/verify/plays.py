@@ -1,4 +1,4 @@
-"""What happens in each scenario, and the faults that it makes, on an engine of its own. Runs in a child only."""
+"""Plays: the requests and injected faults of each scenario, on an engine of its own. Runs only in child processes."""
 
 import random
 import socket
@@ -24,18 +24,18 @@ from overspill.verify.stage import EngineSpec
 from overspill.verify.workload import Answer, Ask, Played, Reference, Script, Workload, make_script
 
 _LOGPROBS = 5
-# As a number it is not 0 in any dtype, so what is read where nothing was written changes the answer.
+# A byte that is not 0 as a number in any dtype, so that reading KV where none was written changes the answer.
 _SCRAMBLED = 0x41
 _FLUSH_S = 600.0
 _STORE_DEADLINE_S = remote_tier.DEADLINE_S
-# By then every request that runs has wanted a block.
+# By then every running request has needed another block.
 _PRESSED_STEPS = 1000
 
 Say = Callable[[str], None]
 
 
 class TestedEngine(Engine):
-    """Keeps its answers, lets its blocks be taken away, and counts the faults made to it."""
+    """An engine that records its answers, has its blocks taken away, and counts injected faults."""
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
@@ -66,8 +66,8 @@ class TestedEngine(Engine):
         self.faults[name] = self.faults.get(name, 0) + amount
 
     def leave_to_cpu(self, share: float) -> None:
-        """Decode steps leave this share of their spilled KV to the CPU, where a server goes by speeds and sizes: those
-        of a short context would leave it nothing."""
+        """Make decode steps leave this share of spilled KV to the CPU. A server decides by speeds and sizes, and would
+        leave it nothing of a short context."""
         scheduler = self.spill_scheduler
         assert scheduler is not None
         if not all(self.on_workers(_has_far)):
@@ -88,7 +88,7 @@ class TestedEngine(Engine):
         return finished
 
     def ask(self, *asks: Ask) -> None:
-        """All at once."""
+        """Send all prompts at once, and run until they are answered."""
         for ask in asks:
             self.submit(ask)
         self.run()
@@ -99,14 +99,14 @@ class TestedEngine(Engine):
 
     @property
     def awaited(self) -> int:
-        """Requests that must have an answer: all that were not aborted."""
+        """Number of requests that must be answered: all that were not aborted."""
         return self._submitted - self._aborted
 
     # Blocks.
 
     @contextmanager
     def pressure(self) -> Iterator[Callable[[], None]]:
-        """No block is free; nor later, where the yielded function is called again."""
+        """Hold all free KV blocks; call the yielded function to hold those freed since, too."""
         taken: list[Any] = []
 
         def press() -> None:
@@ -119,18 +119,18 @@ class TestedEngine(Engine):
             self._pool.free_blocks(taken)
 
     def evict(self) -> None:
-        """Everything that no running request uses leaves the GPU."""
+        """Evict everything that no running request uses from the GPU."""
         with self.pressure():
             pass
 
     def forget(self) -> None:
-        """Empty the GPU's KV cache, but not RAM, and put other numbers where KV was."""
+        """Empty the GPU's KV cache, but not RAM, and overwrite the memory that held KV."""
         self.drain()
         self.evict()
         self.on_workers(_scramble)
 
     def left_behind(self) -> str:
-        """What is still held although nothing runs; empty if nothing is."""
+        """Blocks still held although nothing runs, in words; empty if there are none."""
         self.drain()
         self._pool.free_blocks(self._held)
         self._held = []
@@ -142,7 +142,7 @@ class TestedEngine(Engine):
         return " and ".join(found)
 
 
-# Faults, as they are made in the process of a rank: the last one, since a block is good only where all ranks have it.
+# Faults, injected in the last rank's process, since a block is good only if all ranks have it.
 
 
 def _connector() -> Any:
@@ -163,7 +163,7 @@ def _scramble(worker: Any) -> None:
     buffer, spill = connector.worker.buffer, connector.spill_worker
     buffer.view(torch.uint8).fill_(_SCRAMBLED)
     if buffer.is_cuda:
-        torch.cuda.synchronize()  # loads run on streams of their own, and must not be overwritten
+        torch.cuda.synchronize()  # loads run on streams of their own and must come after
     if spill is not None and spill.arena is not None:
         spill.arena.slots[:] = _SCRAMBLED
 
@@ -198,7 +198,7 @@ def _damage_slot(worker: Any, slot: int) -> None:
 
 
 def _hold_copies(worker: Any, is_held: bool) -> None:
-    """Copies of the CPU platform stay under way meanwhile; a GPU's do so by themselves."""
+    """Keep copies of the CPU platform in flight while held; a GPU's need no help."""
     (PlainCopier.gate.clear if is_held else PlainCopier.gate.set)()
 
 
@@ -227,12 +227,12 @@ def _num_torn(worker: Any) -> int:
     return int(_connector().worker.disk.torn)
 
 
-# And from the engine.
+# Faults, injected through the engine.
 
 
 @contextmanager
 def watched_loads(engine: TestedEngine, failures: int = 0) -> Iterator[list[int]]:
-    """The slots that were loaded meanwhile, once it is over. The first loads fail, as many as are wanted."""
+    """Record loads: the yielded list holds the slots loaded, once the block ends. The first `failures` loads fail."""
     slots: list[int] = []
     engine.on_workers(_watch_loads, failures)
     try:
@@ -245,7 +245,7 @@ def watched_loads(engine: TestedEngine, failures: int = 0) -> Iterator[list[int]
 
 
 def damage_loaded(engine: TestedEngine, ask: Ask, seed: int) -> None:
-    """Flip bits of a slot that is loaded for this prompt, as bad RAM or a stray write would, and send it once more."""
+    """Flip bits in a slot that this prompt loads, as bad RAM or a stray write would, and send the prompt again."""
     engine.ask(ask)
     engine.forget()
     with watched_loads(engine) as slots:
@@ -258,7 +258,7 @@ def damage_loaded(engine: TestedEngine, ask: Ask, seed: int) -> None:
 
 
 def abort_under_way(engine: TestedEngine, answer: Answer, steps: int) -> None:
-    """Abort a request after so many steps, and note what was being copied for it or from it."""
+    """Abort a request after `steps` steps, and count whether a load for it or a store was in flight."""
     engine.on_workers(_hold_copies, True)
     try:
         for _ in range(steps):
@@ -280,26 +280,26 @@ def abort_under_way(engine: TestedEngine, answer: Answer, steps: int) -> None:
 
 
 def returning(engine: TestedEngine, script: Script) -> None:
-    """They take turns, so that each comes back after the others have taken its blocks."""
+    """Conversations take turns, so that each returns after the others have taken its blocks."""
     for turn in zip(*script.conversations, strict=True):
         for ask in turn:
             engine.ask(ask)
 
 
 def preempted(engine: TestedEngine, script: Script) -> None:
-    """Requests run together until there is no block left for the next token."""
+    """Requests run together until no block is left for the next token."""
     for ask in (turns[0] for turns in script.conversations):
         engine.submit(ask)
-    for _ in range(2):  # prompts are under way, and the first tokens are there
+    for _ in range(2):  # prompts are in progress, and first tokens are out
         engine.step()
     before = engine.counters().get("preemptions", 0)
     with engine.pressure() as press:
         for _ in range(_PRESSED_STEPS):
             if not engine.is_busy or engine.counters().get("preemptions", 0) > before:
                 break
-            press()  # a window gives blocks back as it moves on
+            press()  # a sliding window frees blocks as it moves
             engine.step()
-    # What was preempted leaves the GPU before it is resumed.
+    # The preempted request's KV leaves the GPU before it resumes.
     engine.evict()
     engine.run()
     for turns in script.conversations:
@@ -313,7 +313,7 @@ def aborted(engine: TestedEngine, script: Script) -> None:
         engine.ask(turns[0])
     for turns, beside in zip(script.conversations, (*script.conversations[1:], script.conversations[0]), strict=True):
         engine.evict()
-        # One is aborted while it is loaded, beside one that goes on; then it is sent again.
+        # Abort a request while its KV is loaded, beside one that continues; then send it again.
         engine.submit(beside[0])
         for _ in range(draw.randrange(1, 4)):
             engine.step()
@@ -329,14 +329,14 @@ def damaged(engine: TestedEngine, script: Script) -> None:
     """A block that was loaded once is damaged before it is loaded again."""
     for turns in script.conversations[:2]:
         damage_loaded(engine, turns[0], script.seed)
-        # What replaced it is good.
+        # The block that replaced it is good.
         engine.forget()
         engine.ask(turns[0])
     engine.faults["caught"] = engine.counters().get("corrupt_blocks", 0)
 
 
 def damaged_unseen(engine: TestedEngine, script: Script) -> None:
-    """The same without checks; the last answer shows what becomes of the damage."""
+    """A block is damaged with checks off; the last answer shows what the damage does."""
     damage_loaded(engine, script.conversations[0][0], script.seed)
 
 
@@ -348,7 +348,7 @@ def failed(engine: TestedEngine, script: Script) -> None:
     with watched_loads(engine, failures=1):
         engine.ask(first)
     engine.forget()
-    with watched_loads(engine, failures=1):  # beside one that does not
+    with watched_loads(engine, failures=1):  # beside a load that succeeds
         engine.ask(second, third)
     engine.faults["caught"] = engine.counters().get("load_failures", 0)
     engine.forget()
@@ -357,7 +357,7 @@ def failed(engine: TestedEngine, script: Script) -> None:
 
 
 def until_killed(engine: TestedEngine, script: Script) -> None:
-    """Loads, stores and steps under way, until the process is killed."""
+    """Loads, stores and steps stay in flight until the process is killed."""
     for turns in script.conversations:
         engine.ask(turns[0])
     engine.evict()
@@ -371,7 +371,7 @@ def until_killed(engine: TestedEngine, script: Script) -> None:
 
 
 def filled(engine: TestedEngine, script: Script) -> None:
-    """Everything in RAM goes to disk, as at a stop, with a frame of the journal for every few blocks."""
+    """Everything in RAM is flushed to disk, as at a stop, with a journal frame for every few blocks."""
     tier._FLUSH_BLOCKS = 4
     returning(engine, script)
     engine.drain()
@@ -409,7 +409,7 @@ def store_filled(engine: TestedEngine, script: Script) -> None:
 
 
 def store_killed(engine: TestedEngine, script: Script) -> None:
-    """A block is damaged on its way from the store, which is killed before the second turns."""
+    """A block is damaged on its way from the store; the store is killed before the second turns."""
     worker = _open_store(engine)
     memory, inner = engine.offload_worker.memory, worker.client.get
     assert memory is not None
@@ -437,7 +437,7 @@ def store_killed(engine: TestedEngine, script: Script) -> None:
 
 
 def _open_store(engine: TestedEngine) -> Any:
-    """Without a deadline: a busy machine is not a store that hangs."""
+    """Wait for the store without its usual deadline: a busy machine is not a hung store."""
     remote_tier.DEADLINE_S = _FLUSH_S
     tier, worker = engine.offload_scheduler.remote, engine.offload_worker.remote
     assert tier is not None and worker is not None
@@ -458,8 +458,8 @@ def spilled(engine: TestedEngine, script: Script) -> None:
 
 
 def lent(engine: TestedEngine, script: Script) -> None:
-    """A context that comes alone takes the window's memory, and those that come later have it taken back."""
-    loan._PATIENCE_S = 0.0  # a server's is longer than these answers take
+    """A context that arrives alone borrows the window's memory, and later ones make it give that back."""
+    loan._PATIENCE_S = 0.0  # a server's patience is longer than these answers take
     first, second = script.longs
     for one, other in zip(first, second, strict=True):
         engine.submit(one)
@@ -470,7 +470,7 @@ def lent(engine: TestedEngine, script: Script) -> None:
 
 
 def spilled_and_offloaded(engine: TestedEngine, script: Script) -> None:
-    """What spilled is stored from RAM, and is loaded into RAM."""
+    """Spilled KV is stored from RAM, and offloaded KV is loaded into RAM."""
     first, second = script.longs
     engine.ask(first[0])
     engine.forget()
@@ -483,7 +483,7 @@ def spilled_and_offloaded(engine: TestedEngine, script: Script) -> None:
 
 
 def shared_attention(engine: TestedEngine, script: Script) -> None:
-    """Each second prompt beside the one before it, with which it shares blocks."""
+    """Prompts run in pairs whose second prompt shares blocks with the first."""
     for first in range(0, len(script.prompts), 2):
         pair = script.prompts[first : first + 2]
         engine.ask(pair[0])
@@ -491,7 +491,7 @@ def shared_attention(engine: TestedEngine, script: Script) -> None:
 
 
 def arrivals(engine: TestedEngine, script: Script) -> None:
-    """Requests come when they come, some are aborted wherever they are, and blocks go in between."""
+    """Requests arrive at random, some are aborted at any point, and blocks are evicted in between."""
     draw = random.Random(script.seed)
     groups = (*script.conversations, *script.longs, tuple(script.shorts))
     waiting = [draw.choice(group) for _ in range(4) for group in groups]
@@ -536,11 +536,11 @@ PLAYS: Mapping[str, Callable[[TestedEngine, Script], None]] = {
 }
 
 
-# What a child is started for.
+# Entry points of children.
 
 
 def reference(spec: EngineSpec, workload: Workload, seed: int, say: Say) -> Reference:
-    """Every prompt alone, then the last ones together."""
+    """Answer every prompt alone, then the last turns together."""
     engine = TestedEngine.of(spec)
 
     def answer(ask: Ask) -> Answer:

@@ -1,4 +1,4 @@
-"""Outcomes of scenarios, whether they prove anything, and the proof: a table on the terminal, and the same as JSON."""
+"""Outcomes of scenarios, whether they prove anything, and the proof as a table for the terminal and as JSON."""
 
 import math
 import platform
@@ -19,8 +19,8 @@ from overspill.verify.scenarios import Scenario, Tier
 from overspill.verify.stage import Stage
 
 WEAK = 3
-"""Exit code: nothing differs, but damage did not change this model's answers either."""
-# Overspill's own counts of trouble: 0 where nobody made any.
+"""Exit code if nothing differs, but damage did not change this model's answers either."""
+# Overspill's own counters of trouble, with what they mean: 0 unless a scenario makes some.
 _TROUBLE = {
     "corrupt_blocks": "block(s) in RAM no longer held what was stored",
     "load_failures": "load(s) failed",
@@ -37,26 +37,26 @@ class Outcome:
     seconds: float = 0.0
     compared: Compared = field(default_factory=Compared)
     awaited: int = 0
-    """Answers that there should be."""
+    """Number of answers expected."""
     tied_share: float = 0.0
-    """Of the answers: so many may part at a tie."""
+    """Share of the answers that may diverge at a tie."""
     figures: Mapping[str, int] = field(default_factory=dict)
-    """Counted by Overspill, vLLM, and where faults were made."""
+    """Counters of Overspill, of vLLM, and of injected faults."""
     skipped: str = ""
-    """Why it was not tried."""
+    """Why the scenario was not tried; empty if it was."""
     died: str = ""
-    """How the engine ended, where it should not have."""
+    """Why the engine died; empty if it did not."""
     left_behind: str = ""
     sensitive: bool | None = None
-    """Whether damage that nothing looked for changed the answer; None where that is not known."""
+    """Whether damage changed the answer with checks off; None if unknown."""
     must_be_sensitive: bool = False
-    """Random weights are made so that it does; a model's own may be as they are."""
+    """True for random weights, which are drawn to be sensitive; a model's own need not be."""
     unknown: str = ""
-    """Why that is not known although it was tried."""
+    """Why sensitivity is unknown although it was tested; empty otherwise."""
     distance: Distance = field(default_factory=Distance)
-    """From the reference, where the CPU attends to a part."""
+    """Distance from the reference, where the CPU attends to a part."""
     yardstick: Distance = field(default_factory=Distance)
-    """From the reference, of vLLM with another attention kernel."""
+    """Distance of vLLM with another attention kernel from the reference."""
     yardstick_name: str = ""
 
     def figure(self, name: str) -> int:
@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def failure(self) -> str:
-        """Why this scenario did not verify anything, in a sentence; empty if it did, or was not tried."""
+        """Why this scenario verified nothing, in a sentence; empty if it did, or was not tried."""
         if self.skipped:
             return ""
         if self.died:
@@ -97,7 +97,7 @@ class Outcome:
         return f"whether damage that nothing looks for shows is not known: {self.unknown}" if self.unknown else ""
 
     def _too_little(self) -> str:
-        """What follows a tie is not compared: where most answers end so, wrong ones would too."""
+        """Why too little was compared: nothing after a tie is, so where most answers tie, wrong ones would too."""
         ties, requests = len(self.compared.ties), self.compared.requests
         if self.compared.tokens and ties <= self.tied_share * requests:
             return ""
@@ -122,7 +122,7 @@ class Outcome:
 
 
 def merged(before: Sequence[Outcome], more: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """Rounds of a soak together: one outcome for each scenario, in the order in which they were first tried."""
+    """Outcomes of a soak's rounds merged into one per scenario, in the order in which they were first tried."""
     found = {outcome.scenario.name: outcome for outcome in before}
     for outcome in more:
         known = found.get(outcome.scenario.name)
@@ -140,18 +140,18 @@ def _sum(one: Outcome, other: Outcome) -> Outcome:
         figures={name: one.figure(name) + other.figure(name) for name in one.figures.keys() | other.figures.keys()},
         distance=one.distance + other.distance,
         yardstick=one.yardstick + other.yardstick,
-        # A model that could tell once can tell.
+        # A model that was sensitive once is sensitive.
         sensitive=other.sensitive if one.sensitive is None else one.sensitive or other.sensitive,
     )
 
 
 def is_sensitive(outcomes: Sequence[Outcome]) -> bool | None:
-    """Whether the model can tell; None where that is not known."""
+    """Whether damage changes the model's answers; None if unknown."""
     return next((outcome.sensitive for outcome in outcomes if outcome.sensitive is not None), None)
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """The last sentence."""
+    """Last sentence of the proof."""
     tried = [outcome for outcome in outcomes if not outcome.skipped]
     failed = [outcome for outcome in tried if outcome.failure]
     if not tried:
@@ -179,8 +179,8 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """0 for a proof, 1 for none, and `WEAK` for one of a model that cannot tell: a script that only looks at the code
-    must not take that for a proof."""
+    """0 for a proof, 1 for none, and `WEAK` if the model is not sensitive to damage: a script that only looks at the
+    code must not take that for a proof."""
     tried = [outcome for outcome in outcomes if not outcome.skipped]
     if not tried or any(outcome.failure for outcome in tried):
         return 1
@@ -195,7 +195,7 @@ class Proof:
     plan: Plan
     stage: Stage
     seed: int
-    """Of the last round: the one in which something differs, if something does."""
+    """Seed of the last round, which is the one in which something differs, if anything does."""
     rounds: int
     seconds: float
     batch_invariant: bool
@@ -204,7 +204,7 @@ class Proof:
     tolerance: Tolerance
     outcomes: tuple[Outcome, ...]
     command: tuple[str, ...] = ("overspill", "verify")
-    """That repeats it, except for the seed."""
+    """Words of the command that repeats the proof, without the seed."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -213,7 +213,7 @@ class Proof:
 
     @property
     def repeating(self) -> str:
-        """The command that does again what failed, and nothing else."""
+        """Command that repeats the scenarios that failed, and nothing else."""
         failed = [word for one in self.outcomes if one.failure for word in ("--scenario", one.scenario.name)]
         return shlex.join([*self.command, "--seed", str(self.seed), *failed])
 
@@ -272,18 +272,18 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 
 def faults(outcome: Outcome) -> str:
-    """What was done to the engine, and what became of it."""
+    """Table cell on the faults made to the engine and their effect."""
     return outcome.scenario.fault_text.format_map(defaultdict(int, outcome.figures))
 
 
 def _notes(proof: Proof) -> list[str]:
-    """What the numbers mean, and what they leave open."""
+    """Sentences on what the numbers mean, and what they leave open."""
     plan, stage = proof.plan, proof.stage
     compared = [outcome.compared for outcome in proof.outcomes if not outcome.yardstick_name]
     same, total = sum(one.identical_logprobs for one in compared), sum(one.logprobs for one in compared)
     how = "batch-invariant, " if proof.batch_invariant else ""
     how += "random weights, " if proof.random_weights else ""
-    # A server has them by default.
+    # Servers have CUDA graphs by default.
     how += "without CUDA graphs, " if plan.wishes.enforce_eager and not plan.platform.is_cpu else ""
     apart = sum(len(one.mismatches) for one in compared)
     within = f"within {proof.tolerance.logprob:.3g}"
@@ -355,7 +355,7 @@ def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _distance_as_json(distance: Distance) -> dict[str, Any]:
-    """JSON has no number without end."""
+    """A distance with None for infinity, which JSON lacks."""
     largest = distance.largest if math.isfinite(distance.largest) else None
     return {"tokens": distance.tokens, "differing_tokens": distance.differing, "logprobs": distance.logprobs,
             "mean": distance.mean if largest is not None else None, "largest": largest}  # fmt: skip

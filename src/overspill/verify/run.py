@@ -1,4 +1,4 @@
-"""From a model and its settings to a proof: a reference, then scenario after scenario, each compared with it."""
+"""Course of a proof, from a model and its settings: a reference, then every scenario compared with it."""
 
 import math
 import os
@@ -41,7 +41,7 @@ from overspill.verify.workload import Answer, Played, Reference, make_workload
 # Each of a dozen engines would compile and capture graphs, for a minute on a GPU, to run for seconds.
 DEFAULTS = {"enforce_eager": True}
 _ENVIRONMENT = {
-    # The engine in the child itself, where its blocks can be reached.
+    # Keeps the engine in the child itself, where its blocks can be reached.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -49,40 +49,40 @@ _ENVIRONMENT = {
 }
 _BATCH_INVARIANT = {
     "VLLM_BATCH_INVARIANT": "1",
-    # It would change which CUDA graphs there are, and a server has others.
+    # Otherwise there would be other CUDA graphs than on a server.
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
 }
-# vllm/envs.py: from which compute capability on it works.
+# Least compute capability for batch invariance (vllm/envs.py).
 _LEAST_CAPABILITY = (9, 0)
 _NO_WEIGHTS = "; no weights are there, and --load-format dummy verifies the model's shape with random ones"
 _UNSHARED = (
     "the CPU does not share attention in this engine: its layers or its attention backend are others than those that "
     "can be shared, or the kernel for this CPU is missing"
 )
-# Of the journal's last frame.
+# Cut off the journal's last frame.
 _TORN_BYTES = 10
-# Engines of a scenario, where it needs more than one.
+# Number of engines that a scenario starts, if more than one.
 _ENGINES = {"damaged": 2, "killed": 2, "stopped": 2, "torn": 2, "store-killed": 2, "shared-attention": 2}
 
 
 def prove(launch: Launch, request: Request, say: Callable[[str], None]) -> Proof:
-    """Raises `CannotVerify` where it cannot be tried; `say` gets a line whenever something begins."""
+    """Verify a launch and return the proof, or raise `CannotVerify`; `say` gets a line whenever something begins."""
     plan = launch.plan
     require_this_machine(plan)
     if request.random_weights and plan.num_ranks > 1:
-        # Loaders that draw them are known to this process, and ranks are others.
+        # The loader that draws them is registered in one process, and ranks are others.
         raise CannotVerify("--load-format dummy verifies a model on one GPU; use --tensor-parallel-size 1")
     stage = make_stage(plan)
     progress = Progress(say, engines=num_engines(request.scenarios, stage), seconds=request.seconds)
     proof = verify(plan, stage, launch.ref.source, request, progress)
-    # The environment and the file say the rest again.
+    # Environment and config.toml supply the other settings again.
     given = {name: one.value for name, one in launch.values.items() if one.origin is GivenBy.FLAG}
     command = ("overspill", "verify", launch.ref.name, *request.words, *as_flags(given))
     return replace(proof, command=command, settings=plain(launch.values))
 
 
 def require_this_machine(plan: Plan, vllm: Vllm | None = None) -> None:
-    """A plan can be made for any machine; a proof is made on this one."""
+    """Raise unless the plan is for this machine: plans can be for any, but a proof is made here."""
     vllm = vllm or installed_vllm()
     if vllm is None:
         raise CannotVerify(
@@ -102,11 +102,11 @@ def require_this_machine(plan: Plan, vllm: Vllm | None = None) -> None:
 
 @dataclass(slots=True)
 class Progress:
-    """Prints what begins, and about how long the rest will take; where the clock sets an end, that counts."""
+    """Prints what begins and about how long the rest will take, or how much of the time limit is left."""
 
     say: Callable[[str], None]
     engines: int
-    """That will be started, in all."""
+    """Number of engines that will be started, in all."""
     seconds: float | None = None
     done: int = 0
     _began: float = field(default_factory=time.monotonic)
@@ -117,7 +117,7 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether the given time is used up."""
+        """Whether the time limit is used up."""
         return self.seconds is not None and self.elapsed_s >= self.seconds
 
     def begin(self, what: str) -> None:
@@ -126,14 +126,14 @@ class Progress:
 
 
 def remaining(done: int, engines: int, elapsed_s: float, seconds: float | None) -> str:
-    """Nothing is known before the first engine is done."""
+    """Text on the time left; without a limit, empty until the first engine is done."""
     if seconds is not None:
         return f" ({max(0.0, seconds - elapsed_s):.0f} s left)"
     return f" (about {elapsed_s / done * max(0, engines - done):.0f} s left)" if done else ""
 
 
 def can_be_batch_invariant(plan: Plan) -> bool:
-    """vLLM computes a request in the same way whatever runs beside it, on GPUs that have the kernels."""
+    """Whether vLLM has kernels here that compute a request the same way whatever else is in the batch."""
     capability = plan.gpu.compute_capability
     has_state = any(isinstance(entry.cache, RecurrentState) for entry in plan.facts.caches)
     return not plan.platform.is_cpu and capability is not None and capability >= _LEAST_CAPABILITY and not has_state
@@ -144,12 +144,12 @@ def num_engines(scenarios: Sequence[Scenario], stage: Stage) -> int:
 
 
 def verify(plan: Plan, stage: Stage, model: str, request: Request, progress: Progress) -> Proof:
-    """With a soak, rounds of other lengths and orders, until time is up or something differs."""
+    """Run all scenarios; a soak repeats them with other lengths and orders until time is up or something differs."""
     if can_be_batch_invariant(plan):
         try:
             return _rounds(plan, stage, model, request, progress, invariant=True)
         except TooNoisy:
-            raise  # other kernels would not be closer to themselves
+            raise  # other kernels would be no closer to themselves
         except CannotVerify as error:
             progress.say(f"not batch-invariant, since vLLM does not start so: {error}")
     return _rounds(plan, stage, model, request, progress, invariant=False)
@@ -180,7 +180,7 @@ def _rounds(plan: Plan, stage: Stage, model: str, request: Request, progress: Pr
 
 
 def require_quiet(dtype: str, noise: float) -> None:
-    """A tolerance that follows how far vLLM differs from itself would follow it anywhere."""
+    """Raise if vLLM differs too much from itself: a tolerance that follows this noise would follow it anywhere."""
     if noise <= (most := most_noise(dtype)):
         return
     apart = f"by {noise:.2g} in log-probabilities" if math.isfinite(noise) else "in tokens it considered unlikely"
@@ -264,7 +264,7 @@ class _Round:
         return self._with_sensitivity(outcome, self._spec(scenario, {**options, "verify": "off"}), reference, allowed)
 
     def _restart(self, scenario: Scenario, options: Mapping[str, Any], reference: Reference) -> Played:
-        """An engine fills a disk and stops; what the next one finds there is compared."""
+        """Let an engine fill a disk and stop, then play the scenario on a second engine that finds the KV there."""
         with tempfile.TemporaryDirectory(prefix="overspill-verify-") as folder:
             root = Path(folder) / "kv"
             disk = {"disk_bytes": self.stage.host_bytes, "disk_path": str(root)}
@@ -278,7 +278,7 @@ class _Round:
             return played
 
     def _lose_store(self, scenario: Scenario, options: Mapping[str, Any], reference: Reference) -> Played:
-        """An engine fills a store; what the next one finds there is compared, and the store killed under it."""
+        """Let an engine fill a store, then play the scenario on a second engine and kill the store on its request."""
         num_bytes = max(64 * MiB, 2 * self.stage.host_bytes)  # Mooncake evicts before its memory is full
         with (
             tempfile.TemporaryDirectory(prefix="overspill-verify-") as folder,
@@ -292,7 +292,7 @@ class _Round:
             return played
 
     def _share(self, scenario: Scenario, spec: EngineSpec, reference: Reference, allowed: Tolerance) -> Outcome:
-        """The CPU rounds differently, as another attention kernel does, which shows by how much."""
+        """Compare by distance: the CPU rounds differently, and another attention kernel shows how much is usual."""
         played: Played = self.children.run("play", spec, scenario.name, reference.script)
         if played.figures.get("unshared"):
             return Outcome(scenario=scenario, skipped=_UNSHARED)
@@ -320,7 +320,7 @@ class _Round:
     def _with_sensitivity(
         self, outcome: Outcome, spec: EngineSpec, reference: Reference, allowed: Tolerance
     ) -> Outcome:
-        """The same without checks. An answer that stays the same shows a model that cannot tell."""
+        """Repeat the damage with checks off: an answer that stays the same shows a model that is not sensitive."""
         try:
             played: Played = self.children.run("play", spec, "damaged-unseen", reference.script)
         except ChildDied as error:
@@ -337,5 +337,5 @@ class _Round:
 
 
 def _spilled_tokens(answer: Answer, bytes_per_token: int) -> int:
-    """Tokens whose KV lay in RAM while it was answered; windows take blocks beside, for tokens that count once."""
+    """Tokens whose KV was in RAM, at most all of them: windows take extra blocks for tokens that count once."""
     return min(answer.spilled_bytes // bytes_per_token, answer.prompt_tokens + len(answer.tokens))

@@ -1,4 +1,4 @@
-"""What is tried, what must have happened for it to count, and which of it the command line requests."""
+"""Scenarios: what is tried, what must have happened for it to count, and which ones the command line requests."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from overspill.kv.errors import OverspillError
 from overspill.settings import nearest
 
 _MINUTES = 30
-# Prompts are drawn from seeds; a larger one is a typing mistake.
+# Prompts are drawn from seeds; a larger seed is a typing mistake.
 _MOST_SEED = 2**32
 _MOST_MINUTES = 7 * 24 * 60
 _PROMPTS, _MOST_PROMPTS = 8, 10_000
@@ -32,18 +32,18 @@ class Scenario:
     same_pieces: bool = False
     """Whether answers to prompts that ran alone can be compared bit by bit."""
     faults: tuple[str, ...] = ()
-    """Overspill's counters of what this scenario breaks; its counters of other trouble must be 0."""
+    """Overspill's counters of the faults this scenario makes; its other trouble counters must be 0."""
     fault_text: str = "-"
-    """What the table says of faults, made of the counters."""
+    """Template of the table's text on faults, filled with the counters."""
     may_be_lazy: bool = False
-    """Whether blocks leave the GPU one after the other, so that stores have time to begin when they are near."""
+    """Whether blocks leave the GPU one by one, so that stores have time to begin when blocks are near eviction."""
     has_disk: bool = False
-    """Whether a first engine fills a disk, and a second one is compared."""
+    """Whether a first engine fills a disk and the answers of a second one are compared."""
     has_store: bool = False
-    """Whether a first engine fills a store between machines, and a second one is compared."""
+    """Whether a first engine fills a store between machines and the answers of a second one are compared."""
     soak_only: bool = False
     shares_attention: bool = False
-    """Whether the CPU attends to a part, so that answers are held to the distance of another attention kernel."""
+    """Whether the CPU attends to a part, so that answers are judged by the distance of another attention kernel."""
     lends_window: bool = False
     """Whether the window's memory moves to GPU blocks and back."""
 
@@ -118,15 +118,15 @@ NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def chosen(names: tuple[str, ...], *, soak: bool) -> tuple[Scenario, ...]:
-    """The named ones, or all."""
+    """The named scenarios, or else all, with those of a soak only if `soak`."""
     if names:
         return tuple(scenario for scenario in SCENARIOS if scenario.name in names)
     return tuple(scenario for scenario in SCENARIOS if soak or not scenario.soak_only)
 
 
 def drawn_options(scenario: Scenario, seed: int) -> dict[str, Any]:
-    """Options of a soak, from a seed of the scenario's own: if they depended on which others are tried, the scenario
-    could not be repeated alone."""
+    """Options of a soak, drawn from a seed of the scenario's own: if they depended on which other scenarios are tried,
+    none could be repeated alone."""
     draw = random.Random(f"{seed}/{scenario.name}")
     options = {"eviction": draw.choice(("lru", "arc"))}
     if scenario.may_be_lazy:
@@ -138,17 +138,17 @@ def drawn_options(scenario: Scenario, seed: int) -> dict[str, Any]:
 class Request:
     soak: bool
     seconds: float | None
-    """How long a soak may take."""
+    """Time limit of a soak; None without one."""
     seed: int
     scenarios: tuple[Scenario, ...]
     random_weights: bool = False
-    """In place of the model's, which need not exist."""
+    """Whether random weights replace the model's, which need not exist."""
     prompts: int = _PROMPTS
-    """Of scenarios in which the CPU attends to a part."""
+    """Number of prompts in scenarios in which the CPU attends to a part."""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Flags that repeat it, except for seed and scenarios; of a soak, its first round."""
+        """Flags that repeat the request, without seed and scenarios; for a soak, those of its first round."""
         weights = ("--load-format", "dummy") if self.random_weights else ()
         prompts = ("--prompts", str(self.prompts)) if self.prompts != _PROMPTS else ()
         return (*weights, *prompts, *(("--soak", "--minutes", "1") if self.soak else ()))

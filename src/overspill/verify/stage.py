@@ -1,4 +1,4 @@
-"""The sizes at which a model is verified, so small that KV must leave the GPU and a minute is enough; its engines."""
+"""Sizes at which a model is verified, so small that KV must leave the GPU and a minute is enough, and its engines."""
 
 import json
 from collections.abc import Mapping
@@ -17,41 +17,41 @@ from overspill.verify import CannotVerify
 from overspill.verify.scenarios import Scenario, Tier
 
 ANSWER = 16
-"""Tokens of every answer."""
+"""Tokens per answer."""
 CONVERSATION_UNITS = 6
-"""Length of a conversation with its last answer."""
+"""Length of a conversation in units, its last answer included."""
 _LONG_UNITS = 12
-# Prompts that are much shorter are all edges, and a block may be as short as 16 tokens.
+# Much shorter prompts would be all edge cases, and a block may have as few as 16 tokens.
 _LEAST_UNIT = 128
-# A prompt comes in several chunks, so that later ones read what earlier ones left in RAM.
+# A prompt is computed in several chunks, so that later ones read what earlier ones left in RAM.
 _CHUNK_UNITS = 4
-# On the GPU with spill, for each group of layers; and vLLM's null block with one beside it.
+# Blocks on the GPU with spill: for each group of layers, and vLLM's null block plus one.
 _RESIDENT_BLOCKS, _NULL_BLOCKS = 2, 2
 _FAR_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class SpillSizes:
-    """So little on the GPU that long prompts spill; of all ranks together, as the connector takes them."""
+    """Sizes that leave so little on the GPU that long prompts spill; for all ranks, as the connector takes them."""
 
     resident_bytes: int
-    """The window included."""
+    """GPU memory for KV, the window included."""
     spill_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     unit: int
-    """Tokens in which lengths are counted: some whole blocks."""
+    """Tokens per unit of length: some whole blocks."""
     units: int
-    """The longest context of any prompt."""
+    """Longest context of any prompt, in units."""
     max_num_batched_tokens: int
     pool_blocks: int
     """KV blocks on the GPU: room for one longest context."""
     work_blocks: int
-    """Of these, those left to conversations: room for one of them."""
+    """KV blocks left to conversations: room for one of them."""
     reference_blocks: int
-    """Of the engine without Overspill: room for everything, as far as the memory goes."""
+    """KV blocks of the engine without Overspill: room for everything, as far as GPU memory goes."""
     block_bytes: int
     bytes_per_token: int
     host_bytes: int
@@ -59,14 +59,14 @@ class Stage:
     no_spill: str
     """Why the model cannot be verified with spill; empty if it can."""
     no_sharing: str
-    """Why the CPU attends to nothing by these settings; empty if it may."""
+    """Why the settings rule out attention on the CPU; empty if they do not."""
     table_bytes: int
     token_ids: tuple[int, int]
-    """From and to, without the ends of the vocabulary, where tokens with a meaning of their own are."""
+    """Range to draw tokens from, without the ends of the vocabulary, where special tokens are."""
     is_whole: bool
-    """Whether the longest context of the settings is as long as the prompts, or fits the reference."""
+    """Whether the settings' longest context fits the reference."""
     reference_tokens: int
-    """The longest context that the reference could hold."""
+    """Longest context that the reference could hold."""
 
     @property
     def max_model_len(self) -> int:
@@ -103,7 +103,7 @@ def make_stage(plan: Plan) -> Stage:
         reference_blocks=min(everything, device_blocks),
         block_bytes=geometry.bytes_per_block,
         bytes_per_token=plan.num_ranks * max(1, geometry.kv_bytes_per_token),
-        # Slots begin on pages, and what is stored must not be given up before it is needed again.
+        # Slots are aligned to pages, and stored KV must not be evicted before it is needed again.
         host_bytes=plan.num_ranks * 2 * everything * (geometry.bytes_per_block + 4096),
         spill=spill,
         no_spill=no_spill,
@@ -129,14 +129,14 @@ def _too_short(plan: Plan, unit: int, longest: int) -> str:
 
 
 def _chunk(plan: Plan, planned: int, unit: int) -> int:
-    """vLLM wants at least one token for every request that may run."""
+    """Tokens per chunk; vLLM demands at least one for every request that may run."""
     if plan.wishes.max_num_batched_tokens is not None:
         return planned
     return min(planned, max(_CHUNK_UNITS * unit, plan.max_num_seqs))
 
 
 def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tuple[int, SpillSizes | None, str]:
-    """The units of a context that spills, the sizes for it, or why there are none."""
+    """Length in units of a context that spills, and sizes for it, or why there are none."""
     if not can_spill(plan.rank, geometry, plan.wishes):
         return 0, None, "spill does not work with this model's layers"
     page = geometry.page_size_bytes
@@ -160,7 +160,7 @@ def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tu
 
 
 def _growing(geometry: KVGeometry, tokens: int) -> int:
-    """Blocks of layers that see everything: windows give theirs back."""
+    """Blocks of layers that keep all tokens: sliding windows free theirs."""
     return sum(-(-tokens // group.block_size) for group in geometry.groups if group.members[0].page.grows)
 
 
@@ -170,25 +170,25 @@ def _round_up(number: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is started with."""
+    """Everything an engine is started with."""
 
     model: str
     flags: tuple[str, ...]
-    """As `vllm serve` takes them."""
+    """Flags as `vllm serve` takes them."""
     options: Mapping[str, Any] | None
-    """Of Overspill's connector; None without it."""
+    """Options of Overspill's connector; None without it."""
     keep_blocks: int | None = None
-    """KV blocks that requests may use; the rest is taken away before the first request."""
+    """KV blocks that requests may use; all others are taken away before the first request."""
     random_weights: bool = False
-    """In place of the model's."""
+    """Whether random weights replace the model's."""
     far_share: float = 0.0
-    """Of spilled KV, for the CPU to attend to, whatever that saves."""
+    """Share of spilled KV for the CPU to attend to, whether or not that saves time."""
     attention: tuple[str, str] | None = None
-    """An attention backend of vLLM's, and the class to be used in its place."""
+    """An attention backend of vLLM's, and the class that replaces it."""
 
 
 def engine_spec(plan: Plan, stage: Stage, model: str, tier: Tier | None, options: Mapping[str, Any]) -> EngineSpec:
-    """For scenarios of a tier; without one the reference, vLLM with the same settings and no connector."""
+    """Engine for scenarios of a tier; without one the reference, vLLM with the same settings and no connector."""
     if tier is None:
         return EngineSpec(model=model, flags=_flags(plan, stage, blocks=stage.reference_blocks), options=None)
     # Every hit is loaded, even where recomputing is faster, and every block is checked.
@@ -198,16 +198,16 @@ def engine_spec(plan: Plan, stage: Stage, model: str, tier: Tier | None, options
         return EngineSpec(model=model, flags=flags, options=pool, keep_blocks=stage.work_blocks)
     flags = _flags(plan, stage, memory_bytes=stage.spill.resident_bytes // plan.num_ranks + stage.table_bytes)
     beside = pool if tier is Tier.BOTH else {"reserve_bytes": 0}
-    # With the window's memory some models' contexts would not spill.
+    # If the window's memory were lent, some models' contexts would not spill.
     fixed = {"spill_compute": "gpu", "spill_lends": False}
     return EngineSpec(model=model, flags=flags, options=beside | fixed | asdict(stage.spill))
 
 
 def sharing(plan: Plan, spec: EngineSpec) -> EngineSpec:
-    """The same engine of a spill tier with a part of its attention on the CPU.
+    """A spill engine's spec with a part of attention moved to the CPU.
 
-    On a GPU that needs FULL graphs. Where the reference has none, they are made without the compiler, so that nothing
-    but attention differs.
+    On a GPU this needs FULL graphs. Where the reference has none, they are captured without the compiler, so that
+    nothing but attention differs.
     """
     flags = spec.flags
     if "--enforce-eager" in flags and not plan.platform.is_cpu:
@@ -218,7 +218,7 @@ def sharing(plan: Plan, spec: EngineSpec) -> EngineSpec:
 
 
 def other_attention(plan: Plan, reference: EngineSpec) -> tuple[str, EngineSpec]:
-    """The reference with another attention kernel, and that kernel's name. Where the CPU shares attention, the GPU's is
+    """Name of another attention kernel, and the reference with it. Where the CPU shares attention, the GPU's kernel is
     FlashAttention; the CPU platform has one backend, and torch's attention stands in for a second."""
     if plan.platform.is_cpu:
         torchs = "CPU_ATTN", "overspill.verify.yardstick.TorchBackend"
@@ -227,7 +227,7 @@ def other_attention(plan: Plan, reference: EngineSpec) -> tuple[str, EngineSpec]
 
 
 def _flags(plan: Plan, stage: Stage, *, blocks: int | None = None, memory_bytes: int = 0) -> tuple[str, ...]:
-    """The plan's, except for the size of the KV cache and the lengths."""
+    """The plan's flags, except for the size of the KV cache and the lengths."""
     assert plan.chosen is not None
     if blocks is not None:
         memory_bytes = blocks * stage.block_bytes

@@ -1,4 +1,4 @@
-"""The prompts, random tokens in lengths that fill blocks of KV, and the answers to them. Drawn from a seed."""
+"""Prompts of random tokens, drawn from a seed in lengths that fill blocks of KV, and the answers to them."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from overspill.verify.stage import ANSWER, CONVERSATION_UNITS, Stage
 TURNS = 3
 LONG_TURNS = 2
 _CONVERSATIONS, _LONGS, _SHORTS = 4, 2, 2
-# So few before the end of a block that an answer goes on into the next one: it must be allocated while others wait.
+# So few tokens before the end of a block that the answer needs the next block, allocated while other requests wait.
 _BEFORE_END = 8
 
 
@@ -34,18 +34,18 @@ class Answer:
     """The tokens generated for a prompt, as its user sees them arrive."""
 
     name: str
-    """Of the ask."""
+    """Name of the ask."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Mapping[int, float]] = field(default_factory=list)
-    """At each position, of the likeliest tokens."""
+    """Log-probabilities of the likeliest tokens at each position."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     spilled_bytes: int = 0
-    """Known at the end."""
+    """Bytes of spilled KV, known once the request has ended."""
     alone: bool = True
-    """Whether nothing else ran meanwhile, so that any engine computes it in the same pieces."""
+    """Whether no other request ran meanwhile, so that any engine computes the prompt in the same pieces."""
     request: str = ""
-    """Its name within vLLM."""
+    """The request's ID within vLLM."""
     began: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     is_done: bool = False
@@ -60,7 +60,7 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """As `vllm bench serve` defines it; also of a request that was stopped on the way."""
+        """Time per output token as `vllm bench serve` defines it; also for a request that was stopped early."""
         steps = len(self.arrivals) - 1
         return (self.arrivals[-1] - self.arrivals[0]) / steps if steps > 0 else None
 
@@ -69,25 +69,25 @@ class Answer:
 class Conversation:
     name: str
     pieces: tuple[tuple[int, ...], ...]
-    """What is said in each turn; a turn's prompt is all of them so far and the answers between them."""
+    """New tokens of each turn; a turn's prompt is all pieces so far and the answers between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     conversations: tuple[Conversation, ...]
-    """Fit beside each other in RAM, and not on the GPU."""
+    """Conversations that fit together in RAM, but not on the GPU."""
     longs: tuple[Conversation, ...]
-    """Each longer than the GPU's part of the KV cache, with spill; none where the model cannot spill."""
+    """Conversations longer than the GPU's part of the KV cache with spill; none where the model cannot spill."""
     shorts: tuple[Conversation, ...]
     fresh: Conversation
-    """A prompt that was never sent before, and whose answer nobody waits for."""
+    """A prompt never sent before, whose answer nobody waits for."""
     prompts: tuple[Conversation, ...] = ()
-    """Single turns as long as the longs, for the CPU to attend to; each second one begins as the one before."""
+    """Single turns as long as the longs, for the CPU to attend to; every second one begins like the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The prompts of all turns. A turn goes on from the reference's answers, whatever an engine answered itself: where
+    """Prompts of all turns. A turn continues from the reference's answers, not from those of the tested engine: where
     rounding decides between two tokens, only that one answer differs, and not all that follow."""
 
     conversations: tuple[tuple[Ask, ...], ...]
@@ -100,35 +100,35 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Answers without Overspill."""
+    """The script, and vLLM's answers without Overspill."""
 
     script: Script
     answers: Mapping[str, Answer]
     again: tuple[Answer, ...]
-    """Of the last turns, all at once and with nothing cached: computed in other pieces."""
+    """Answers to the last turns, sent all at once with nothing cached, and so computed in other pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one scenario yielded."""
+    """Result of one scenario."""
 
     answers: tuple[Answer, ...]
     awaited: int
-    """Answers that there should be."""
+    """Number of answers expected."""
     figures: Mapping[str, int]
     left_behind: str
 
 
 def make_workload(stage: Stage, seed: int, *, varied: bool = False, prompts: int = 0) -> Workload:
-    """With `varied`, lengths are drawn too; with `prompts`, so many for scenarios that share attention."""
+    """Draw a workload; `varied` draws lengths too, and `prompts` are for scenarios that share attention."""
     draw = random.Random(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(*stage.token_ids) for _ in range(count))
 
     def conversation(name: str, units: int, turns: int, least: float, *, whole: bool = False) -> Conversation:
-        """Its last turn, with its answer, ends within so many units; a drawn length is at least such a part of that,
-        and with `whole` it ends before the end of a block as the others do."""
+        """A conversation whose last turn, answer included, ends within `units`. A drawn length is at least the share
+        `least` of that, and with `whole` it ends before the end of a block, as fixed lengths do."""
         units -= turns
         first = stage.unit * units - _BEFORE_END
         steps = [stage.unit - ANSWER] * (turns - 1)
@@ -143,7 +143,7 @@ def make_workload(stage: Stage, seed: int, *, varied: bool = False, prompts: int
         conversation(f"conversation-{i}", CONVERSATION_UNITS, TURNS, 1 / 2, whole=i % 2 == 1)
         for i in range(1, _CONVERSATIONS + 1)
     ]
-    # Twice what stays on the GPU, so even the shortest spills.
+    # `stage.units` hold twice what stays on the GPU, so even the shortest one spills.
     longs = [conversation(f"long-{i}", stage.units, LONG_TURNS, 3 / 4) for i in range(1, _LONGS + 1)]
     shorts = [
         Conversation(f"short-{i}", (tokens(draw.randrange(stage.unit // 4, stage.unit // 2)),))
@@ -161,7 +161,7 @@ def make_workload(stage: Stage, seed: int, *, varied: bool = False, prompts: int
 
 
 def make_script(workload: Workload, answer: Callable[[Ask], Answer], seed: int) -> Script:
-    """Each turn is sent as soon as the turn before is answered."""
+    """Build the script, getting each turn's answer before the next turn's prompt."""
 
     def turns(conversation: Conversation) -> tuple[Ask, ...]:
         history: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Torch's attention in place of the only one that vLLM has on the CPU platform, to compare with. Runs in a child."""
+"""Torch's attention as a second kernel on the CPU platform, where vLLM has only one. Runs only in child processes."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from overspill.kv.spill.far_host import SplitAttention, unpacked
 
 
 class TorchAttention(SplitAttention):
-    """For the layers that the CPU may share; others keep vLLM's kernel."""
+    """Torch's kernel for layers that the CPU may share; other layers keep vLLM's."""
 
     def forward(
         self,
@@ -32,7 +32,7 @@ class TorchAttention(SplitAttention):
             queries = query[starts[row] : starts[row + 1]]
             table = attn_metadata.block_table[row, : -(-length // blocks.shape[2])].long()
             keys, values = blocks[table].transpose(0, 1).flatten(1, 2)[:, :length].split(self.head_size, dim=-1)
-            # All tokens before a query, which is one of the last.
+            # A query sees all tokens up to its own; queries are the last tokens.
             mask = torch.ones(len(queries), length, dtype=torch.bool).tril(length - len(queries))
             attended = torch.nn.functional.scaled_dot_product_attention(
                 queries.transpose(0, 1), keys, values, mask, scale=self.scale, enable_gqa=True
