@@ -479,6 +479,28 @@ def test_kv_of_other_weights_makes_room(llama: Path, folder: Path, tmp_path: Pat
     assert kept.num_bytes <= bound + (64 << 10)
 
 
+def test_other_keys_leave_as_the_own_kv_grows(
+    llama: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two keys made room, and the other was never looked at again."""
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 4 * SLOT)
+    bound = 30 * SLOT
+    for seed in (7, 8):
+        fill(make_llama(tmp_path / str(seed), seed=seed), folder, [random_prompt(seed, 8 * BLOCK + 5)], disk_bytes=bound)
+    counts = []
+    with with_disk(llama, folder, disk_bytes=bound) as running:
+        disk = running.scheduler.disk
+        for seed in range(3):
+            running.ask_one(random_prompt(seed, 9 * BLOCK + 5))
+            running.drain()
+            running.vllm_scheduler.connector.flush_disk(running.core, 30)
+            if disk._trimming is not None:
+                disk._trimming.join()
+            counts.append(len(kept_in(folder)))
+        assert sum(kept.num_bytes for kept in kept_in(folder)) <= bound + 4 * SLOT
+    assert counts == [3, 2, 1]
+
+
 def test_a_prompt_longer_than_the_pool_comes_from_disk_in_part(llama: Path, folder: Path) -> None:
     expected = fill(llama, folder, [PROMPT])
     with with_disk(llama, folder, host_bytes=16 * SLOT) as small:

@@ -119,6 +119,7 @@ class DiskTier:
         self._journal: Journal | None = None
         self.index: DiskIndex | None = None
         self._others_bytes = 0  # KV of other keys in the folder
+        self._trimming: threading.Thread | None = None
         self._detached = ""
         self._adapters, self._event_of = adapters, event_of
         # Evicted blocks waiting to be written, which keep their slots meanwhile. The newest is written first: a prefix
@@ -348,15 +349,21 @@ class DiskTier:
     def _make_room(self) -> None:
         """Delete other keys' KV before the bound is exceeded, off the scheduler's thread, for it may take long."""
         assert self.index is not None
-        if not self._others_bytes:
+        if not self._others_bytes or (self._trimming is not None and self._trimming.is_alive()):
             return
         whole = places_per_segment(self._stride)
         num_places = min(-(-self.index.num_used // whole) * whole, self._num_places)
         own_bytes = num_places * self._stride * self._world_size
         if own_bytes + self._others_bytes > self._bound:
-            trimmed = self._folder.trim, self._path, own_bytes, self._bound
-            self._others_bytes = 0
-            threading.Thread(target=trimmed[0], args=trimmed[1:], name="overspill-disk-trim").start()
+            self._trimming = threading.Thread(target=self._trim, args=(own_bytes,), name="overspill-disk-trim")
+            self._trimming.start()
+
+    def _trim(self, own_bytes: int) -> None:
+        try:
+            self._others_bytes = self._folder.trim(self._path, own_bytes, self._bound)
+        except OSError as error:
+            self._others_bytes = 0  # no second attempt at every write
+            logger.warning("Overspill: KV of other models in %s cannot be deleted: %s", self._folder.root, error)
 
     def _write_done(self, write: _Write) -> None:
         index = self.index
@@ -527,6 +534,8 @@ class DiskTier:
         self._stop.set()
         self._opening.join()
         self._detached = self._detached or "closed"
+        if self._trimming is not None:
+            self._trimming.join()
         if self._journal is not None:
             self._journal.close()
         self._folder.close()
