@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when it is used: vLLM takes seconds, and the processes of an engine need none of it.
+    # Imported on first use: vLLM takes seconds to load, and an engine's processes need none of these names.
     if name in __all__:
         return getattr(import_module("overspill.llm" if name == "LLM" else "overspill.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m overspill`: the command, where its script is not on the PATH (a systemd unit names the interpreter)."""
+"""`python -m overspill`: the command without its script on the PATH (systemd units name the interpreter)."""
 
 from overspill.cli import main
 

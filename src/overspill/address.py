@@ -1,4 +1,4 @@
-"""Where a server listens: its address, TLS towards it, a free port, and which program has a port that is taken."""
+"""Server addresses: URLs, TLS, free ports, and the program that listens on a taken one."""
 
 import errno
 import http.client
@@ -17,7 +17,7 @@ from overspill.errors import CannotServe
 from overspill.kv.errors import OverspillError
 from overspill.processes import argv_of, listeners
 
-# Below are the ports of services that many machines have. Between the others Linux chooses, unless it is configured.
+# Lower ports are for services common on many machines. Linux itself assigns those of _LINUX_GIVES by default.
 _FIRST_PORT, _LAST_PORT = 10000, 65535
 _LINUX_GIVES = (32768, 60999)
 _TRIES = 100
@@ -31,7 +31,7 @@ class Address:
 
     @property
     def reachable_host(self) -> str:
-        """Where this machine reaches a server that listens on all its addresses."""
+        """Host by which this machine reaches the server, even if that listens on all addresses."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
 
     @property
@@ -40,11 +40,11 @@ class Address:
         return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
 
     def get(self, path: str, timeout: float = 2.0) -> tuple[int, bytes] | None:
-        """Status and body; None if nothing answers."""
+        """Status and body of a GET request; None if nothing answers."""
         host, port = self.reachable_host, self.port
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
         if self.is_tls:
-            # Our own server, which gets no secret: the question is only whether it is there.
+            # Overspill's own server, and no secret is sent: the request only checks that it is there.
             connection = http.client.HTTPSConnection(
                 host, port, timeout=timeout, context=_tls_context(is_verified=False)
             )
@@ -59,8 +59,8 @@ class Address:
 
 
 def require_free(address: Address, model_names: set[str], known: str = "") -> None:
-    """Before the model loads: vLLM finds a taken port after a minute, and a wrong host after several. `known` describes
-    the server that is known to be there."""
+    """Refuse a taken port or wrong host before the model loads: vLLM finds the first after a minute, and the second
+    after several. `known` describes the server known to listen there."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -75,12 +75,12 @@ def require_free(address: Address, model_names: set[str], known: str = "") -> No
 
 
 def free_port(proc: Path = Path("/proc")) -> int:
-    """One for a server on this machine that nobody has now. Whether it still is free when the server listens, many
-    seconds later, the server says; so it is none of those that the system gives to whoever asks for any, a vLLM engine
-    for its own processes or a client for a connection."""
+    """A port for a server on this machine that is free now. The server listens many seconds later and fails if the port
+    is taken by then, so ports that Linux assigns on demand (to a vLLM engine for its own processes, or to a client for
+    a connection) are avoided."""
     first, last = _given_to_anybody(proc)
     ports = [port for port in range(_FIRST_PORT, _LAST_PORT + 1) if not first <= port <= last]
-    # At random, or two programs would get the same one at the same time.
+    # At random, or two programs would get the same port at the same time.
     for port in (*random.sample(ports, k=min(len(ports), _TRIES)), 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -115,7 +115,7 @@ def _why(address: Address, model_names: set[str], error: OSError, known: str) ->
 
 
 def listening_pid(port: int) -> int | None:
-    """The process that listens on a port; None if there is none that this user may look into."""
+    """PID of the process that listens on a port; None if there is none this user may inspect."""
     return next((one.pid for one in listeners() if one.port == port), None)
 
 
@@ -135,15 +135,15 @@ def is_loopback(host: str) -> bool:
 
 
 def client_context(url: str) -> ssl.SSLContext | None:
-    """TLS towards a server, which may have a certificate of its own making; None if `url` is not encrypted."""
+    """TLS context for a server, whose certificate may be self-signed on loopback; None if `url` is not encrypted."""
     parts = urlsplit(url)
     return _tls_context(is_verified=not is_loopback(parts.hostname or "")) if parts.scheme == "https" else None
 
 
 @cache
 def _tls_context(*, is_verified: bool) -> ssl.SSLContext:
-    """A certificate is for the names that clients use for an engine; on this machine's own loopback address nobody is
-    between. Others are checked against the system's authorities, or those of SSL_CERT_FILE."""
+    """TLS context. Loopback needs no verification: certificates are for the names clients use, and nobody is between.
+    Other certificates are checked against the system's authorities, or those of SSL_CERT_FILE."""
     context = ssl.create_default_context()
     if not is_verified:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -18,13 +18,13 @@ from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.settings import SETTINGS, SettingsError, nearest
 
-# The rest of the table is a server's.
+# The rest of the table is only for servers.
 _SETTINGS = {setting.name: setting for setting in SETTINGS if setting.name not in ("host", "port")}
 
 
 class DoesNotFit(OverspillError):
-    """No way is known to serve the context on the machine. The message says need, have and what would work; `plan` has
-    the numbers."""
+    """No known way serves the context on the machine. The message says need, have and what would work; `plan` has the
+    numbers."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -32,7 +32,7 @@ class DoesNotFit(OverspillError):
 
 
 class PlanContradicted(UserWarning):
-    """An argument of the user's own that the plan decided otherwise, or was made without. It wins."""
+    """A user's argument contradicts the plan or was unknown to it; the argument wins."""
 
 
 def plan(
@@ -46,10 +46,10 @@ def plan(
     kv_cache_dtype: str | None = None,
     **settings: Any,
 ) -> Plan:
-    """What fits, what goes to RAM, and how fast it will be: what `overspill plan` prints.
+    """Plan what fits, what goes to RAM and how fast it will be, as `overspill plan` prints it.
 
-    All settings of the command are taken, under the same names; what is not given comes from the registry, if `model`
-    is one of its names, and from the environment, config.toml and the defaults. Sizes are bytes or "40GiB", lengths are
+    Accepts all settings of the command under the same names. Settings not given come from the registry, if `model` is
+    one of its names, and from the environment, config.toml and the defaults. Sizes are bytes or "40GiB", lengths are
     tokens or "128k".
     """
     for name in settings:
@@ -70,7 +70,7 @@ def engine_args(
     gpu_memory: int | str | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Keyword arguments for `vllm.LLM`, `EngineArgs` or `AsyncEngineArgs` that do what `plan` says.
+    """Keyword arguments for `vllm.LLM`, `EngineArgs` or `AsyncEngineArgs` that follow the plan.
 
     Further arguments are settings, as `plan` takes them, or vLLM's own, which win over the plan, with a warning where
     they contradict it.
@@ -85,7 +85,7 @@ def engine_args(
 
 
 def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """A plan by the settings that are given, and vLLM's arguments for what it chose, with the user's own over them."""
+    """The plan for the given settings, and vLLM's arguments for it, overridden by the user's own."""
     own = {name: value for name, value in given.items() if name not in _SETTINGS}
     _refuse_unknown(own)
     ref = _look_up(model)
@@ -96,7 +96,7 @@ def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple[Plan, dict[
     made = launch.plan
     if made.chosen is None:
         raise DoesNotFit(made)
-    # Here, for they load vLLM, which takes seconds. Where Overspill is only on the path, vLLM finds no plugin of it.
+    # Imported here, as they load vLLM, which takes seconds. vLLM finds no plugins if Overspill is only on the path.
     from overspill.kv import plugin as kv_plugin
     from overspill.weights import plugin as weights_plugin
 
@@ -107,7 +107,7 @@ def planned_arguments(model: str, given: Mapping[str, Any]) -> tuple[Plan, dict[
     own = {name: value for name, value in own.items() if name not in adopted}
     combined = combine(vllm_args(made, made.chosen), launch.vllm_args)
     for warning in (*made.warnings, *combined.contradictions, *combined.changes):
-        # Past this function and the one that was called, to the user's own line.
+        # Points past this function and the public one, to the user's own line.
         warnings.warn(warning, PlanContradicted, stacklevel=3)
     names = {_name(flag.name) for flag in combined.flags} - own.keys()
     planned = _read_by_vllm([word for flag in combined.flags if _name(flag.name) in names for word in flag.words])
@@ -122,12 +122,12 @@ def _look_up(model: str) -> ModelRef:
 
 
 def contradicting_variables(arguments: Mapping[str, Any]) -> list[str]:
-    """Those that are set and would win over the arguments."""
+    """Environment variables that are set and would win over the arguments."""
     return [name for name in CONTRADICTING_VARIABLES if os.environ.get(name) and "kv_cache_memory_bytes" in arguments]
 
 
 def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parsed here, so that an error names the argument and not a flag."""
+    """Parse the values here, so that an error names the argument and not a flag."""
     parsed = {}
     for name, value in given.items():
         try:
@@ -138,7 +138,7 @@ def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown(own: Mapping[str, Any]) -> None:
-    """Before anything is read: vLLM would say so later, and would not name the nearest."""
+    """Refuse unknown arguments before anything is read: vLLM would do so later, and without the nearest name."""
     import vllm
 
     known = {*inspect.signature(vllm.LLM.__init__).parameters, *inspect.signature(vllm.AsyncEngineArgs).parameters}
@@ -149,7 +149,7 @@ def _refuse_unknown(own: Mapping[str, Any]) -> None:
 
 
 def _as_flags(own: Mapping[str, Any]) -> list[str]:
-    """Arguments as they would be on a command line, for comparing; vLLM gets them as they are."""
+    """Arguments as words of a command line, only for comparison: vLLM gets the original values."""
     flags = []
     for name, value in own.items():
         flag = "--" + name.replace("_", "-")
@@ -163,7 +163,7 @@ def _as_flags(own: Mapping[str, Any]) -> list[str]:
 
 
 def _engine_flags(flags: Sequence[str]) -> tuple[str, ...]:
-    """The registry's flags that an engine takes; a server has others beside."""
+    """The registry's flags that an engine takes, without those of a server."""
     from vllm import EngineArgs
 
     known = inspect.signature(EngineArgs).parameters
@@ -175,13 +175,13 @@ def _name(flag: str) -> str:
 
 
 def _read_by_vllm(flags: Sequence[str]) -> Any:
-    """By vLLM's own parser: which flags a plan needs is decided in one place, and what they mean in another."""
+    """Parse flags with vLLM's own parser: the plan only decides which flags it needs, vLLM what they mean."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     # Not EngineArgs.from_cli_args: it would look for a default model, and needs the hub for that.
     read = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(flags))
     if read.kv_transfer_config is not None:
-        # For the engine's process, which does not find the plugin where Overspill is only on the path.
+        # The engine's process does not find the plugin if Overspill is only on the path.
         read.kv_transfer_config.kv_connector_module_path = "overspill.kv.connector"
     return read

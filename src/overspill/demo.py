@@ -1,12 +1,12 @@
-"""Both jobs on a tiny model: KV that does not fit the KV cache is kept in RAM, and every answer stays the same.
+"""Demo on a tiny model: KV that does not fit the KV cache is kept in RAM, and every answer stays the same.
 
     make demo
     python -m overspill.demo
 
-First the proof of `overspill verify` on vLLM's CPU engine: conversations that take turns come back from RAM, a
-damaged block is caught, and prompts that are longer than the KV cache are spilled. Then two servers, one without and
-one with Overspill, are measured by the same conversations, as `overspill ab` does. Exits 0 if every answer is the one
-that stock vLLM gives. Needs no GPU and no network, and takes two minutes.
+First comes the proof of `overspill verify` on vLLM's CPU engine: conversations that take turns are loaded from RAM, a
+damaged block is caught, and prompts longer than the KV cache are spilled. Then two servers, one without and one with
+Overspill, are measured with the same conversations, as `overspill ab` does. Exits 0 if every answer is the one that
+stock vLLM gives. Needs no GPU and no network, and takes two minutes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SCENARIOS = ("returning", "damaged", "spilled")
 
 
 def prove(model: Path) -> int:
-    """The exit code of `overspill verify`."""
+    """Run the proof; return the exit code of `overspill verify`."""
     from overspill.launch.launch import Launch
     from overspill.verify import run
     from overspill.verify.scenarios import read_request
@@ -43,7 +43,7 @@ def prove(model: Path) -> int:
 
 
 def compare(model: Path, folder: Path) -> int:
-    """The exit code of `overspill ab`: what returns is loaded instead of computed, and begins sooner."""
+    """Run `overspill ab` and return its exit code: returning prompts are loaded, not computed, and answered sooner."""
     from overspill.measure.ab import EXAMPLE_MEASURES, run_example
 
     print("\nTwo servers, the same long conversations", flush=True)

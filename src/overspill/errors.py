@@ -1,7 +1,7 @@
-"""Errors of several packages."""
+"""Errors shared by several packages."""
 
 from overspill.kv.errors import OverspillError
 
 
 class CannotServe(OverspillError):
-    """The request is clear and cannot be met: the port is taken, RAM is short, vLLM does not start."""
+    """The request is valid but cannot be met: the port is taken, RAM is short, vLLM does not start."""

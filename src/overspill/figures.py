@@ -1,4 +1,4 @@
-"""Figures that say where they come from: measured here, derived from other figures, or assumed; and tables."""
+"""Figures with their origin (measured here, derived from other figures, or assumed), and tables of them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Known(Generic[T_co]):
-    """A value, where it comes from, and a few words for the line it is printed on."""
+    """A value, its origin, and a few words for the line it is printed on."""
 
     value: T_co
     origin: Origin
@@ -40,12 +40,12 @@ def assumed(value: T, note: str = "") -> Known[T]:
 
 
 def origin_of(*sources: Known[Any]) -> Origin:
-    """The origin of what is computed from `sources`: never "measured", and "assumed" as soon as one of them is."""
+    """Origin of a value computed from `sources`: "assumed" if any of them is, else "derived", never "measured"."""
     return Origin.ASSUMED if any(source.origin is Origin.ASSUMED for source in sources) else Origin.DERIVED
 
 
 def as_json(value: object) -> Any:
-    """Figures, dataclasses and collections of them as JSON takes them; bytes stay integers."""
+    """Figures, dataclasses and collections of them as JSON types; byte counts stay integers."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -62,7 +62,7 @@ def as_json(value: object) -> Any:
 
 
 def aligned(lines: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
-    """Columns of the width of their widest cell, numbers to the right."""
+    """Lines as a table, right-aligned except for the columns in `left`."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -1,4 +1,4 @@
-"""vLLM's flags: which there are, how its parser reads them, and which of them hold secrets."""
+"""vLLM's flags: the known ones, how vLLM's parser reads them, and which of them hold secrets."""
 
 import difflib
 import re
@@ -25,14 +25,14 @@ _NUMBER = re.compile(r"-\d")
 @dataclass(frozen=True, slots=True)
 class Flag:
     name: str
-    """In full, with dashes: `--max-model-len`."""
+    """Full name with dashes: `--max-model-len`."""
     value: str
-    """Empty for a flag that takes none."""
+    """The flag's value; empty for a flag without one."""
     words: tuple[str, ...]
-    """As it was written."""
+    """The words as they were written."""
 
     def __str__(self) -> str:
-        """Short, and without secrets: it is for messages."""
+        """Short form for messages, without secrets."""
         first, *rest = without_secrets(self.words)
         name, equals, value = first.partition("=")
         value = value if equals else " ".join(rest)
@@ -40,7 +40,7 @@ class Flag:
 
 
 def read_flags(words: Sequence[str]) -> list[Flag]:
-    """A word that starts with a dash begins a flag, unless it is a negative number; the rest are values."""
+    """Group words into flags: a leading dash begins a flag, except in a negative number; the rest are values."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("-") and not _NUMBER.match(word) and word != "-":
@@ -55,12 +55,12 @@ def read_flags(words: Sequence[str]) -> list[Flag]:
 
 
 def find(flags: Iterable[Flag], *names: str) -> Flag | None:
-    """The last with one of these names: it is the one that vLLM takes."""
+    """The last flag with one of these names, which is the one vLLM uses."""
     return next((flag for flag in reversed(list(flags)) if flag.name in names), None)
 
 
 def matches(given: str, name: str) -> bool:
-    """Whether a flag that was given sets `name`: itself, its opposite, or the start of it, which vLLM's parser
+    """Whether a given flag sets `name`: the flag itself, its opposite, or an abbreviation, which vLLM's parser
     completes (none of vLLM's flags is the start of one that a plan sets)."""
     given = "--" + given.removeprefix("--no-") if given.startswith("--no-") else given
     return given == name or (len(given) > len("--x") and name.startswith(given))
@@ -75,7 +75,7 @@ def _flag(words: list[str]) -> Flag:
     return Flag(name, value if equals else " ".join(words[1:]), tuple(words))
 
 
-# Gone from vLLM 0.32; the nearest that it has would mislead.
+# Gone from vLLM 0.32; the nearest flag that it has would mislead.
 _GONE = {
     "--swap-space": "--ram gives RAM, and --offload-ram sets how much of it is for idle KV",
     "--preemption-mode": "a preempted request is loaded from RAM if --offload-ram keeps it",
@@ -85,7 +85,7 @@ _GONE = {
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What vLLM takes after one of its flags, as vllm_flags.txt describes it."""
+    """Values that vLLM accepts for one of its flags, as vllm_flags.txt describes them."""
 
     kind: str
     is_many: bool
@@ -116,7 +116,7 @@ class _Known:
 
 @cache
 def _known_flags() -> dict[str, _Known]:
-    """By every name, of the vLLM that Overspill runs with, so that it need not be loaded, which takes seconds."""
+    """Flags by every name, of the vLLM that Overspill runs with; from a file, as importing vLLM takes seconds."""
     known = {}
     for word in Path(__file__).with_name("vllm_flags.txt").read_text().split():
         names, _, kind = word.partition(":")
@@ -129,13 +129,13 @@ def _known_flags() -> dict[str, _Known]:
 
 
 def choices_of(name: str) -> list[str]:
-    """Values that vLLM takes for one of its flags; empty where it takes others too."""
+    """Values that vLLM accepts for one of its flags; empty where there is no fixed set."""
     return _known_flags()[name].choices
 
 
 def refuse_unknown(flags: Iterable[Flag], own: Iterable[str] = ()) -> None:
-    """Raises for a flag, or a value, that vLLM would refuse when it is started; `own` are flags of Overspill's that may
-    have been meant."""
+    """Raise for a flag or a value that vLLM would refuse at its start; `own` are Overspill's flags that the user may
+    have meant."""
     for flag in flags:
         if (why := _GONE.get(flag.name)) is not None:
             raise OverspillError(f"{flag.name} cannot be used with vLLM 0.32, which has it no longer; {why}")
@@ -144,7 +144,7 @@ def refuse_unknown(flags: Iterable[Flag], own: Iterable[str] = ()) -> None:
             continue  # -O3, -O.mode=3
         name, dot, _ = flag.name.partition(".")
         known = _found(name, list(own))
-        if not dot and "." not in written:  # else a key of a JSON value, which vLLM reads
+        if not dot and "." not in written:  # a name with a dot is a key of a JSON value, left to vLLM
             problem = known.problem([value, *flag.words[1:]] if equals else flag.words[1:])
             if problem is not None:
                 raise OverspillError(f"{written}: {problem}")
@@ -154,7 +154,7 @@ def _found(name: str, own: Sequence[str]) -> _Known:
     known = _known_flags()
     if name in known:
         return known[name]
-    # vLLM's parser completes the beginnings of names, where only one begins so.
+    # vLLM's parser completes unambiguous beginnings of names.
     begun = [one for one in known if name.startswith("--") and len(name) > len("--") and one.startswith(name)]
     if len(begun) == 1:
         if begun[0] in own:
@@ -166,19 +166,19 @@ def _found(name: str, own: Sequence[str]) -> _Known:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean …?`; empty where nothing is known."""
+    """Suggestion of the nearest name, `did you mean …?`; empty where no names are known."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
     return f"did you mean {found[0]}?" if found else ""
 
 
 def none_of(value: str, choices: Sequence[str]) -> str:
-    """With the nearest one; of few it must be near, as `cuda` for `cuad` and not `cpu` for `gpu`."""
+    """Refusal with the nearest choice; among few, only if close: `cuda` for `cuad`, but not `cpu` for `gpu`."""
     near = difflib.get_close_matches(value, choices, n=1, cutoff=0.7 if len(choices) <= _FEW else 0.0)
     return f"{value!r:.40} is none of {', '.join(choices)}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def among(name: str, known: Iterable[str], if_none: str) -> str:
-    """For names that users gave: one that is near, else some that there are."""
+    """Suggestion for an unknown name: a known one that is close, else some that exist."""
     names = list(known)
     if near := difflib.get_close_matches(name, names, n=1):
         return f"did you mean {near[0]}?"
@@ -189,12 +189,12 @@ def among(name: str, known: Iterable[str], if_none: str) -> str:
 _FEW = 4
 _MOST_NAMED = 5
 HIDDEN = "***"
-# vLLM and huggingface_hub read these as well. A process's environment is its user's to read, its command line
-# everybody's.
+# vLLM and huggingface_hub read these as well. Only its user can read a process's environment; everybody can read its
+# command line.
 VARIABLES = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
-# vLLM's parser completes the beginnings of names, where only one begins so.
+# vLLM's parser completes unambiguous beginnings of names.
 _SHORTEST = {"--api-key": "--api-k", "--hf-token": "--hf-t"}
-# Of other programs too: those are shown as well. vLLM's watermark is a secret by its own list.
+# Covers other programs' flags, which are shown as well. vLLM itself lists its watermark as a secret.
 _SECRET_NAME = re.compile(r"--([\w.-]*[-.])?(password|passwd|passphrase|secret|token|key)|--watermark-config.*")
 _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _SECRET_IN_JSON = re.compile(
@@ -205,8 +205,8 @@ _SECRET_IN_JSON = re.compile(
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
-    """The words, with `***` for values of flags that hold secrets, for the user in addresses, and for values in JSON
-    whose names say that they are secret."""
+    """The words with `***` for values of flags that hold secrets, for users in URLs, and for values in JSON whose names
+    say that they are secret."""
     words, hides = [], False
     for word in argv:
         if hides and not word.startswith("--"):
@@ -220,17 +220,17 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def hide_in_value(text: str) -> str:
-    """A single value, as of a variable, without its secrets."""
+    """A single value, such as a variable's, with its secrets hidden."""
     return _SECRET_IN_JSON.sub(rf"\1{HIDDEN}", _USER_OF_URL.sub(HIDDEN, text))
 
 
 def hide_in_text(text: str) -> str:
-    """Flags as somebody wrote them, for a message that says what is wrong with them."""
+    """Flags as the user wrote them, with secrets hidden, for a message that says what is wrong with them."""
     return " ".join(without_secrets(text.split()))
 
 
 def refuse_secrets(flags: Iterable[Flag], where: str) -> None:
-    """`where` is a place that others may read."""
+    """Raise for flags with secrets; `where` names the place that others may read."""
     for flag in flags:
         if list(flag.words) != without_secrets(flag.words):
             variable = VARIABLES.get(_full_name(flag.name))
@@ -242,7 +242,7 @@ def refuse_secrets(flags: Iterable[Flag], where: str) -> None:
 def into_environment(flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, str]]:
     """The flags without those whose secret a variable can hold, and these variables.
 
-    A variable holds one key. Several stay a flag, and so does none: an empty one takes the variable's key away.
+    A variable holds one key. Several keys stay a flag, and so does an empty one, which overrides the variable's key.
     """
     moved = {}
     for name, variable in VARIABLES.items():

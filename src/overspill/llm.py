@@ -17,14 +17,14 @@ from overspill.planning.planner import Plan
 
 
 class LLM(vllm.LLM):
-    """As `vllm.LLM`, on a GPU that behaves as if it had the machine's RAM.
+    """vLLM's `LLM` on a GPU that behaves as if it had the machine's RAM.
 
     Further arguments are settings, as `overspill.plan` takes them, or vLLM's own, which win over the plan, with a
     warning where they contradict it. Raises `overspill.DoesNotFit` before anything is loaded.
     """
 
     plan: Plan
-    """What was planned; `plan.chosen` is what was started."""
+    """The plan; `plan.chosen` is the way the engine was started."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LLM(vllm.LLM):
 
 
 def _require_this_machine(plan: Plan) -> None:
-    """A plan can be made for any machine; the engine runs on this one."""
+    """Refuse a plan for another machine: the engine runs on this one."""
     from vllm.platforms import current_platform
 
     if plan.gpu.is_stated and not plan.platform.is_cpu:
@@ -60,7 +60,7 @@ def _require_this_machine(plan: Plan) -> None:
 
 
 def _variables(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    """For the engine; those that are None are taken away."""
+    """Variables for the engine; None removes one."""
     variables: dict[str, str | None] = {**rank_environment(plan), VARIABLE: None}
     for name in contradicting_variables(arguments):
         variables[name] = None
@@ -69,7 +69,7 @@ def _variables(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, str | None
             PlanContradicted,
             stacklevel=3,
         )
-    # Where the bytes of KV are the plan's, the engine checks them by what it may take of the GPU.
+    # Where the KV size is the plan's, the engine checks it against its share of the GPU.
     way, kv_bytes = plan.chosen, arguments.get("kv_cache_memory_bytes")
     share = device_share(plan, way) if way is not None and kv_bytes == way.kv.device_bytes else None
     return {**variables, **(share.written() if share is not None else {})}
@@ -77,7 +77,7 @@ def _variables(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, str | None
 
 @contextmanager
 def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """The engine reads variables while it starts, and the processes that it starts inherit them."""
+    """Set variables while the engine starts: it reads them, and the processes it starts inherit them."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:

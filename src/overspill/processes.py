@@ -1,6 +1,6 @@
-"""Processes of this machine: which live, which is which, where they listen, how they ended, and signals.
+"""Processes of this machine: liveness, identity, memory, listening ports, exit codes and signals.
 
-Standard library only, but for `listeners`: the guard is one of the processes of every server, and should start fast.
+Standard library only, except in `listeners`: every server has a guard process, which should start fast.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-# How /proc says that a process is gone, or not for us to see. Another error, as that no more files can be opened, says
+# Errors by which /proc says that a process is gone or hidden from this user. Others, such as too many open files, say
 # nothing about it.
 _GONE = (FileNotFoundError, NotADirectoryError, PermissionError, ProcessLookupError)
-# Of a handle (linux/pidfd.h): the mask, 13 fields that are not needed here, and the wait status.
+# struct pidfd_info (linux/pidfd.h): the mask, 13 fields that are not needed here, and the wait status.
 _PIDFD_INFO = struct.Struct("QQ11Ii")
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC000FF0B | _PIDFD_INFO.size << 16, 1 << 3
 
 
-# psutil has no figure without mapped files but smaps, which walks page tables for seconds where hundreds of GiB are
-# mapped, and holds the lock that the engine's own memory calls wait for.
+# psutil can only exclude mapped files by smaps, which walks page tables for seconds where hundreds of GiB are mapped,
+# and holds the lock that the engine's own memory calls wait for.
 _SIZES = re.compile(rb"^(Rss(?:Anon|Shmem)|Vm(?:Lck|Pin)):\s+(\d+) kB", re.MULTILINE)
 
 
@@ -49,13 +49,13 @@ class Listener(NamedTuple):
     """A TCP port that a process listens on."""
 
     host: str
-    """Where this machine reaches it."""
+    """Address by which this machine reaches the port."""
     port: int
     pid: int
 
 
 def read_process(pid: int) -> Process | None:
-    """None for one that is gone; what is left of one until its parent reads its exit code is not alive."""
+    """State of a process; None if it is gone. A zombie is returned, but is not alive."""
     with contextlib.suppress(*_GONE, ValueError, IndexError):
         fields = _stat_fields(Path(f"/proc/{pid}/stat").read_bytes())
         cpu_ticks = int(fields[11]) + int(fields[12])
@@ -70,14 +70,14 @@ def processes() -> Iterator[Process]:
 
 
 def identity(pid: int) -> str | None:
-    """Boot and start time of a living process: numbers of processes are used again."""
+    """Boot and start time of a living process, else None; needed since PIDs are reused."""
     one = read_process(pid)
     return f"{boot()}:{one.start_ticks}" if one is not None and one.is_alive else None
 
 
 @cache
 def boot() -> str:
-    """Names the time since the machine was started."""
+    """ID of the machine's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -86,25 +86,25 @@ def in_session(session: int) -> list[int]:
 
 
 def below(pid: int) -> list[int]:
-    """Living children, and theirs."""
+    """Living descendants of a process."""
     every = list(processes())
     alive = {one.pid for one in every if one.is_alive}
     return [child for child in family(pid, every)[1:] if child in alive]
 
 
 def family(pid: int, every: Iterable[Process]) -> list[int]:
-    """A process and all below it, parents first, whether they live or wait to be reaped."""
+    """A process and all its descendants, parents first, zombies included."""
     children: dict[int, list[int]] = {}
     for one in every:
         children.setdefault(one.parent, []).append(one.pid)
     found = [pid]
-    for parent in found:  # grows meanwhile
+    for parent in found:  # grows during the loop
         found += children.get(parent, ())
     return found
 
 
 def argv_of(pid: int) -> list[str]:
-    """Empty for a process that is gone, or one of the kernel's."""
+    """Command line of a process; empty if it is gone or the kernel's."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return [word.decode(errors="replace") for word in words if word]
@@ -112,12 +112,12 @@ def argv_of(pid: int) -> list[str]:
 
 
 def title_of(pid: int) -> str:
-    """First word of its command line, which a process may have replaced by a name; empty if it is gone."""
+    """First word of the command line, which a process may have replaced by a title; empty if it is gone."""
     return next(iter(argv_of(pid)), "")
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Bytes of anonymous and shared memory, so pools and arenas and not what files hold; and of locked memory."""
+    """Bytes of anonymous and shared memory (so pools and arenas, but no mapped files), and of locked memory."""
     sizes = {b"Rs": 0, b"Vm": 0}
     for name, kilobytes in _SIZES.findall(Path(f"/proc/{pid}/status").read_bytes()):
         sizes[name[:2]] += int(kilobytes) * 1024
@@ -125,7 +125,7 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 
 def ram_of(pids: Iterable[int]) -> int:
-    """Bytes of those that live."""
+    """Bytes of anonymous and shared memory of those processes that still live."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -134,9 +134,9 @@ def ram_of(pids: Iterable[int]) -> int:
 
 
 def listeners(pids: Iterable[int] | None = None) -> list[Listener]:
-    """Lowest port first: of all processes whose files this user may see, or of `pids`, each in the network that it
-    sees, which in a container may be another one than ours."""
-    import psutil  # 0.1 s, for which the guard has no use
+    """Listening TCP ports, lowest first: of all processes whose files this user may see, or of `pids`, each in its own
+    network namespace, which in a container may differ from this process's."""
+    import psutil  # takes 0.1 s, and the guard does not need it
 
     found: set[Listener] = set()
     if pids is None:
@@ -154,14 +154,14 @@ def _listener(address: tuple[str, int], pid: int) -> Listener:
     host = ipaddress.ip_address(address[0])
     if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped
-    # A socket for all IPv6 addresses takes IPv4 as well, unless that was switched off, which is rare.
+    # A socket for all IPv6 addresses accepts IPv4 as well, unless that was switched off, which is rare.
     return Listener("127.0.0.1" if host.is_unspecified else str(host), address[1], pid)
 
 
 def exit_code_of(pid: int, handle: int) -> int | None:
-    """Of a process that has ended and is another one's child, by its number and pidfd; negative is a signal's number.
+    """Exit code of an ended process that is another one's child, by its PID and pidfd; negative for a signal.
 
-    /proc knows until the parent has read it, and Linux 6.15 afterwards too; None where neither does.
+    /proc has it until the parent has read it, and the pidfd afterwards too since Linux 6.15; None if neither does.
     """
     with contextlib.suppress(*_GONE, ValueError, IndexError):
         fields = _stat_fields(Path(f"/proc/{pid}/stat").read_bytes())
@@ -183,20 +183,20 @@ def _stat_fields(text: bytes) -> list[bytes]:
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time one
+    except ValueError:  # a real-time signal
         return f"signal {number}"
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Signals that end a program; a SIGHUP that nohup has switched off stays so."""
+    """Signals that end a program, without a SIGHUP that nohup has switched off."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 
 
 @contextlib.contextmanager
 def on_stop_signals(call: Callable[[], object], *, once: bool = False) -> Iterator[None]:
-    """Call on each of them instead of ending; with `once`, a second signal ends the program. Only a program's main
-    thread gets signals: in another one nothing changes."""
+    """Run `call` on each stop signal instead of ending; with `once`, a second signal ends the program. No-op outside
+    the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
 """Settings: one table for flags, environment, config.toml, the registry, the API, its form and the documentation.
 
-A flag wins over what the registry sets for a model, that over the environment (`OVERSPILL_…`), that over the file, and
-that over the default; each value remembers which it was.
+A flag wins over a model's value in the registry, which wins over the environment (`OVERSPILL_…`), then the file, then
+the default; each value remembers its origin.
 """
 
 import json
@@ -34,20 +34,20 @@ _PART = r"[A-Za-z0-9_][A-Za-z0-9._:-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")
 _VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 MAX_NAME_LENGTH = 200
-# The gateway reads these of a request before it is changed.
+# The gateway reads these fields of a request before it applies a variant.
 _READ_BEFORE = ("model", "stream", "stream_options")
 _GPU = re.compile(r"\d{1,3}|(?:GPU|MIG)-[0-9A-Za-z/-]{1,60}", re.ASCII)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_TEXT = 10_000
 RAM_RESERVE_BYTES = 4 * GiB
 AUTO = "auto"
-_LARGEST = (1 << 63) - 1  # that every reader of the registry's JSON holds
-# All but tab and newline; and what Python makes of bytes that are not UTF-8, which no database keeps.
+_LARGEST = (1 << 63) - 1  # every reader of the registry's JSON can hold it
+# Control characters but tab and newline, and the surrogates of bytes that are not UTF-8, which no database stores.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 class SettingsError(OverspillError):
-    """A value that cannot be used; says where it was given, what it was and what is accepted."""
+    """A value cannot be used; the message says where it was given, what it was and what is accepted."""
 
 
 class GivenBy(StrEnum):
@@ -75,7 +75,7 @@ def _gpu_memory(text: object) -> int:
 
 
 def _length(text: object) -> int:
-    """Tokens, as people write them: 131072, 128k (of 1,024 each), 1m."""
+    """Tokens as people write them: 131072, 128k (k is 1,024), 1m."""
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise OverspillError(f"{text!r} is not a number of tokens; write for example 131072 or 128k")
     digits = str(text).strip().lower().replace("_", "").replace(",", "")
@@ -112,7 +112,7 @@ def _count(text: object) -> int:
 
 
 def _gpus(text: object) -> str:
-    """Numbers and UUIDs, as CUDA_VISIBLE_DEVICES takes them."""
+    """GPUs by number or UUID, in the format of CUDA_VISIBLE_DEVICES."""
     names = [name.strip() for name in str(text).split(",")]
     if isinstance(text, bool) or not all(_GPU.fullmatch(name) for name in names) or len(set(names)) < len(names):
         raise OverspillError(f"{text!r:.80} does not name GPUs, each once; write for example 0,1, as nvidia-smi counts")
@@ -120,7 +120,7 @@ def _gpus(text: object) -> str:
 
 
 def _share(text: object) -> float:
-    """A share of the GPU's memory, to four digits, as vLLM gets it."""
+    """A share of the GPU's memory, rounded to the four digits that vLLM gets."""
     try:
         share = round(float(str(text)), 4)
     except ValueError:
@@ -185,7 +185,7 @@ def _source(text: object) -> str:
 
 
 def _vllm_args(given: object) -> tuple[str, ...]:
-    """A list of words, or one text as a shell would split it."""
+    """vLLM's flags from a list of words, or from one text that is split as by a shell."""
     if isinstance(given, str):
         text = given
         try:
@@ -194,14 +194,14 @@ def _vllm_args(given: object) -> tuple[str, ...]:
             raise OverspillError(
                 f"{hide_in_text(text)!r:.80} cannot be split into words: {error}; close the quotation"
             ) from error
-    # YAML reads 16 as a number; what vLLM gets is a word anyway.
+    # YAML reads 16 as a number; vLLM gets a word anyway.
     if not isinstance(given, list | tuple) or not all(type(word) in (str, int, float) for word in given):
         raise OverspillError("vLLM's flags are a list of words; write for example [--block-size, 32]")
     words = tuple(str(word) for word in given)
     if any(_CONTROL.search(word) for word in words) or sum(map(len, words)) > _MAX_TEXT:
         raise OverspillError(f"vLLM's flags hold control characters, or more than {_MAX_TEXT} characters")
     flags = read_flags(words)
-    refuse_secrets(flags, "the registry")  # which is printed and copied
+    refuse_secrets(flags, "the registry")  # it is printed and copied
     for flag in flags:
         if own := _OWN_FLAGS.get(flag.name):
             raise OverspillError(f"{flag.name} is a setting of its own here; use {own.flag} ({own.name})")
@@ -210,12 +210,12 @@ def _vllm_args(given: object) -> tuple[str, ...]:
 
 
 def is_name(name: str) -> bool:
-    """Whether a model can be called so."""
+    """Whether a model can have this name."""
     return len(name) <= MAX_NAME_LENGTH and _NAME.fullmatch(name) is not None
 
 
 def _aliases(given: object) -> str:
-    """A list of names, or a text with commas between them."""
+    """Names from a list, or from a text with commas between them."""
     names = given.split(",") if isinstance(given, str) else given
     if not isinstance(names, list) or not all(isinstance(one, str) and is_name(one.strip()) for one in names):
         raise OverspillError(f"{given!r:.80} are not names, with commas between them; write for example gpt-4o,chat")
@@ -262,20 +262,20 @@ class Scope(StrEnum):
     EVERYWHERE = "everywhere"
     """Flags of commands, the environment, config.toml, and a model of the registry."""
     COMMANDS = "commands"
-    """All of these but the registry."""
+    """Everywhere but in the registry."""
     MODELS = "models"
     """A model of the registry only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What values of a setting are, from a flag, a variable, a file, the API or a form."""
+    """Type of a setting's values, whether from a flag, a variable, a file, the API or a form."""
 
     parse: Callable[[object], Any]
     json: Any = str
-    """The types that the API takes."""
+    """Types that the API accepts."""
     note: str = ""
-    """How to write it, for the API's documentation."""
+    """How to write a value, for the API's documentation."""
     example: Any = None
     max_length: int | None = None
 
@@ -296,9 +296,9 @@ class Setting:
     help: str
     scope: Scope = Scope.EVERYWHERE
     takes_restart: bool = True
-    """Whether a running server keeps the old value until it is started again."""
+    """Whether a running server keeps the old value until it is restarted."""
     is_vllms: bool = False
-    """Whether vLLM has it too, by the same flag."""
+    """Whether vLLM has the same setting under the same flag."""
 
     @property
     def flag(self) -> str:
@@ -306,7 +306,7 @@ class Setting:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """As commands take it: what is on or off by a flag for each."""
+        """Flags that commands accept: a yes-or-no setting has one each for on and off."""
         own = "--no-" + self.flag.removeprefix("--")
         return (self.flag, own) if self.is_yes_or_no and self.name != "force" else (self.flag,)
 
@@ -326,7 +326,7 @@ class Setting:
         return self.kind.parse(given)
 
     def shown(self, value: Any) -> str:
-        """For people to read; `-` where it is not set."""
+        """A value for people to read; `-` where it is not set."""
         if isinstance(value, list | tuple):
             return shlex.join(map(str, value)) or "-"
         return "-" if value is None else format_size(value) if self.is_size else str(value)
@@ -507,12 +507,12 @@ TABLE = (
     Setting("force", YES_OR_NO, False, "Go on although the plan says that it does not fit.", Scope.COMMANDS),
 )  # fmt: skip
 SETTINGS = tuple(setting for setting in TABLE if setting.scope is not Scope.MODELS)
-"""Those that commands take."""
+"""Settings that commands take."""
 MODEL_SETTINGS = tuple(setting for setting in TABLE if setting.scope is not Scope.COMMANDS)
-"""Those that a model of the registry has."""
+"""Settings that a model of the registry has."""
 BY_NAME = {setting.name: setting for setting in TABLE}
 SHARED = tuple(setting.name for setting in TABLE if setting.is_vllms)
-"""Settings that vLLM has too; it reads 4k as 4,000 where it is 4,096 here."""
+"""Settings that vLLM has too, but it reads 4k as 4,000, and Overspill as 4,096."""
 # vLLM's flags that would contradict a setting of a model.
 _OWN_FLAGS = {
     **{setting.flag: setting for setting in TABLE if setting.is_vllms},
@@ -525,7 +525,7 @@ _STRUCTURED: dict[str, type | tuple[type, ...]] = {"vllm_args": (dict, list), "a
 
 
 def parse_settings(given: Mapping[str, object], where: str = "") -> dict[str, Any]:
-    """Settings of a model, checked; None takes one back. `where` is the place in a file, for messages."""
+    """Parse and check settings of a model; None unsets one. `where` is the place in a file, for messages."""
     known = {setting.name: setting for setting in MODEL_SETTINGS}
     parsed = {}
     for name, value in given.items():
@@ -543,10 +543,10 @@ def parse_settings(given: Mapping[str, object], where: str = "") -> dict[str, An
 
 def _parse_kept(setting: Setting, value: object, where: str) -> Any:
     place = f"{where}: {setting.name}" if where else setting.flag
-    # What parsers repeat in their messages must be short; a file can hold anything.
+    # Parsers repeat values in their messages, so values must be short; a file can hold anything.
     if isinstance(value, dict | list) and not isinstance(value, _STRUCTURED.get(setting.name, ())):
         raise SettingsError(f"{place}: a single value is needed here, not a {type(value).__name__}")
-    # A command passes dtypes that the plan does not know on to vLLM without a plan; a model is always planned.
+    # A command passes dtypes unknown to the plan on to vLLM without a plan; a registered model is always planned.
     parse = _one_of("auto", *KV_CACHE_DTYPE_BYTES) if setting.name == "kv_cache_dtype" else setting.parse
     return _checked(parse, value, place)
 
@@ -564,7 +564,7 @@ def _checked(parse: Callable[[object], Any], value: object, place: str) -> Any:
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Settings, parsed or as they were given, as words of a command; those that are None are left out."""
+    """Settings, parsed or as given, as words of a command; those that are None are left out."""
     words: list[str] = []
     for name, value in values.items():
         setting = BY_NAME[name]
@@ -580,7 +580,7 @@ class Value:
     setting: Setting
     value: Any
     origin: GivenBy
-    place: str  # where exactly, for messages: "--port", "OVERSPILL_PORT", a file's path
+    place: str  # the exact place, for messages: "--port", "OVERSPILL_PORT", a file's path
 
 
 def resolve(
@@ -589,7 +589,7 @@ def resolve(
     file: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Value]:
-    """Every setting's value and where it comes from. `flags` holds those that were given, by name; `defaults` are a
+    """Every setting's value and origin. `flags` holds values of given flags by setting name; `defaults` are the
     caller's own."""
     environment = os.environ if environment is None else environment
     written = read_file(file) if file is not None else {}
@@ -612,7 +612,7 @@ def resolve(
 
 
 def with_registered(values: Mapping[str, Value], model: str, registered: Mapping[str, Any]) -> dict[str, Value]:
-    """What the registry sets for a model wins over everything but flags."""
+    """Apply a model's values in the registry, which win over everything but flags."""
     return {
         name: Value(value.setting, registered[name], GivenBy.REGISTRY, f"registry: {model}")
         if name in registered and value.origin is not GivenBy.FLAG
@@ -622,12 +622,12 @@ def with_registered(values: Mapping[str, Value], model: str, registered: Mapping
 
 
 def plain(values: Mapping[str, Value]) -> dict[str, Any]:
-    """Without where they come from."""
+    """Values by name, without their origins."""
     return {name: value.value for name, value in values.items()}
 
 
 def origins(values: Mapping[str, Value]) -> dict[str, Any]:
-    """For JSON: each value, and whether a flag, the registry, the environment, the file or the default gave it."""
+    """Each value with its origin (flag, registry, environment, file or default), for JSON."""
     return {name: {"value": value.value, "origin": str(value.origin)} for name, value in values.items()}
 
 
@@ -647,7 +647,7 @@ def config_path(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a file sets; nothing if there is none."""
+    """Settings in a config file; empty if the file does not exist."""
     try:
         written = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -665,12 +665,12 @@ def read_file(path: Path) -> dict[str, Any]:
     return written
 
 
-# Variables with our prefix that are not settings.
+# Variables with Overspill's prefix that are not settings.
 _OTHER_VARIABLES = {"OVERSPILL_API_KEY", "OVERSPILL_CONFIG", "OVERSPILL_DATABASE_URL"}
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
-    """A misspelt variable would be ignored in silence."""
+    """Refuse unknown variables: a misspelt one would be ignored in silence."""
     known = {setting.variable for setting in SETTINGS} | _OTHER_VARIABLES
     for name in environment:
         if name.startswith("OVERSPILL_") and name not in known:

@@ -1,7 +1,7 @@
 """A tiny, sensitive Llama, for trying things out without a download.
 
-With the usual initialisation a random-weight checkpoint (``config.json`` and safetensors) emits one token for ever
-whatever it reads, and would hide a corrupted cache; here the weights are scaled so that greedy output varies from token
+With the usual initialisation, a random-weight checkpoint (``config.json`` and safetensors) repeats one token for ever
+whatever it reads, and would hide a corrupted cache. Here the weights are scaled so that greedy output varies from token
 to token and depends on the whole context.
 """
 
@@ -21,7 +21,7 @@ HEAD_DIM = 32
 
 
 def make_llama(path: Path, *, layers: int = 4, seed: int = 0) -> Path:
-    """Writes a checkpoint to ``path`` and returns ``path``; the same seed writes the same weights."""
+    """Write a checkpoint to ``path`` and return ``path``; the same seed gives the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**common_config(layers), head_dim=HEAD_DIM)
@@ -43,7 +43,7 @@ def common_config(layers: int) -> dict[str, int]:
 
 
 def write_checkpoint(architecture: type[PreTrainedModel], config: PreTrainedConfig, path: Path, seed: int) -> Path:
-    """With weights that are redrawn from `seed`; of other architectures, too."""
+    """Write a checkpoint of any architecture, with weights redrawn from `seed`."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -51,7 +51,7 @@ def write_checkpoint(architecture: type[PreTrainedModel], config: PreTrainedConf
         model = architecture(config).float()
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
-                # Heads that forget within tens of tokens, up to ones that remember thousands.
+                # From heads that forget within tens of tokens to heads that remember thousands.
                 parameter.copy_(torch.linspace(math.log(0.05), math.log(0.0002), len(parameter)))
             elif name.endswith("dt_bias"):
                 parameter.zero_()

@@ -1,7 +1,7 @@
-"""HTTP to servers of models: a connection that passes bytes on as they come, and a few kept for the next request.
+"""HTTP client for model servers: connections that pass bytes on as they arrive, kept for later requests.
 
-Not httpx: its parser and its layers cost 50 to 150 µs for each token. That is more than everything else that the
-gateway does; and with 64 streams at 100 tokens a second up to a whole core, so that a benchmark would measure itself.
+Not httpx: its parser and layers cost 50 to 150 µs per token. That is more than everything else the gateway does, and up
+to a whole core with 64 streams at 100 tokens a second, so that a benchmark would measure itself.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from overspill.address import client_context
 Headers = Sequence[tuple[bytes, bytes]]
 
 _MOST_PENDING_BYTES = 256 * 1024
-# vLLM's server closes a connection that was idle for 5 s; one that is about to be closed is not worth trying.
+# vLLM's server closes a connection after 5 s idle; trying one that is about to be closed is not worth it.
 _IDLE_S = 2.0
 _MOST_IDLE = 128
 _MOST_PAGE_BYTES = 8 << 20
@@ -33,7 +33,7 @@ class UpstreamLost(Exception):
     def __init__(self, why: str, *, had_begun: bool = False) -> None:
         super().__init__(why)
         self.had_begun = had_begun
-        """Whether any part of the answer had come: the request must not be repeated then."""
+        """Whether part of the answer had arrived, so that the request must not be repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Head:
 
 
 class Events:
-    """Data of server-sent events, out of the pieces in which a stream comes."""
+    """Parser of server-sent events in the pieces of a stream."""
 
     def __init__(self) -> None:
         self.rest = b""
-        """Of an event that has not come to its end."""
+        """Bytes of an event that is not complete yet."""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Of each event that ends in the piece; empty for a comment, which keeps a connection."""
+        """Data of each event that ends in the piece; empty for a comment, which keeps a connection alive."""
         *events, self.rest = (self.rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         return [_data(event) for event in events]
 
@@ -63,7 +63,7 @@ def _data(event: bytes) -> bytes:
 
 
 def error_text(body: bytes) -> str:
-    """Why a server refuses, in the words of its JSON, or else the first words of whatever it answers."""
+    """The error in a server's JSON answer, or else the beginning of whatever it answered."""
     try:
         answer = json.loads(body)
         error = answer.get("error", answer)
@@ -73,7 +73,7 @@ def error_text(body: bytes) -> str:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection to a server, for one request at a time."""
 
     def __init__(self, url: str) -> None:
         self.address, self._host = address(url), urlsplit(url).netloc.encode()
@@ -95,10 +95,10 @@ class Connection(asyncio.Protocol):
         self._is_complete = self._keeps_alive = False
         self._has_begun = False
 
-    # asyncio.Protocol
+    # Callbacks of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are not asyncio.Transport, and behave like it.
+        # uvloop's transports are not asyncio.Transport, but behave like it.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._wake()
 
-    # httptools
+    # Callbacks of httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._is_complete = True
-        # The parser knows it only now.
+        # The parser only knows now.
         self._keeps_alive = bool(self._parser.should_keep_alive())
 
     # For callers
@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
         return self._head
 
     async def read(self) -> bytes | None:
-        """All that has come since the last call; None at the end."""
+        """Wait for body bytes and return all since the last call; None at the end."""
         while not self._pieces:
             if self._is_complete:
                 return None
@@ -198,7 +198,7 @@ class Connection(asyncio.Protocol):
         return bytes(body)
 
     def close(self) -> None:
-        """At once: the engine sees it and stops computing."""
+        """Close at once, so that the engine notices and stops computing."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -223,7 +223,7 @@ class Connection(asyncio.Protocol):
 
 
 class Upstream:
-    """Connections to servers, by address."""
+    """Pool of connections to servers, by address."""
 
     def __init__(self, connect_s: float = 5.0) -> None:
         self._connect_s = connect_s
@@ -232,9 +232,9 @@ class Upstream:
     async def request(
         self, url: str, method: str, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> tuple[Connection, Head]:
-        """Until the answer begins, which may take hours. The caller reads it, and gives the connection back or closes
-        it. A kept connection may just have been closed by the server; nothing was answered then, and it is tried again.
-        """
+        """Send a request and wait until the answer begins, which may take hours. The caller reads the answer and gives
+        the connection back or closes it. If the server had just closed a kept connection without answering, the request
+        is sent again on a fresh one."""
         for fresh in (False, True):
             connection = await self.connect(url, fresh=fresh)
             is_kept = connection.was_used
@@ -272,7 +272,7 @@ class Upstream:
             connection.close()
 
     def drop(self, url: str) -> None:
-        """Of an engine that is gone."""
+        """Close kept connections to an engine that is gone."""
         for connection in self._idle.pop(address(url), []):
             connection.close()
 
@@ -286,7 +286,7 @@ class Upstream:
         self, url: str, path: str, timeout: float, *, most_bytes: int = _MOST_PAGE_BYTES, headers: Headers = (),
         method: str = "GET",
     ) -> tuple[int, bytes] | None:  # fmt: skip
-        """Status and body; None if nobody answers in time, or the body is larger. It may be anybody's program."""
+        """Status and body; None without a timely answer, or if the body is too large, as any program may answer."""
         connection = None
         try:
             async with asyncio.timeout(timeout):
@@ -302,7 +302,7 @@ class Upstream:
 
 
 def read_names(answer: tuple[int, bytes] | None) -> tuple[str, ...] | None:
-    """Of the models that an answer of /v1/models lists; None if it is another one."""
+    """Names of the models listed by an answer of /v1/models; None for any other answer."""
     with suppress(ValueError, KeyError, TypeError):
         if answer is not None and answer[0] == 200:
             return tuple(str(model["id"]) for model in json.loads(answer[1])["data"])

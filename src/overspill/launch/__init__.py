@@ -1,1 +1,1 @@
-"""A model's name and what was given become a plan and vLLM's exact arguments, the same way for every caller."""
+"""Launches: from a model's name and settings to a plan and vLLM's exact arguments, the same way for every caller."""

@@ -1,4 +1,4 @@
-"""vLLM's own flags: those that become settings of the plan, and the rest combined with the plan's."""
+"""vLLM's own flags: some become settings of the plan, and the rest are combined with the plan's."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from overspill.settings import BY_NAME, GivenBy, SettingsError, Value, plain
 
 _OFFLOAD = ("--offload-backend", "--offload-group-size", "--offload-num-in-group", "--offload-prefetch-step")
 _UTILIZATION, _KV_BYTES = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
-# A flag of the left makes vLLM ignore, or replace, those of the right.
+# A flag on the left makes vLLM ignore or replace those on the right.
 _REPLACES = {
     "--cpu-offload-gb": _OFFLOAD,
     "--offload-group-size": ("--offload-backend", "--cpu-offload-gb"),
@@ -24,22 +24,22 @@ _CHANGES = (
     "--enable-lora", "--num-gpu-blocks-override",
     _KV_BYTES, "--cpu-offload-gb", "--kv-offloading-size",
 )  # fmt: skip
-# Of these, the ones that leave what the engine takes beside its KV as it is.
+# Those of them that leave what the engine takes beside KV unchanged.
 _CHANGES_KV_ALONE = ("--num-gpu-blocks-override", _KV_BYTES, "--kv-offloading-size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:
-    """vLLM's flags, and what the user's changed."""
+    """vLLM's flags, and how the user's changed the plan's."""
 
     words: tuple[str, ...]
     flags: tuple[Flag, ...]
     given: tuple[Flag, ...]
-    """Those of them that are the user's."""
+    """The user's own among the flags."""
     contradictions: tuple[str, ...]
     """A sentence for each flag of the plan that was replaced."""
     changes: tuple[str, ...]
-    """A sentence for each flag that the plan does not know of, and that changes its numbers."""
+    """A sentence for each user flag unknown to the plan that changes its numbers."""
 
     @property
     def follows_plan(self) -> bool:
@@ -47,7 +47,7 @@ class Combined:
 
     @property
     def has_planned_kv(self) -> bool:
-        """Whether the bytes of KV are the plan's."""
+        """Whether the KV size in bytes is the plan's."""
         return find(self.flags, _KV_BYTES) is not None and _last(self.given, _KV_BYTES) is None
 
     def value(self, name: str) -> str | None:
@@ -56,8 +56,8 @@ class Combined:
 
 
 def combine(planned: Sequence[str], given: Sequence[str]) -> Combined:
-    """A replaced flag is left out: given twice, vLLM would warn of a mistake of ours. So are the bytes of KV where a
-    change makes the engine another one than was planned: vLLM then measures what is left for KV."""
+    """Merge both, dropping plan flags that the user's replace (vLLM would warn of duplicates), and the KV size where a
+    change makes the engine differ from the planned one: vLLM then measures what is left for KV."""
     own, users = read_flags(planned), read_flags(given)
     changing = [
         flag
@@ -99,21 +99,21 @@ _GROUPS, _IN_GROUP = "--offload-group-size", "--offload-num-in-group"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
     values: Mapping[str, Value]
-    """Settings, and where each comes from."""
+    """Settings by name, each with its origin."""
     vllm_args: tuple[str, ...] = ()
     """vLLM's own flags that are not settings here."""
     offload_groups: tuple[int, int] | None = None
-    """What the prefetching offloader's flags say: layers in a group, and how many of them lie in RAM."""
+    """Layers per group and how many of them lie in RAM, from the flags of the prefetching offloader."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Plain values by name, and what vLLM's own flags say beside them, for `plan_for`."""
+        """Plain values by name for `plan_for`, with the offload groups and the place where RAM was stated."""
         place = self.values["ram"].place
         return {**plain(self.values), "offload_groups": self.offload_groups, "ram_place": place}
 
     @property
     def serve_args(self) -> tuple[str, ...]:
-        """What follows the model in a command of `overspill serve`, beside its settings' flags."""
+        """Words that follow the model in an `overspill serve` command, besides the flags of settings."""
         if self.offload_groups is None:
             return self.vllm_args
         group_size, num_in_group = map(str, self.offload_groups)
@@ -121,7 +121,7 @@ class Adopted:
 
 
 def adopt(values: Mapping[str, Value], typed: Sequence[str] = (), *, registered: Sequence[str] = ()) -> Adopted:
-    """`registered` are a model's own flags in the registry: like its settings, they give way to what is typed."""
+    """Turn vLLM's flags into settings where possible; typed ones win over a model's `registered` flags."""
     adopted = _adopt(Adopted(values=values), read_flags(registered), GivenBy.REGISTRY)
     return _adopt(adopted, read_flags(typed), GivenBy.FLAG)
 
@@ -137,11 +137,11 @@ def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
             _set(values, name, flag.value, flag, origin)
             taken += [one for one in flags if matches(one.name, BY_NAME[name].flag)]
     uva, backend, grouped = (find(flags, name) for name in (_UVA, _BACKEND, _GROUPS))
-    # vLLM's is for each rank, and RAM is counted for all.
+    # vLLM's size is per rank, and RAM is counted for all ranks.
     ranks = values["tensor_parallel_size"].value * values["pipeline_parallel_size"].value
     num_bytes, group_size = ranks * _bytes(uva), _number(grouped, 0)
     which = backend.value if backend is not None else "auto"
-    # Flags of both offloaders, or of one without its size, are left to overspill.launch.traps, which refuses them.
+    # Flags of both offloaders, or of one without its size, are left for overspill.launch.traps to refuse.
     if uva is not None and not group_size and which in (("auto", "uva") if num_bytes else ("auto",)):
         if _set(values, "weights_ram", num_bytes, uva, origin):
             groups = None
@@ -160,7 +160,7 @@ def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
 
 
 def _set(values: dict[str, Value], name: str, given: Any, flag: Flag, origin: GivenBy) -> bool:
-    """Whether it counts."""
+    """Set a value from a vLLM flag; False if a typed flag already did, and this one is the registry's."""
     before = values[name]
     if before.origin is GivenBy.FLAG:
         if origin is GivenBy.REGISTRY:
@@ -177,7 +177,7 @@ def _set(values: dict[str, Value], name: str, given: Any, flag: Flag, origin: Gi
 
 
 def _last(flags: Iterable[Flag], name: str) -> Flag | None:
-    """Also by the start of its name, which vLLM's parser completes."""
+    """The last flag with this name or an abbreviation of it, which vLLM's parser completes."""
     return next((flag for flag in reversed(list(flags)) if matches(flag.name, name)), None)
 
 

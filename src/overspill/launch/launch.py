@@ -1,6 +1,6 @@
-"""Everything that is decided before vLLM starts: settings, plan, exact command, environment and warnings.
+"""Launch preparation before vLLM starts: settings, plan, exact command, environment and warnings.
 
-`Launch.of` is the one way from a model's name to its plan; `Launch.prepared` goes on to the command of vLLM's server.
+`Launch.of` is the only path from a model's name to its plan; `Launch.prepared` continues to vLLM's server command.
 """
 
 import os
@@ -33,9 +33,9 @@ _LEFT_TO_VLLM = "; --force leaves it to vLLM"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     model: str
-    """What vLLM is given: a folder, or a repository."""
+    """The folder or repository that vLLM is given."""
     asked_for: str | None = None
-    """The registry's name for it, if that was given."""
+    """The model's registry name, if the user gave that."""
     vllm: Vllm
     plan: Plan
     way: Way
@@ -57,13 +57,13 @@ class Prepared:
 
     @property
     def served_name(self) -> str:
-        """By which clients name the model; vLLM takes several."""
+        """Name by which clients address the model, the first if vLLM has several."""
         given = self.combined.value("--served-model-name")
         return given.split()[0] if given else self.model
 
     @property
     def line(self) -> str:
-        """The command as a shell takes it, but for secrets."""
+        """The command for a shell, with secrets hidden."""
         removed = [word for name, value in self.environment.items() if value is None for word in ("-u", name)]
         changed = [f"{name}={value}" for name, value in self._shown_environment.items() if value is not None]
         return shlex.join([*(["env", *removed, *changed] if self.environment else []), *without_secrets(self.command)])
@@ -75,7 +75,7 @@ class Prepared:
 
     def full_environment(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         share = device_share(self.plan, self.way) if self.combined.has_planned_kv else None
-        # One that is there is of an engine that this process runs in.
+        # A share found in the environment is of an engine that this process runs in.
         changed = {**environment, VARIABLE: None, **(share.written() if share is not None else {}), **self.environment}
         return {name: value for name, value in changed.items() if value is not None}
 
@@ -90,7 +90,7 @@ class Prepared:
 
 
 def _idle_flags(values: Mapping[str, Value]) -> Iterator[str]:
-    """Flags that do nothing for want of another. Of the registry or a file they may be there for other models."""
+    """Warnings about typed flags that need another one; those in the registry or a file may be for other models."""
 
     def is_flag(name: str) -> bool:
         return values[name].origin is GivenBy.FLAG
@@ -123,13 +123,13 @@ class Launch(Adopted):
         is_server: bool = False,
         note: Callable[[str], None] | None = None,
     ) -> "Launch":
-        """`given` are settings by name and `vllm_args` vLLM's own flags, as a user gave them; both win over the
-        registry's, the environment and config.toml. `defaults` are the caller's own, `found` is the machine if not as
-        it is now, and `note` gets a line for what came from the registry before the plan is made. A server's KV may
-        be elastic.
+        """Plan a model. `given` holds settings by name and `vllm_args` vLLM's own flags, as the user gave them; both
+        win over the registry, the environment and config.toml. `defaults` are the caller's, `found` replaces the
+        machine as it is now, and `note` receives lines on what came from the registry before the plan is made. Only a
+        server's KV may be elastic.
 
-        Raises `NoRegistry` where a name needs a registry that cannot be read, and `OverspillError` for mistakes; a
-        context that does not fit is for the caller to see in the plan.
+        Raises `NoRegistry` if the name needs a registry that cannot be read, and `OverspillError` for mistakes. A
+        context that does not fit raises nothing: the plan says so.
         """
         ref = look_up(ref) if isinstance(ref, str) else ref
         values = ref.applied(resolve(given, file=config_path(), defaults=defaults))
@@ -142,7 +142,7 @@ class Launch(Adopted):
             raise OverspillError("--min-speed is for --max-model-len auto; add that, or leave --min-speed out")
         plan = plan_for(ref.source, adopted.settings, cards=cards, found=found, is_server=is_server)
         found_here = {}
-        if is_auto:  # found once: whatever is made of this launch has the same length
+        if is_auto:  # fixed, so that everything made from this launch has this length
             found_here = {
                 "max_model_len": replace(values["max_model_len"], value=plan.max_model_len),
                 "min_speed": Value(speed.setting, speed.setting.default, GivenBy.DEFAULT, ""),
@@ -154,7 +154,7 @@ class Launch(Adopted):
 
     @property
     def too_long(self) -> str | None:
-        """Why vLLM would refuse the length, whatever fits."""
+        """Why vLLM would refuse the length even if it fits; None if it would not."""
         why = traps.too_long(self.plan, self.plan.max_model_len, read_flags(self.vllm_args), os.environ)
         return None if why is None else f"{why}{_LEFT_TO_VLLM}."
 
@@ -166,8 +166,8 @@ class Launch(Adopted):
         can_force: bool = True,
         **place: object,
     ) -> "Prepared":
-        """The server's command. `by_name`, clients may use the registry's name too; `can_force`, a refusal says what
-        --force would do; `place` is another host or port than the settings'."""
+        """Prepare vLLM's server command. With `by_name` clients may also use the registry name, with `can_force`
+        refusals say what --force would do, and `place` overrides the settings' host or port."""
         name = self.ref.name if self.ref.is_registered and by_name else None
         settings = {**self.settings, **place}
         return prepare(
@@ -187,8 +187,8 @@ def prepare(
     name: str | None = None,
     can_force: bool = True,
 ) -> Prepared:
-    """`settings` are the values of `overspill.settings`, `given` are vLLM's own flags, from the user. `name` is the
-    model's in the registry: clients may use that name, and the model's own."""
+    """Prepare a server from values of `overspill.settings` and the user's own vLLM flags (`given`). Clients may use the
+    registry's `name` as well as the model's own."""
     if vllm is None:
         raise CannotServe(
             "vLLM is not installed in this Python environment, and serving needs it; install it with: "
@@ -205,7 +205,7 @@ def prepare(
     traps.require_positions(plan, combined, environment, _LEFT_TO_VLLM if can_force else "")
     checked = traps.check(combined, environment, on_cpu=plan.platform.is_cpu)
     flags, secrets = into_environment(combined.flags)
-    # Not among the plan's flags, which a user's replace: vLLM takes any number of these.
+    # Not among the plan's flags, which the user's replace: vLLM accepts several middlewares.
     control = ("--middleware", CONTROL) if way.parks else ()
     return Prepared(
         model=model,
@@ -221,7 +221,7 @@ def prepare(
 
 
 def require_this_machine(prepared: Prepared) -> None:
-    """A plan can be made for any machine; a server runs on this one."""
+    """Refuse a plan for another machine: a server runs on this one."""
     plan, vllm = prepared.plan, prepared.vllm
     if plan.gpu.is_stated and not plan.platform.is_cpu:
         raise OverspillError(

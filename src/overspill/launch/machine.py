@@ -1,4 +1,4 @@
-"""The machine that a plan is for: what is found here or stated, and a plan for a model on it."""
+"""The machine a plan is for, as found here or stated, and a plan for a model on it."""
 
 import os
 from collections.abc import Mapping
@@ -37,21 +37,21 @@ from overspill.planning.setup import (
 )
 from overspill.settings import AUTO, RAM_RESERVE_BYTES
 
-# vLLM's: the cores of each rank, with | between them.
+# vLLM's variable: the cores of each rank, separated by |.
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _BF16_CAPABILITY = (8, 0)
-# Of the RAM that is available, what plays the GPU's memory on a machine without one.
+# Without a GPU, the available RAM divided by this stands in for its memory.
 _STAND_IN_SHARE = 4
-# Two channels of DDR4, and what a copy between two places in them reaches. No CPU's speed is known here.
+# Two channels of DDR4, and the rate of copies within them. The CPU's own speed is not known here.
 _RAM_BYTES_PER_S, _COPY_BYTES_PER_S, _CPU_FLOPS = 40 * 10**9, 15 * 10**9, 10**12
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a plan is for, and the RAM beside it."""
+    """The GPUs or CPU that a plan is for, and the RAM beside them."""
 
     gpus: tuple[Gpu, ...]
-    """One for each rank."""
+    """One GPU per rank."""
     platform: Platform
     ram_bytes: Known[int]
     cpu_attention: Known[int] = NO_CPU_ATTENTION
@@ -65,8 +65,8 @@ def plan_for(
     found: Hardware | None = None,
     is_server: bool = False,
 ) -> Plan:
-    """`settings` are the values of `overspill.settings`, by name, and what vLLM's own flags say beside them
-    (`overspill.launch.arguments`); `found` is the machine, if not as it is now."""
+    """Plan a model. `settings` are the values of `overspill.settings` by name, with additions from vLLM's own flags
+    (`overspill.launch.arguments`); `found` replaces the machine as it is now."""
     found = detect() if found is None else found
     if cards and not found.gpus and settings.get("gpu") is None and settings.get("device") in (None, "auto"):
         if settings.get("max_model_len") == AUTO:
@@ -74,7 +74,7 @@ def plan_for(
         settings = {
             **settings,
             "gpu": max(CARDS, key=lambda card: card.total_bytes).key,
-        }  # no matter which: the question is for all of them
+        }  # any will do: the plan is for all cards
     wishes = wishes_of(settings, cards=cards)
     facts = read_model(model, dtype=wishes.dtype)
     device = find_device(settings, found)
@@ -98,7 +98,7 @@ def plan_for(
 
 
 def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
-    """Every wish has the name of its setting; bytes say that they are."""
+    """Wishes from settings of the same names, to which wishes for bytes append `_bytes`."""
     found = {field.name: settings.get(field.name.removesuffix("_bytes")) for field in fields(Wishes)}
     given = {name: value for name, value in found.items() if value is not None}
     given["kv_options"] = _kv_options(settings)
@@ -106,26 +106,26 @@ def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
         del given["max_model_len"]
     else:
         given.pop("min_speed", None)
-    # A step has a token of each request at least.
+    # A step has at least one token of each request.
     given.setdefault("max_num_seqs", min(MAX_NUM_SEQS, settings.get("max_num_batched_tokens") or MAX_NUM_SEQS))
     return Wishes(**{**given, "cards": cards, "ram_given": settings.get("ram") is not None})
 
 
 def _kv_options(settings: Mapping[str, Any]) -> str:
-    """The connector's options: of `kv_options`, and those with a setting of their own, which wins."""
+    """The connector's options: those of `kv_options`, overridden by settings of their own."""
     own = {field.name: settings[field.name] for field in fields(Options) if settings.get(field.name) is not None}
     if settings.get("disk") is not None:
         own["disk_bytes"] = settings["disk"]
     options = {**read_options(settings.get("kv_options") or ""), **own}
     if not options.get("disk_bytes"):
-        options.pop("disk_path", None)  # config.toml may name a folder for all models, those without a disk too
+        options.pop("disk_path", None)  # config.toml may name a folder for all models, even those without a disk
     return write_options(options)
 
 
 def _on_ledger(wishes: Wishes, gpu: Gpu, *, is_cpu: bool) -> Wishes:
     if (path := ledger_file(gpu.uuid)) is None:
         raise OverspillError("--elastic keeps account in a file, and there is no home for it; set XDG_STATE_HOME")
-    # Of RAM in a GPU's place no driver counts what is free.
+    # No driver counts the free part of RAM that stands in for a GPU.
     held = 0
     if is_cpu and path.exists():
         with closing(Ledger(path)) as ledger:
@@ -134,7 +134,7 @@ def _on_ledger(wishes: Wishes, gpu: Gpu, *, is_cpu: bool) -> Wishes:
 
 
 def require_possible(wishes: Wishes, gpu: Gpu, platform: Platform = CUDA) -> None:
-    """What vLLM would refuse later, after minutes of loading."""
+    """Refuse what vLLM would refuse only after minutes of loading."""
     chunk, num_seqs = wishes.max_num_batched_tokens, wishes.num_seqs
     if chunk is not None and chunk < num_seqs:
         raise OverspillError(
@@ -157,8 +157,8 @@ def require_possible(wishes: Wishes, gpu: Gpu, platform: Platform = CUDA) -> Non
 
 
 def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> Device:
-    """The GPU that is stated or found; vLLM's CPU platform on request, or where there is neither a GPU nor a vLLM
-    that could use one."""
+    """The GPUs stated or found; vLLM's CPU platform on request, or where there is neither a GPU nor a vLLM build that
+    could use one."""
     found = detect() if found is None else found
     ram = settings.get("ram")
     hardware = with_stated(
@@ -173,7 +173,7 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
         )
     if wanted == "cpu" or (wanted == "auto" and not hardware.gpus and vllm is not None and vllm.is_cpu):
         return _cpu(found, hardware, settings)
-    if ram is not None and settings.get("gpu") is None:  # a card that is stated is another machine's
+    if ram is not None and settings.get("gpu") is None:  # a stated card is another machine's
         require_total(found.machine, ram)
     available = hardware.machine.ram_available_bytes
     beside = available if ram is not None else _less_reserve(available, settings)
@@ -185,7 +185,7 @@ def num_ranks(settings: Mapping[str, Any]) -> int:
 
 
 def _chosen_gpus(hardware: Hardware, settings: Mapping[str, Any]) -> tuple[Gpu, ...]:
-    """Those of --gpus, or the first ones; a stated card is there as often as it is needed."""
+    """The GPUs of --gpus, or the first ones; a stated card is repeated for each rank."""
     first, ranks, names = hardware.first_gpu(), num_ranks(settings), settings.get("gpus")
     if settings.get("gpu") is not None:
         if names is not None:
@@ -205,31 +205,31 @@ def _chosen_gpus(hardware: Hardware, settings: Mapping[str, Any]) -> tuple[Gpu, 
 
 
 def rank_environment(plan: Plan, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables by which vLLM's ranks find their GPUs, or on its CPU platform their cores."""
+    """Variables that assign GPUs to vLLM's ranks, or cores on its CPU platform."""
     if plan.platform.is_cpu:
         cores = sorted(os.sched_getaffinity(0))
         each = max(1, len(cores) // plan.num_ranks)
         is_left = plan.num_ranks == 1 or _BIND in environment or len(read_numa_nodes()) >= plan.num_ranks
-        # By itself vLLM gives each rank a NUMA node, and ends where there are fewer.
+        # By default vLLM gives each rank a NUMA node, and exits if there are fewer.
         parts = [cores[(each * rank) % len(cores) :][:each] for rank in range(plan.num_ranks)]
         return {} if is_left else {_BIND: "|".join(",".join(map(str, part)) for part in parts)}
     if plan.wishes.gpus is None:
         return {}
     names = [gpu.uuid if gpu.uuid.startswith("MIG-") else str(gpu.index) for gpu in plan.gpus]
-    # Counted as NVML does, by PCI address.
+    # Indices follow NVML, which counts by PCI address.
     return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _cpu_attention(settings: Mapping[str, Any]) -> Known[int]:
     if (stated := settings.get("cpu_attention")) is not None:
         return parse_cpu_attention(stated)
-    if settings.get("gpu") is not None:  # a card that is stated is another machine's
+    if settings.get("gpu") is not None:  # a stated card is another machine's
         return assumed_attention()
     return cpu_attention(_spill_threads(settings))
 
 
 def _measures_attention(settings: Mapping[str, Any]) -> bool:
-    """Whether the CPU's speed, so far assumed, was measured now."""
+    """Measure how fast the CPU attends to KV if that was assumed; True if it was measured now."""
     known = _cpu_attention(settings)
     is_assumed = settings.get("cpu_attention") is None and known.value > 0 and known.origin is Origin.ASSUMED
     return is_assumed and measure_attention(_spill_threads(settings))
@@ -241,7 +241,7 @@ def _spill_threads(settings: Mapping[str, Any]) -> int | None:
 
 
 def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> Device:
-    """A part of RAM plays the GPU's memory: weights and resident KV lie in it, and the rest spills."""
+    """A CPU device, with a part of RAM as GPU memory: weights and resident KV lie in it, and the rest spills."""
     gpu_memory, ram, ranks = settings.get("gpu_memory"), settings.get("ram"), num_ranks(settings)
     available = found.machine.ram_available_bytes
     if gpu_memory is None:
@@ -290,11 +290,11 @@ def _less_reserve(available: Known[int], settings: Mapping[str, Any]) -> Known[i
 
 
 class TooMuchRam(OverspillError):
-    """More RAM than this machine has, or has available."""
+    """More RAM is needed than this machine has, or has available now."""
 
 
 def require_total(machine: Machine, ram_bytes: int, stand_in_bytes: int = 0) -> None:
-    """`--ram` is at most what the machine, or its cgroup, could ever give, beside the RAM that plays a GPU's memory."""
+    """Refuse a `--ram` that, beside RAM standing in for GPU memory, exceeds the limit of the machine or its cgroup."""
     limit, need = machine.ram_limit_bytes, ram_bytes + stand_in_bytes
     asked = f"--ram {format_size(ram_bytes)}"
     if stand_in_bytes:
@@ -308,14 +308,14 @@ def require_total(machine: Machine, ram_bytes: int, stand_in_bytes: int = 0) -> 
 
 
 def require_available(machine: Machine, plan: Plan) -> None:
-    """What the plan takes is there now: otherwise the engine would say so after loading the model."""
+    """Refuse a plan that needs more RAM than is available now, which the engine notices only after loading."""
     way, available = plan.chosen, machine.ram_available_bytes
     if way is None:
         return
     stand_in = plan.stand_in_bytes
     takes, pools = way.peak_ram_bytes + stand_in, sum(way.connector_sizes.values())
     pools += plan.num_ranks * way.parked_bytes if way.parks else 0
-    # The engine insists on its reserve beside its pools, and on none where it has no pools.
+    # The engine insists on its reserve beside its pools; without pools it needs none.
     reserve = parse_size(read_options(plan.wishes.kv_options).get("reserve_bytes", Options.reserve_bytes))
     reserved = f", of which {format_size(pools)} must leave {format_size(reserve)} free" if pools else ""
     _require(

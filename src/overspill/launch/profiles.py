@@ -1,4 +1,4 @@
-"""Memory that engines were seen to take beside weights and KV, kept between runs in the registry."""
+"""Memory profiles: what engines were measured to take beside weights and KV, kept in the registry between runs."""
 
 import logging
 import os
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 # More is not an overhead but a damaged record.
 _MOST = TiB
-# An engine starts meanwhile.
+# An engine is starting meanwhile and must not wait long for the database.
 _WAIT_S = 5.0
 
 
 def remember(fingerprint: str, profile: Profile, environ: Mapping[str, str] | None = None) -> None:
-    """Keep a profile; a failure is only logged. Of two writers the last wins, as a whole."""
+    """Store a profile; a failure is only logged. The last of two writers wins with its whole profile."""
     try:
         with using_registry():
             from overspill.registry import open_registry, save_profile
@@ -37,15 +37,15 @@ def remember(fingerprint: str, profile: Profile, environ: Mapping[str, str] | No
 
 
 class Remembered:
-    """What earlier runs measured, for one plan. The registry is opened at the first use, never made, and not
-    used again after it has failed once."""
+    """Profiles that earlier runs measured, for one plan. The registry is opened at first use, never created, and not
+    used again after a failure."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self._environ = os.environ if environ is None else environ
         self._is_usable = has_registry(self._environ)
 
     def recall(self, fingerprint: str) -> Profile | None:
-        """The profile measured for that fingerprint; None if there is none, or it cannot be had."""
+        """The profile measured for the fingerprint; None if there is none or the registry fails."""
         if not self._is_usable:
             return None
         try:
@@ -67,13 +67,13 @@ class Remembered:
 
 
 def remember_profile(plan: Plan, way: Way, profile: Profile, vllm: Vllm) -> None:
-    """What an engine was measured to take that did as planned."""
+    """Store the profile of an engine that followed its plan."""
     key = _key(plan.rank, plan.gpu, plan.wishes, vllm, way.max_num_batched_tokens, way.kv_cache_dtype)
     remember(key, profile)
 
 
 def measured_profiles(facts: ModelFacts, gpu: Gpu, wishes: Wishes, vllm: Vllm | None) -> Profiles:
-    if vllm is None or gpu.is_stated:  # was never run on
+    if vllm is None or gpu.is_stated:  # no engine can have run
         return nothing_measured
     remembered = Remembered()
     return cache(lambda chunk, kv_dtype: remembered.recall(_key(facts, gpu, wishes, vllm, chunk, kv_dtype)))

@@ -1,6 +1,6 @@
-"""What a model's name stands for: a folder, a model of the registry, or a repository.
+"""Model names, each standing for a folder, a model of the registry, or a repository.
 
-The registry is loaded, and read, only where there is one: most commands can do without it.
+The registry is imported and read only where one exists: most commands can do without it.
 """
 
 import os
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 
 class NoRegistry(OverspillError):
-    """The registry cannot be used, and the message says why; what does not need it goes on."""
+    """The registry cannot be used, for the reason in the message; whatever does not need it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRef:
     name: str
-    """As it was given."""
+    """The name as the user gave it."""
     source: str
-    """What vLLM and the planner are given: a folder, or a repository."""
+    """The folder or repository that vLLM and the planner are given."""
     is_registered: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the registry, for the settings of `overspill.settings`."""
+    """The registry's values for settings of `overspill.settings`."""
     vllm_args: tuple[str, ...] = ()
-    """vLLM's own flags, of the registry."""
+    """vLLM's own flags from the registry."""
     warning: str = ""
-    """Why nothing was taken from the registry, where something might have been."""
+    """Why nothing was taken from the registry, where something could have been expected."""
 
     @classmethod
     def of_model(cls, name: str, settings: "ModelSettings") -> "ModelRef":
-        """A model as the registry has it."""
+        """Reference to a registered model."""
         return cls(
             name=name,
             source=settings.source,
@@ -51,7 +51,7 @@ class ModelRef:
         return with_registered(values, self.name, self.settings)
 
     def notes(self, values: Mapping[str, Value]) -> list[str]:
-        """What was taken from the registry, or why nothing was; `values` are those that it was applied to."""
+        """Lines on what was taken from the registry, or why nothing was; `values` are the result of `applied`."""
         if not self.is_registered:
             return [f"warning: {self.warning}"] if self.warning else []
         taken = as_flags({name: one.value for name, one in values.items() if one.origin is GivenBy.REGISTRY})
@@ -61,17 +61,17 @@ class ModelRef:
 
 
 def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
-    """A model's folder is taken as it is; else the registry wins over the hub.
+    """Resolve a name: a model's folder is used as it is; otherwise the registry wins over the hub.
 
-    A registry that cannot be read is a warning where the name can be a repository's, and an error where it is most
-    likely the registry's own.
+    An unreadable registry is a warning where the name may be a repository's, and an error where it is most likely a
+    registered one.
     """
     environ = os.environ if environ is None else environ
     plain = ModelRef(name=name, source=name)
     if name.startswith(("/", ".", "~")) or not has_registry(environ):
         return plain
     if _is_model_folder(name):
-        with suppress(NoRegistry):  # which is not needed here
+        with suppress(NoRegistry):  # a folder needs no registry
             if not isinstance(model := _registered(name, environ), str):
                 shadowed = (
                     f"{name} is a folder here, and taken; the registry's {name} ({model.settings.source}) and its "
@@ -87,13 +87,13 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
         warning = f"{str(error).rstrip('.')}. So {name} is taken for a repository or a folder"
         return ModelRef(name=name, source=name, warning=warning)
     if isinstance(model, str):
-        # Most repositories have an owner and a slash, and are not registered; a bare name is likely a misspelt one.
+        # Most repositories have an owner and a slash, and are not registered; a bare name is likely misspelt.
         if not model or "/" in name or os.path.exists(name):
             return plain
         ended = model if model.endswith("?") else f"{model}."
         return ModelRef(name=name, source=name, warning=f"{ended} So {name} is taken for a repository")
     if not os.path.isabs(model.settings.source) and os.path.lexists(model.settings.source):
-        # Whoever may name a repository must not thereby reach into folders.
+        # The right to name a repository must not give access to folders.
         raise OverspillError(
             f"{name} is the repository {model.settings.source}, and a folder of that name is in {os.getcwd()}, which "
             "vLLM would take instead; run this somewhere else, or give the model the folder's whole path with: "
@@ -103,7 +103,7 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
 
 
 def has_registry(environ: Mapping[str, str]) -> bool:
-    """Whether there is one to read; found without loading what opens it."""
+    """Whether a registry exists, checked without importing the code that opens it."""
     if environ.get("OVERSPILL_DATABASE_URL"):
         return True
     folder = state_folder(environ)
@@ -112,9 +112,9 @@ def has_registry(environ: Mapping[str, str]) -> bool:
 
 @contextmanager
 def using_registry() -> Iterator[None]:
-    """Whatever keeps the registry from being used, as `NoRegistry`."""
+    """Turn every failure of the registry into `NoRegistry`."""
     try:
-        # Loading SQLAlchemy takes as long as a plan.
+        # Importing SQLAlchemy takes as long as a plan.
         from overspill.registry import RegistryError
     except ImportError as error:
         raise NoRegistry(f"the registry cannot be used: {error}; run: pip install overspill") from error
@@ -122,12 +122,12 @@ def using_registry() -> Iterator[None]:
         yield
     except RegistryError as error:
         raise NoRegistry(str(error)) from error
-    except Exception as error:  # whatever it is, it is the registry's, and not of what goes on without it
+    except Exception as error:  # any error here is the registry's; callers continue without it
         raise NoRegistry(f"the registry failed: {type(error).__name__}: {error}") from error
 
 
 def _registered(name: str, environ: Mapping[str, str]) -> "Model | str":
-    """Or why there is none; empty without a registry."""
+    """The registered model, or why there is none; empty without a registry."""
     with using_registry():
         from overspill.registry import UnknownModel, get_model, open_existing
 

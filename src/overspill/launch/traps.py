@@ -1,4 +1,4 @@
-"""What vLLM would refuse minutes later, or take in silence and do otherwise: refused before, or corrected."""
+"""Input that vLLM would refuse minutes later or silently treat otherwise: refused before the start, or corrected."""
 
 import os
 import re
@@ -42,7 +42,7 @@ class Checked:
 
 
 def check(combined: Combined, environment: Mapping[str, str], *, on_cpu: bool) -> Checked:
-    """Raises what is refused; the rest is corrected, or a warning."""
+    """Raise for what must be refused; correct the rest or warn about it."""
     refuse_flags(combined.given)
     checked = Checked()
     _check_weight_offload(combined)
@@ -54,7 +54,7 @@ def check(combined: Combined, environment: Mapping[str, str], *, on_cpu: bool) -
 
 
 def refuse_flags(flags: Sequence[Flag], own: Sequence[str] = ()) -> None:
-    """Raises for flags that a server of ours, or vLLM, does not take; `own` are the command's."""
+    """Raise for flags that `overspill serve` or vLLM does not take; `own` are the command's flags."""
     for flag in flags:
         if (why := _NOT_HERE.get(flag.name)) is not None:
             raise OverspillError(f"{flag.name} cannot be used with overspill serve: {why}")
@@ -62,7 +62,7 @@ def refuse_flags(flags: Sequence[Flag], own: Sequence[str] = ()) -> None:
 
 
 def _check_weight_offload(combined: Combined) -> None:
-    """Of flags that became no part of the plan (overspill.launch.arguments): those that contradict each other."""
+    """Refuse contradictions among offload flags that did not become part of the plan (overspill.launch.arguments)."""
     has_uva = float(combined.value("--cpu-offload-gb") or 0) > 0
     backend = combined.value("--offload-backend") or "auto"
     groups = combined.value("--offload-group-size") or "0"
@@ -86,7 +86,7 @@ def _check_weight_offload(combined: Combined) -> None:
 
 
 def _check_allocator(combined: Combined, environment: Mapping[str, str], checked: Checked) -> None:
-    """vLLM refuses a connector with expandable segments, minutes later, and looks at one of torch's two variables."""
+    """Remove expandable segments: vLLM refuses a connector with them, but late and in one of torch's variables only."""
     if find(combined.flags, "--kv-transfer-config") is None:
         return
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -101,7 +101,7 @@ def _check_allocator(combined: Combined, environment: Mapping[str, str], checked
 
 
 def _check_plugins(environment: Mapping[str, str], checked: Checked) -> None:
-    """VLLM_PLUGINS names the plugins to load, and would leave out ours."""
+    """Add Overspill's plugins to VLLM_PLUGINS, which would otherwise exclude them."""
     if (given := environment.get("VLLM_PLUGINS")) is None:
         return
     names = [name for name in given.split(",") if name]
@@ -113,7 +113,7 @@ def _check_plugins(environment: Mapping[str, str], checked: Checked) -> None:
 
 
 def _check_kv_space(combined: Combined, environment: Mapping[str, str], checked: Checked, *, on_cpu: bool) -> None:
-    """On its CPU platform vLLM lets a variable win over --kv-cache-memory-bytes."""
+    """Remove variables that, on vLLM's CPU platform, win over --kv-cache-memory-bytes."""
     has_flag = any(matches(flag.name, "--kv-cache-memory-bytes") for flag in combined.flags)
     for name in CONTRADICTING_VARIABLES:
         if on_cpu and has_flag and environment.get(name):
@@ -131,23 +131,23 @@ def _check_exposure(combined: Combined, environment: Mapping[str, str], checked:
 
 
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-# With these, vLLM derives the length from something else than config.json as it stands.
+# With these, vLLM does not derive the length from config.json as it stands.
 _OTHER_CONFIG = ("--hf-overrides", "--hf-config-path", "--config-format")
-_MISTRAL_CONFIG = "params.json"  # which vLLM prefers where there are both
-# Rope types whose positions are counted with the scaling in them (vllm/config/model.py, _get_and_verify_max_len).
+_MISTRAL_CONFIG = "params.json"  # preferred by vLLM where both exist
+# Rope types whose number of positions already includes the scaling (vllm/config/model.py, _get_and_verify_max_len).
 _COUNTED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 def require_positions(plan: Plan, combined: Combined, environment: Mapping[str, str], instead: str) -> None:
-    """Raises if vLLM would refuse the length, unless the user has said that it is to be tried; `instead` is said of
-    --force, where there is one."""
+    """Raise if vLLM would refuse the length, unless the user insists on trying; `instead` is appended about --force,
+    where that exists."""
     asked = combined.value("--max-model-len") or ""
     if asked.isdecimal() and (why := too_long(plan, int(asked), combined.given, environment)) is not None:
         raise CannotServe(f"{why}{instead}.")
 
 
 def too_long(plan: Plan, length: int, given: Sequence[Flag], environment: Mapping[str, str]) -> str | None:
-    """Why vLLM would refuse the length; `given` are its flags."""
+    """Why vLLM would refuse the length, or None; `given` are the user's vLLM flags."""
     is_allowed = environment.get(ALLOWED, "").strip().lower() in ("1", "true")  # as vllm/envs.py reads it
     is_other = any(matches(flag.name, name) for flag in given for name in _OTHER_CONFIG)
     limit = None if plan.wishes.force or is_allowed or is_other else longest_context(plan.facts)
@@ -161,7 +161,7 @@ def too_long(plan: Plan, length: int, given: Sequence[Flag], environment: Mappin
 
 
 def longest_context(facts: ModelFacts) -> int | None:
-    """None if it is unknown. Of a model that is not on this machine, its positions without a scaling."""
+    """Longest context vLLM accepts; None if unknown. A model not on this machine counts without rope scaling."""
     if facts.folder is None:
         return facts.max_position_embeddings
     folder = Folder(facts.folder)
@@ -186,7 +186,7 @@ def _scaling(config: Config) -> float:
 
 
 def _ropes(text: Mapping[str, object]) -> list[dict[str, Any]]:
-    """One for the model, or one for each type of layer."""
+    """Rope parameters: one set for the model, or one for each type of layer."""
     found = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(found, dict):
         return []
@@ -194,20 +194,20 @@ def _ropes(text: Mapping[str, object]) -> list[dict[str, Any]]:
     return nested or [found]
 
 
-# Tokenizers come in too many files to know them all; these are surely none. Whatever else is there may be one.
+# Tokenizers come in too many kinds of files to list; these are certainly not tokenizers, any other file may be one.
 _NO_TOKENIZER = (
     CONFIG, "generation_config.json", "hf_quant_config.json", "quantize_config.json", "preprocessor_config.json",
     "chat_template.jinja", "*.safetensors", "*.safetensors.index.json", "*.bin.index.json", "pytorch_model*.bin",
     "*.md", "LICENSE*", "NOTICE*", ".*",
 )  # fmt: skip
-# Classes that need no files, and code that comes from elsewhere, are named in the config.
+# The config names tokenizer classes that need no files, and code that comes from elsewhere.
 _NAMED = (b'"tokenizer_class"', b'"auto_map"')
-# With these, vLLM looks elsewhere, in another way, or not at all.
+# With these, vLLM looks for a tokenizer elsewhere, in another way, or not at all.
 _OTHER_TOKENIZER = ("--skip-tokenizer-init", "--tokenizer", "--tokenizer-mode", "--hf-overrides", "--hf-config-path")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Also where it only may have one."""
+    """Whether the folder has a tokenizer or may have one."""
     if any(not any(fnmatch(entry.name, known) for known in _NO_TOKENIZER) for entry in folder.iterdir()):
         return True
     config = Folder(folder).content(CONFIG) or b""
@@ -215,7 +215,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def require_tokenizer(model: str, plan: Plan, combined: Combined) -> None:
-    """Without one, vLLM ends only after it has loaded half of itself."""
+    """Refuse a model without a tokenizer, for which vLLM fails only after it has loaded half of itself."""
     folder = Path(os.path.expanduser(model))
     if plan.wishes.force or not folder.is_dir() or has_tokenizer(folder):
         return

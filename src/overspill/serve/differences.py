@@ -1,4 +1,4 @@
-"""Differences between the plan and the engine that started: a decision on figures."""
+"""Differences between the plan and the started engine, decided from their figures alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from overspill.planning.planner import Plan
 from overspill.planning.ways import Way
 from overspill.serve.engine_report import HostMemoryReport, Report
 
-# What the plan promises of memory (docs/plan.md). Below it lie roundings, of blocks and of what is measured anew in
-# every start; a mechanism that did not work at all is far above it.
+# Accuracy the plan promises for memory (docs/plan.md). Rounding to blocks and sizes measured anew at every start
+# stay below it; a mechanism that did not work at all is far above.
 _TOLERANCE = 0.03
 
 
@@ -22,14 +22,14 @@ class Difference:
     happened: str
     remedy: str
     stops: bool
-    """Whether the engine would give the user something else than was planned; others are only reported."""
+    """Whether the user would not get what was planned, so that serve stops the engine; else it is only reported."""
 
     def __str__(self) -> str:
         return f"{self.what}: planned {self.planned}, got {self.happened}. {self.remedy}"
 
 
 def differences(plan: Plan, way: Way, report: Report) -> list[Difference]:
-    """Of one worker; an empty list means that all is as planned."""
+    """Differences in one worker's report; empty if everything is as planned."""
     return [
         *_context(plan, report),
         *_shortfalls(way, report),
@@ -41,7 +41,7 @@ def differences(plan: Plan, way: Way, report: Report) -> list[Difference]:
 
 
 def confirmations(way: Way, report: Report, *, on_cpu: bool, elastic: bool = False) -> list[str]:
-    """What happened as it should, a line for each thing."""
+    """Lines on what a worker holds and where: weights, KV, the spill arena and the offload pool."""
     device = "in vLLM's memory" if on_cpu else "on the GPU"
     lines = []
     if report.weights_bytes is not None:
@@ -96,8 +96,8 @@ def _shortfalls(way: Way, report: Report) -> Iterator[Difference]:
 
 
 def _kv(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
-    """More is fine. Less, too, while the overheads are a guess: they are measured now, and the context fits, or vLLM
-    would not have started."""
+    """Yield a difference for less KV than planned. It stops nothing while the overheads are a guess: they are measured
+    now, and the context fits, or vLLM would not have started."""
     if report.kv_bytes is None or not _is_less(got := _on_device(report), planned := way.kv.resident_bytes):
         return
     is_guess = _is_guess(way)
@@ -120,8 +120,8 @@ def _is_guess(way: Way) -> bool:
 
 
 def _excess(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
-    """Graphs are captured when KV has its memory already. More than the plan keeps free for late allocations would be
-    taken from a neighbour."""
+    """Yield a difference for GPU memory beyond the budget: graphs are captured after KV has its memory, and whatever
+    exceeds the plan's slack for late allocations is taken from a neighbour."""
     if (excess := report.excess_bytes or 0) <= SLACK_BYTES:
         return
     budget, is_guess = plan.usable_gpu_bytes.value, _is_guess(way)
@@ -137,7 +137,7 @@ def _excess(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
 
 
 def _pinning(name: str, option: str, memory: HostMemoryReport | None) -> Iterator[Difference]:
-    """Memory that is still being pinned is not a difference: pinning goes on while the engine serves."""
+    """Yield a difference if pinning was refused, not while it is unfinished: it continues while the engine serves."""
     if memory is not None and memory.refused:
         yield Difference(
             what=f"pinned {name}",
@@ -149,7 +149,7 @@ def _pinning(name: str, option: str, memory: HostMemoryReport | None) -> Iterato
 
 
 def profile_of(report: Report) -> Profile | None:
-    """None where vLLM did not profile."""
+    """The measured memory profile; None where vLLM did not profile."""
     sizes = (report.non_torch_bytes, report.activation_bytes, report.graph_bytes, report.context_bytes)
     non_torch, activation, graph, context = sizes
     if non_torch is None or activation is None or graph is None or context is None:

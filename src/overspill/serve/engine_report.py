@@ -1,8 +1,8 @@
-"""Start reports: how far each vLLM worker has come, and what became of the plan, one JSON file for each worker.
+"""Start reports: the phase and memory of each vLLM worker, one JSON file per worker.
 
-`register` is a vLLM plugin, which writes them from inside the workers; `overspill serve` reads them. It does nothing
-unless serve names a folder with a variable, and nothing that it does may stop an engine. It also has workers size their
-KV by the plan, where there is one (`overspill.serve.planned_kv`).
+`register` is a vLLM plugin that writes them from inside the workers; `overspill serve` reads them. Workers report only
+if serve names a folder in a variable, and a failing report never stops an engine. Where there is a plan, the plugin
+also makes workers size their KV by it (`overspill.serve.planned_kv`).
 """
 
 import functools
@@ -22,15 +22,15 @@ from overspill.kv.contract import Method, wrap_once
 from overspill.kv.sizes import GiB
 from overspill.planning import device_share
 
-# Names a folder. No OVERSPILL_ in front: it is not a setting, and serve gives it to the processes it starts.
+# Names the folder of reports. No OVERSPILL_ prefix: it is not a setting; serve sets it for the processes it starts.
 VARIABLE = "_OVERSPILL_START_REPORT"
 _PINNING_EVERY_S = 0.5
-# CUDA's context is half a GiB; more is what a neighbour took while it was made.
+# A CUDA context takes half a GiB; a neighbour took anything beyond this limit while it was created.
 _MOST_CONTEXT_BYTES = 2 * GiB
 
 
 class Phase(StrEnum):
-    """Phases of a start, in order; each value is the line that is shown."""
+    """Phases of a start, in order; each value is the text shown to users."""
 
     STARTING = "starting vLLM"
     LOADING = "loading the model"
@@ -46,28 +46,28 @@ _ORDER = list(Phase)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemoryReport:
-    """RAM of the connector: the pool of offload or the arena of spill."""
+    """RAM held by the connector: the offload pool or the spill arena."""
 
     num_bytes: int
     pinned_bytes: int
     is_prepared: bool
-    """Whether filling and pinning it, which goes on in the background, is over."""
+    """Whether filling and pinning the memory in the background has finished."""
     refused: str
     """Why pinning was refused; empty if it was not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One worker. None is not known yet, or not on this platform."""
+    """State of one worker; None means not known yet, or not available on this platform."""
 
     phase: Phase
     weights_bytes: int | None = None
-    """On the device, slots for those in RAM included."""
+    """Weights on the device, including slots for those in RAM."""
     offloader: str | None = None
-    """vLLM's class."""
+    """Class name of vLLM's weight offloader."""
     weights_in_ram_bytes: int | None = None
     kv_bytes: int | None = None
-    """Of all blocks, resident and spilled."""
+    """KV cache of all blocks, resident and spilled."""
     resident_bytes: int | None = None
     spilled_bytes: int | None = None
     window_bytes: int | None = None
@@ -76,9 +76,9 @@ class Report:
     activation_bytes: int | None = None
     non_torch_bytes: int | None = None
     graph_bytes: int | None = None
-    """That CUDA graphs took, or that vLLM set aside for them where it sized KV itself."""
+    """Memory that CUDA graphs took, or that vLLM set aside for them where it sized KV itself."""
     excess_bytes: int | None = None
-    """Taken of the GPU beyond the plan's budget; None where vLLM sized KV itself, within the budget."""
+    """GPU memory taken beyond the plan's budget; None where vLLM sized KV itself, within the budget."""
     context_bytes: int | None = None
     max_model_len: int | None = None
 
@@ -96,7 +96,7 @@ def write(report: Report, folder: Path, rank: int) -> None:
 
 
 def read(folder: Path) -> list[Report]:
-    """Of all ranks, in order; ranks without a report are left out."""
+    """Reports of all ranks, in order; ranks without one are left out."""
     paths = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
     return [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
 
@@ -107,11 +107,11 @@ def earliest(reports: list[Report]) -> Phase:
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once."""
+    """Install the plugin; vLLM calls this in every process, possibly more than once."""
     if not os.environ.get(VARIABLE) and not os.environ.get(device_share.VARIABLE):
         return
-    # This class holds the worker of every platform. It loads plugins while it makes the worker, and its next call is
-    # the wrapped one.
+    # This class holds the worker on every platform. It loads plugins while it creates the worker, and calls the method
+    # wrapped here next.
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def reported(init_device: Method) -> Method:
@@ -128,13 +128,13 @@ def register() -> None:
 
 
 def _size_kv_by_plan(worker: Any) -> None:
-    from overspill.serve import planned_kv  # loads torch, which serve itself has no use for
+    from overspill.serve import planned_kv  # imports torch, which serve itself does not need
 
     planned_kv.register(worker)
 
 
 class WorkerReporter:
-    """Follows one worker through the calls that vLLM starts it with."""
+    """Reports one worker's progress through the calls by which vLLM starts it."""
 
     def __init__(self, worker: Any, folder: Path) -> None:
         self._worker, self._folder = worker, folder
@@ -146,7 +146,7 @@ class WorkerReporter:
         self._around("compile_or_warm_up_model", before=lambda *_: self._write(Phase.WARMING_UP), after=self._started)
 
     def _around(self, name: str, *, before: Callable[..., object], after: Callable[[], None] | None = None) -> None:
-        """Wraps a method of this one worker; its class, and the wrappers of other plugins, stay as they are."""
+        """Wrap a method of this worker only; its class and other plugins' wrappers stay untouched."""
         call = getattr(self._worker, name)
 
         @functools.wraps(call)
@@ -169,7 +169,7 @@ class WorkerReporter:
             threading.Thread(target=_never_fail, args=(self._follow_pinning,), daemon=True).start()
 
     def _follow_pinning(self) -> None:
-        """Hundreds of GiB take minutes, and the engine serves meanwhile."""
+        """Report until pinning has finished: hundreds of GiB take minutes, and the engine serves meanwhile."""
         while not self._write(Phase.STARTED).is_prepared:
             time.sleep(_PINNING_EVERY_S)
 
@@ -180,7 +180,7 @@ class WorkerReporter:
 
     def _report(self) -> Report:
         kv = self._kv_cache_config
-        # Not on the CPU, where kernels keep weights in forms of their own.
+        # Missing on the CPU, where kernels keep weights in layouts of their own.
         weights = getattr(self._worker.model_runner, "model_memory_usage", None)
         return Report(
             phase=Phase.STARTED,
@@ -193,8 +193,7 @@ class WorkerReporter:
         )
 
     def _profile(self, weights_bytes: int | None) -> dict[str, Any]:
-        """As it was measured for a KV cache of the planned size, or by vLLM's own profiling; empty where neither was
-        done."""
+        """Overheads, measured while sizing KV by the plan or by vLLM's own profiling; empty where neither was done."""
         worker = self._worker
         if weights_bytes is None:
             return {}
@@ -219,7 +218,7 @@ class WorkerReporter:
         }
 
     def _context_bytes(self) -> int | None:
-        """None where a neighbour took or freed memory while the context was made."""
+        """Memory of the CUDA context; None if a neighbour took or freed memory during its creation."""
         if self._free_before is None:
             return None
         lost: int = self._free_before - self._worker.init_snapshot.free_memory
@@ -227,7 +226,7 @@ class WorkerReporter:
 
 
 def _never_fail(call: Callable[..., Any], *args: Any) -> None:
-    """A report must not stop an engine."""
+    """Call a function and only log its exception: a report must not stop an engine."""
     try:
         call(*args)
     except Exception:
@@ -279,7 +278,7 @@ def _host_memory(memory: Any) -> HostMemoryReport:
 
 
 def _free_bytes(worker: Any) -> int | None:
-    """By the driver, before this process has a CUDA context: a question to CUDA would make one."""
+    """Free GPU memory by the driver, read before this process has a CUDA context: querying CUDA would create one."""
     if worker.device_config.device_type != "cuda":
         return None
     from overspill.hardware import detect

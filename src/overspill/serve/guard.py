@@ -1,12 +1,12 @@
-"""The process between `overspill serve` and vLLM: when serve or vLLM's engine core is gone, all of vLLM goes too.
+"""The guard process between `overspill serve` and vLLM: ends all of vLLM once serve or vLLM's engine core is gone.
 
-`python -m overspill.serve.guard COMMAND…` runs the command until it ends, or until standard input is closed, which the
-kernel does for a process that was killed; a byte written there says that the server is ready. A death signal
-(PR_SET_PDEATHSIG) alone would not do: it reaches the server only, and vLLM's engine, a child of the server, survives it
-and keeps the GPU. The guard is a subreaper: orphans below it become its children, and are found.
+`python -m overspill.serve.guard COMMAND…` runs the command until it ends or standard input is closed, which the kernel
+does when serve is killed; a byte written there says that the server is ready. A death signal (PR_SET_PDEATHSIG) alone
+would not do: only the server receives it, while vLLM's engine, a child of the server, survives and keeps the GPU. The
+guard is a subreaper, so orphans below it become its children and can be found.
 
 vLLM's server may outlive its engine core: a starting server waits for the core for ever, and a serving one ends as if
-all were well. So the guard watches the core's process, and writes how it ended into vLLM's log.
+all were well. So the guard watches the core's process and writes into vLLM's log how it ended.
 """
 
 import ctypes
@@ -22,33 +22,33 @@ from collections.abc import Sequence
 from overspill.kv.ram import num_oom_kills
 from overspill.processes import below, exit_code_of, kill, read_process, signal_name, title_of, wait_until_none
 
-# vLLM ends within a second or two; a worker inside a kernel may not. A worker that is still starting has nothing to
+# vLLM ends within a second or two, unless a worker is inside a kernel. A worker that is still starting has nothing to
 # save, and its server waits for it in vain.
 PATIENCE_S, PATIENCE_WHILE_STARTING_S = 20.0, 3.0
-# With a disk, an engine that stops writes what is in RAM; a little more than `overspill.kv.plugin.StopTimeout`.
+# With a disk, a stopping engine writes out its KV in RAM; slightly longer than `overspill.kv.plugin.StopTimeout`.
 PATIENCE_WITH_DISK_S = 45.0
 READY = b"r"
-# A server whose core is dead answers its clients, and may end by itself; then it is terminated, and then killed.
+# A server whose core died still answers its clients and may end by itself; else it is terminated, and then killed.
 _FAREWELL_S, _PATIENCE_WITHOUT_CORE_S = 1.0, 2.0
 _LOOK_S = 0.5
-# The kernel counts OOM kills, and does not say when they were: those of so long before the core's end count.
+# The kernel counts OOM kills but does not say when: those this long before the core's end are attributed to it.
 _OOM_LOOK_S = 10.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(command: Sequence[str]) -> int:
-    """Exit code of the command, or of its engine core if that failed; 128 and the signal's number if it was killed."""
+    """Run the command; return its exit code or its failed engine core's, or 128 plus a signal's number."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for sign in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(sign, lambda *_: None)  # noted in the pipe
+        signal.signal(sign, lambda *_: None)  # the wakeup pipe records it
     # A terminal's Ctrl-C is for serve, which then closes our standard input.
     for sign in (signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)
-    # preexec_fn is unsafe beside threads, of which there are none.
+    # preexec_fn is unsafe with threads; the guard has none.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_in_server)  # noqa: PLW1509
     patience, cores = PATIENCE_WHILE_STARTING_S, _Cores()
     while server.poll() is None:
@@ -67,15 +67,15 @@ def main(command: Sequence[str]) -> int:
 
 
 def patience_with(command: Sequence[str]) -> float:
-    """Seconds that a server may take to end."""
+    """Seconds that a server started by the command may take to end."""
     return PATIENCE_WITH_DISK_S if any('"disk_bytes"' in word for word in command) else PATIENCE_S
 
 
 class _Cores:
-    """vLLM's engine cores below us; one, but with data parallelism."""
+    """vLLM's engine cores below this process: one, or several with data parallelism."""
 
     def __init__(self) -> None:
-        self.handles: dict[int, int] = {}  # process by pidfd, which is readable when it has ended
+        self.handles: dict[int, int] = {}  # PID by pidfd, which becomes readable when the process ends
         self._oom_kills = deque([num_oom_kills()], maxlen=2)
         self._counted_at = time.monotonic()
 
@@ -89,11 +89,11 @@ class _Cores:
             if pid not in self.handles.values() and _is_core(pid):
                 try:
                     self.handles[os.pidfd_open(pid)] = pid
-                except ProcessLookupError:  # vLLM looks after it that early
+                except ProcessLookupError:  # gone already; vLLM notices a core that ends this early
                     continue
 
     def write_end(self, handle: int) -> int | None:
-        """Writes it into vLLM's log, in words that overspill.serve.log reads; returns the exit code, if it is known."""
+        """Log how a core ended, in words that overspill.serve.log parses; return its exit code, or None if unknown."""
         pid = self.handles[handle]
         code, before, now = exit_code_of(pid, handle), self._oom_kills[0], num_oom_kills()
         how = "is gone" if code is None else f"ended with exit code {code}" if code else "ended without an error"
@@ -105,8 +105,8 @@ class _Cores:
 
 
 def _is_core(pid: int) -> bool:
-    """As vLLM names it, whatever VLLM_PROCESS_NAME_PREFIX is. A process that a core has forked bears the core's name
-    until it gets one of its own."""
+    """Whether vLLM gave the process a core's title, with any VLLM_PROCESS_NAME_PREFIX; a process forked by a core has
+    that core's title until it gets its own."""
     process = read_process(pid)
     return process is not None and "::EngineCore" in title_of(pid) and "::EngineCore" not in title_of(process.parent)
 
@@ -118,8 +118,8 @@ def _without_core(server: subprocess.Popen[bytes], code: int | None) -> int:
 
 
 def stop(server: subprocess.Popen[bytes], patience: float) -> int:
-    """End the server and everything below us. vLLM's server ends its engine itself, and cleanly, if it alone gets the
-    signal; a signal to the whole group would take the engine from under it."""
+    """End the server and every process below the guard; return the exit code. vLLM's server ends its engine cleanly if
+    it alone gets the signal; a signal to the whole group would take the engine from under it."""
     if server.poll() is None:
         server.terminate()
     else:
@@ -137,7 +137,7 @@ def _left() -> list[int]:
 
 
 def _in_server() -> None:
-    """In the child, before it becomes the command: should the guard be killed, the server at least ends itself."""
+    """Prepare the child before exec: should the guard be killed, at least the server gets a signal and ends itself."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     for sign in (signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, signal.SIG_DFL)

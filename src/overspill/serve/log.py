@@ -1,4 +1,4 @@
-"""vLLM's log: copied to terminal and file, its errors read, and why vLLM ended, in one sentence."""
+"""vLLM's log: copied to terminal and file, and read for a one-sentence reason why vLLM ended."""
 
 import contextlib
 import os
@@ -14,30 +14,30 @@ from overspill.files import state_folder
 from overspill.kv.errors import OverspillError
 from overspill.processes import signal_name
 
-# When the engine core dies, the server writes a traceback for each request, and the core's own stands before them.
+# When the engine core dies, the server logs a traceback for each request, after the core's own.
 _KEPT_LINES = 10_000
-# `(EngineCore pid=12) ERROR 11-15 09:17:54 [core.py:1] ` in front of what was said.
+# `(EngineCore pid=12) ERROR 11-15 09:17:54 [core.py:1] ` precedes the message.
 _SOURCE = re.compile(r"^(?:\([^)]*pid=\d+\)\s?)*")
 _LEVEL = re.compile(r"^(?P<level>[A-Z]+) \d\d-\d\d [\d:.]+ \[[^\]]*\]\s?")
-# vLLM logs the size of a KV cache that is less than nothing as information; the error that follows has no number.
+# vLLM logs a negative size of the KV cache at INFO level; the error that follows has no number.
 _HARMLESS = re.compile(r"^(?:INFO|DEBUG|WARNING) (?!.*Available KV cache memory: -\d)")
 _ERROR = re.compile(r"^(?P<said>(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception)\b.*)")
-# pydantic names the class, then for each mistake the setting, unless it is of several, and indented what is wrong.
+# pydantic prints the class, then for each mistake the setting, unless several are involved, and an indented message.
 _INVALID = re.compile(r"ValidationError: \d+ validation errors? for (?P<what>\w+)")
 _INPUT = re.compile(r" \[type=\w+, input_value=.*\]$")
 _LINK = "For further information visit "
 _FRAME = re.compile(r'\s*(?:File ".+", line \d|[~^]+$)')
-# Libraries' remarks when a process ends; not errors.
+# Remarks of libraries at a process's end, not errors.
 _ASIDE = re.compile(r"nanobind: |\S+:\d+: \w*Warning: ")
 _NEVER_SHOWN = ("Traceback ", "nanobind: ")
 _MOST_LINES = 12
-"""Of one error: some print the whole of their input."""
+"""Most lines kept of one error: some errors print their whole input."""
 _SHOWN_LINES = 8
 # Written by overspill.serve.guard.
 _CORE = r"^overspill: the engine core \(process \d+\) "
 _CORE_ENDED = re.compile(rf"{_CORE}(?P<how>[^;]+); OOM kills meanwhile: (?P<kills>\w+)")
 
-# The flags to change; others where vLLM runs without a plan of Overspill's.
+# Flags to advise by what ran short: Overspill's, or vLLM's own where it runs without a plan.
 _PLANNED = {
     "gpu": "--gpu-memory",
     "share": "--gpu-memory {have}GiB",
@@ -52,7 +52,7 @@ _PLAIN = {
     "kv": "give more of the GPU with --gpu-memory-utilization",
     "ram": "give less of it to KV (such as native:4GiB) and to weights (--cpu-offload-gb)",
 }
-# The first that matches a line gives the reason, so patterns with numbers, or with a cause, stand before the others.
+# The first pattern that matches any line gives the reason, so patterns with numbers or a cause come first.
 _KNOWN = (
     (rf"{_CORE}(?:was killed by SIGKILL|is gone); OOM kills meanwhile: [1-9]",
      "RAM ran out, and the kernel's OOM killer killed the engine core; {ram}, or a shorter --max-model-len"),
@@ -100,7 +100,7 @@ _KNOWN = (
     (r"Error in memory profiling\. Initial free memory (?P<before>[\d.]+) GiB, current free memory (?P<now>[\d.]+) GiB",
      "another program gave GPU memory back while vLLM measured its own ({before} GiB was free before and {now} GiB "
      "after), so nothing can be told from it; start again when that program has ended or settled"),
-    # A child that was killed leaves no other line.
+    # A killed child leaves no other line.
     (r"Failed core proc\(s\): \{[^}]*: -9\b|Worker proc \S+ died unexpectedly \(exit code: -9\)",
      "the engine was killed, most often by the kernel because RAM ran out (dmesg tells); {ram}"),
     (r"(?P<said>Model architectures? .* (?:are|is) not supported.*|no module or parameter named.*)",
@@ -123,7 +123,7 @@ _SECONDHAND = re.compile(r"EngineDeadError|See (?:root cause|stack trace) above|
 
 
 def open_log(given: Path | None, port: int, environment: Mapping[str, str] = os.environ) -> Path:
-    """A new, empty file: the one given, or one in the XDG state folder for each port."""
+    """Create or empty the log file: the given one, or the port's own in the XDG state folder."""
     folder = state_folder(environment)
     if given is None and folder is None:
         raise OverspillError("there is no home folder for vLLM's log; name a file with --log-file")
@@ -139,14 +139,14 @@ def open_log(given: Path | None, port: int, environment: Mapping[str, str] = os.
 class Log:
     def __init__(self, source: IO[bytes], terminal: IO[bytes] | None, file: Path | None) -> None:
         self._source, self._terminal = source, terminal
-        # Appended to: programs that limit its size empty it, and serve's own output may go there too.
+        # Append mode: programs that limit its size truncate the file, and serve's own output may go there too.
         self._file: IO[bytes] | None = file.open("ab") if file is not None else None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._thread = threading.Thread(target=self._copy, name="overspill-log", daemon=True)
         self._thread.start()
 
     def lines(self) -> list[str]:
-        """The last lines, once vLLM has ended."""
+        """The last lines; waits for the end of the log, so call it once vLLM has ended."""
         self._thread.join(timeout=5)
         return list(self._lines)
 
@@ -159,7 +159,7 @@ class Log:
 
 
 def _written(sink: IO[bytes] | None, line: bytes) -> IO[bytes] | None:
-    """A full disk or a closed terminal must not stop vLLM, which waits until its log is read."""
+    """Write a line; return the sink, or None if that failed: a full disk or closed terminal must not block vLLM."""
     if sink is not None:
         try:
             sink.write(line)
@@ -172,15 +172,15 @@ def _written(sink: IO[bytes] | None, line: bytes) -> IO[bytes] | None:
 @dataclass(frozen=True, slots=True)
 class Line:
     source: str
-    """The process that wrote it, as vLLM names it."""
+    """The process that wrote the line, as vLLM names it."""
     said: str
-    """Without source and level, with its indentation."""
+    """The message without source and level, with its indentation."""
     is_harmless: bool
 
     @classmethod
     def read(cls, line: str) -> "Line":
         source = _SOURCE.match(line)
-        assert source is not None  # it matches nothing, too
+        assert source is not None  # the pattern also matches an empty string
         rest = line[source.end() :]
         said = _LEVEL.sub("", rest).rstrip()
         return cls(source[0].strip(), _INPUT.sub("", said), _HARMLESS.match(rest) is not None)
@@ -195,12 +195,12 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """An error that goes on in lines which need not be indented."""
+        """Whether the error continues in lines that need not be indented."""
         return self.is_error and (self.said.endswith(":") or _INVALID.search(self.said) is not None)
 
 
 def without_tracebacks(lines: Sequence[str]) -> list[str]:
-    """The messages, without the frames of vLLM's code."""
+    """Log lines without the stack frames of vLLM's code."""
     read = [Line.read(line) for line in lines]
     belongs = {more for at, line in enumerate(read) if line.is_error for more in more_of(read, at)}
     return [
@@ -211,11 +211,11 @@ def without_tracebacks(lines: Sequence[str]) -> list[str]:
 
 
 def more_of(lines: Sequence[Line], at: int) -> list[int]:
-    """Which lines belong to an error: those that follow from the same process, indented, or announced by it."""
+    """Indices of the lines that continue an error: from the same process, and indented or announced by it."""
     error, found = lines[at], list[int]()
     for number, line in enumerate(lines[at + 1 :], at + 1):
         if line.source != error.source:
-            continue  # processes write in turn
+            continue  # processes interleave their lines
         if not line.said.strip() or line.is_harmless or line.is_error or _ASIDE.match(line.said):
             break
         if line.said.startswith("Traceback ") or _FRAME.match(line.said):
@@ -228,20 +228,20 @@ def more_of(lines: Sequence[Line], at: int) -> list[int]:
 
 
 def reason(lines: Sequence[str], *, is_planned: bool = True) -> str:
-    """In plain words where the cause is known; else the last exception's message; empty if there was none.
+    """Why vLLM failed: plain words for a known cause, else the last exception's message, or empty without one.
 
-    `is_planned` decides whose flags to advise: an engine without a plan takes vLLM's alone.
+    `is_planned` decides which flags to advise: an engine without a plan only takes vLLM's.
     """
     read = [Line.read(line) for line in lines]
     for pattern, plain in _KNOWN:
         for line in read:
             if not line.is_harmless and (match := re.search(pattern, line.said.strip())):
                 return _explained(plain, match, _PLANNED if is_planned else _PLAIN)
-    # A server that lost its core raises errors of its own, later.
+    # A server that lost its core raises errors of its own afterwards.
     is_of_core = [re.match(r"\((?:EngineCore|Worker)", line.source) is not None for line in read]
     has_core_ended = any(_CORE_ENDED.match(line) for line in lines)
     for at in sorted(range(len(read)), key=lambda at: (has_core_ended and is_of_core[at], at), reverse=True):
-        # Also an indented one: some errors quote that of another process.
+        # Indented lines count too: some errors quote another process's.
         match = _ERROR.match(read[at].said.strip())
         if match is not None and not read[at].is_harmless and not _SECONDHAND.search(match["said"]):
             return _whole(match["said"], [read[more].said for more in more_of(read, at)])
@@ -251,7 +251,7 @@ def reason(lines: Sequence[str], *, is_planned: bool = True) -> str:
 def epitaph(
     code: int | None, lines: Sequence[str], *, during: str, log: str = "its log", is_planned: bool = True
 ) -> str:
-    """How vLLM ended, why, and the last lines of its log, once it has; `during` says when."""
+    """How and why vLLM ended, and the last lines of its log; `during` says when in its life."""
     core = next((at for at, line in enumerate(lines) if _CORE_ENDED.match(line)), None)
     why = reason(lines, is_planned=is_planned)
     how = ""
@@ -259,9 +259,9 @@ def epitaph(
         match = _CORE_ENDED.match(lines[core])
         assert match is not None
         why = why or f"the engine core {match['how']}, and its log does not say why"
-        if match["kills"] not in ("0", "unknown") and "OOM killer" not in why:  # most likely a worker
+        if match["kills"] not in ("0", "unknown") and "OOM killer" not in why:  # most likely a worker was killed
             why += f"; just before, the kernel's OOM killer killed {match['kills']} process(es)"
-        # Later lines of its server are about its absence.
+        # Later lines of the server only report that the core is gone.
         lines = [line for line in lines[: core + 1] if not line.startswith("(APIServer")]
     elif code:
         how = f" by {signal_name(code - 128)}" if code > 128 else f" with exit code {code}"
@@ -283,15 +283,15 @@ def _explained(plain: str, match: re.Match[str], advice: Mapping[str, str]) -> s
 
 
 def _part(have: str, everything: str) -> str:
-    """As --gpu-memory-utilization takes it; rounded down, so that the free memory is enough."""
+    """The free share of memory for --gpu-memory-utilization, rounded down so that the free memory suffices."""
     try:
         return f"{max(1, int(100 * float(have) / float(everything))) / 100:.2f}"
     except (ValueError, ZeroDivisionError):
-        return ""  # sizes with units, for which no share is advised
+        return ""  # sizes with units, where the advice names no share
 
 
 def _whole(error: str, more: Sequence[str]) -> str:
-    """In one line."""
+    """The error and the lines that continue it, as one line."""
     if not more:
         return error
     if (invalid := _INVALID.search(error)) is None:

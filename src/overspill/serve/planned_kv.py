@@ -1,8 +1,8 @@
-"""KV of the planned size in a vLLM worker on a GPU, whatever its neighbours there do meanwhile.
+"""KV cache of the planned size in a vLLM worker on a GPU, whatever neighbours on the card do meanwhile.
 
-vLLM sizes KV by what it sees of the whole card: it asserts that nothing was freed while it profiled, and counts what
-others took as its own. Given `--kv-cache-memory-bytes` it measures nothing. So the worker's own memory is measured
-here, and KV becomes less where the rest of the engine takes more than was planned.
+vLLM sizes KV by the memory of the whole card: it asserts that nothing was freed while it profiled, and counts memory
+that others took as its own. With `--kv-cache-memory-bytes` it measures nothing. So this module measures the worker's
+own memory, and shrinks KV where the rest of the engine takes more than planned.
 """
 
 import gc
@@ -16,17 +16,17 @@ from overspill.kv.contract import Method, wrap_once
 from overspill.kv.sizes import GiB, MiB, format_size
 from overspill.planning.device_share import DeviceShare, Taken
 
-# The smallest that PyTorch allows. vLLM sets it for a profile of its own: buffers that grow meanwhile would otherwise
-# pin what they have left.
+# PyTorch's minimum. vLLM also sets it for its own profiling: otherwise buffers that grow meanwhile would pin the memory
+# they have left.
 _MAX_SPLIT_MIB = 20
-# Beside PyTorch's memory, libraries were never seen to take so much more than planned, nor graphs so much: then it was
-# a neighbour's.
+# Libraries were never seen to exceed the plan by this much, nor graphs PyTorch's pool: anything beyond was taken by a
+# neighbour.
 _MOST_LIBRARIES_BYTES, _MOST_GRAPHS_BYTES = 512 * MiB, GiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchMemory:
-    """What PyTorch's allocator holds for this process."""
+    """Memory that PyTorch's allocator holds for this process."""
 
     allocated_bytes: int
     peak_bytes: int
@@ -35,14 +35,14 @@ class TorchMemory:
 
 @dataclass(slots=True, kw_only=True)
 class Sized:
-    """One worker's memory, kept as its attribute `overspill_memory` for the report of its start."""
+    """Memory of one worker, kept as its attribute `overspill_memory` for the start report."""
 
     share: DeviceShare
     taken: Taken
     kv_bytes: int
-    """On the GPU, the window of spill included."""
+    """KV on the GPU, including spill's window."""
     non_torch_bytes: int | None
-    """What is taken beside weights once the largest batch has run; None where a neighbour took or freed memory."""
+    """Memory beside weights once the largest batch has run; None if a neighbour took or freed memory."""
     graph_bytes: int = 0
 
     @property
@@ -51,8 +51,8 @@ class Sized:
 
 
 def register(worker: Any) -> None:
-    """For the class that vLLM's own worker is an instance of: spill's inherits from it, and adds RAM to what it finds.
-    Does nothing without a share."""
+    """Wrap the class of vLLM's own worker; spill's worker inherits from it and adds RAM to its result. No-op without a
+    share."""
     if worker.device_config.device_type != "cuda" or DeviceShare.read(os.environ) is None:
         return
     from vllm.v1.worker.gpu_worker import Worker
@@ -79,7 +79,7 @@ def sized_by_plan(determine: Method) -> Method:
 
 
 def settle() -> None:
-    """Give back what the allocator holds and does not use."""
+    """Return the allocator's unused memory to the driver."""
     gc.collect()
     torch.accelerator.empty_cache()
 
@@ -94,7 +94,7 @@ def torch_memory(device: Any) -> TorchMemory:
 
 
 def free_bytes(device: Any) -> int:
-    """Of the card: every process on it counts."""
+    """Free memory of the card, whichever process takes the rest."""
     free: int = torch.accelerator.get_memory_info(device)[0]
     return free
 
@@ -132,7 +132,7 @@ def _log(share: DeviceShare, taken: Taken, planned: int, kv_bytes: int) -> None:
 
 
 def _measured_capture(worker: Any, sized: Sized) -> Method:
-    """vLLM's own figure is what the card lost meanwhile, which may be a neighbour's; the graphs' pool is PyTorch's."""
+    """Wrap capture to record the graphs' size: the card's loss, or PyTorch's pool where a neighbour distorts that."""
     capture = worker.model_runner.capture_model
 
     def capture_model(*args: Any, **kwargs: Any) -> int:

@@ -1,6 +1,6 @@
-"""Reports of a server's life: to the terminal, to systemd, to other processes by its status file, to the registry.
+"""Reports of a server's life to the terminal, to systemd, to other processes (by status file), and to the registry.
 
-None of them may stop a server: a report that fails is a warning, once.
+A report never stops a server: a failing one is a single warning.
 """
 
 import os
@@ -25,16 +25,14 @@ from overspill.serve.status import Reached, Start, Status
 if TYPE_CHECKING:
     from overspill.registry import Registry
 
-# The engine starts meanwhile: a database that does not answer must not delay it.
+# The engine is starting: a database that does not answer must not delay it.
 _WAIT_S = 5.0
 _KEPT_LINES = 100
-# A wait is never silent for longer than 15 s; whoever waits looks every 2 s or so.
+# Keeps any silence below 15 s: waiting loops check every 2 s or so.
 HEARTBEAT_S = 10.0
 
 
 class Reporter:
-    """Reports of one server."""
-
     def __init__(self, prepared: Prepared, *, log_file: Path | None, can_park: bool = False) -> None:
         self._prepared = prepared
         self._began = self._said = time.monotonic()
@@ -60,14 +58,14 @@ class Reporter:
         return time.monotonic() - self._began
 
     def say(self, text: str, *, keep: bool = False) -> None:
-        """On standard error; with `keep`, for other processes too."""
+        """Print to standard error; with `keep`, also add the line to the status file."""
         self._said = time.monotonic()
         print(f"overspill: {self.seconds:6.1f} s  {text}", file=sys.stderr, flush=True)
         if keep:
             self._change(lines=(*self._status.lines, text)[-_KEPT_LINES:])
 
     def starts(self, session: int) -> None:
-        """The engine's processes are there."""
+        """Report that the engine's processes exist."""
         if self._folder is not None:
             statuses.forget_ended(self._status, statuses.read_statuses(), self._folder)
         self._change(session=session)
@@ -89,7 +87,7 @@ class Reporter:
             notify(f"STATUS={phase}")
 
     def waits(self, what: str) -> None:
-        """A sign of life, where nothing was said for a while."""
+        """Print a sign of life if nothing was printed for a while."""
         if time.monotonic() - self._said < HEARTBEAT_S:
             return
         left = self._earlier_s - self.seconds if self._earlier_s is not None else 0.0
@@ -104,7 +102,7 @@ class Reporter:
         notify("READY=1", f"STATUS={line}")
 
     def stops(self) -> None:
-        """On request: with the reason, if the process that stopped it left one."""
+        """Report a requested stop, with the reason if the stopping process left one."""
         why = ""
         try:
             why = statuses.take_reason(self._status.pid, self._status.process)
@@ -119,7 +117,7 @@ class Reporter:
                 self.say(f"warning: the status file could not be removed ({error})")
 
     def fails(self, why: str, exit_code: int | None) -> None:
-        """It ended by itself, or must not go on; the status file stays, with the reason."""
+        """Report that the server ended by itself or had to be stopped; the status file stays, with the reason."""
         self._change(error=why, ended_at=_now())
         was_killed = exit_code is not None and exit_code > 128
         self._recorded_end("killed" if was_killed else "failed", exit_code=exit_code, detail=why.splitlines()[0])
@@ -165,7 +163,7 @@ class Reporter:
 
 
 def _registered_name(registry: "Registry", prepared: Prepared) -> str:
-    """A service names a model by its source, and serves it by the registry's name: it still is the registry's."""
+    """Name for the run's record: a service names a model by its source, yet serves it under its registry name."""
     from overspill.registry import UnknownModel, get_model
 
     try:
@@ -180,8 +178,8 @@ def _now() -> str:
 
 
 def notify(*lines: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Notices to systemd (sd_notify): a service counts as started when the server answers, not when it begins to load.
-    Without a service manager, or with one that does not listen any more, nothing happens."""
+    """Send notices to systemd (sd_notify): a service counts as started when the server answers, not when it begins to
+    load. No-op without a service manager; only a warning if it no longer listens."""
     path = environment.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):
         return

@@ -1,4 +1,4 @@
-"""`overspill serve`: one server's life as its user sees it, from the port's check to its end."""
+"""`overspill serve`: one server's life as its user sees it, from the port check to its end."""
 
 import json
 import shlex
@@ -23,15 +23,15 @@ from overspill.serve.reporter import HEARTBEAT_S, Reporter, notify
 from overspill.serve.server import Server
 from overspill.serve.status import read_statuses
 
-# An engine that died is seen by its client before its server has ended.
+# A client notices a dead engine before the server has ended.
 _LAST_WORDS_S = 5.0
 
 
 def run_server(
     prepared: Prepared, *, force: bool, quiet: bool, log_file: Path | None, during: Callable[[], None] | None = None
 ) -> None:
-    """Returns when the server was stopped and is gone; raises if it ends otherwise. With `during`, which is called when
-    it answers, the server is there for that alone, and prints nothing on standard output."""
+    """Run a server until it is stopped and gone; raise if it ends otherwise. With `during`, the server exists only for
+    that call, which is made once it answers, and prints nothing to standard output."""
     address = prepared.address
     there = next((one.text for one in read_statuses() if one.is_alive and one.url == address.url), "")
     require_free(address, {prepared.model, prepared.served_name}, there)
@@ -49,7 +49,7 @@ def run_server(
 
 
 def example_request(prepared: Prepared) -> str | None:
-    """For a shell; None where the server answers no prompt of text."""
+    """A curl command to try the server; None where it does not answer text prompts."""
     combined = prepared.combined
     if find(combined.flags, "--skip-tokenizer-init", "--runner") is not None:
         return None
@@ -72,11 +72,11 @@ class _Run:
     phase: Phase = Phase.STARTING
 
     def run_and_record(self) -> None:
-        """However it ends, everything it started is gone before the end is reported."""
+        """Run the server; however it ends, all its processes are gone before the end is reported."""
         try:
             self.run()
         except BaseException as error:
-            code = self.server.poll()  # None where it was not vLLM that ended
+            code = self.server.poll()  # None if vLLM was still running
             self.server.stop()
             self.reporter.fails(str(error) or type(error).__name__, code)
             raise
@@ -108,11 +108,11 @@ class _Run:
             call()
         except CannotServe:
             self.server.wait(_LAST_WORDS_S)
-            self.server.require_alive()  # or says why it ended
+            self.server.require_alive()  # raises the reason if vLLM ended
             raise
 
     def _start(self) -> None:
-        """Until the server answers; by facts only: workers' reports, the server's health, the process's life."""
+        """Wait until the server answers, by facts only: workers' reports, the health check, the process's life."""
         is_checked = False
         for reports in self.server.starting():
             self._reached(self.server.phase)
@@ -129,14 +129,14 @@ class _Run:
             self.reporter.reaches(phase)
 
     def _check(self, reports: list[Report]) -> None:
-        """Each worker against the plan; differences that the user's own flags made are reported, and do not stop it."""
+        """Compare each worker with the plan. Where the user's own flags changed it, differences are only reported."""
         plan, way = self.prepared.plan, self.prepared.way
         self.reporter.measures(reports)
         found: list[Difference] = []
         for report in reports:
             found += [one for one in differences(plan, way, report) if one not in found]
         profile = profile_of(reports[0])
-        # Measured with other flags, it would be another engine's.
+        # A profile measured with other flags would be another engine's.
         if profile is not None and self.prepared.combined.follows_plan:
             remember_profile(plan, way, profile, self.prepared.vllm)
         is_shared = is_elastic(plan, way)
@@ -152,7 +152,7 @@ class _Run:
             )
 
     def _unchecked(self) -> None:
-        """vLLM serves, and no worker has reported: it did not load our plugins."""
+        """Refuse a server without a worker's report, as vLLM did not load the plugins; with --force, only say so."""
         problem = (
             "vLLM loaded no plugin of Overspill's, so nothing goes to RAM; install overspill where vLLM is installed"
         )

@@ -25,7 +25,7 @@ _SLACK_S = 15.0
 
 
 class Server:
-    """The processes of one server, and the reports of its workers. Leaving it ends every process that it started."""
+    """Processes of one server and reports of its workers; leaving the context ends every process it started."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Server:
         show_log: bool = False,
         is_planned: bool = True,
     ) -> None:
-        """Without a plan of Overspill's, `is_planned` is false, and the advice on a failure names vLLM's flags."""
+        """Start the server. Without a plan `is_planned` is false, and advice on a failure names vLLM's own flags."""
         self.address, self.log_file, self.is_planned = address, log_file, is_planned
         self.phase = Phase.STARTING
         self.was_asked_to_stop = False
@@ -46,12 +46,12 @@ class Server:
         self._folder = tempfile.TemporaryDirectory(prefix="overspill-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         environment = {**environment, VARIABLE: str(folder)}
-        # Ours to answer: vLLM's processes are not the service's main one.
+        # Only serve notifies systemd: vLLM's processes are not the service's main process.
         environment.pop("NOTIFY_SOCKET", None)
         if not plugins.are_found():
             plugins.write_metadata(folder / "plugins")
             environment = plugins.with_path(environment, folder / "plugins")
-        # A session of its own: a Ctrl-C is for us, and the server's processes are known by it.
+        # A session of its own: Ctrl-C reaches only serve, and the session identifies the server's processes.
         self._guard = subprocess.Popen(
             [sys.executable, "-P", "-m", "overspill.serve.guard", *command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -69,12 +69,12 @@ class Server:
 
     @property
     def session(self) -> int:
-        """Of all its processes."""
+        """Session ID of all processes of the server."""
         return self._guard.pid
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     @property
@@ -82,7 +82,7 @@ class Server:
         return read(Path(self._folder.name))
 
     def starting(self) -> Iterator[list[Report]]:
-        """The workers' reports, again and again until the server answers or is stopped; raises if it ends."""
+        """Yield the workers' reports repeatedly until the server answers or is asked to stop; raise if it ends."""
         while not self.was_asked_to_stop:
             self.require_alive()
             reports = self.reports
@@ -91,7 +91,7 @@ class Server:
             answer = self.address.get("/health")
             if answer is not None and answer[0] == 200:
                 self.phase = Phase.READY
-                # From now on there may be requests to end well.
+                # From now on a stop may have requests to finish.
                 with contextlib.suppress(OSError, ValueError):
                     self._life_line.write(READY)
                     self._life_line.flush()
@@ -99,7 +99,7 @@ class Server:
             time.sleep(_POLL_S)
 
     def pinning(self) -> Iterator[list[Report]]:
-        """Reports while RAM is filled and pinned, which goes on after the server answers; the last is of its end."""
+        """Yield reports while RAM is filled and pinned, also after the server answers; the last one shows its end."""
         while self.poll() is None and not self.was_asked_to_stop:
             reports = self.reports
             yield reports
@@ -112,10 +112,10 @@ class Server:
         return self._guard.poll()
 
     def wait(self, timeout: float) -> int | None:
-        """Exit code of the server; None if it still lives."""
+        """Wait up to `timeout` seconds for the server's end; return its exit code, or None if it still lives."""
         if self.poll() is not None:
             return self.poll()
-        handle = os.pidfd_open(self._guard.pid)  # subprocess would look 20 times a second
+        handle = os.pidfd_open(self._guard.pid)  # subprocess would poll 20 times a second
         try:
             select.select([handle], [], [], timeout)
         finally:
@@ -127,19 +127,19 @@ class Server:
             raise CannotServe(self.epitaph())
 
     def epitaph(self) -> str:
-        """Why it ended, with the end of its log, once it has."""
+        """Why the server ended, with the last lines of its log."""
         during = f"after {self.seconds:.0f} s" + (f" while {self.phase}" if self.phase is not Phase.READY else "")
         log = "its log" if self.log_file is None else str(self.log_file)
         return epitaph(self.poll(), self._log.lines(), during=during, log=log, is_planned=self.is_planned)
 
     def ask_to_stop(self) -> None:
-        """May be called from a signal's handler."""
+        """Request a stop without waiting; safe in a signal handler."""
         self.was_asked_to_stop = True
         with contextlib.suppress(OSError, ValueError):
             self._life_line.close()
 
     def stop(self) -> None:
-        """Until no process is left, the guard being alive or not."""
+        """Stop the server and wait until no process is left, whether the guard is alive or not."""
         self.ask_to_stop()
         self.wait(self._patience_s + _SLACK_S)
         while left := in_session(self.session):

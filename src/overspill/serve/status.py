@@ -1,8 +1,8 @@
-"""The state of running servers, for other processes: a small file that `overspill serve` keeps while it runs, and one
-by which a process that stops it leaves the reason, since a signal carries none.
+"""Status files of running servers, for other processes.
 
-In the state folder and not in XDG_RUNTIME_DIR: that is removed when the user logs out, which a server may outlive, and
-a timer or a service of the system has none. A process is known by its start time and the machine's boot as well.
+`overspill serve` keeps a small file while it runs; a process that stops it leaves the reason in another one, since a
+signal carries none. They are in the state folder, not in XDG_RUNTIME_DIR, which is removed at logout though a server
+may live on, and which system timers and services lack. A process is identified by its start time and boot as well.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """A phase, and when it began."""
+    """A phase and when it began."""
 
     phase: Phase
     at: str
@@ -35,7 +35,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of all workers together; None is not known yet, or not on this platform."""
+    """Memory of all workers together; None means not known yet, or not available on this platform."""
 
     weights_bytes: int | None = None
     weights_in_ram_bytes: int | None = None
@@ -52,25 +52,25 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Times are ISO 8601, in UTC."""
+    """State of one server; times are ISO 8601 in UTC."""
 
     pid: int
     process: str | None
-    """Boot and start time."""
+    """Identity of the process: boot and start time."""
     host: str
     run_id: int | None = None
-    """In the registry; None if it could not be recorded."""
+    """Run in the registry; None if it could not be recorded."""
     model: str
-    """The name that the user gave: the registry's, a folder, or a repository."""
+    """The name the user gave: a registry name, a folder or a repository."""
     source: str
     served_name: str
     url: str
     session: int | None = None
-    """Of all processes of the engine."""
+    """Session ID of all processes of the engine."""
     phase: Phase = Phase.STARTING
     phases: tuple[Reached, ...] = ()
     lines: tuple[str, ...] = ()
-    """What was reported: as planned, or not."""
+    """Kept report lines: warnings, and what is or is not as planned."""
     log_file: str | None = None
     plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     memory: Memory = Memory()
@@ -79,11 +79,11 @@ class Status:
     ready_at: str | None = None
     ended_at: str | None = None
     error: str | None = None
-    """Why it ended, or did not start."""
+    """Why the server ended or did not start."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether that very process lives. Of another machine's only the file is known."""
+        """Whether this very process lives; for another machine's server only the file tells."""
         if self.ended_at is not None:
             return False
         return self.host != platform.node() or (self.process is not None and identity(self.pid) == self.process)
@@ -94,7 +94,7 @@ class Status:
 
     @property
     def problem(self) -> str:
-        """Why it ended badly; empty while it lives."""
+        """Why the server ended badly; empty while it lives."""
         if self.is_alive or self.error:
             return self.error or ""
         if self.process is not None and self.process.partition(":")[0] != boot():
@@ -107,19 +107,19 @@ class Status:
 
     @property
     def text(self) -> str:
-        """The server, in words."""
+        """One-line description of the server."""
         run = f", run {self.run_id} of the registry" if self.run_id is not None else ""
         return f"overspill serve of {self.model}, process {self.pid}{run}, since {self.started_at}"
 
 
 def folder_of(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """None for a user without a home."""
+    """Folder of status files; None for a user without a home."""
     state = state_folder(environ)
     return None if state is None else state / "serving"
 
 
 def path_of(status: Status, folder: Path) -> Path:
-    """Homes may be shared between machines."""
+    """Status file of a server, named by host: machines may share a home."""
     return folder / f"{status.host}-{status.pid}.json"
 
 
@@ -134,14 +134,14 @@ def remove_status(status: Status, folder: Path) -> None:
 
 
 def read_statuses(environ: Mapping[str, str] = os.environ) -> list[Status]:
-    """Servers that run or ended badly, the oldest first. Files that cannot be read are left out."""
+    """Servers that run or ended badly, oldest first; unreadable files are left out."""
     folder = folder_of(environ)
     found = [] if folder is None else list(_read(folder))
     return sorted(found, key=lambda status: (status.started_at, status.pid))
 
 
 def forget_ended(status: Status, known: Iterable[Status], folder: Path) -> None:
-    """A new start replaces how the same model, or a server at the same address, ended before."""
+    """Forget bad ends of the same model or at the same address, which a new start supersedes."""
     for other in known:
         if not other.is_alive and (other.model == status.model or other.url == status.url):
             with suppress(OSError):
@@ -149,7 +149,7 @@ def forget_ended(status: Status, known: Iterable[Status], folder: Path) -> None:
 
 
 def clear_ended(environ: Mapping[str, str] = os.environ) -> None:
-    """Forget servers of this machine that ended badly; `forget_ended` does so at a new start of each."""
+    """Forget all servers that ended badly; `forget_ended` does so for each at its next start."""
     if (folder := folder_of(environ)) is not None:
         for one in read_statuses(environ):
             if not one.is_alive:
@@ -157,21 +157,21 @@ def clear_ended(environ: Mapping[str, str] = os.environ) -> None:
 
 
 class Start(NamedTuple):
-    """The last start of a model on this machine until its server answered."""
+    """Last start of a model on this machine: seconds until its server answered, and its log."""
 
     seconds: float | None = None
     log_file: str | None = None
 
 
 def keep_start(model: str, start: Start, environ: Mapping[str, str] = os.environ) -> None:
-    """For the next start of the same model, and for its log when it has ended."""
+    """Remember a start, to estimate the model's next one and to find its log after the end."""
     if (path := _start_path(model, environ)) is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(path, json.dumps({"model": model, **start._asdict()}) + "\n")
 
 
 def last_start(model: str, environ: Mapping[str, str] = os.environ) -> Start:
-    """With nothing in it if no start of it is known."""
+    """The model's last start; empty if none is known."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         if (path := _start_path(model, environ)) is not None:
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def _start_path(model: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def memory_of(reports: Sequence[Report]) -> Memory:
-    """Pinned are the pools and arenas of the connector."""
+    """Memory of all workers together; pinned bytes are the connector's pools and arenas."""
 
     def total(sizes: Iterable[int | None]) -> int | None:
         known = [size for size in sizes if size is not None]
@@ -204,16 +204,16 @@ def memory_of(reports: Sequence[Report]) -> Memory:
 
 
 def _read(folder: Path) -> Iterator[Status]:
-    # A folder that is not there has no files.
+    # A missing folder has no files.
     for path in folder.glob("*.json"):
         with suppress(OSError, ValueError, AttributeError):
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content.get("format") == _FORMAT:  # others are of another version
+            if content.get("format") == _FORMAT:  # others are from another version
                 yield msgspec.convert(content, Status)
 
 
 def leave_reason(pid: int, process: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
-    """For the process of this number and identity, before a signal stops it."""
+    """Leave the reason of a stop for the process with this PID and identity, before signalling it."""
     path = _reason_path(pid, environ)
     if path is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def leave_reason(pid: int, process: str, reason: str, environ: Mapping[str, str]
 
 
 def take_reason(pid: int, process: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """Once; empty if there is none, or if it was left for another process that had the same number."""
+    """Read and remove the reason of a stop; empty if there is none, or it was meant for another process."""
     path = _reason_path(pid, environ)
     if path is None:
         return ""
@@ -238,6 +238,6 @@ def take_reason(pid: int, process: str | None, environ: Mapping[str, str] = os.e
 
 
 def _reason_path(pid: int, environ: Mapping[str, str]) -> Path | None:
-    """Beside the status files, which have another ending. Homes may be shared between machines."""
+    """File of a reason, beside the status files but with another suffix; named by host: machines may share a home."""
     folder = folder_of(environ)
     return None if folder is None else folder / f"{platform.node()}-{pid}.stop"

@@ -1,1 +1,1 @@
-"""systemd units that serve models: what is in them, and putting them where systemd looks."""
+"""systemd units that serve models: their contents and their installation."""

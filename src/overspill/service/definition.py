@@ -1,4 +1,4 @@
-"""Services: the command that does what was planned for a model, the RAM it may take, and the manager's own."""
+"""Service definitions: a model's command as planned, with the RAM it may take, and the manager's service."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +13,14 @@ from overspill.registry.place import find_place
 from overspill.service.units import ManagerService, Mode, ModelService
 from overspill.settings import SETTINGS, GivenBy, Value, as_flags
 
-# The process that answers HTTP, beside the engine's, which the plan counts.
+# The HTTP server's process; the engine's are counted by the plan.
 SERVER_RAM_BYTES = 2 * GiB
-# A unit starts with a bare environment. Variables that decide which GPUs and files are found are kept, and no secret.
+# A unit starts with a bare environment. It keeps variables that decide which GPUs and files are found, but no secrets.
 _KEPT_VARIABLES = (
     "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
     "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME",
 )  # fmt: skip
-# Where the installing user's registry, settings and status of running servers are; another user has others.
+# Folders of the installing user's registry, settings and server status; another user has others.
 _OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_STATE_HOME")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -29,18 +29,18 @@ def planned_service(
     model: str, values: Mapping[str, Value], plan: Plan, vllm_args: Sequence[str], *,
     mode: Mode, name: str | None, run_as: str | None, program: str, environment: Mapping[str, str], folder: Path,
 ) -> ModelService:  # fmt: skip
-    """`folder` is where its units will lie."""
+    """The service that runs a model's plan; `folder` is where its units will be installed."""
     given, secrets = into_environment(read_flags(vllm_args))
     refuse_secrets(given, "a unit, which everybody may read")
     model = absolute(model)
     ram_bytes = _ram_bytes(values, plan)
-    # Where RAM plays the GPU's memory, its share of what is free is not left to a later start either.
+    # Where RAM stands in for GPU memory, its share of free RAM is fixed too, not left to a later start.
     stand_in_bytes = plan.budget.limit_bytes.value if plan.platform.is_cpu else 0
     fixed = {"ram": ram_bytes, "gpu_memory": stand_in_bytes or values["gpu_memory"].value}
     if values["ram"].value is None and values["offload_ram"].value is None and plan.chosen is not None:
-        # RAM that is named is all for use, and RAM that is free only half.
+        # The planner uses all of a stated --ram, but only half of free RAM: so the pool is stated as planned.
         fixed["offload_ram"] = plan.num_ranks * plan.chosen.offload_bytes
-    # Whatever was set, also by the environment or the file, which may change.
+    # Everything that was set, including by the environment or the file, which may change.
     given_now = {name: one.value for name, one in values.items() if one.origin is not GivenBy.DEFAULT}
     flags = as_flags({name: value for name, value in {**given_now, **fixed}.items() if value is not False})
     return ModelService(
@@ -56,19 +56,19 @@ def planned_service(
 
 
 def absolute(model: str) -> str:
-    """A folder by its whole path: a unit is not started from here."""
+    """The model, a folder as an absolute path: systemd does not start units from the current folder."""
     path = Path(os.path.expanduser(model))
     return str(path.absolute()) if model and path.exists() else model
 
 
 def memory_max_bytes(ram_bytes: int) -> int:
-    """What `--ram` allows, which includes the engine's own; the reserve that Overspill insists on leaving free, counted
-    inside the unit's limit; and the server."""
+    """The unit's RAM limit: `--ram`, which includes the engine's own; the reserve that Overspill insists on leaving
+    free, counted inside the limit; and the server."""
     return ram_bytes + Options.reserve_bytes + SERVER_RAM_BYTES
 
 
 def _ram_bytes(values: Mapping[str, Value], plan: Plan) -> int:
-    """As given, or what the plan takes: RAM that happens to be free at some later start must not make another plan."""
+    """RAM as given, or as planned: the RAM that happens to be free at a later start must not change the plan."""
     given, way = values["ram"].value, plan.chosen
     if given is not None or way is None:
         return int(given if given is not None else plan.ram_bytes.value)
@@ -76,7 +76,7 @@ def _ram_bytes(values: Mapping[str, Value], plan: Plan) -> int:
 
 
 def other_users_settings(user: str | None, asking: str) -> list[str]:
-    """Settings are those of the user who installs, and with sudo that is root."""
+    """Warnings for a service of another user: settings are the installing user's, which is root with sudo."""
     if user is None or user == asking:
         return []
     return [
@@ -86,7 +86,7 @@ def other_users_settings(user: str | None, asking: str) -> list[str]:
 
 
 def other_users_registry(user: str | None, asking: str) -> list[str]:
-    """The same for the manager, which has its user's registry, and so its user's models, password and keys."""
+    """Warnings for a manager of another user: models, password and keys come from that user's registry."""
     if user is None or user == asking:
         return []
     return [
@@ -96,8 +96,8 @@ def other_users_registry(user: str | None, asking: str) -> list[str]:
 
 
 def kept_environment(program: str, environment: Mapping[str, str], *, for_oneself: bool) -> dict[str, str]:
-    """Variables of the unit. Kernels are compiled with tools that are installed beside Python (ninja), and with the
-    system's."""
+    """Variables of the unit. PATH has the folder of Python and the system's: kernels are compiled with tools from both,
+    such as ninja beside Python."""
     names = (*_KEPT_VARIABLES, *_OWN_FOLDERS) if for_oneself else _KEPT_VARIABLES
     kept = {name: environment[name] for name in names if environment.get(name)}
     return {"PATH": f"{Path(program).parent}:{_SYSTEM_PATH}", **kept}
@@ -106,7 +106,7 @@ def kept_environment(program: str, environment: Mapping[str, str], *, for_onesel
 def manager_service(
     given: Mapping[str, object], *, mode: Mode, run_as: str | None, program: str, environment: Mapping[str, str]
 ) -> ManagerService:
-    """`given` holds the values of the manager's flags by their names; folders by their whole paths."""
+    """The manager's service; `given` holds the values of its flags by name, folders as absolute paths."""
     return ManagerService(
         mode=mode,
         command=(program, "-m", "overspill", "manager", *_manager_flags(given)),
@@ -116,11 +116,11 @@ def manager_service(
 
 
 def manager_environment(program: str, environment: Mapping[str, str], *, for_oneself: bool) -> dict[str, str]:
-    """Engines are planned when they start, so variables that decide their plans are kept too, and no secret."""
+    """Variables of the manager's unit, without secrets; engines are planned at their start, so settings are kept."""
     kept = kept_environment(program, environment, for_oneself=for_oneself)
     if not for_oneself:
         return kept
-    # A model is not served on a GPU that is only stated; and nobody leaves `--force` switched on.
+    # A model cannot be served on a GPU that is only stated, and nobody leaves `--force` switched on.
     settings = [one.variable for one in SETTINGS if one.name not in ("gpu", "force")]
     kept |= {name: environment[name] for name in settings if environment.get(name)}
     if not left_out(environment, for_oneself=True) and environment.get(DATABASE_URL):
@@ -129,7 +129,7 @@ def manager_environment(program: str, environment: Mapping[str, str], *, for_one
 
 
 def left_out(environment: Mapping[str, str], *, for_oneself: bool) -> list[str]:
-    """Warnings about variables that the unit would need, and cannot hold."""
+    """Warnings about variables that the unit would need but must not hold."""
     if not for_oneself or not environment.get(DATABASE_URL) or find_place(environ=environment).file is not None:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Units on disk, and systemd's attention. Nothing is written or removed outside the folder of units."""
+"""Unit files on disk and their activation; nothing outside the folder of units is written or removed."""
 
 import os
 import shutil
@@ -26,24 +26,24 @@ from overspill.service.units import (
 
 
 class ServiceError(OverspillError):
-    """A unit that cannot be written or removed; says which file, and what to do about it."""
+    """A unit cannot be written or removed; the message names the file and what to do about it."""
 
 
 class SystemctlFailed(ServiceError):
-    """systemd refused; carries its message."""
+    """systemctl failed; the message quotes its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """A folder of units, and the systemd that reads it."""
+    """A folder of units and the systemd that reads it."""
 
     mode: Mode
     folder: Path
     systemctl: tuple[str, ...] | None
-    """How to talk to systemd; None where it does not run, or does not read this folder."""
+    """Command to control systemd; None where it does not run or does not read this folder."""
 
     def run(self, *arguments: str) -> None:
-        """Nothing without a systemd."""
+        """Run a systemctl command; no-op without systemd."""
         if self.systemctl is None:
             return
         command = [*self.systemctl, *arguments]
@@ -61,7 +61,7 @@ def units_of(mode: Mode, folder: Path | None = None, environment: Mapping[str, s
 
 
 def install(units: Units, service: Service, *, force: bool = False, now: bool = False) -> list[Path]:
-    """The files that were written, or were there already."""
+    """Write a service's files and reload systemd; return the paths, new or replaced."""
     files = [(units.folder / file.path, file) for file in service.files]
     for path, _ in files:
         _refuse_others(units.folder, path, force=force)
@@ -76,7 +76,7 @@ def install(units: Units, service: Service, *, force: bool = False, now: bool = 
 
 
 def remove(units: Units, name: str) -> list[Path]:
-    """The files that were removed. The template goes with the last model."""
+    """Remove a model's service and return the removed files; the template goes with the last model."""
     drop_in = units.folder / drop_in_path(name)
     if not drop_in.is_file():
         there = installed(units.folder)
@@ -88,7 +88,7 @@ def remove(units: Units, name: str) -> list[Path]:
     template = units.folder / TEMPLATE
     with _explained(drop_in):
         drop_in.unlink()
-        # Files that somebody else put there stay.
+        # Files put there by somebody else stay.
         with suppress(OSError):
             drop_in.parent.rmdir()
         if not installed(units.folder) and _is_ours(template):
@@ -108,7 +108,7 @@ def _remove_secrets(units: Units, name: str) -> list[Path]:
 
 
 def remove_manager(units: Units) -> list[Path]:
-    """Engines that the manager started end with it, as at every proper stop."""
+    """Remove the manager's unit; engines that it started end with it, as at every proper stop."""
     unit = units.folder / MANAGER_UNIT
     if not os.path.lexists(unit):
         raise ServiceError(f"{unit} does not exist; the manager is not installed there")
@@ -121,13 +121,13 @@ def remove_manager(units: Units) -> list[Path]:
 
 
 def installed(folder: Path) -> list[str]:
-    """Units whose drop-in is ours."""
+    """Units whose drop-in was written by Overspill."""
     found = folder.glob("overspill@*.service.d/overspill.conf")
     return sorted(path.parent.name.removesuffix(".d") for path in found if _is_ours(path))
 
 
 def on_port(folder: Path, service: ModelService) -> list[str]:
-    """Other units of ours that listen on the same port."""
+    """Other Overspill units that listen on the service's port."""
     found = []
     for unit in installed(folder):
         lines = (folder / f"{unit}.d/overspill.conf").read_text().splitlines()
@@ -151,7 +151,7 @@ def _usual_folder(mode: Mode, environment: Mapping[str, str]) -> Path:
 
 def _systemctl(mode: Mode, environment: Mapping[str, str]) -> tuple[str, ...] | None:
     program = shutil.which("systemctl", path=environment.get("PATH"))
-    # As in sd_booted(3); a user's manager has a socket of its own.
+    # As in sd_booted(3); a user's systemd has a socket of its own.
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     sign = Path("/run/systemd/system") if mode is Mode.SYSTEM else Path(runtime) / "systemd/private"
     if program is None or not sign.is_absolute() or not sign.exists():
@@ -176,7 +176,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _write(path: Path, file: UnitFile) -> None:
-    """Whole or not at all: systemd may read it at any moment."""
+    """Write a file whole or not at all: systemd may read it at any moment."""
     with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, file.text, mode=file.mode, sync=True)
@@ -184,7 +184,7 @@ def _write(path: Path, file: UnitFile) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """A refusal of the operating system, as a sentence."""
+    """Turn an error of the operating system into a sentence."""
     try:
         yield
     except PermissionError as error:

@@ -1,9 +1,9 @@
-"""systemd units: the text of their files, from the templates beside this module, quoted as systemd reads it.
+"""systemd units: the text of their files, rendered from the templates beside this module and quoted for systemd.
 
-A template unit for every model and a drop-in for each. The template alone serves any model
-(`overspill@Qwen-Qwen3\\x2d8B` is Qwen/Qwen3-8B) as `overspill serve` plans it, and `overspill@*` names them all. The
-drop-in holds the plan for one: the exact command and the RAM it may take. The manager has a unit of its own, which
-leaves engines alone when the manager crashes.
+All models share a template unit, and each has a drop-in. The template alone serves any model
+(`overspill@Qwen-Qwen3\\x2d8B` is Qwen/Qwen3-8B) as `overspill serve` plans it, and `overspill@*` names them all. A
+drop-in holds the plan for one model: the exact command and the RAM it may take. The manager has a unit of its own,
+which leaves engines alone when the manager crashes.
 """
 
 import re
@@ -23,9 +23,9 @@ TEMPLATE = "overspill@.service"
 MANAGER_UNIT = "overspill-manager.service"
 MARKER = "# Written by `overspill service "
 _USUAL_PORT = "8000"
-# systemd refuses longer ones, and most file systems longer file names: `.d` and a temporary name need some too.
+# systemd refuses longer names, and most file systems longer file names: `.d` and a temporary name need some room.
 _LONGEST_UNIT_NAME = 240
-# Nothing in it means anything to systemd, so that most command lines stay as people write them.
+# Words without special meaning to systemd, so that most command lines stay as people write them.
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./:=,@+-]+")
 _KEPT = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789:_.")
 
@@ -38,23 +38,23 @@ class Mode(StrEnum):
 @dataclass(frozen=True, slots=True)
 class UnitFile:
     path: PurePosixPath
-    """Below the folder of units."""
+    """Path relative to the folder of units."""
     text: str
     mode: int = 0o644
     shown: str = ""
-    """What `print` shows of it, if not the text."""
+    """Text that `overspill service print` shows instead, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Command:
-    """A command of Overspill's that systemd runs."""
+    """An Overspill command that systemd runs."""
 
     mode: Mode
     command: tuple[str, ...]
     """The interpreter and its arguments."""
     environment: tuple[tuple[str, str], ...] = ()
     run_as: str | None = None
-    """The user of a system service; a user's service is that user's."""
+    """The user that a system service runs as; a user's service runs as that user."""
 
     def _rendered(self, template: str, **more: object) -> str:
         values = {**vars(self), "is_system": self.mode is Mode.SYSTEM, **more}
@@ -74,12 +74,12 @@ class ManagerService(_Command):
 @dataclass(frozen=True, kw_only=True)
 class ModelService(_Command):
     name: str
-    """Of systemd's instance: the model, or a shorter name for it."""
+    """Name of systemd's instance: the model, or a shorter name for it."""
     memory_max_bytes: int
     secrets: tuple[tuple[str, str], ...] = ()
-    """Variables that only the owner of the units may read; they are in a file of their own."""
+    """Variables that only the owner of the units may read, in a file of their own."""
     folder: PurePosixPath | None = None
-    """Where the units will lie, by its whole path: the unit names the file of secrets, which needs it."""
+    """Absolute path of the folder of units, by which the unit names its file of secrets."""
 
     @property
     def unit(self) -> str:
@@ -91,7 +91,7 @@ class ModelService(_Command):
 
     @property
     def files(self) -> tuple[UnitFile, ...]:
-        """Template, secrets if there are some, and drop-in."""
+        """Template, secrets if there are any, and drop-in."""
         files = [UnitFile(PurePosixPath(TEMPLATE), _marked(self._rendered("model.service")))]
         secrets = secrets_path(self.name)
         if self.secrets:
@@ -107,7 +107,7 @@ Service = ManagerService | ModelService
 
 
 def unit_name(name: str) -> str:
-    """The unit of an instance."""
+    """Name of an instance's unit."""
     if not name:
         raise OverspillError("a service needs a name; give a model, or a name with --name")
     unit = f"overspill@{escape_instance(name)}.service"
@@ -120,7 +120,7 @@ def unit_name(name: str) -> str:
 
 
 def port_of(words: Sequence[str]) -> str:
-    """Where a server with this command listens; the last flag counts."""
+    """Port that a server with this command listens on; the last flag counts."""
     ports = [after for word, after in pairwise(words) if word == "--port"]
     return ports[-1] if ports else _USUAL_PORT
 
@@ -130,12 +130,12 @@ def drop_in_path(name: str) -> PurePosixPath:
 
 
 def secrets_path(name: str) -> PurePosixPath:
-    """Beside the drop-in; systemd reads only `*.conf` there."""
+    """File of secrets beside the drop-in; systemd reads only `*.conf` there."""
     return drop_in_path(name).with_name("secrets.env")
 
 
 def _marked(text: str, command: str = "") -> str:
-    """A file that is known as Overspill's own, and names the command below `overspill service` for it."""
+    """Text marked as Overspill's own, naming the `overspill service` command that removes the file."""
     return f"{MARKER}{command}install`; `overspill service {command}remove` takes it away.\n{text}"
 
 
@@ -148,7 +148,7 @@ def _templates() -> Environment:
     templates.filters |= {
         "program": quote_program,
         "exec": lambda command: " ".join([quote_program(command[0]), *map(quote_word, command[1:])]),
-        # Of Environment=, where a `$` is only a `$`.
+        # For Environment=, where `$` has no special meaning.
         "assignment": lambda value, name: f'"{_escaped(f"{name}={value}")}"',
         "path": quote_path,
         "percent": lambda text: text.replace("%", "%%"),
@@ -157,20 +157,20 @@ def _templates() -> Environment:
 
 
 def escape_instance(name: str) -> str:
-    """As systemd-escape(1) does, so that %I gives the name back. No character is left that could leave a folder."""
+    """Escape as systemd-escape(1) does, so that %I restores the name; no path separator or leading dot is left."""
     escaped = "".join(chr(byte) if byte in _KEPT else f"\\x{byte:02x}" for byte in _utf8(name))
     escaped = escaped.replace("\\x2f", "-")
     return f"\\x2e{escaped[1:]}" if escaped.startswith(".") else escaped
 
 
 def quote_word(word: str) -> str:
-    """One word of ExecStart=, after the program's own."""
+    """Quote one word of ExecStart= after the program."""
     return word if _PLAIN_WORD.fullmatch(word) else f'"{_escaped(word).replace("$", "$$")}"'
 
 
 def quote_program(path: str) -> str:
-    """The first word of ExecStart=, where systemd takes no quotes and no backslashes, and takes a `$` for itself in one
-    of the two places it passes the path on, and not in the other."""
+    """Quote the first word of ExecStart=, where systemd accepts no quotes or backslashes in the path, and expands a `$`
+    in only one of the two places it passes the path on to."""
     if strange := sorted({each for each in path if each in "$\\\"'" or not each.isprintable()}):
         raise OverspillError(
             f"systemd cannot start {path!r}: its path holds {' '.join(strange)!r}; install the unit with a Python "
@@ -180,7 +180,7 @@ def quote_program(path: str) -> str:
 
 
 def quote_environment(value: str) -> str:
-    """A value in the file of EnvironmentFile=, where a `%` is only a `%` and one line holds one variable."""
+    """Quote a value in the file of EnvironmentFile=, where `%` has no special meaning and a line holds one variable."""
     _utf8(value)
     if not value.isprintable():
         raise OverspillError("a secret holds a line break or another control character; use one without")
@@ -188,7 +188,7 @@ def quote_environment(value: str) -> str:
 
 
 def quote_path(path: str) -> str:
-    """The path of EnvironmentFile=, which is the rest of the line."""
+    """Quote the path of EnvironmentFile=, which takes the rest of the line."""
     if not path.isprintable() or path != path.strip():
         raise OverspillError(f"systemd cannot read {path!r}; give another --folder or --name")
     return path.replace("%", "%%")
