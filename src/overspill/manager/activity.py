@@ -1,4 +1,4 @@
-"""Requests through the gateway, noted in memory and written to the registry in batches, off the requests' path."""
+"""Activity: gateway requests, noted in memory and written to the registry in batches, off the requests' path."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ _RECENT = 8
 
 
 class Activity:
-    """`note` costs an append. A registry that cannot be written loses the oldest rows beyond a bound."""
+    """Log of requests. `note` costs one append; while the registry is not writable, rows beyond a bound are lost."""
 
     def __init__(self, registry: Registry, *, every_s: float = _EVERY_S) -> None:
         self._registry, self._every_s = registry, every_s
@@ -25,7 +25,7 @@ class Activity:
         self._forgot_at = float("-inf")
         self._has_failed = False
         self.recent: deque[Request] = deque(maxlen=_RECENT)
-        """The newest first."""
+        """The latest requests, newest first."""
 
     def note(self, request: Request) -> None:
         self._unwritten.append(request)
@@ -39,7 +39,7 @@ class Activity:
             await asyncio.sleep(self._every_s)
 
     async def write(self) -> None:
-        """All that were noted so far."""
+        """Write all requests noted so far; once an hour, also delete old rows."""
         batch = list(self._unwritten)
         is_due = time.monotonic() - self._forgot_at > _FORGET_EVERY_S
         if not batch and not is_due:

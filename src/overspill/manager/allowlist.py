@@ -1,4 +1,4 @@
-"""What may be named over the web: vLLM flags that neither run code nor open files or ports, and models' sources."""
+"""Allowlist for web requests: model sources, and vLLM flags that neither run code nor open files or ports."""
 
 import os
 import re
@@ -12,8 +12,8 @@ from overspill.kv.options import Options
 from overspill.manager.errors import ManagerError
 from overspill.model.source import cache_folder
 
-# Not a list of what is forbidden: vLLM gets new flags with every version, takes the beginnings of names for the whole,
-# and reads modules, templates, plugins and configuration files named by many of them.
+# A blocklist would have holes: every version of vLLM adds flags, vLLM accepts abbreviated names, and many flags name
+# modules, templates, plugins or configuration files to load.
 FLAGS = frozenset(
     {
         "--async-scheduling", "--no-async-scheduling",
@@ -49,27 +49,27 @@ FLAGS = frozenset(
         "--uvicorn-log-level",
     }
 )  # fmt: skip
-# Of connectors: Overspill's own, and two switches of vLLM's. Others name modules to import and servers to connect to.
+# Connector options: Overspill's own and two of vLLM's. Others name modules to import and servers to connect to.
 HARMLESS_OPTIONS = frozenset(field.name for field in fields(Options)) | {"lazy_offload", "offload_prompt_only"}
 
 _MAX_LENGTH = 1024
 _MAX_REPO_ID = 96
-# As huggingface_hub checks it, in ASCII: an owner and a name, or a name alone; neither begins or ends with - or a dot.
+# huggingface_hub's rule, in ASCII: an owner and a name, or a name alone; neither begins or ends with - or a dot.
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _REPO_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
 _MOST_FILES = 10_000
 
 
 class NotAllowed(ManagerError):
-    """Something that may not be named over the web."""
+    """The request names something that is not allowed over the web."""
 
 
 class FlagNotAllowed(NotAllowed):
-    """A vLLM flag, or an option of a connector."""
+    """The request names a vLLM flag or a connector option that is not on the allowlist."""
 
 
 class ModelNotAllowed(NotAllowed):
-    """A model's source."""
+    """The model source is neither a repository's id nor a folder within the allowed ones."""
 
 
 def require_harmless(options: Iterable[str]) -> None:
@@ -85,7 +85,7 @@ def require_harmless(options: Iterable[str]) -> None:
 def require_allowed(words: Sequence[str]) -> None:
     for flag in read_flags(words):
         written = flag.words[0].partition("=")[0]
-        # A dotted key sets a part of a JSON value, of which names like these have none.
+        # A dotted flag (--flag.key) sets one key of a JSON value; none is allowed.
         if flag.name not in FLAGS or "." in written:
             raise FlagNotAllowed(
                 f"{written[:80]!r} may not be set over the web, since vLLM's flags can run code and open files. "
@@ -95,15 +95,15 @@ def require_allowed(words: Sequence[str]) -> None:
 
 
 def confined_source(source: str, folders: Sequence[Path], hub_cache: Path | None = None) -> str:
-    """The source as it may be kept and started: a repository's id, or the real path of a folder.
+    """Validate a model source, and return it as a repository's id or the real path of a folder.
 
-    Those who can write to these folders are trusted: a link that is changed later is not noticed.
+    Users who can write to these folders are trusted: a link changed after this check goes unnoticed.
     """
     if not source or len(source) > _MAX_LENGTH or not source.isprintable():
         raise ModelNotAllowed(
             f"{source!r:.80} is not the name of a model; give a repository such as Qwen/Qwen3-8B, or a folder"
         )
-    # vLLM looks for a folder of that name first, from wherever it was started.
+    # vLLM looks for a folder of that name in its working directory first.
     if is_repo_id(source) and not os.path.lexists(source):
         return source
     roots = [_real(root) for root in (*folders, hub_cache if hub_cache is not None else cache_folder())]
@@ -118,7 +118,7 @@ def confined_source(source: str, folders: Sequence[Path], hub_cache: Path | None
             "Qwen/Qwen3-8B or /models/qwen"
         )
     folder = _real(Path(source))
-    # The same words whether it exists or not: the contents of the disk are nobody's business.
+    # The message is the same whether the folder exists or not: the contents of the disk are nobody's business.
     if not any(folder.is_relative_to(root) for root in roots) or not folder.is_dir():
         shown = ", ".join(str(root) for root in (*folders, "the hub's cache"))
         raise ModelNotAllowed(
@@ -146,7 +146,7 @@ def _real(path: Path) -> Path:
 
 
 def _refuse_links_out(folder: Path, roots: Sequence[Path]) -> None:
-    """A config.json that points at somebody's file would be shown in part by the error about it."""
+    """Raise if an entry links out of the roots: the parse error of a linked config.json would quote the file."""
     try:
         with os.scandir(folder) as entries:
             links = [Path(entry.path) for entry in islice(entries, _MOST_FILES) if entry.is_symlink()]

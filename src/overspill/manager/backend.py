@@ -1,4 +1,4 @@
-"""Processes of engines: started as sessions that outlive the manager or by systemd, recognised, signalled and ended."""
+"""Engine processes: started as sessions that outlive the manager or by systemd, recognised, signalled and ended."""
 
 import asyncio
 import contextlib
@@ -23,15 +23,15 @@ from overspill.service.units import Mode, unit_name
 HOST = "127.0.0.1"
 _POLL_S = 0.1
 _UNIT_START_S = 30.0
-# Not for engines: systemd's notices would come from the wrong process, and a key of vLLM's would shut out the gateway.
+# Removed for engines: sd_notify would come from the wrong process, and a vLLM key would shut out the gateway.
 _LEFT_OUT = ("NOTIFY_SOCKET", "VLLM_API_KEY")
-# Polled by the manager: vLLM's log would have a line for each.
+# The manager polls these paths; vLLM's access log would have a line for every poll.
 _POLLED = "/health,/metrics"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Numbers of processes are used again; with boot and start time they name one for ever, as the registry does."""
+    """A pid with boot and start time, unique although pids are reused; the registry identifies processes likewise."""
 
     pid: int
     process: str
@@ -41,7 +41,7 @@ class Identity:
         return identify(self.pid) == self
 
     def signal(self, sign: signal.Signals) -> None:
-        """Nothing if it has ended. With the handle open, its number cannot become another process's meanwhile."""
+        """Signal the process unless it has ended; through the pidfd no later process with the same pid can be hit."""
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(self.pid)
             try:
@@ -52,29 +52,29 @@ class Identity:
 
 
 def identify(pid: int) -> Identity | None:
-    """None if there is no such process, or only a zombie."""
+    """Identity of a process; None if it does not exist or is only a zombie."""
     process = identity(pid)
     return None if process is None else Identity(pid, process)
 
 
 @dataclass(slots=True)
 class EngineProcess:
-    """`overspill serve`, and all processes below it or in a session that one of them began."""
+    """An `overspill serve` process, its descendants, and all processes in sessions that any of them began."""
 
     root: Identity
     sessions: set[int] = field(default_factory=set)
-    """Noted while the root lives: processes that it leaves behind are known by them."""
+    """Sessions the engine began, noted while the root lives, to recognise processes it leaves behind."""
 
     def living(self) -> list[int]:
-        """All processes that are left. Reads the whole of /proc: not for the event loop."""
+        """Pids of all processes still alive. Reads all of /proc: not for the event loop."""
         every = list(processes())
         ours: set[int] = set()
         if self.root.is_alive:
             ours = set(family(self.root.pid, every))
-            # Only sessions of their own: one that a terminal began holds a shell that is not ours to kill.
+            # Only sessions begun by the engine: a terminal's session holds a shell that is not ours to kill.
             self.sessions |= {one.session for one in every if one.pid in ours and one.session in ours}
         left = [one for one in every if one.is_alive and (one.pid in ours or one.session in self.sessions)]
-        # A number that no process has any more may begin a stranger's session later.
+        # The id of an empty session may be reused for a stranger's.
         self.sessions &= {one.session for one in left}
         return [one.pid for one in left]
 
@@ -87,8 +87,8 @@ class EngineProcess:
         return True
 
     async def end(self, patience_s: float) -> bool:
-        """SIGTERM, patience, SIGKILL; False if it had to be killed."""
-        await asyncio.to_thread(self.living)  # so that its sessions are known when it is gone
+        """Send SIGTERM, and SIGKILL after `patience_s`; False if SIGKILL was needed."""
+        await asyncio.to_thread(self.living)  # note the sessions before the root is gone
         self.root.signal(signal.SIGTERM)
         if await self.gone(patience_s):
             return True
@@ -96,7 +96,7 @@ class EngineProcess:
         return False
 
     async def kill(self) -> None:
-        """Until none is left: a process that is just being started may be missed the first time."""
+        """Kill until no process is left: the first pass may miss a process that is just starting."""
         while left := await asyncio.to_thread(self.living):
             kill(left)
             await self.gone(1.0)
@@ -106,25 +106,25 @@ class EngineProcess:
 class Launched:
     identity: Identity
     child: "subprocess.Popen[bytes] | None" = None
-    """For its exit code; None for a process that is not ours."""
+    """Handle for reading the exit code; None for a process that is not our child."""
     url: str | None = None
     unit: str | None = None
     journal: str | None = None
-    """The command that shows the unit's log."""
+    """Command that shows the unit's log."""
 
 
 class Backend(Protocol):
     def launch(self, name: str, log_file: Path, folder: Path) -> Launched:
-        """Returns when there is a process. Blocks. The folder that it works in must be empty: vLLM, and Overspill,
-        prefer a folder to a repository of the same name."""
+        """Start an engine, and return once it has a process. Blocks. `folder`, its working directory, must be empty:
+        vLLM and Overspill prefer a folder to a repository of the same name."""
 
     def stop_unit(self, unit: str) -> None:
-        """Stops it where it was started, so that it is not started again. Blocks."""
+        """Stop the unit through systemd, which would otherwise restart the engine. Blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnProcesses:
-    """`overspill serve` in a session of its own, without a terminal: neither a Ctrl-C nor the manager's end ends it."""
+    """Starts `overspill serve` in its own session without a terminal; it survives Ctrl-C and the manager's end."""
 
     program: tuple[str, ...] = (sys.executable, "-P", "-m", "overspill", "serve")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -156,20 +156,20 @@ class OwnProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Units of systemd, for models that `overspill service install` was run for; own processes for the rest."""
+    """Starts systemd units for models that `overspill service install` was run for, and own processes for the rest."""
 
     systemctl: tuple[str, ...]
     folder: Path
-    """Where units are installed."""
+    """Folder of installed units."""
     otherwise: OwnProcesses = field(default_factory=OwnProcesses)
 
     def launch(self, name: str, log_file: Path, folder: Path) -> Launched:
-        """The unit decides where the engine listens and where it logs; the engine's status has both."""
+        """Start the model's unit; the unit sets the address and the log, and the engine's status reports both."""
         unit = unit_name(name)
         if unit not in installed(self.folder):
             return self.otherwise.launch(name, log_file, folder)
         journal = journal_of(unit, is_user="--user" in self.systemctl)
-        # A start ends when the engine is ready; the engine's own task waits for that.
+        # Without --no-block, systemctl returns when the engine is ready; the engine's own task waits for that.
         self._run("start", "--no-block", unit)
         deadline = time.monotonic() + _UNIT_START_S
         while time.monotonic() < deadline:
@@ -192,13 +192,13 @@ class Units:
 
 
 def backend_here(environ: Mapping[str, str] = os.environ) -> Backend:
-    """systemd's where this user has one that runs."""
+    """The backend for this machine: systemd where the user's instance runs, else own processes."""
     units = units_of(Mode.USER, environment=environ)
     return OwnProcesses() if units.systemctl is None else Units(systemctl=units.systemctl, folder=units.folder)
 
 
 def journal_of(unit: str, *, is_user: bool) -> str:
-    """The command that shows its log."""
+    """Command that shows a unit's log."""
     return shlex.join(["journalctl", *(["--user"] if is_user else []), "-u", unit])
 
 
@@ -206,25 +206,25 @@ def journal_of(unit: str, *, is_user: bool) -> str:
 class Unit:
     name: str
     is_user: bool
-    """Of a user's systemd, not of the machine's."""
+    """Whether the unit belongs to a user's systemd, not to the machine's."""
 
     def is_of(self, model: str) -> bool:
         try:
             return unit_name(model) == self.name
-        except OverspillError:  # a name that no unit can have
+        except OverspillError:  # a name that is not valid for a unit
             return False
 
 
 def unit_of(pid: int) -> Unit | None:
-    """Overspill's unit in which a process runs; systemd may have started it again with another number. Blocks."""
+    """Overspill's unit in which a process runs, found by pid since systemd may have restarted the unit. Blocks."""
     try:
         return unit_in(Path(f"/proc/{pid}/cgroup").read_text())
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
 
 
 def unit_in(cgroup: str) -> Unit | None:
-    """From the text of /proc/PID/cgroup."""
+    """Overspill's unit named in the text of /proc/PID/cgroup, if any."""
     for line in cgroup.splitlines():
         parts = line.partition(":")[2].partition(":")[2].split("/")
         for part in parts:

@@ -1,4 +1,4 @@
-"""One engine: looks at its processes, compares with what is wanted, and takes the next step. One task, no locks."""
+"""One engine: a task without locks that looks at the processes, compares with the wish, and takes the next step."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _FAILURE_LINES = 12
 _LAUNCHES = 3
 _LEAST_FREE_BYTES = 64 * 1024
-# As `overspill serve` and vLLM say it.
+# Messages of `overspill serve` and vLLM.
 _PORT_TAKEN = re.compile(r"port \d+ is in use|took the port meanwhile|[Aa]ddress already in use")
 _SAID_ERROR = re.compile(r"^(?:overspill: )?error: (?P<said>.+)")
 
@@ -42,14 +42,14 @@ class Failure:
     reason: str
     log_lines: tuple[str, ...]
     at: float
-    """On the monotonic clock."""
+    """Time of the failure on the monotonic clock."""
     count: int
-    """Of failures in a row."""
+    """Number of failures in a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Shared by all engines."""
+    """Surroundings shared by all engines."""
 
     backend: Backend
     folder: Path
@@ -69,38 +69,38 @@ class Engine:
     state: State = State.STOPPED
     since: float = field(default_factory=time.time)
     ready_since: float | None = None
-    """On the monotonic clock, as the next ones."""
+    """Time on the monotonic clock, like the next two."""
     ended_at: float = float("-inf")
     last_used: float = float("-inf")
     last: Record | None = None
-    """Of the process that runs, or ran last."""
+    """Record of the running process, or of the last one."""
     is_managed: bool = False
     status: Status | None = None
     served: tuple[str, ...] = ()
     failure: Failure | None = None
     stop_reason: str = ""
-    """Why it is being stopped, for requests that it ends, or was the last time."""
+    """Why the engine is being or was last stopped; shown to requests that the stop cuts off."""
     in_flight: int = 0
     held: int = 0
-    """How many measure it, or otherwise need it not to be stopped for another model."""
+    """Number of users, such as measurements, that forbid stopping the engine for another model."""
     is_draining: bool = False
     is_leaving: bool = False
-    """It drains because somebody stops it: it takes no new request."""
+    """Whether the engine drains because somebody stops it, and so takes no new requests."""
     start_s: float | None = None
-    """How long its last start took that succeeded, as `overspill serve` keeps it."""
+    """Duration of the last successful start, as kept by `overspill serve`."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """With which to start it."""
+    """Model settings to start the engine with."""
     holds: Memory = NOTHING
-    """Now; less while it is parked."""
+    """Memory held now; less while parked."""
     account: Account | None = None
-    """Of its KV, in the GPU's ledger, if it is elastic; while it is parked, from before."""
+    """Row of an elastic engine's KV in the GPU's ledger; while parked, the row from before."""
     refusal: str = ""
-    """Why it was not parked, or not woken, the last time that it was to be."""
+    """Why the last attempt to park or wake the engine failed; empty if it did not."""
     refused_at: float = float("-inf")
     _takes: Memory = NOTHING
-    """While it runs."""
+    """Memory held while awake, by the plan."""
     _freed: Memory = NOTHING
-    """By parking it, as it said itself the last time."""
+    """Memory freed by the last park, as the engine reported it."""
     _is_parked: bool = False
     _knows_parked: bool = False
     _stops_instead: bool = False
@@ -121,7 +121,7 @@ class Engine:
     _past: Past | None = None
     _was_asked_to_end: bool = False
 
-    # Wishes: none of these waits, and each may be repeated.
+    # Wishes: none of them waits, and each may be repeated.
 
     def want_up(self, settings: dict[str, Any], takes: Memory) -> None:
         if self.wanted is Wanted.UP and not self._is_ending:
@@ -133,12 +133,12 @@ class Engine:
         self._observe_wish()
 
     def want_awake(self) -> None:
-        """Of one that is parked."""
+        """Wake a parked engine."""
         self.wanted, self.stop_reason, self.refusal, self.holds = Wanted.UP, "", "", self._awake_takes
         self._observe_wish()
 
     def want_parked(self, reason: str, *, or_stop: bool) -> None:
-        """One that is ready; `or_stop`, it is stopped where it cannot be parked."""
+        """Park a ready engine; with `or_stop`, stop it if parking fails."""
         logger.info("Overspill: %s is being parked: %s", self.name, reason)
         self.wanted, self.stop_reason, self.refusal, self._stops_instead = Wanted.PARKED, reason, "", or_stop
         self._observe_wish()
@@ -152,7 +152,7 @@ class Engine:
         self._observe_wish()
 
     def remember(self, past: Past) -> None:
-        """Of a manager before this one; before anything else is known."""
+        """Restore the state that an earlier manager left; to be called before anything else is known."""
         self._past, self.start_s = past, last_start(self.name).seconds
         if past.state == State.FAILED:
             self.failure = Failure(reason=past.error, log_lines=past.log_lines, at=time.monotonic(), count=0)
@@ -174,7 +174,7 @@ class Engine:
             logger.warning("Overspill: how %s is cannot be kept: %s", self.name, error)
 
     def adopt(self, record: Record, *, is_managed: bool) -> None:
-        """A process that was found, and is not known yet."""
+        """Take over a running process that was found, unless the engine has one already."""
         if self._process is not None:
             return
         self._take(EngineProcess(record.identity), None, record)
@@ -183,7 +183,7 @@ class Engine:
         self._observe_wish()
 
     def update(self, status: Status | None) -> None:
-        """With what its status file says now."""
+        """Apply the engine's current status file."""
         if status == self.status:
             return
         self.status = status
@@ -200,7 +200,7 @@ class Engine:
         self._publish()
 
     def follow(self, account: Account | None) -> None:
-        """With what the GPU's ledger says of its KV now."""
+        """Apply the engine's current row of the GPU's ledger."""
         is_parked = account is not None and not account.held
         if account != self.account and not is_parked:
             self.account = account
@@ -212,7 +212,7 @@ class Engine:
 
     @property
     def _awake_takes(self) -> Memory:
-        """What it was planned to take, with the KV that it has or may take by now."""
+        """Planned memory, adjusted to the KV that an elastic engine holds or may take by now."""
         if self.account is None or self.status is None:
             return self._takes
         grown = self._kv_bytes - int(self.status.plan.get("resident_kv_bytes") or 0)
@@ -220,47 +220,47 @@ class Engine:
 
     @property
     def could_release(self) -> Memory:
-        """KV that an elastic engine gives back when others need its memory."""
+        """KV memory that an elastic engine gives back when others need it."""
         if self.account is None or not self.is_sharing or self.is_draining:
             return NOTHING
         return on_gpus(max(0, self._kv_bytes - self.account.floor), self.gpus)
 
     @property
     def promised(self) -> Memory:
-        """KV that it was granted and does not have yet."""
+        """KV memory that the engine was granted and has not taken yet."""
         if self.account is None or not self.is_sharing:
             return NOTHING
         return on_gpus(self._kv_bytes - self.account.held, self.gpus)
 
     @property
     def _kv_bytes(self) -> int:
-        """KV that it holds, or takes at any moment: it was granted that."""
+        """Bytes of KV that the engine holds, or was granted and may take at any moment."""
         return max(self.account.held, self.account.granted) if self.account is not None else 0
 
     @property
     def gpus(self) -> list[int]:
-        """Of each of its ranks."""
+        """GPU index of each rank."""
         return gpus_of(self.status.plan if self.status is not None else {})
 
     @property
     def is_sharing(self) -> bool:
-        """Whether its KV follows the manager's grants; it is not disturbed while it is measured."""
+        """Whether the engine's KV follows the manager's grants; a measured engine is left undisturbed."""
         return self.account is not None and self.state is State.READY and not self.held
 
     def is_taking_memory(self, accounts: Collection[Account]) -> bool:
-        """Whether it starts or wakes, or is about to, or was just woken and its row does not show yet what it holds."""
+        """Whether the engine starts or wakes, is about to, or was just woken and its ledger row is not current yet."""
         if self.state is State.READY:
             return self.account is not None and self.account not in accounts
         return self.state is State.STARTING or self.wanted is Wanted.UP
 
     @property
     def record(self) -> Record | None:
-        """Of the process that runs."""
+        """Record of the running process."""
         return self.last if self._process is not None else None
 
     @property
     def url(self) -> str | None:
-        """From its status, since its flags may switch TLS on; before there is one, where it was started to listen."""
+        """Address from the status file, since flags may switch TLS on; before that, the address given at launch."""
         reported = self.status.url if self.status is not None else None
         return reported or (self.record.url if self.record is not None else None)
 
@@ -270,12 +270,12 @@ class Engine:
 
     @property
     def own_log(self) -> Path:
-        """Of processes that are started here."""
+        """Log of processes that this manager starts."""
         return self.world.folder / "logs" / f"{file_name(self.name)}.log"
 
     @property
     def log_hint(self) -> str:
-        """Where the log of its last process is, if not in a file that is known."""
+        """Hint on where the last process logs; empty if the log file is known."""
         if self.last is None or self.last.log_file is not None:
             return ""
         if self.last.journal is not None:
@@ -287,7 +287,7 @@ class Engine:
 
     @property
     def starting_s(self) -> float:
-        """For how long it has been starting; 0 if it is not."""
+        """Seconds since the launch while the engine starts, else 0."""
         return time.monotonic() - self._launched_at if self.state is State.STARTING and self.has_process else 0.0
 
     @property
@@ -296,7 +296,7 @@ class Engine:
 
     @property
     def parking_frees(self) -> Memory:
-        """What was freed by it the last time, or else what its workers say that they have."""
+        """Memory that parking frees: as measured the last time, or else by what the workers report holding."""
         if self._freed != NOTHING and (self._is_parked or self.account is None):
             return self._freed
         memory = self.status.memory if self.status is not None else None
@@ -306,11 +306,10 @@ class Engine:
         return self._on_device(sum(part or 0 for part in (memory.weights_bytes, kv_bytes, memory.window_bytes)))
 
     def _on_device(self, num_bytes: int) -> Memory:
-        """On a CPU, RAM plays the GPU's memory; of it, KV that engines share is counted apart."""
+        """Memory for bytes of all ranks; on a CPU it is RAM, and KV that engines share is counted as GPU 0's."""
         if self.account is not None and self.status is not None and self.status.plan.get("device") == "cpu":
             shared = min(num_bytes, self.account.held)
             return on_gpus(shared, ram_bytes=num_bytes - shared)
-        # Of all ranks together.
         return on_gpus(num_bytes // len(self.gpus), self.gpus) if self._takes.gpu_bytes else Memory(ram_bytes=num_bytes)
 
     @property
@@ -319,7 +318,7 @@ class Engine:
 
     @property
     def retry_after_s(self) -> float:
-        """Until a request may start it again."""
+        """Seconds until a request may start the engine again after a failure."""
         if self.failure is None:
             return 0.0
         return max(0.0, self.failure.at + self.world.timing.back_off(self.failure.count) - time.monotonic())
@@ -329,8 +328,8 @@ class Engine:
             self._task = asyncio.create_task(self._live(), name=f"engine {self.name}")
 
     async def leave(self) -> None:
-        """Watch it no more; it goes on."""
-        while self._is_launching:  # a process that nobody has noted would be lost
+        """Stop watching the engine, which keeps running."""
+        while self._is_launching:  # a process without a record would be lost
             await asyncio.sleep(0.01)
         if self._task is not None:
             self._task.cancel()
@@ -338,7 +337,7 @@ class Engine:
                 await self._task
         self._forget_handle()
         if self._child is not None and self._child.poll() is None:
-            self._child.returncode = 0  # it is not waited for any more
+            self._child.returncode = 0  # nobody waits for this child any more
 
     async def until(self, *states: State) -> State:
         while self.state not in states:
@@ -355,19 +354,19 @@ class Engine:
                 await self._step(await self._look())
             except OSError as error:  # a full disk, a folder that is gone
                 if self._process is not None:
-                    # Not to be found again after a crash of the manager, and running all the same.
+                    # The engine runs, but after a crash of the manager its record would be missing.
                     logger.warning("Overspill: %s cannot be looked after: %s", self.name, error)
                     await asyncio.sleep(1.0)
                 else:
                     self._fail(f"{self.name} could not be started: {error}", ())
             except Exception:
-                # A manager that stops looking shows what is not so.
+                # A manager that stops looking would show outdated states.
                 logger.exception("Overspill: looking after %s failed, and is tried again", self.name)
                 await asyncio.sleep(1.0)
 
     async def _step(self, seen: Seen) -> None:
         if seen is Seen.ABSENT and self._was_asked_to_end:
-            self._bury()  # an end on request is not a failure, whatever is wanted by now
+            self._bury()  # a requested end is not a failure, whatever is wanted by now
         is_launched = self._process is not None
         decision = decide(self.wanted, seen, launched=is_launched, failed=self.failure is not None)
         if decision.step is not Step.GIVE_UP:
@@ -393,7 +392,7 @@ class Engine:
         if process is None:
             return Seen.ABSENT
         if self._child is not None:
-            self._child.poll()  # else it stays a zombie
+            self._child.poll()  # otherwise it stays a zombie
         if not process.root.is_alive:
             left = await asyncio.to_thread(process.living)
             if not left:
@@ -410,14 +409,14 @@ class Engine:
             await self._find_out_whether_parked()
             return self._present
         if self._answered_at is None:
-            if time.monotonic() - self._scanned_at > 1.0:  # what it began is known should it be killed
+            if time.monotonic() - self._scanned_at > 1.0:  # note its sessions, should it be killed
                 await asyncio.to_thread(process.living)
                 self._scanned_at = time.monotonic()
             is_late = time.monotonic() - self._launched_at > timing.start_s
             return Seen.SILENT if is_late and self.is_managed else Seen.LOADING
         if time.monotonic() - self._answered_at <= timing.silent_s:
             return self._present
-        # What somebody else started may be paused in a debugger: it is not ours to end, and is waited for.
+        # An engine somebody else started may be paused in a debugger: it is not ours to end, so wait for it.
         return Seen.SILENT if self.is_managed else Seen.LOADING
 
     async def _answers(self, process: EngineProcess) -> bool:
@@ -427,12 +426,12 @@ class Engine:
         if answer is None or answer[0] != 200:
             return False
         if self._answered_at is None:
-            # Somebody else may have taken the port, and answer too.
+            # Another program may have taken the port, and answer too.
             living = await asyncio.to_thread(process.living)
             if address(url)[1] not in [one.port for one in await asyncio.to_thread(listeners, living)]:
                 return False
             models = await self.world.upstream.ask(url, "/v1/models", self.world.timing.health_s)
-            self.served = read_names(models) or ()  # clients must use one of these
+            self.served = read_names(models) or ()  # requests to the engine must use one of these
         return True
 
     @property
@@ -440,7 +439,7 @@ class Engine:
         return Seen.PARKED if self._is_parked else Seen.SERVING
 
     async def _find_out_whether_parked(self) -> None:
-        """Once, and again where it did not answer: a manager before this one may have parked it."""
+        """Ask an engine until it answers once whether it is parked: an earlier manager may have parked it."""
         if self._knows_parked or not self.can_park:
             return
         told = await self._control("GET", "state")
@@ -458,7 +457,7 @@ class Engine:
         self._knows_parked = told is not None
         self._refuse(f"{self.name} could not be parked: {_reason(told)}")
         if self.wanted is not Wanted.PARKED:
-            return  # meanwhile
+            return  # the wish changed meanwhile
         if self._stops_instead:
             self.want_down(self.stop_reason)
         else:
@@ -484,7 +483,7 @@ class Engine:
         logger.warning("Overspill: %s", why)
 
     async def _control(self, method: str, action: str) -> dict[str, Any] | None:
-        """What the engine answers; None if it does not."""
+        """The engine's JSON answer to a control request; None if there is none."""
         status, url = self.status, self.url
         secret = await asyncio.to_thread(secret_of, status) if status is not None else None
         if url is None or secret is None:
@@ -529,7 +528,7 @@ class Engine:
         if self.wanted is Wanted.UP:
             self.stop_reason = f"it had not answered for {self._patience_s:g} s"
             logger.warning("Overspill: %s is being ended: %s", self.name, self.stop_reason)
-        try:  # for its own record of the run, which only it writes
+        try:  # for the engine's record of the run, which only the engine writes
             await asyncio.to_thread(leave_reason, process.root.pid, process.root.process, self.stop_reason)
         except OSError as error:
             logger.warning("Overspill: the run of %s will not say why it was stopped: %s", self.name, error)
@@ -546,18 +545,18 @@ class Engine:
 
     @property
     def _patience_s(self) -> float:
-        """For which it may be silent now."""
+        """Seconds for which the engine may be silent now."""
         return self.world.timing.start_s if self._answered_at is None else self.world.timing.silent_s
 
     @property
     def _served_s(self) -> float:
-        """From when it was ready to its last answer: what hung since did not serve."""
+        """Seconds from ready to the last answer: an engine that hung since did not serve."""
         if self.ready_since is None or self._answered_at is None:
             return 0.0
         return self._answered_at - self.ready_since
 
     async def _give_up(self) -> None:
-        """The processes are gone without a request from here, or were ended for their silence."""
+        """Handle processes that ended without a request from here, or were ended for their silence."""
         process, is_silent = self._process, self._is_ending
         assert process is not None
         code = self._child.poll() if self._child is not None else None
@@ -566,9 +565,9 @@ class Engine:
         known = await asyncio.to_thread(how_it_ended, self.world.registry, self.name, process.root)
         was_loading, patience_s, served_s = self._answered_at is None, self._patience_s, self._served_s
         self._bury()
-        # An engine that was ended for its silence ends as cleanly as on request, and has failed all the same.
+        # An engine ended for its silence ends as cleanly as on request, but has failed all the same.
         if not is_silent and was_loading and self._launches < _LAUNCHES and _PORT_TAKEN.search("\n".join(lines)):
-            return  # launched again, with another port
+            return  # it is launched again, with another port
         if not is_silent and ((known is not None and known[0]) or code == 0):
             self.wanted, self.stop_reason = Wanted.DOWN, "it was stopped from outside"
             return
@@ -577,7 +576,7 @@ class Engine:
         how = f", killed by {signal_name(-code)}" if code is not None and code < 0 else how
         if is_silent:
             how = f" after it had not answered for {patience_s:g} s, and was ended"
-        # After an end on request the record only repeats the reason.
+        # After a requested end the record only repeats the reason.
         said, shown = _said(lines)
         why = said or (known[1].splitlines()[0] if known is not None and known[1] and not known[0] else "")
         why = why or ("" if lines else _no_room_for(self.log_file))
@@ -614,7 +613,7 @@ class Engine:
             self._handle = None
 
     def _bury(self) -> None:
-        """Nothing of it is left."""
+        """Clean up after the last process has ended."""
         if self._process is None:
             return
         if self._child is not None:
@@ -624,7 +623,7 @@ class Engine:
         self._forget_handle()
         with contextlib.suppress(OSError):
             self.world.records.remove(self.name)
-            take_reason(self._process.root.pid, None)  # what was killed has not taken it
+            take_reason(self._process.root.pid, None)  # a killed engine has not taken its reason
         self._process = self._child = self.status = self._answered_at = self.account = None
         self.served, self.ended_at = (), time.monotonic()
         self._is_ending = self._was_asked_to_end = self._is_parked = False
@@ -644,19 +643,19 @@ class Engine:
         if state is State.READY:
             self.ready_since = self.last_used = time.monotonic()
         elif state is not State.STOPPING:
-            # While it ends it is still known for how long it served, or its end would count as a failed start.
+            # Kept while stopping: without its service time the end would count as a failed start.
             self.ready_since = None
         if state in (State.STOPPED, State.FAILED, State.PARKED):
             self.is_draining = self.is_leaving = False
         if state in (State.READY, State.STOPPED, State.FAILED):
             self._leave_past()
         if state is State.PARKED:
-            # For its TTL: one that was found parked was last used at some time before.
+            # For the TTL: the last use of an engine that was found parked is unknown.
             self.last_used = self.last_used if self.last_used > float("-inf") else time.monotonic()
         self._publish()
 
     def _observe_wish(self) -> None:
-        """Shows the new state at once; the loop does the rest."""
+        """Show the new state at once; the loop does the rest."""
         is_there = self._process is not None or self._is_launching
         seen = Seen.ABSENT if not is_there else Seen.LOADING if self._answered_at is None else self._present
         seen = Seen.ENDING if self._is_ending else seen
@@ -684,7 +683,7 @@ def _reason(told: Mapping[str, Any] | None) -> str:
 
 
 def _no_room_for(log: Path) -> str:
-    """Why a log may be empty."""
+    """Reason for an empty log if the disk is full, else an empty string."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(log.parent).free < _LEAST_FREE_BYTES:
             return f"the disk is full where its log is ({log.parent}); make room there"
@@ -692,11 +691,11 @@ def _no_room_for(log: Path) -> str:
 
 
 def _said(lines: list[str]) -> tuple[str, tuple[str, ...]]:
-    """The reason that `overspill serve` printed, if it did, and the lines to show with it."""
+    """The error that `overspill serve` printed, if any, and the log lines to show with it."""
     shown = [line for line in lines if line.strip()]
     for at in reversed(range(len(shown))):
         if (match := _SAID_ERROR.match(shown[at])) is not None:
-            # Where it repeats the lines that matter, what stands between them and the log's end does not.
+            # Where the lines that matter are repeated after the error, only those are shown.
             if any(line.startswith("the last lines of ") for line in shown[at + 1 : at + 2]):
                 shown = [line.strip() for line in shown[at + 2 :]]
             return match["said"], tuple(shown[-_FAILURE_LINES:])

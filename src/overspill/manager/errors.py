@@ -1,27 +1,27 @@
-"""Errors of the manager: why a model is not served, by what the client can do about it."""
+"""Errors of the manager: why a model is not served, grouped by what the client can do about it."""
 
 from overspill.kv.errors import OverspillError
 
 
 class ManagerError(OverspillError):
-    """Something that the manager refuses; the message says what to change."""
+    """The manager refuses a request; the message says what to change."""
 
 
 class AlreadyManaged(ManagerError):
-    """Another manager has these engines."""
+    """Another manager already runs these engines."""
 
 
 class NotParked(ManagerError):
-    """The model cannot be parked, or not now."""
+    """The model cannot be parked, at all or in its current state."""
 
 
 class NotServed(ManagerError):
-    """The model cannot answer now; the base of what follows."""
+    """The model cannot answer now; base of the classes below."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, log_lines: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.retry_after_s, self.log_lines = retry_after_s, log_lines
-        """When a retry makes sense, None if it would not help; and the end of the engine's log, if that says more."""
+        """Seconds until a retry makes sense, None if it would not help; and the end of the engine's log, if useful."""
 
 
 class StartFailed(NotServed):
@@ -29,16 +29,16 @@ class StartFailed(NotServed):
 
 
 class NoRoom(NotServed):
-    """The model needs more memory than there is, or than may be freed."""
+    """The model needs more memory than the machine has or than may be freed."""
 
 
 class QueueFull(NotServed):
-    """Too many requests wait already."""
+    """Too many requests already wait for models to load."""
 
 
 class StillLoading(NotServed):
-    """The request has waited as long as it may."""
+    """The model was not ready within the longest time a request may wait."""
 
 
 class Stopped(NotServed):
-    """Somebody stopped the model, or the manager, while the request waited."""
+    """The model or the manager was stopped while the request waited."""

@@ -1,4 +1,4 @@
-"""All engines: the one object that pages, the API and the gateway call, and its one loop."""
+"""The fleet: all engines in one object, called by pages, the API and the gateway, and its control loop."""
 
 import asyncio
 import contextlib
@@ -34,30 +34,30 @@ from overspill.upstream import Upstream
 logger = logging.getLogger(__name__)
 
 _DRAIN_LOOK_S = 0.05
-# Of elastic engines: how often the GPU is divided anew while there are any, and looked for the first one.
+# How often GPU memory is redivided while elastic engines run, and how often to look for the first one.
 _DIVIDE_EVERY_S, _LOOK_EVERY_S = 0.1, 1.0
 _REMEMBERED_NEED_S = 10.0
-# Memory of an engine that ends comes back within seconds.
+# Short, since an ending engine frees its memory within seconds.
 _REMEMBERED_REFUSAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a manager is set up."""
+    """Options of a manager."""
 
     folder: Path
-    """Its own: records of engines, and their logs."""
+    """The manager's own folder, with engines' records and logs."""
     backend: Backend = OwnProcesses()
     memory: Memory | None = None
-    """The most that all engines together may hold; without it, what is free on the machine."""
+    """Limit on what all engines together may hold; None for whatever is free on the machine."""
     most_waiting: int = 256
     timing: Timing = Timing()
     reckon: Callable[[Model, Memory], Need] | None = None
-    """A model's need; without it, by its plan."""
+    """Function for a model's need; None to derive the need from the model's plan."""
 
 
 class Engines:
-    """Made in a running event loop, with `async with`. Leaving stops the engines, unless `close` kept them."""
+    """All engines, used with `async with`; leaving stops them unless `close` was called with `keep` before."""
 
     def __init__(self, registry: Registry, options: Options) -> None:
         self.options, self.timing = options, options.timing
@@ -114,7 +114,7 @@ class Engines:
         await self.close()
 
     async def close(self, *, keep: bool = False) -> None:
-        """Stops what a manager started; with `keep`, engines go on, and the next manager finds them."""
+        """Stop the engines that a manager started; with `keep` they continue, and the next manager finds them."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -123,7 +123,7 @@ class Engines:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not keep:
-            is_over = (State.STOPPED, State.FAILED)  # what failed keeps its reason for the next manager
+            is_over = (State.STOPPED, State.FAILED)  # failed engines keep their reason for the next manager
             managed = [one for one in self._engines.values() if one.is_managed and one.state not in is_over]
             for engine in managed:
                 engine.want_down("the manager is being stopped")
@@ -133,14 +133,14 @@ class Engines:
         for grants in self._grants.values():
             grants.close()
         self.upstream.close()
-        await asyncio.sleep(0)  # connections are closed at the loop's next turn
+        await asyncio.sleep(0)  # the event loop closes connections in its next iteration
         if self._lock is not None:
             self._lock.close()
 
-    # What is there
+    # Queries
 
     def snapshots(self) -> list[Snapshot]:
-        """Every model of the registry, and engines of models that were removed from it; by name."""
+        """Snapshots of all models in the registry and of running engines whose model was removed, sorted by name."""
         names = {*self.catalogue.names(), *(name for name, one in self._engines.items() if one.has_process)}
         return [self.snapshot(name) for name in sorted(names)]
 
@@ -170,7 +170,7 @@ class Engines:
         )
 
     def plan(self, name: str) -> Mapping[str, Any]:
-        """That its engine runs with; empty if that is not known."""
+        """The plan the engine was started with, or an empty dict if unknown."""
         engine = self._engines.get(name)
         return engine.status.plan if engine is not None and engine.status is not None else {}
 
@@ -182,22 +182,22 @@ class Engines:
         return self._engine(name).log_file
 
     def log_hint(self, name: str) -> str:
-        """Where the log is, if not in that file; empty if it is."""
+        """Hint on where the log is if it is not in `log_file`, else an empty string."""
         return self._engine(name).log_hint
 
     async def events(self) -> AsyncIterator[list[Snapshot]]:
-        """All of them first, then those that change."""
+        """Yield snapshots of all models first, then of those that change."""
         with self.changes.listening() as listener:
             yield self.snapshots()
             while True:
                 yield list((await listener.next()).values())
 
-    # Actions: each may be repeated, and returns when it is done.
+    # Actions: each may be repeated, and is complete when it returns.
 
     async def start(self, name: str, *, make_room: bool = False) -> Snapshot:
-        """Also after a failed start, without waiting for its time; with `make_room`, others are stopped for it.
+        """Start the engine, skipping the backoff after a failure; `make_room` allows evicting other engines.
 
-        Raises if it does not become ready.
+        Raises if the engine does not become ready.
         """
         engine = await self.known(name)
         if engine.failure is not None:
@@ -206,8 +206,8 @@ class Engines:
         return self.snapshot(name)
 
     async def stop(self, name: str, *, reason: str = "it was stopped", drains: bool = False) -> Snapshot:
-        """Requests that wait for it are refused, and those in flight end; with `drains` they have some time to be
-        answered, unless it is stopped a second time."""
+        """Stop the engine: waiting requests are refused and those in flight cut off. With `drains` those in flight get
+        up to `timing.drain_s` to finish, unless the engine is stopped a second time."""
         engine = self._engines.get(name) or await self.known(name)
         self.queue.refuse(name, Stopped(f"{name} was stopped while the request waited"))
         if drains and engine.state is State.READY and engine.in_flight and not engine.is_leaving:
@@ -221,7 +221,7 @@ class Engines:
         return self.snapshot(name)
 
     async def park(self, name: str, *, reason: str = "it was parked") -> Snapshot:
-        """Its GPU memory is free when this returns; requests that it computes wait in it."""
+        """Park the engine, which frees its GPU memory; requests in flight wait in the engine until it wakes."""
         engine = self._engines.get(name) or await self.known(name)
         if engine.state is State.PARKED:
             return self.snapshot(name)
@@ -241,18 +241,18 @@ class Engines:
         return await self.start(name, make_room=True)
 
     async def ensure_ready(self, name: str, *, within: float | None = None) -> Engine:
-        """For a request: waits while the model loads, at most `within` seconds."""
+        """Wait for the engine on behalf of a request while the model loads, at most `within` seconds."""
         engine = await self.known(name)
         await self._wait(engine, may_evict=True, within=self.timing.load_s if within is None else within)
         return engine
 
     @asynccontextmanager
     async def using(self, name: str, *, hold: bool = False) -> AsyncIterator[Engine]:
-        """An engine that is ready. For another model it is stopped only after a while, and not at all if it is held."""
+        """Yield a ready engine, counted as in use: it is evicted only after a while, and with `hold` never."""
         engine = self._engines.get(name)
         if engine is None or engine.state is not State.READY or engine.is_draining:
             engine = await self.ensure_ready(name)
-        # Nothing is awaited between being ready and being counted.
+        # No await between the check and the count: the engine could be evicted in between.
         engine.in_flight += 1
         engine.held += hold
         engine.last_used = time.monotonic()
@@ -267,7 +267,7 @@ class Engines:
 
     @contextlib.contextmanager
     def reserved(self, why: str) -> Iterator[None]:
-        """No engine is started until this is left; requests for one are refused with the reason."""
+        """Context in which no engine is started; requests that would need a start are refused with the reason."""
         self._swaps.reserved_for.append(why)
         self._publish_all()
         try:
@@ -279,14 +279,14 @@ class Engines:
 
     @property
     def reserved_for(self) -> str:
-        """Why no engine is started now; empty if they are."""
+        """Why no engine may be started now; empty if engines may."""
         return self._swaps.reserved_for[-1] if self._swaps.reserved_for else ""
 
     def _publish_all(self) -> None:
         for one in self.snapshots():
             self.changes.publish(one.name, one)
 
-    # Inside
+    # Internals
 
     async def _wait(self, engine: Engine, *, may_evict: bool, within: float | None) -> None:
         if self._is_closing:
@@ -308,7 +308,7 @@ class Engines:
                 self.queue.leave(one)
 
     async def known(self, name: str) -> Engine:
-        """Raises for a model that is neither in the registry nor running."""
+        """The engine of a model; raises UnknownModel if the model is neither in the registry nor running."""
         if await self.catalogue.find(name) is None and not (name in self._engines and self._engines[name].has_process):
             hint = among(name, self.catalogue.called(), "there are none yet; add it with: overspill models add")
             problem = f" ({self.catalogue.problem})" if self.catalogue.problem else ""
@@ -337,7 +337,7 @@ class Engines:
         return known[1]
 
     async def _preload(self) -> None:
-        """One after the other, so that the next is given what is left then; nothing that runs goes for them."""
+        """Start preloaded models one by one, each with the memory left by then; no engine is evicted for them."""
         for name in sorted(one.name for one in self.catalogue.models() if one.settings.preload):
             try:
                 await self.start(name)
@@ -345,13 +345,13 @@ class Engines:
                 logger.warning("Overspill: %s was to be started with the manager: %s", name, error)
 
     async def _run(self) -> None:
-        """Loads models that requests wait for, and looks now and then for what others changed."""
+        """Load the models that requests wait for, and poll for changes made outside this manager."""
         looking, looked_at = None, float("-inf")
         try:
             while True:
                 self._swaps.woken.clear()
                 if (looking is None or looking.done()) and time.monotonic() - looked_at >= self.timing.look_models_s:
-                    # A task of its own: a registry that hangs must not keep requests waiting.
+                    # A separate task: a registry that hangs must not keep requests waiting.
                     looking, looked_at = asyncio.create_task(self._look_around()), time.monotonic()
                 try:
                     await self._swaps.turn()
@@ -366,7 +366,7 @@ class Engines:
                 looking.cancel()
 
     async def _share(self) -> None:
-        """Moves GPU memory between elastic engines, while there are any."""
+        """Move GPU memory between elastic engines while any run."""
         problem = ""
         while True:
             pause_s = _LOOK_EVERY_S
@@ -375,13 +375,13 @@ class Engines:
                     pause_s = _DIVIDE_EVERY_S
                 problem = ""
             except Exception as error:
-                if repr(error) != problem:  # once: a file of another version stays one
+                if repr(error) != problem:  # log once: a ledger of another version stays so
                     logger.exception("Overspill: dividing the GPU's memory failed, and is tried again")
                 problem = repr(error)
             await asyncio.sleep(pause_s)
 
     async def _divide(self) -> bool:
-        """Whether there is anything to divide."""
+        """Divide GPU memory once; False if no elastic engine runs."""
         by_gpu = {gpu: await asyncio.to_thread(grants.look) for gpu, grants in self._grants.items()}
         by_session = sessions_of(one for accounts in by_gpu.values() for one in accounts.values())
         engines = {one.status.session: one for one in self._engines.values() if one.status is not None}
@@ -391,20 +391,20 @@ class Engines:
             return False
         free = await self._swaps.free_for_kv(by_gpu)
         starting = [one.name for one in self._engines.values() if one.is_taking_memory(by_session.values())]
-        # Others keep what they have: those that start, are parked or measured, and those of nobody here.
+        # Engines that are starting, parked or being measured keep what they have, as do those unknown to this manager.
         shares = [one.account for one in engines.values() if one.is_sharing]
         claimed, changed = self._swaps.claimed, dict[Account, Account]()
         for gpu, accounts in by_gpu.items():
             if rows := {row: one for row, one in accounts.items() if one in shares}:
                 given = self._grants[gpu].grant(rows, free[gpu], claimed=claimed.of_gpu(gpu), starting=starting)
                 changed.update(given)
-        for engine in engines.values():  # at once: a model that is started next must not count on it
+        for engine in engines.values():  # at once: a model started next must not count on this memory
             if engine.account in changed:
                 engine.follow(changed[engine.account])
         return True
 
     async def _look_around(self) -> None:
-        """For what others do: models that are added, engines that are started by hand, logs that grow."""
+        """Look for outside changes: models added to the registry, engines started by hand, logs that grew."""
         try:
             await self.catalogue.refresh()
             await self._find_others()
@@ -423,8 +423,8 @@ class Engines:
             engine = self._engine(name)
             record = record_of(status, name, unit)
             is_free = not engine.has_process and engine.state in (State.STOPPED, State.FAILED)
-            if is_free and record.identity.is_alive:  # still: it may have ended since the file was read
-                # An engine that systemd starts again after a failure is the one that was started here.
+            if is_free and record.identity.is_alive:  # the engine may have ended since the file was read
+                # An engine that systemd restarts after a failure still counts as started by this manager.
                 is_again = engine.failure is not None and engine.last is not None and record.unit == engine.last.unit
                 if is_again and engine.is_managed and record.unit is not None:
                     record = dataclasses.replace(record, settings=engine.settings)

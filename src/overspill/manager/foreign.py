@@ -1,4 +1,4 @@
-"""vLLM servers that Overspill did not start: found in /proc, shown with their models, and stopped only by name."""
+"""Foreign vLLM servers, not started by Overspill: found in /proc, shown with their models, stopped only by name."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ _MAX_TEXT = 200
 _MAX_COMMAND = 100
 _MAX_NAME = 120
 _INIT = 1
-# As vLLM names its processes below the server (VLLM_PROCESS_NAME_PREFIX).
+# Titles that vLLM gives to processes below its server (VLLM_PROCESS_NAME_PREFIX).
 _TITLE = re.compile(r"VLLM::\w+")
 _MODULE = re.compile(r"vllm\.entrypoints\.(openai\.)?(api_server|cli\.main)")
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -48,46 +48,46 @@ _PYTHON = re.compile(r"python[0-9.]*")
 class FoundServer:
     pid: int
     identity: str
-    """Boot and start time: the number alone may be another process's by now."""
+    """Boot and start time: the pid alone may be another process's by now."""
     name: str
-    """Which a confirmation has to repeat."""
+    """Name that must be repeated to confirm a stop."""
     user: str
     argv: tuple[str, ...]
-    """Without secrets."""
+    """Command line without secrets."""
     pids: tuple[int, ...]
-    """It and all processes below it."""
+    """The process and all its descendants."""
     ram_bytes: int
     gpu_bytes: int | None
-    """None where the driver does not count by process."""
+    """GPU memory; None where the driver does not count by process."""
     port: int | None = None
     url: str | None = None
-    """Where it answers; None if it does not, as while it starts."""
+    """Address where the server answers; None if it does not, as during startup."""
     models: tuple[str, ...] = ()
     version: str | None = None
     needs_key: bool = False
-    """It answers, and lists its models only to clients with its key."""
+    """Whether the server answers but lists its models only to clients with its key."""
     owner: int | None = None
-    """The running program, not a server, whose engine it is: a script that uses `LLM()`. It is not ours to stop."""
+    """Pid of the running program that owns this engine, such as a script using `LLM()`; not ours to stop."""
     note: str = ""
 
 
 def find_servers(ours: Collection[int] = (), gpu_bytes: Mapping[int, int | None] | None = None) -> list[FoundServer]:
-    """By /proc alone; `ours` are the first processes of our engines, and the manager's, whose children may run engines
-    as well; `gpu_bytes` are NVML's figures by process.
+    """Find servers by /proc alone; `ours` are the root pids of our engines and of the manager, whose children may run
+    engines as well; `gpu_bytes` are NVML's figures by pid.
 
-    A process of vLLM's whose server is gone is listed as well: it may still hold its GPU.
+    A vLLM process whose server is gone is listed as well: it may still hold its GPU.
     """
     every = [one for one in processes() if one.is_alive]
     excluded = {one for pid in ours for one in family(pid, every)}
     argvs = {one.pid: argv for one in every if is_vllm(argv := argv_of(one.pid))}
     inside = {below for pid in argvs for below in family(pid, every)[1:]}
-    # Wrappers, such as a container's first process, do not look like vLLM, so the outermost that does is the server.
+    # Wrappers, such as a container's first process, do not look like vLLM, so the outermost match is the server.
     servers = (_server(pid, argvs[pid], every, gpu_bytes) for pid in argvs.keys() - inside - excluded)
     return sorted((server for server in servers if server is not None), key=lambda server: server.pid)
 
 
 async def look_at(servers: Sequence[FoundServer]) -> list[FoundServer]:
-    """The same with port, models and version, as far as each answers within a second or two."""
+    """The servers, with port, models and version where they answer within a second or two."""
     upstream = Upstream()
     return list(await asyncio.gather(*(_look_at(upstream, server) for server in servers)))
 
@@ -96,7 +96,7 @@ def _server(
     pid: int, argv: list[str], every: Sequence[Process], gpu_bytes: Mapping[int, int | None] | None
 ) -> FoundServer | None:
     who = identity(pid)
-    if who is None:  # it ended meanwhile
+    if who is None:  # the process has ended meanwhile
         return None
     pids = family(pid, every)
     sizes = [size for one, size in (gpu_bytes or {}).items() if one in pids]
@@ -125,12 +125,12 @@ def _server(
 
 
 def owner_of(pid: int) -> int | None:
-    """The living process that started an engine; None for an engine whose program is gone.
+    """Pid of the living process that started an engine; None for an engine whose program is gone.
 
-    The kernel gives an orphan to init or to a subreaper, such as `systemd --user`, and does not mark it among their own
-    children. A session does: it is inherited, so a process that neither leads its session nor is in that of its parent
-    was started by another. Where all are in one session, as in a container, only init is known to take orphans. In
-    doubt an engine has an owner: one that is left over wastes memory, one that is stopped loses work.
+    The kernel hands an orphan to init or to a subreaper such as `systemd --user`, where it looks like their own
+    children. Sessions tell them apart: they are inherited, so a process that neither leads its session nor shares its
+    parent's was started by another. Where all share one session, as in a container, only init is known to adopt
+    orphans. In doubt an engine has an owner: a leftover engine wastes memory, a stopped one loses work.
     """
     process = read_process(pid)
     parent = read_process(process.parent) if process is not None else None
@@ -142,9 +142,9 @@ def owner_of(pid: int) -> int | None:
 
 
 def _may_run_the_same_program(pid: int, other: int) -> bool:
-    """An engine has its script's interpreter, and a script may be the first process of a container.
+    """Whether both may run the same interpreter, as a script and its engine do; a script may be a container's init.
 
-    The kernel may hide another process's program, even from root; its arguments are open to all.
+    The kernel may hide another process's executable, even from root; its arguments are open to all.
     """
     try:
         return os.readlink(f"/proc/{pid}/exe") == os.readlink(f"/proc/{other}/exe")
@@ -154,7 +154,7 @@ def _may_run_the_same_program(pid: int, other: int) -> bool:
 
 
 def program_of(pid: int) -> str:
-    """A process for a sentence: its number, and the beginning of its command without folders, secrets and code."""
+    """A process in words: its pid, and the beginning of its command without folders, secrets and code."""
     argv = argv_of(pid)
     argv = argv[: argv.index("-c") + 1] if "-c" in argv else argv
     words = [word.rsplit("/", 1)[-1] if word.startswith("/") else word for word in without_secrets(argv)]
@@ -164,7 +164,7 @@ def program_of(pid: int) -> str:
 
 
 def _is_engine(pid: int) -> bool:
-    """Engines and workers listen too, for each other."""
+    """Whether the process is an engine or a worker, whose ports serve each other and not clients."""
     argv = argv_of(pid)
     return is_titled(argv) and not argv[0].startswith("VLLM::APIServer")
 
@@ -173,7 +173,7 @@ async def _look_at(upstream: Upstream, server: FoundServer) -> FoundServer:
     if not _shares_our_network(server.pid):
         return server
     places = [(one.host, one.port) for one in listeners(pid for pid in server.pids if not _is_engine(pid))]
-    # Of another user's process the files are hidden, and the port is known from its arguments only.
+    # Another user's open files are hidden, so the port is known only from the arguments.
     if not places and server.port is not None and not server.note:
         places = [("127.0.0.1", server.port)]
     scheme = "https" if flag(serve_arguments(server.argv) or (), "--ssl-keyfile") is not None else "http"
@@ -190,7 +190,7 @@ async def _look_at(upstream: Upstream, server: FoundServer) -> FoundServer:
 
 
 async def _get(upstream: Upstream, url: str, path: str) -> tuple[int, Any]:
-    """Status and JSON, as far as there are any."""
+    """Status and JSON of an answer; 0 and None where missing."""
     answer = await upstream.ask(url, path, _ANSWER_S, most_bytes=_MAX_ANSWER_BYTES)
     with suppress(ValueError, RecursionError):
         return (0, None) if answer is None else (answer[0], json.loads(answer[1]))
@@ -215,7 +215,7 @@ def user_of(pid: int) -> str:
 
 
 def _shares_our_network(pid: int) -> bool:
-    """Yes in doubt; a container may have a network of its own."""
+    """Whether the process shares our network, unlike some containers; True if unknown."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
     except OSError:
@@ -228,11 +228,10 @@ def _shares_our_network(pid: int) -> bool:
 def stop_found(
     pid: int, expected: str, confirm_name: str, *, ours: Collection[int] = (), patience_s: float = PATIENCE_S
 ) -> bool:
-    """Ends it and all below it, and says whether some had to be killed. Blocks for up to `patience_s` and a little.
+    """End a server and its descendants; True if some had to be killed. Blocks for little more than `patience_s`.
 
-    Refuses anything but a process of vLLM's that is still the one that was shown, is named by its name, is not one of
-    `ours`, and is not the engine of a program that runs: a request over the web must not become a way to end any
-    process.
+    Refuses anything but a vLLM process that is still the one shown, is confirmed by its name, is not one of `ours`,
+    and is not the engine of a running program: a web request must not become a way to end any process.
     """
     every = [one for one in processes() if one.is_alive]
     targets = [who for one in family(pid, every) if (who := identify(one)) is not None]
@@ -255,7 +254,7 @@ def stop_found(
     def living() -> list[int]:
         return [one.pid for one in targets if one.is_alive]
 
-    # vLLM's server ends its engine itself, and cleanly, if only the server gets SIGTERM.
+    # vLLM's server ends its engine itself and cleanly if only the server gets SIGTERM.
     _signal(targets[0], signal.SIGTERM)
     if wait_until_none(living, patience_s):
         return False
@@ -284,7 +283,7 @@ def _signal(who: Identity, sign: signal.Signals) -> None:
 
 
 def serve_arguments(argv: Sequence[str]) -> list[str] | None:
-    """The words after `vllm serve`; None for another command, also for a shell that was given this one as a text."""
+    """Arguments after `vllm serve`; None for another command, including a shell that got this one as a string."""
     words = list(argv)
     if words and _PYTHON.fullmatch(PurePath(words[0]).name):
         words = words[1:]
@@ -308,12 +307,12 @@ def is_vllm(argv: Sequence[str]) -> bool:
 
 
 def is_titled(argv: Sequence[str]) -> bool:
-    """One of vLLM's own, below a server: it has overwritten its command line with a title."""
+    """Whether the process is vLLM's own, below a server: these overwrite their command line with a title."""
     return bool(argv) and _TITLE.match(argv[0]) is not None
 
 
 def flag(arguments: Sequence[str], *names: str) -> str | None:
-    """The last value, as vLLM takes it."""
+    """Value of a flag; the last occurrence wins, as in vLLM."""
     value = None
     for at, word in enumerate(arguments):
         given, equals, rest = word.partition("=")
@@ -323,7 +322,7 @@ def flag(arguments: Sequence[str], *names: str) -> str | None:
 
 
 def served_name(argv: Sequence[str]) -> str:
-    """The name on a page, which must be typed to stop the process: the model's, or vLLM's title."""
+    """Name shown on the page and typed to confirm a stop: the model's, or vLLM's process title."""
     arguments = serve_arguments(argv)
     if arguments is None:
         title = _TITLE.match(argv[0]) if argv else None

@@ -1,7 +1,7 @@
 """The gateway: OpenAI's API on one port, which loads the model that a request names and passes bytes through.
 
-A plain ASGI application. Of a request only the model's name is read and whether it is a stream, and of an answer only
-its count of tokens. How large a request may be, and how slowly it may come, is the body guard's business.
+A plain ASGI application. It reads only the model's name and the stream options of a request, and only the token
+counts of an answer. How large a request may be, and how slowly it may arrive, is the body guard's business.
 """
 
 import asyncio
@@ -32,18 +32,18 @@ _KEPT_ANSWER_BYTES = 8 * MiB
 _LONGEST_EVENT_BYTES = MiB
 
 
-# What vLLM serves without /v1, and of these what it does not serve with it; the gateway takes both.
+# Paths that vLLM serves without /v1 (_BARE), and those among them it serves only so; the gateway accepts both forms.
 _BARE_ONLY = frozenset({"/classify", "/detokenize", "/generative_scoring", "/pooling", "/tokenize"})
 _BARE = _BARE_ONLY | {"/rerank", "/score", "/v2/embed", "/v2/rerank"}
 
 
 def is_gateways(path: str) -> bool:
-    """Whether requests to it go to models."""
+    """Whether requests to this path go to models."""
     return path.startswith("/v1/") or path in _BARE
 
 
 KEEP_ALIVE = b"x-overspill-keep-alive"
-"""Of a request that is not a stream: its headers come at once with 200, then blanks until there is an answer."""
+"""Request header, for answers that are not streams: 200 and headers are sent early, then blanks until the answer."""
 _STREAM_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no"),
 ]  # fmt: skip
@@ -61,10 +61,10 @@ class Exchange:
     is_done: bool = False
     sending_since: float | None = None
     is_abandoned: bool = False
-    """The client is gone, or takes nothing any more."""
+    """Whether the client is gone or has stopped reading."""
     is_stream: bool = False
     is_kept_alive: bool = False
-    """Its headers were sent before the engine's, and errors are a part of the body."""
+    """Whether headers were sent before the engine's, so that errors become part of the body."""
     is_inside_event: bool = False
     model: str = ""
     began: float = field(default_factory=time.monotonic)
@@ -74,7 +74,7 @@ class Exchange:
     first_at: float | None = None
     status: int | None = None
     problem: str = ""
-    """Why it failed."""
+    """Why the request failed; empty if it did not."""
     usage: Usage = field(default_factory=Usage)
 
     async def begin(self, status: int, headers: list[Header]) -> None:
@@ -82,7 +82,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, more: bool) -> None:
-        self.is_done = not more  # a server calls that a disconnect too
+        self.is_done = not more  # ASGI servers report a finished answer as a disconnect too
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def answer(self, status: int, headers: list[Header], body: bytes) -> None:
@@ -90,14 +90,14 @@ class Exchange:
         await self.write(b"" if self.scope["method"] == "HEAD" else body, more=False)
 
     async def refuse(self, error: GatewayError) -> None:
-        """Of a stream that has begun, or whose client waits: as an event, or as the body."""
+        """Send an error: as an event of a stream that has begun, or else as the body."""
         if not self.has_begun:
             await self.answer(error.status, error.headers, error.body)
         elif self.is_stream or self.is_kept_alive:
             await self.write(error.event if self.is_stream else error.body, more=False)
 
     async def give_sign(self, text: str) -> None:
-        """Something that clients skip: a comment of a stream, or a blank before JSON."""
+        """Send bytes that clients skip: a comment in a stream, or a blank before JSON."""
         if not self.has_begun:
             self.is_kept_alive = True
             await self.begin(200, _STREAM_HEADERS if self.is_stream else _JSON_HEADERS)
@@ -147,7 +147,7 @@ class Gateway:
         )  # fmt: skip
 
     def _spilled(self, exchange: Exchange) -> int | None:
-        """By the plan: what is longer than the KV on the GPU cannot have lain there."""
+        """Tokens beyond the KV on the GPU according to the plan, which cannot have fitted there; None if unknown."""
         if exchange.usage.prompt_tokens is None:
             return None
         plan = self.engines.plan(exchange.model)
@@ -195,7 +195,7 @@ class Gateway:
 
     def _described(self, called: str, name: str) -> dict[str, Any]:
         engine, model = self.engines.snapshot(name), self.engines.catalogue.get(name)
-        # What the plan found is known once the engine is planned: a model may leave its context to it.
+        # A model may leave its context length to the plan, which is known once the engine is planned.
         length = engine.plan.get("max_model_len") or (model.settings.max_model_len if model is not None else None)
         return {
             "id": called,
@@ -210,7 +210,7 @@ class Gateway:
         }
 
     def _remote(self, name: str) -> tuple[Server, str] | None:
-        """The upstream of a model, and its name there; a model of the registry comes first."""
+        """The upstream that serves a model, and the model's name there; the registry's models take precedence."""
         if self.servers is None or self.engines.catalogue.is_called(name):
             return None
         return self.servers.find(name)
@@ -272,14 +272,14 @@ class Gateway:
         except BaseException:
             connection.close()
             raise
-        finally:  # also of what breaks off: it was computed
+        finally:  # tokens of a broken answer count too: they were computed
             counts.prompt_tokens += exchange.usage.prompt_tokens or 0
             counts.completion_tokens += exchange.usage.answered or 0
         self.engines.upstream.give_back(connection)
 
     async def _ask(self, exchange: Exchange, engine: Engine | Server, body: bytes) -> tuple[Connection, Head]:
-        """Until the answer begins. That may be hours: vLLM sends nothing of an answer that is not a stream before its
-        end. A client that goes away is noticed meanwhile, and so is an engine that hangs, by its health."""
+        """Send the request and wait until the answer begins. Without streaming vLLM sends nothing before the end, which
+        may be hours; a client that goes away and (by its health) an engine that hangs are noticed meanwhile."""
         scope = exchange.scope
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["path"].removeprefix("/v1") in _BARE_ONLY:
@@ -298,7 +298,7 @@ class Gateway:
         self, exchange: Exchange, connection: Connection, engine: Engine | Server, head: Head, counts: Traffic, *,
         hides_usage: bool,
     ) -> None:  # fmt: skip
-        """Events as they come, whole ones only: after the beginning of one that breaks off no error could be sent."""
+        """Pass on events as they come, but only whole ones: no error could be sent after half an event."""
         exchange.is_stream = True
         if not exchange.has_begun:
             await exchange.begin(head.status, messages.passed_back(head.headers))
@@ -335,7 +335,7 @@ class Gateway:
     async def _whole(
         self, exchange: Exchange, connection: Connection, engine: Engine | Server, head: Head, counts: Traffic
     ) -> None:
-        """An answer that breaks off is an error, so none of it is passed on before its end, unless it is huge."""
+        """Pass on a complete answer, so that one that breaks off becomes an error; only huge ones go out in parts."""
         pieces, size = [], 0
         try:
             while (data := await connection.read()) is not None:
@@ -368,8 +368,8 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _watched(self, exchange: Exchange, *, signs: bool) -> AsyncIterator[None]:
-        """A client that goes away ends what is done for it, wherever that waits; `signs` tell it meanwhile that it is
-        not forgotten."""
+        """Cancel the request, wherever it waits, when its client goes away; with `signs`, send a waiting client signs
+        of life."""
         task = asyncio.current_task()
         assert task is not None
         timing = self.engines.timing
@@ -400,7 +400,7 @@ class Gateway:
             watching.cancel()
 
     def _doing(self, name: str) -> str:
-        """One line: a client may print it."""
+        """What the model is doing, in one line that a client may print."""
         if self._remote(name) is not None:
             return f"{name} is computing"
         engine = self.engines.snapshot(name)
@@ -415,7 +415,7 @@ class Gateway:
 
 
 async def _body(exchange: Exchange) -> bytes | None:
-    """None if the client went away, or its body was refused by the guard."""
+    """The request body; None if the client went away or the guard refused the body."""
     pieces = []
     while True:
         message = await exchange.receive()
@@ -434,7 +434,7 @@ def _described_remote(name: str, server: Server, model: str) -> dict[str, Any]:
 
 
 def _may_use(exchange: Exchange, *names: str) -> bool:
-    """Whether its key is for all models, or for the one that has these names."""
+    """Whether the client's key is for all models, or for the one with these names."""
     identity = exchange.scope.get("state", {}).get("identity")
     return identity is None or not identity.models or any(name in identity.models for name in names)
 
@@ -460,7 +460,7 @@ async def _answer_json(exchange: Exchange, value: dict[str, Any]) -> None:
 
 
 def _lost(engine: Engine | Server, error: UpstreamLost) -> GatewayError:
-    """Who ended it, as far as is known by now."""
+    """Error for an answer that broke off, with who ended it as far as known."""
     if isinstance(engine, Server):
         why = f"the upstream {engine.name} does not answer, or not to the end: {error}"
         return GatewayError(502, why, code="upstream_lost", source=Source.UPSTREAM, retry_after_s=5.0)

@@ -1,6 +1,6 @@
-"""Grants: GPU memory under the KV of elastic engines, divided by what they need, through the ledger of their GPU.
+"""Grants: GPU memory for the KV of elastic engines, divided by need through the ledger of their GPU.
 
-The division is a pure function. Revoked memory is granted on only when its engine reports that it holds less.
+The division is a pure function. Revoked memory is granted to others only once its engine reports holding less.
 """
 
 import os
@@ -10,17 +10,17 @@ from pathlib import Path
 
 from overspill.kv.ledger import Account, Ledger
 
-# What was divided once stays while it serves: copies of cached KV to RAM cost more than an uneven share.
+# A division stays while it serves: copying cached KV to RAM costs more than an uneven share.
 _WORTH_GRANTING = 1 / 32
 _TOLERATED_SHORTAGE = 1 / 16
-# An engine reports memory before it takes it, and after it gave it back: what is free counts when nothing moved.
+# Engines report memory before taking it and after giving it back: free memory is trusted only when nothing moved.
 _QUIET_LOOKS = 10
-# Demand that pauses for a moment comes back: memory that nobody needs is evened out when nothing has moved for longer.
+# Demand that pauses for a moment comes back: unneeded memory is evened out only when nothing has moved for longer.
 _EVEN_LOOKS = 100
 
 
 def shares(accounts: Mapping[int, Account], capacity: int) -> dict[int, int]:
-    """By row. Floors first, whatever there is; then what requests need; then the rest, each by weight."""
+    """Fair share by row: floors first, even beyond capacity; then what requests need; then the rest, each by weight."""
     floors = {row: min(one.floor, one.most) for row, one in accounts.items()}
     needs = _needs(accounts)
     weights = {row: one.weight * 1_000_000 or 1 for row, one in accounts.items()}
@@ -36,7 +36,7 @@ def _needs(accounts: Mapping[int, Account]) -> dict[int, int]:
 
 
 def _pour(amount: int, caps: Mapping[int, int], weights: Mapping[int, int]) -> dict[int, int]:
-    """By weight; what one has no use for goes to the others."""
+    """Divide an amount by weight; what exceeds a row's cap goes to the others."""
     given = dict.fromkeys(caps, 0)
     thirsty = {row for row, cap in caps.items() if cap > 0}
     while thirsty and amount > 0:
@@ -52,8 +52,8 @@ def _pour(amount: int, caps: Mapping[int, int], weights: Mapping[int, int]) -> d
 
 
 def divide(accounts: Mapping[int, Account], capacity: int, *, evens: bool = True) -> dict[int, int]:
-    """What each is to have: what it was granted, while everybody's need is met, and with `evens`, nobody has less than
-    half of its share; otherwise its share."""
+    """Target by row: the current grants while they fit, every need is met and, with `evens`, no row has less than half
+    its fair share; otherwise the fair shares."""
     fair, needs = shares(accounts, capacity), _needs(accounts)
     now = {row: min(one.most, max(one.floor, _granted(one))) for row, one in accounts.items()}
     free, could_use = capacity - sum(now.values()), any(now[row] < one.most for row, one in accounts.items())
@@ -65,13 +65,13 @@ def divide(accounts: Mapping[int, Account], capacity: int, *, evens: bool = True
 
 
 def next_grants(accounts: Mapping[int, Account], capacity: int, *, evens: bool = True) -> dict[int, int]:
-    """Grants to write now, by row. What is revoked here is not granted on in the same turn: its engine may just be
-    taking it."""
+    """Grants to write now, by row. Memory revoked here is not granted to others in the same turn: its engine may just
+    be taking it."""
     target, needs = divide(accounts, capacity, evens=evens), _needs(accounts)
     room = capacity - committed(accounts.values())
     grants = {row: target[row] for row, one in accounts.items() if target[row] <= _granted(one)}
     for row in sorted(accounts.keys() - grants.keys(), key=lambda row: _granted(accounts[row]) - needs[row]):
-        # An engine that still gives back may keep what it has.
+        # An engine that still gives memory back may keep what it holds.
         kept = max(_granted(accounts[row]), min(target[row], accounts[row].held))
         more = max(0, min(target[row] - max(_granted(accounts[row]), accounts[row].held), room))
         room -= more
@@ -80,16 +80,16 @@ def next_grants(accounts: Mapping[int, Account], capacity: int, *, evens: bool =
 
 
 def committed(accounts: Collection[Account]) -> int:
-    """Memory that engines hold or may take at any moment. Parked ones take theirs when they are woken, not before."""
+    """Memory that engines hold or may take at any moment; parked engines take theirs only when woken."""
     return sum(max(one.granted, one.held) for one in accounts if one.held)
 
 
 def _granted(one: Account) -> int:
-    return one.granted or one.held  # until the first grant, what it began with
+    return one.granted or one.held  # until the first grant, what the engine began with
 
 
 class Grants:
-    """The manager's side of one GPU's ledger. Grants stand when it is gone, and the next one goes on from them."""
+    """The manager's side of one GPU's ledger; grants outlive the manager, and the next one continues from them."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -98,10 +98,10 @@ class Grants:
         self._seen: tuple[tuple[int, int, int], ...] = ()
         self._num_quiet = 0
         self._capacity = 0
-        """Of the GPU, for the KV of these engines."""
+        """GPU memory for the KV of these engines."""
 
     def look(self) -> dict[int, Account]:
-        """Of engines that live, by row. Rows of others count no more: their memory is free."""
+        """Accounts of live engines, by row; rows of dead engines do not count, since their memory is free."""
         if self._ledger is None and self._path is not None and self._path.exists():
             self._ledger = Ledger(self._path)
         return self._ledger.accounts() if self._ledger is not None else {}
@@ -109,9 +109,9 @@ class Grants:
     def grant(
         self, accounts: Mapping[int, Account], free: int, *, claimed: int, starting: Collection[str]
     ) -> dict[Account, Account]:
-        """Divide the GPU anew. `free` is beside what they hold or were granted, `claimed` is to be left of it. While
-        engines are starting nothing more is given out: what they will have taken is not known yet. Returns the
-        accounts that changed, before and after."""
+        """Redivide the GPU, and return the accounts that changed, before and after. `free` comes on top of what the
+        engines hold or were granted; `claimed` is left free. While engines are starting no more is given out, since
+        how much they will take is not known yet."""
         assert self._ledger is not None
         seen = tuple((one.pid, one.granted, one.held) for one in accounts.values())
         self._num_quiet = self._num_quiet + 1 if seen == self._seen else 0
@@ -136,7 +136,7 @@ class Grants:
 
 
 def sessions_of(accounts: Iterable[Account]) -> dict[int, Account]:
-    """By the session of their processes, which `overspill serve` begins."""
+    """Accounts by the session of their processes, which `overspill serve` begins."""
     found = {}
     for one in accounts:
         with suppress(ProcessLookupError):

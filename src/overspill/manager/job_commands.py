@@ -1,4 +1,4 @@
-"""Commands of jobs, `overspill bench`, `ab`, `verify` or `tune`, made from a filled-in form."""
+"""Job commands: `overspill bench`, `ab`, `verify` or `tune`, built from a filled-in form."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,16 +29,16 @@ class Field:
     label: str
     help: str
     kind: str = "text"
-    """text, number, yes or one: of its choices."""
+    """Either text, number, yes (a switch) or one (of the choices)."""
     default: str = ""
-    """What the command takes where nothing is given."""
+    """Value that the command uses for an empty field."""
     choices: Sequence[str] = ()
-    """All that there are, or what a text may begin with."""
+    """All allowed values, or what a text may begin with."""
 
 
 _WORKLOAD = "what is sent; other parameters after a colon: multi-turn:conversations=8,turns=4"
 _RESUME = Field("resume", "Resume", "the name of an experiment that was ended early; leave out the rest")
-# Every field is a flag of the command; free text that the command would read as vLLM's own flags is not among them.
+# Every field is a flag of the command; none takes free text that the command would pass to vLLM as flags.
 FIELDS: Mapping[JobKind, Sequence[Field]] = {
     JobKind.BENCH: (
         Field("workload", "Workload", _WORKLOAD, default=DEFAULT_WORKLOAD, choices=tuple(WORKLOADS)),
@@ -81,7 +81,7 @@ _CONFIGURATIONS = ("a", "b", "c")
 def command(
     kind: JobKind, model: str, given: Mapping[str, str], *, url: str | None = None, served: str = ""
 ) -> list[str]:
-    """The words to run; `url` and `served` are the engine's, for a bench."""
+    """Command line of a job; for a bench, `url` and `served` are the engine's address and model name."""
     fields = {field.name: field for field in FIELDS[kind]}
     words = [sys.executable, "-P", "-m", "overspill", str(kind)]
     words += [url or "", "--model", served or model] if kind is JobKind.BENCH else [model]
@@ -106,12 +106,12 @@ def _flag(field: Field, value: str) -> list[str]:
         raise ManagerError(f"{field.label}: {value!r:.40} is none of {', '.join(field.choices)}; use one of these")
     if field.name in _CONFIGURATIONS:
         _require_safe(field, value)
-    # With `=`, a value that begins with a dash is not a flag of its own.
+    # With `=`, a value that begins with a dash is not read as a flag.
     return [f"{flag}={value}"]
 
 
 def _require_safe(field: Field, value: str) -> None:
-    """Read as the command will read it: quotes and labels hide nothing then."""
+    """Check the value as the command will parse it, so that quotes and labels hide nothing."""
     configuration = read_configuration(field.name, value)
     try:
         require_allowed(configuration.vllm_args)

@@ -1,4 +1,4 @@
-"""Jobs: benchmarks, comparisons and proofs that the page starts, as processes with a log, one after the other."""
+"""Jobs: benchmarks, comparisons and proofs started from the page, as processes with a log, one after the other."""
 
 import asyncio
 import contextlib
@@ -32,18 +32,18 @@ _PATIENCE_S = 60.0
 _MOST_WAITING = 20
 _LOOK_S = 0.2
 _OUTLIVED = "it outlived the manager that began it, so its exit code is not known; its log says how it ended"
-# As `overspill ab` and `overspill tune` begin, and as `overspill bench` ends. Another of the same model may run in a
-# terminal at the same time, so that neither the time nor the model would show whose a result is.
+# The first line of `overspill ab` and `overspill tune`, and the last of `overspill bench`. Time and model do not tell
+# whose a result is: a terminal may measure the same model at the same time.
 _EXPERIMENT = re.compile(r"^(?:experiment|tuning) (\S+): ", re.MULTILINE)
 _RESULT = re.compile(r"^saved as result (\d+)$")
-# Of several measurements the one under way, and how far a measurement is.
+# The current one of several measurements, and the progress within a measurement.
 _STEP = re.compile(r"^\[(\d+)/(\d+)\] ")
 _REQUESTS = re.compile(r"(?:^|: )(\d+)/(\d+) requests in ")
 _HEAD_BYTES = 64 * 1024
 _LAST_LINES = 50
 _LISTED = 20
 _RESUMABLE: Mapping[str, tuple[str, ...]] = {JobKind.AB: (), JobKind.TUNE: ("budget", "dry_run")}
-"""Kinds that can be resumed, with fields that are not part of the definition and so are given again."""
+"""Kinds that can be resumed, with the fields that an experiment's definition lacks and a resume must repeat."""
 
 
 class JobState(StrEnum):
@@ -53,7 +53,7 @@ class JobState(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     LOST = "lost"
-    """The manager that began it ended, so nobody saw how the job ended."""
+    """The manager that started the job ended first, so the job's outcome is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Job:
     model: str
     given: Mapping[str, str] = field(default_factory=dict)
     stops_others: bool = False
-    """Whether engines that run are stopped first, for their memory."""
+    """Whether running engines are stopped first to free their memory."""
     state: JobState = JobState.WAITING
     argv: tuple[str, ...] = ()
     pid: int | None = None
@@ -81,22 +81,22 @@ class Job:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process lives, whoever began it."""
+        """Whether the job's process lives, even if an earlier manager started it."""
         if self.pid is None or self.process is None:
             return False
         try:
             return identity(self.pid) == self.process
-        except OSError:  # it cannot be looked at now, as when too many files are open
+        except OSError:  # unknown for now, as when too many files are open
             return True
 
     @property
     def needs_engine(self) -> bool:
-        """A bench measures a model that is served; the others start engines of their own."""
+        """True for a bench, which measures a served model; the other kinds start engines of their own."""
         return self.kind == JobKind.BENCH
 
 
 def _seen_again(job: Job) -> Job:
-    """Jobs have sessions of their own, so that one may outlive the manager that began it."""
+    """A stored job, marked as lost if it ended unseen; in its own session, a job may outlive its manager."""
     if job.is_over or job.is_alive:
         return job
     when = "while it waited" if job.state is JobState.WAITING else "while it ran, and so did the job"
@@ -104,7 +104,7 @@ def _seen_again(job: Job) -> Job:
 
 
 class Jobs:
-    """They run one at a time: two measurements at once would measure each other."""
+    """Queue of jobs that run one at a time: two measurements at once would measure each other."""
 
     def __init__(self, engines: Engines, folder: Path) -> None:
         self._engines, self._records = engines, Records(folder, Job)
@@ -112,11 +112,11 @@ class Jobs:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._stopped: set[int] = set()
         self._turn: dict[int, asyncio.Task[None]] = {}
-        """Whose turn it is: one job at most."""
+        """Task of the current job, by number; at most one."""
         self._woken = asyncio.Event()
 
     def list(self) -> list[Job]:
-        """The newest first."""
+        """All jobs, newest first."""
         return [self._jobs[number] for number in sorted(self._jobs, reverse=True)]
 
     def get(self, number: int) -> Job:
@@ -125,16 +125,16 @@ class Jobs:
         return self._jobs[number]
 
     def is_stopping(self, number: int) -> bool:
-        """Whether it got SIGINT, and has not ended yet: a second stop kills it."""
+        """Whether the job got SIGINT and has not ended yet; a second stop kills it."""
         return number in self._stopped
 
     def processes(self) -> dict[str, int]:
-        """Of those that run, for measuring their memory."""
+        """Pids of running jobs, for measuring their memory."""
         return {f"job {one.id}": one.pid for one in self._jobs.values() if one.state is JobState.RUNNING and one.pid}
 
     async def add(self, kind: JobKind, model: str, given: Mapping[str, str], *, stops_others: bool = False) -> Job:
         await self._engines.known(model)
-        command(kind, model, given)  # says what is wrong with it now
+        command(kind, model, given)  # raises now if the form is invalid
         if sum(not one.is_over for one in self._jobs.values()) >= _MOST_WAITING:
             raise ManagerError(f"{_MOST_WAITING} jobs wait already; stop some of them first")
         number = max(self._jobs, default=0) + 1
@@ -148,11 +148,11 @@ class Jobs:
         return job
 
     async def stop(self, number: int) -> Job:
-        """As Ctrl-C would: what it started is ended, and what it measured so far is kept."""
+        """Stop a job as Ctrl-C would: its processes end, and its measurements so far are kept."""
         job = self.get(number)
         if job.state is JobState.WAITING:
             self._keep(replace(job, state=JobState.STOPPED, ended_at=time.time()))
-            if number in self._turn:  # it waits for its engine, and would keep others waiting
+            if number in self._turn:  # it waits for its engine, and blocks the jobs behind it
                 self._turn[number].cancel()
         elif job.state is JobState.RUNNING:
             self._signal(job, signal.SIGKILL if number in self._stopped else signal.SIGINT)
@@ -160,7 +160,7 @@ class Jobs:
         return self.get(number)
 
     async def run(self) -> None:
-        """For ever; cancelled, it ends the job that runs."""
+        """Run jobs for ever; on cancellation, end the running job."""
         try:
             while True:
                 due = [one for one in self._jobs.values() if not one.is_over]
@@ -168,7 +168,7 @@ class Jobs:
                     self._woken.clear()
                     await self._woken.wait()
                     continue
-                # One that an earlier manager began goes first: it runs already.
+                # A job that an earlier manager started goes first: it already runs.
                 job = min(due, key=lambda one: (one.state is JobState.WAITING, one.id))
                 turn = self._turn[job.id] = asyncio.create_task(self._run(job), name=f"job {job.id}")
                 try:
@@ -177,7 +177,7 @@ class Jobs:
                     turn.cancel()
                     del self._turn[job.id]
                 if not turn.cancelled() and (error := turn.exception()) is not None:
-                    # Of this job: those that wait must not wait for ever.
+                    # Only this job fails: those that wait must not wait for ever.
                     logger.error("Overspill: job %d failed", job.id, exc_info=error)
                     why = f"{type(error).__name__}: {error}; the manager's log says where"
                     self._keep(replace(self.get(job.id), state=JobState.FAILED, ended_at=time.time(), error=why))
@@ -198,9 +198,9 @@ class Jobs:
 
     @contextlib.asynccontextmanager
     async def _promised(self, job: Job) -> AsyncIterator[Engine | None]:
-        """Held while a job runs: the engine that it measures, or the memory of all of them."""
+        """Hold what a job needs while it runs: the engine it measures, or the memory of all engines."""
         if job.needs_engine:
-            # Neither unloaded as idle nor evicted, however long others wait.
+            # The engine is neither unloaded as idle nor evicted, however long other requests wait.
             async with self._engines.using(job.model, hold=True) as engine:
                 yield engine
         elif job.stops_others:
@@ -235,19 +235,19 @@ class Jobs:
         self._note_end(job, JobState.DONE if code == 0 else JobState.FAILED, code)
 
     async def _outlast(self, job: Job) -> None:
-        """A job that outlived the manager that began it: waited for, as two measurements would disturb each other."""
+        """Wait for a job that outlived its manager, as two measurements would disturb each other."""
         holding = asyncio.create_task(self._hold(job))
         try:
             while job.is_alive:
                 await asyncio.sleep(_LOOK_S)
         finally:
             holding.cancel()
-        # Its exit code went to whoever adopted it.
+        # The exit code went to the process that adopted the job.
         self._note_end(job, JobState.FAILED if _said(_last_lines(Path(job.log_file))) else JobState.LOST, None)
 
     async def _hold(self, job: Job) -> None:
         is_gone = job.needs_engine and self._engines.snapshot(job.model).pid is None
-        if is_gone:  # the job will say so; another engine would not help it
+        if is_gone:  # the job will report that; another engine would not help it
             return
         with contextlib.suppress(OverspillError):
             async with self._promised(job):
@@ -262,7 +262,7 @@ class Jobs:
         self._keep(replace(job, state=state, ended_at=time.time(), exit_code=code, error=why))
 
     def _end_all(self) -> None:
-        """Blocks until what they started is gone."""
+        """End running jobs, and block until their processes are gone."""
         for job in self.list():
             if job.state is JobState.RUNNING:
                 self._end(job)
@@ -283,7 +283,7 @@ class Jobs:
 
     def _keep(self, job: Job) -> None:
         self._jobs[job.id] = job
-        with contextlib.suppress(OSError):  # a full disk: it goes on, and is forgotten by the next manager
+        with contextlib.suppress(OSError):  # a full disk: the job continues, but the next manager will not know it
             self._records.write(str(job.id), job)
 
     def _log_file(self, number: int) -> Path:
@@ -299,7 +299,7 @@ class Jobs:
 
 
 class UnknownJob(ManagerError):
-    """No job of that number."""
+    """No job has this number."""
 
 
 def _last_error(log: Path) -> str:
@@ -312,7 +312,7 @@ def _last_lines(log: Path) -> list[str]:
 
 
 def _said(lines: Sequence[str]) -> list[str]:
-    """Reasons, as all commands print them."""
+    """Lines with an error, in the form that all commands print."""
     return [line for line in lines if line.startswith("error: ")]
 
 
@@ -321,17 +321,17 @@ def _said(lines: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Results that a job's output names, as far as the registry has them."""
+    """Results that a job's output names and the registry still has."""
 
     results: tuple[int, ...] = ()
-    """Their numbers, the newest ones if there are many."""
+    """Numbers of the results; only the newest if there are many."""
     experiment: str | None = None
-    """A name under which they are compared."""
+    """Name under which the results are compared."""
     can_go_on: bool = False
 
 
 def measured(registry: Registry, job: Job) -> Measured:
-    """Blocks."""
+    """Results of a job, read from its log and the registry. Blocks."""
     log = Path(job.log_file)
     if job.kind == JobKind.BENCH:
         result = _saved_result(registry, log)
@@ -345,7 +345,7 @@ def measured(registry: Registry, job: Job) -> Measured:
 
 
 def progress(job: Job) -> tuple[float | None, str] | None:
-    """The share of its work that is done, where its output tells, and the last line; None before the first."""
+    """Share of the work done, if the output shows it, and the last log line; None before the first line."""
     lines = _last_lines(Path(job.log_file))
     if not lines:
         return None
@@ -360,14 +360,14 @@ def experiment_of(log: Path) -> str | None:
     try:
         with log.open("rb") as file:
             head = file.read(_HEAD_BYTES).decode("utf-8", "replace")
-    except FileNotFoundError:  # it never ran
+    except FileNotFoundError:  # the job never ran
         return None
     found = _EXPERIMENT.search(head)
     return found[1] if found else None
 
 
 def given_to_resume(job: Job, experiment: str) -> dict[str, str]:
-    """The fields of a job that does the rest of this one."""
+    """Form fields of a new job that does the rest of this one."""
     kept = {name: job.given[name] for name in _RESUMABLE[job.kind] if name in job.given}
     return {"resume": experiment, **kept}
 
@@ -383,5 +383,5 @@ def _saved_result(registry: Registry, log: Path) -> Result | None:
 def _is_cut_short(job: Job, results: list[Result]) -> bool:
     if job.kind not in _RESUMABLE or job.state not in (JobState.STOPPED, JobState.FAILED, JobState.LOST):
         return False
-    # A comparison also fails where a tier served nothing, and has nothing missing then.
+    # A comparison also fails if a tier served nothing, but then no measurement is missing.
     return job.kind != JobKind.AB or not compare_results(results[::-1]).is_complete

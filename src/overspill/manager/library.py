@@ -1,4 +1,4 @@
-"""Models on this machine and on the hub: found, downloaded with progress, and removed."""
+"""Library: models on this machine and on the hub, found, downloaded with progress, and removed."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from overspill.manager.errors import ManagerError
 from overspill.model.hub import ENDPOINT, TIMEOUT
 
 _PREFIX = "models--"
-# What vLLM reads of a repository: not the same weights in other formats, and no code.
+# Files that vLLM reads from a repository: not the same weights in other formats, and no code.
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _FETCH = (
     "import sys; from huggingface_hub import snapshot_download; "
@@ -39,7 +39,7 @@ class LocalModel:
     num_bytes: int
     where: str
     is_cached: bool = False
-    """In the hub's cache, from which it can be removed here."""
+    """Whether the model is in the hub's cache, from which it can be removed here."""
     is_complete: bool = True
 
 
@@ -51,7 +51,7 @@ class HubModel:
 
 
 def local_models(folders: Sequence[Path], cache: Path) -> list[LocalModel]:
-    """In the hub's cache, then in the folders; by name. Reads directories: not for the event loop."""
+    """Models in the hub's cache and in the folders, by name. Reads directories: not for the event loop."""
     found = [_cached(path) for path in sorted(cache.glob(f"{_PREFIX}*")) if path.is_dir()]
     for root in folders:
         for path in _with_config(root, _DEPTH):
@@ -92,7 +92,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def remove_cached(cache: Path, source: str) -> int:
-    """How many bytes that freed."""
+    """Remove a repository from the hub's cache, and return the bytes freed."""
     if not is_repo_id(source):
         raise ManagerError(f"{source!r:.200} is not a repository's id; only models in the hub's cache are removed here")
     folder = cache / f"{_PREFIX}{source.replace('/', '--')}"
@@ -107,7 +107,7 @@ def remove_cached(cache: Path, source: str) -> int:
 
 
 def search_hub(text: str, environ: Mapping[str, str] = os.environ) -> list[HubModel]:
-    """Text models, those fetched most often first. Blocks."""
+    """Text models that match, most downloaded first. Blocks."""
     query = {"search": text, "filter": "text-generation", "sort": "downloads", "direction": "-1"}
     told = _asked("/api/models", {**query, "limit": str(_MOST_FOUND)}, environ)
     if not isinstance(told, list):
@@ -124,7 +124,7 @@ def search_hub(text: str, environ: Mapping[str, str] = os.environ) -> list[HubMo
 
 
 def hub_bytes(source: str, environ: Mapping[str, str] = os.environ) -> int:
-    """Of the files that would be downloaded. Blocks."""
+    """Size of the files that would be downloaded. Blocks."""
     told = _asked(f"/api/models/{source}", {"blobs": "true"}, environ)
     files = told.get("siblings", []) if isinstance(told, dict) else []
     suffixes = tuple(pattern.lstrip("*") for pattern in WANTED)
@@ -163,7 +163,7 @@ def _asked(path: str, query: Mapping[str, str], environ: Mapping[str, str]) -> A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """As it is now."""
+    """Snapshot of a download."""
 
     source: str
     state: Literal["running", "done", "failed", "stopped"]
@@ -174,7 +174,7 @@ class Download:
 
     @property
     def left_s(self) -> float | None:
-        """At the speed so far."""
+        """Seconds left at the speed so far; None if unknown."""
         if self.state != "running" or not self.done_bytes or not self.total_bytes or self.seconds < 1:
             return None
         return max(0.0, self.total_bytes - self.done_bytes) * self.seconds / self.done_bytes
@@ -191,7 +191,7 @@ class _Fetch:
 
 
 class Downloads:
-    """huggingface_hub's, each in a process of its own: stopped, it goes on later with the files that are missing."""
+    """Downloads by huggingface_hub, one process each; a stopped one resumes later with the files that are missing."""
 
     def __init__(self, cache: Path, folder: Path) -> None:
         self.cache, self._folder = cache, folder
@@ -226,7 +226,7 @@ class Downloads:
         self._fetches[source] = _Fetch(process, log, total)
 
     def stop(self, source: str) -> None:
-        """Whole files are kept, and the next start goes on after them."""
+        """Stop a download; whole files are kept, and the next start fetches the rest."""
         fetch = self._fetches.get(source)
         if fetch is not None and fetch.process.poll() is None:
             fetch.is_stopped = True
@@ -243,7 +243,7 @@ class Downloads:
         self._fetches.pop(source, None)
 
     def list(self) -> list[Download]:
-        """Reads directories: not for the event loop."""
+        """All downloads since the manager started. Reads directories: not for the event loop."""
         return [self._seen(source, fetch) for source, fetch in self._fetches.items()]
 
     def _seen(self, source: str, fetch: _Fetch) -> Download:
@@ -265,6 +265,6 @@ class Downloads:
 
 
 def _drop_halves(folder: Path) -> None:
-    """Parts of files: huggingface_hub gives each a new name, and so never goes on with one."""
+    """Delete partial files: huggingface_hub gives each attempt a new name, and so never resumes one."""
     for path in folder.glob("blobs/*.incomplete"):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Logs of engines: their end, a search from the end backwards, new lines as they come, and a limit to their size.
+"""Engine logs: the tail, a search backwards from the end, new lines as they come, and a limit on size.
 
 A log may have a gigabyte: nothing here reads a file from its beginning.
 """
@@ -23,20 +23,20 @@ LARGEST_BYTES = 64 * MiB
 @dataclass(frozen=True, slots=True)
 class Line:
     offset: int
-    """Where it begins in the file."""
+    """Byte offset of the line in the file."""
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     lines: list[Line]
-    """The last ones, in the order of the file."""
+    """The last matches, in the order of the file."""
     searched_from: int
-    """What is before was not looked at; 0 if everything was."""
+    """Offset where the search ended; 0 if the whole file was searched."""
 
 
 def tail(path: Path, num_lines: int = 200) -> list[str]:
-    """The last lines; none if there is no such file."""
+    """The last lines; none if the file does not exist."""
     found: list[str] = []
     for line in _backwards(path, None, _TAIL_BYTES):
         if len(found) == num_lines:
@@ -46,13 +46,13 @@ def tail(path: Path, num_lines: int = 200) -> list[str]:
 
 
 def last_line(path: Path) -> str:
-    """That is not blank; empty if there is none."""
+    """The last line that is not blank; empty if there is none."""
     return next((line.strip() for line in reversed(tail(path)) if line.strip()), "")
 
 
 def search(path: Path, text: str, *, limit: int = 200, before: int | None = None) -> Found:
-    """Lines that hold `text`, whatever its case, the last `limit` ones before an offset. At most 64 MiB are looked at:
-    `before=searched_from` goes on from there."""
+    """The last `limit` lines before an offset that contain `text`, ignoring case. At most 64 MiB are searched; pass
+    `before=searched_from` to continue from there."""
     wanted, found = text.lower(), list[Line]()
     end = _size(path) if before is None else before
     reached = end
@@ -62,12 +62,12 @@ def search(path: Path, text: str, *, limit: int = 200, before: int | None = None
             found.append(line)
             if len(found) == limit:
                 break
-    # No line at all is one that is longer than what is looked at.
+    # No line at all means one that is longer than the searched part.
     return Found(found[::-1], reached if reached < end else max(0, end - _SEARCHED_BYTES))
 
 
 async def follow(path: Path, num_lines: int = 200) -> AsyncIterator[list[str]]:
-    """The last lines, then new ones as they are written, for ever: through truncation and through a new file."""
+    """Yield the last lines, then new ones as they are written, for ever, across truncation and a new file."""
     size, inode = _stat(path)
     yield await asyncio.to_thread(tail, path, num_lines)
     offset, rest = size, b""
@@ -89,7 +89,7 @@ async def follow(path: Path, num_lines: int = 200) -> AsyncIterator[list[str]]:
 
 
 def limit_size(path: Path, largest_bytes: int = LARGEST_BYTES) -> bool:
-    """A log that is too large becomes `.1`, and the file begins anew. It is copied and emptied, not renamed: its writer
+    """Rotate a log that is too large to `.1`; True if it was. The file is copied and emptied, not renamed: its writer
     has it open, and appends."""
     if _size(path) <= largest_bytes:
         return False
@@ -100,7 +100,7 @@ def limit_size(path: Path, largest_bytes: int = LARGEST_BYTES) -> bool:
             shutil.copyfileobj(source, target, _BLOCK)
         os.replace(new, old)
     except OSError:
-        # A full disk is the more reason to empty it.
+        # A full disk is one more reason to empty the log.
         with suppress(OSError):
             new.unlink()
     os.truncate(path, 0)
@@ -108,13 +108,13 @@ def limit_size(path: Path, largest_bytes: int = LARGEST_BYTES) -> bool:
 
 
 def begin(path: Path) -> None:
-    """A new start, a new log; the one before is kept."""
+    """Begin a new log for a new start; the previous one is kept as `.1`."""
     with suppress(FileNotFoundError):
         os.replace(path, path.with_name(path.name + ".1"))
 
 
 def _backwards(path: Path, end: int | None, most_bytes: int) -> Iterator[Line]:
-    """Lines from the last to the first, reading a block at a time, and no more than so many bytes of the file."""
+    """Yield lines from last to first, reading a block at a time and at most `most_bytes` of the file."""
     try:
         file = path.open("rb")
     except OSError:
@@ -132,7 +132,7 @@ def _backwards(path: Path, end: int | None, most_bytes: int) -> Iterator[Line]:
             if is_last and parts[-1] == b"":
                 parts.pop()
             is_last = False
-            # Of a line without an end only the beginning is shown.
+            # Only the beginning of an endless line is shown.
             rest = parts.pop(0)[: _BLOCK + 2 * _LONGEST_LINE] if parts else b""
             offset = position + len(rest) + 1
             lines = []

@@ -1,7 +1,7 @@
-"""Messages of the gateway: errors as OpenAI's clients expect them, headers that pass, and the few parts of bodies read.
+"""Gateway messages: errors as OpenAI's clients expect them, forwarded headers, and the few parts of bodies read.
 
-A prompt may be tens of megabytes of token numbers. Made into objects, they would take the interpreter for seconds, in
-which no stream goes on: so the rest of JSON is skipped, and passed on as it came.
+A prompt may be tens of megabytes of token numbers. Parsing them into objects would block the interpreter, and so all
+streams, for seconds: the rest of the JSON is skipped, and passed on unchanged.
 """
 
 import json
@@ -28,12 +28,12 @@ _HOP_BY_HOP = frozenset(
         b"trailer", b"transfer-encoding", b"upgrade",
     }
 )  # fmt: skip
-# The client's keys are the gateway's business, and a compressed answer could not be split into events.
+# The gateway itself checks the client's keys, and could not split a compressed answer into events.
 _NOT_PASSED_ON = _HOP_BY_HOP | {
     b"host", b"content-length", b"authorization", b"x-api-key", b"cookie", b"expect", b"accept-encoding", b"origin",
 }  # fmt: skip
 _NOT_PASSED_BACK = _HOP_BY_HOP | {b"date", b"server", b"set-cookie"}
-# vLLM lets every site read its answers; who may read the gateway's is not for an engine to say.
+# vLLM lets every site read its answers; an engine must not decide who may read the gateway's.
 _NOT_FOR_ENGINES = b"access-control-"
 _MOST_PARTS = 100
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -43,7 +43,7 @@ _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d+)')
 _COMPLETION = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)')
 _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
-"""Of which streams tell usage only to those who ask for it."""
+"""Paths whose streams report usage only on request."""
 
 
 class Source(StrEnum):
@@ -53,7 +53,7 @@ class Source(StrEnum):
 
 
 class GatewayError(Exception):
-    """In the form that OpenAI's clients expect, and with who failed: the gateway, or the engine behind it."""
+    """Error in the form that OpenAI's clients expect, with its source: the gateway, an engine or an upstream."""
 
     def __init__(
         self, status: int, message: str, *, code: str, source: Source = Source.GATEWAY, param: str | None = None,
@@ -70,7 +70,7 @@ class GatewayError(Exception):
 
     @property
     def event(self) -> bytes:
-        """For a stream that has begun: OpenAI's clients raise it."""
+        """The error as an event for a stream that has begun; OpenAI's clients raise it."""
         return b"data: " + self.body + b"\n\n"
 
     @property
@@ -84,13 +84,13 @@ class GatewayError(Exception):
 def error_json(
     status: int, message: str, code: str, source: str, param: str | None = None, kind: str | None = None
 ) -> dict[str, Any]:
-    """The shape of every refusal, in OpenAI's words."""
+    """JSON of every refusal, in OpenAI's form."""
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}, "source": source}
 
 
 def one_shape(status: int, body: bytes, source: Source = Source.ENGINE) -> bytes:
-    """An engine's refusal as all others are: vLLM has several."""
+    """Body of an engine's refusal in the common form; vLLM has several forms."""
     try:
         if isinstance(msgspec.json.decode(body)["error"]["message"], str):
             return body
@@ -101,7 +101,7 @@ def one_shape(status: int, body: bytes, source: Source = Source.ENGINE) -> bytes
 
 
 def error_message(body: bytes) -> str:
-    """Of an engine's refusal, as far as it can be read."""
+    """Message in an engine's refusal, as far as it can be parsed."""
     try:
         told = msgspec.json.decode(body)
         error = told.get("error", told)
@@ -136,12 +136,12 @@ def converted(error: NotServed | RegistryError) -> GatewayError:
 
 
 def passed_on(headers: Iterable[Header]) -> list[Header]:
-    """To the engine."""
+    """Headers to forward to the engine."""
     return _without(headers, _NOT_PASSED_ON)
 
 
 def passed_back(headers: Iterable[Header], *, length: int | None = None) -> list[Header]:
-    """To the client; with the length of a body that was read whole."""
+    """Headers to return to the client, with `length` as content length if the body was read whole."""
     left = [one for one in _without(headers, _NOT_PASSED_BACK) if not one[0].startswith(_NOT_FOR_ENGINES)]
     if length is None:
         return left
@@ -149,7 +149,7 @@ def passed_back(headers: Iterable[Header], *, length: int | None = None) -> list
 
 
 def _without(headers: Iterable[Header], names: frozenset[bytes]) -> list[Header]:
-    """Without those that the header `connection` names, too."""
+    """Headers except these names and those listed in the `connection` header."""
     given = list(headers)
     more = {part.strip().lower() for name, value in given if name == b"connection" for part in value.split(b",")}
     return [(name, value) for name, value in given if name not in names and name not in more]
@@ -175,19 +175,19 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is read of a request."""
+    """Parts of a request body that the gateway reads."""
 
     model: str
     is_stream: bool = False
     stream_options: bytes = b""
-    """As JSON; empty if there are none."""
+    """Raw JSON; empty if there are none."""
 
     @property
     def wants_usage(self) -> bool:
         try:
             options = msgspec.json.decode(self.stream_options or b"null", type=_StreamOptions | None)
             return options is not None and options.include_usage
-        except msgspec.MsgspecError:  # the engine refuses it
+        except msgspec.MsgspecError:  # the engine will refuse the request
             return True
 
 
@@ -203,7 +203,7 @@ def asked_of(body: bytes, content_type: bytes) -> Asked:
 
 
 def with_usage(body: bytes, asked: Asked, path: str) -> bytes | None:
-    """Of a stream whose client asks for no usage: the request that does. None if it does already, or cannot."""
+    """Request body that also asks for usage of a stream; None if it asks already, or cannot."""
     if not asked.is_stream or path not in _USAGE_PATHS or asked.wants_usage:
         return None
     if not asked.stream_options:
@@ -213,7 +213,7 @@ def with_usage(body: bytes, asked: Asked, path: str) -> bytes | None:
 
 
 def without_usage(events: bytes) -> bytes:
-    """Whole events, less the one that only a client gets who asked for it; all others as they came."""
+    """Events (whole ones) without the usage event that only clients get who asked for it; the rest unchanged."""
     if _USAGE not in events:
         return events
     return b"\n\n".join(one for one in events.split(b"\n\n") if not _tells_only_usage(one))
@@ -229,7 +229,7 @@ def _tells_only_usage(event: bytes) -> bool:
 
 
 def rewritten(body: bytes, content_type: bytes, model: str, changes: Mapping[str, Any] = _NONE) -> bytes:
-    """With the name by which the engine serves the model, and a variant's changes; `asked_of` has been there before."""
+    """Request body with the engine's name for the model and a variant's changes; `asked_of` has checked it before."""
     if (boundary := _boundary(content_type)) is not None:
         if changes:
             raise GatewayError(
@@ -252,7 +252,7 @@ def rewritten(body: bytes, content_type: bytes, model: str, changes: Mapping[str
 
 
 def _merged(value: object, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """As a JSON merge patch (RFC 7396): null removes, and objects are merged."""
+    """Apply a JSON merge patch (RFC 7396): null removes a field, and objects are merged."""
     before = value if isinstance(value, dict) else {}
     return {name: one for name, one in before.items() if name not in changes} | {
         name: _merged(before.get(name), one) if isinstance(one, dict) else one
@@ -274,7 +274,7 @@ def _asked_in_json(body: bytes) -> Asked:
 
 
 def _boundary(content_type: bytes) -> bytes | None:
-    """Of multipart/form-data, as recordings are sent in; None for all else, which is JSON."""
+    """Boundary of multipart/form-data, in which recordings are sent; None for everything else, which is JSON."""
     if not content_type.lower().startswith(b"multipart/form-data"):
         return None
     header = Message()
@@ -286,7 +286,7 @@ def _boundary(content_type: bytes) -> bytes | None:
 
 
 def _model_part(body: bytes, boundary: bytes) -> tuple[int, int]:
-    """Where its value begins and ends."""
+    """Start and end of the model's name in a multipart body."""
     dashes = b"--" + boundary
     at = body.find(dashes)
     for _ in range(_MOST_PARTS if at >= 0 else 0):
@@ -303,7 +303,7 @@ def _model_part(body: bytes, boundary: bytes) -> tuple[int, int]:
 
 
 def _name(head: bytes) -> object:
-    # Browsers send names of files as they are, which as UTF-8 are not valid in a header.
+    # Browsers send file names as raw UTF-8, which is not valid in a header.
     return HeaderParser().parsestr(head.decode("latin-1").lstrip()).get_param("name", header="content-disposition")
 
 
@@ -313,9 +313,9 @@ def _no_model() -> GatewayError:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one answer, as far as it has come: each `usage` holds all so far, and the last one counts.
+    """Token counts of one answer so far: each `usage` is cumulative, and the last one counts.
 
-    With `continuous_usage_stats` vLLM sends it with every token.
+    With `continuous_usage_stats` vLLM sends one with every token.
     """
 
     prompt_tokens: int | None = None
@@ -325,16 +325,16 @@ class Usage:
 
     @property
     def answered(self) -> int | None:
-        """Tokens of the answer; of one that broke off before its usage came, one for each event of a stream."""
+        """Answer tokens; for a stream that broke off before its usage came, one per event."""
         return self.completion_tokens if self.completion_tokens is not None else (self.num_events or None)
 
     def read_events(self, events: bytes) -> None:
-        # The first of a conversation holds no token.
+        # The first event of a chat answer holds no token.
         self.num_events += events.count(b"data: {") - events.count(b'"role":"assistant"')
         self.read(events)
 
     def read(self, answer: bytes) -> None:
-        """A part of it, in whole events."""
+        """Read a part of the answer, which for a stream must be whole events."""
         begin = answer.rfind(_USAGE)
         if begin < 0:
             return

@@ -48,7 +48,7 @@ _DISK = {
     "write_bytes_per_s": ("write_bytes_per_s", "Bytes per second written to it."),
 }
 _PROCESS = {"ram_bytes": ("ram_bytes", "RAM of an engine or a job.")}
-# One line of a page; others, whatever an engine wrote there, would make the whole page unreadable for Prometheus.
+# A valid sample; any other line, whatever an engine wrote there, would make the whole page unreadable for Prometheus.
 _SAMPLE = re.compile(
     rb'([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*",? ?)*)\})?[ \t]+'
     rb"([+-]?(?i:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+|inf|nan)(?:[ \t]+-?\d+)?)\s*"
@@ -59,20 +59,20 @@ _PARTS = (b"_bucket", b"_sum", b"_count")
 
 
 async def metrics_page(engines: Engines, watching: Watching, jobs: Jobs, since: float) -> bytes:
-    """`since`: when the manager began."""
+    """The page in Prometheus' text format; `since` is when the manager began."""
     pages = await _engine_pages(engines)
     own = [] if watching.latest is None else list(machine_families(watching.latest))
     own += _engine_families(engines.snapshots(), pages)
     num_jobs = sum(not job.is_over for job in jobs.list())
     own.append(GaugeMetricFamily(f"{PREFIX}start_time_seconds", "When the manager began.", value=since))
     own.append(GaugeMetricFamily(f"{PREFIX}jobs", "Jobs that run or wait.", value=num_jobs))
-    # In a thread, as the event loop passes tokens: a page of vLLM's has hundreds of lines.
+    # In a thread: the event loop passes tokens on, and a vLLM page has hundreds of lines.
     merging = asyncio.to_thread(merged, {name: page for name, page in pages.items() if page is not None})
     return generate_latest(_Collected(own)) + await merging
 
 
 async def _engine_pages(engines: Engines) -> dict[str, bytes | None]:
-    """Of engines that are ready, all at once; None for one that does not answer in time."""
+    """Pages of all ready engines, fetched at once; None for an engine that does not answer in time."""
     urls = {one.name: one.url for one in engines.snapshots() if one.state is State.READY and one.url is not None}
     answers = await asyncio.gather(*(engines.upstream.ask(url, "/metrics", _ENGINE_WAIT_S) for url in urls.values()))
     return {name: answer[1] if answer is not None and answer[0] == 200 else None for name, answer in zip(urls, answers)}
@@ -88,7 +88,7 @@ def machine_families(moment: Moment) -> Iterator[Metric]:
 
 
 def _gauges(kind: str, table: Mapping[str, tuple[str, str]], samples: Mapping[str, object]) -> Iterator[Metric]:
-    """A family for each field of the samples, with a label of this kind."""
+    """One family per field of the samples, with `kind` as the label."""
     for attribute, (series, text) in table.items():
         family = GaugeMetricFamily(f"{PREFIX}{kind}_{series}", text, labels=[kind])
         for name, sample in samples.items():
@@ -117,7 +117,7 @@ def _engine_families(engines: list[Snapshot], pages: Mapping[str, bytes | None])
 
 
 class _Collected:
-    """Families as prometheus_client wants them: from a collector."""
+    """Collector of ready-made families, as prometheus_client requires."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -126,7 +126,7 @@ class _Collected:
         return self._families
 
 
-# Pages of engines. Not prometheus_client's parser: it takes six times as long, and as long no token passes the gateway.
+# Engine pages. prometheus_client's parser would take six times as long, while no token passes the gateway.
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class _Family:
 
 
 def merged(pages: Mapping[str, bytes]) -> bytes:
-    """Several engines on one page: every series with its model's name, every family once and together, sorted."""
+    """Pages of several engines as one: every series with its model's name, every family once, sorted by name."""
     families: dict[bytes, _Family] = {}
     for model, page in pages.items():
         _add(families, _label(model), page)
@@ -159,7 +159,7 @@ def _add(families: dict[bytes, _Family], label: bytes, page: bytes) -> None:
             family = families.setdefault(current, _Family())
             if what == b"HELP":
                 family.help = family.help or text
-            elif family.kind not in (b"", text):  # engines of two versions
+            elif family.kind not in (b"", text):  # the engines' versions differ
                 family.kind = b"untyped"
             else:
                 family.kind = text
@@ -177,6 +177,6 @@ def _label(model: str) -> bytes:
 
 def _with(label: bytes, labels: bytes) -> bytes:
     if taken := _TAKEN.match(labels):
-        # As Prometheus itself does with a label that is its own.
+        # As Prometheus does itself with a scraped label that clashes with its own.
         labels = b'%sexported_%s="%s' % (taken[1], LABEL.encode(), labels[taken.end() :])
     return b"%s,%s" % (label, labels) if labels else label

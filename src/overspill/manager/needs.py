@@ -1,4 +1,4 @@
-"""Memory that a model needs and would take, by its plan for the machine as it would be with other engines gone."""
+"""Needs: memory that a model requires and would take, by its plan for the machine with other engines gone."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -23,20 +23,20 @@ from overspill.registry import ModelSettings
 _LEAST_CONTEXT = 256
 _MOST_STEPS = 512
 SHORT_CONTEXT = 4096
-"""Of a usual request, beside the longest."""
+"""Context of a usual request, shown beside the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory in several places: needed, held or free."""
+    """Amounts of memory on each GPU and in RAM: needed, held or free."""
 
     gpus: tuple[int, ...] = ()
-    """Of each GPU, as NVML numbers them; those left out have none. On a CPU, the RAM in place of one."""
+    """Bytes on each GPU, as NVML numbers them; 0 where left out. On a CPU, the RAM in place of a GPU."""
     ram_bytes: int = 0
 
     def __post_init__(self) -> None:
         last = max((at for at, size in enumerate(self.gpus) if size), default=-1)
-        object.__setattr__(self, "gpus", self.gpus[: last + 1])  # one way of writing it: memory is compared
+        object.__setattr__(self, "gpus", self.gpus[: last + 1])  # a canonical form, since amounts are compared
 
     @property
     def gpu_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Memory:
         return all(fits) and need.ram_bytes <= max(0, self.ram_bytes)
 
     def where_needed(self, need: "Memory") -> "Memory":
-        """Without places of which nothing is needed, and which may have no limit."""
+        """Amounts only where something is needed: other places may have no limit."""
         gpus = tuple(self.of_gpu(index) if size else 0 for index, size in enumerate(need.gpus))
         return Memory(gpus=gpus, ram_bytes=self.ram_bytes if need.ram_bytes else 0)
 
@@ -76,7 +76,7 @@ def _each(how: Callable[[int, int], int], left: tuple[int, ...], right: tuple[in
 
 
 def on_gpus(num_bytes: int, indices: Iterable[int] = (0,), ram_bytes: int = 0) -> Memory:
-    """So much on each of these GPUs."""
+    """Memory of `num_bytes` on each of these GPUs."""
     chosen = set(indices)
     return Memory(gpus=tuple(num_bytes * (at in chosen) for at in range(max(chosen) + 1)), ram_bytes=ram_bytes)
 
@@ -91,16 +91,16 @@ def total(parts: list[Memory]) -> Memory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     least: Memory = NOTHING
-    """With which it can be started."""
+    """Least memory with which the model can be started."""
     takes: Memory = NOTHING
-    """Held on the machine as it is: without a limit an engine takes what is free."""
+    """Memory the engine will hold on the machine as it is: without a limit an engine takes what is free."""
     refused: str = ""
-    """Why it cannot be started, whatever is stopped for it."""
+    """Why the model cannot be started, whatever engines are stopped; empty if it can."""
 
 
 def reckon(settings: ModelSettings, evictable: Memory) -> Need:
-    """Reads the model's files and looks at the machine: not for the event loop. A model that cannot be planned needs
-    nothing: starting it says why."""
+    """Need of a model once `evictable` is freed. Reads the model's files and the machine: not for the event loop.
+    A model that cannot be planned needs nothing: starting it reports why."""
     try:
         launch = _planned(settings, with_more(detect(), evictable))
     except TooMuchRam as error:
@@ -118,7 +118,7 @@ def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
     is_given = any(settings.get(name) is not None for name in ("gpu_memory", "gpu_memory_utilization"))
     is_elastic = plan.wishes.elastic and way.offload_bytes > 0
     is_limited = (is_given and not is_elastic) or way.num_mechanisms > 0
-    # Memory comes and goes in pieces of up to a sixteenth.
+    # Elastic KV grows and shrinks in pieces of up to a sixteenth.
     piece = way.kv.device_bytes // 16 if is_elastic else 0
     device = limit if is_limited else min(limit, plan.need_gpu_bytes + piece)
     kv_bytes = way.kv.spilled_bytes + (settings.get("offload_ram") or 0) // plan.num_ranks
@@ -133,13 +133,13 @@ def need_of(plan: Plan, settings: Mapping[str, Any]) -> Need:
 
 
 def _on_cpu(device_bytes: int, ram_bytes: int, elastic_bytes: int) -> Memory:
-    """RAM plays the GPU's memory. KV that engines share is counted apart, as a GPU's would be."""
+    """Memory on a CPU, where RAM replaces the GPU's; KV that engines share is counted apart, as on a GPU."""
     shared = max(0, elastic_bytes)
     return on_gpus(shared, ram_bytes=ram_bytes + device_bytes - shared)
 
 
 def holds_of(plan: Mapping[str, Any]) -> Memory:
-    """Memory of an engine that was started by a plan, given as JSON; none without a plan."""
+    """Memory of an engine started by this plan, given as JSON; none without a plan."""
     if not plan:
         return NOTHING
     parts = ("weights_pinned_bytes", "spilled_kv_bytes", "offload_bytes", "parked_bytes")
@@ -154,12 +154,12 @@ def holds_of(plan: Mapping[str, Any]) -> Memory:
 
 
 def gpus_of(plan: Mapping[str, Any]) -> list[int]:
-    """The GPU of each rank of an engine, by its plan as JSON."""
+    """GPU index of each rank of an engine, by its plan as JSON."""
     return [rank.get("index") or 0 for rank in plan.get("ranks") or [{}]]
 
 
 def free_memory() -> Memory:
-    """Now, on this machine: of each GPU, or of the RAM in its place, and of RAM."""
+    """Free memory of this machine: on each GPU, or the RAM in its place, and RAM."""
     hardware = detect()
     ram = hardware.machine.ram_available_bytes.value
     gpus = [on_gpus(gpu.free_bytes.value, [gpu.index]) for gpu in hardware.gpus]
@@ -172,12 +172,12 @@ class Replanned:
 
     plan: Plan
     limit: int
-    """The longest context that the model was made for."""
+    """Longest context that the model was made for."""
     short: Plan | None = None
-    """A short request on the same engine."""
+    """Plan of a short request on the same engine."""
     ram_total_bytes: int = 0
     ram_free_bytes: int = 0
-    """Before it is started."""
+    """Free RAM before the model is started."""
 
     @property
     def fits(self) -> bool:
@@ -189,12 +189,12 @@ class Replanned:
 
     @property
     def longest(self) -> str:
-        """What RAM makes of this GPU."""
+        """Sentence on the longest context with and without RAM."""
         return longest_as_text(self.plan)
 
     @property
     def step(self) -> int:
-        """Of a slider over all contexts."""
+        """Step of a slider over all contexts, in tokens."""
         step = _LEAST_CONTEXT
         while self.limit / step > _MOST_STEPS:
             step *= 2
@@ -205,7 +205,7 @@ class Replanned:
 
 
 def replan(settings: ModelSettings, changes: Mapping[str, Any], own: Memory) -> Replanned:
-    """`changes` are parsed values; `own` is what the model's engine holds now. Reads files and looks at the machine."""
+    """Plan with `changes`, given as parsed values; `own` is what the model's engine holds now. Reads files. Blocks."""
     hardware = with_more(detect(), own)
     plan = _planned(settings.changed(changes), hardware).plan
     short = None
@@ -227,7 +227,7 @@ def _planned(settings: ModelSettings, hardware: Hardware) -> Launch:
 
 
 def with_more(hardware: Hardware, evictable: Memory) -> Hardware:
-    """As if engines that hold so much were gone."""
+    """The hardware with more memory free, as if engines holding `evictable` had stopped."""
     machine = hardware.machine
     ram = _more(machine.ram_available_bytes, evictable.ram_bytes, machine.ram_total_bytes.value)
     freer = tuple(

@@ -1,4 +1,4 @@
-"""Files and rows that outlive a process: records for the next manager, status files of engines, runs and models."""
+"""Records that outlive a process: files for the next manager, status files of engines, runs and models."""
 
 import asyncio
 import logging
@@ -30,22 +30,22 @@ _ANNOUNCED = "manager.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """An engine that runs: how the next manager finds it again after a crash."""
+    """A running engine, recorded so that the next manager finds it after a crash."""
 
     name: str
     pid: int
     process: str
     url: str | None
-    """None where the engine chooses its address itself, and reports it later."""
+    """Address of the engine; None if it chooses one itself and reports it later."""
     log_file: str | None
     settings: dict[str, Any] = field(default_factory=dict)
-    """The model's, when it was started."""
+    """Settings of the model when the engine was started."""
     holds: Memory = NOTHING
     started_at: float
     unit: str | None = None
-    """systemd's, if it was started by that."""
+    """The systemd unit, if one started the engine."""
     journal: str | None = None
-    """The command that shows the unit's log."""
+    """Command that shows the unit's log."""
 
     @property
     def identity(self) -> Identity:
@@ -66,7 +66,7 @@ class Past:
 
 
 class Records(Generic[T]):
-    """JSON files of one kind in a folder of the manager's, by name."""
+    """JSON files of one kind in a folder of the manager, by name."""
 
     def __init__(self, folder: Path, kind: type[T]) -> None:
         self.folder, self._kind = folder, kind
@@ -79,7 +79,7 @@ class Records(Generic[T]):
         self._path(name).unlink(missing_ok=True)
 
     def read_all(self) -> list[T]:
-        """Without files that cannot be read."""
+        """All records, skipping files that cannot be read."""
         found = []
         for path in sorted(self.folder.glob("*.json")):
             with suppress(OSError, ValueError):
@@ -91,17 +91,17 @@ class Records(Generic[T]):
 
 
 def file_name(name: str) -> str:
-    """A model's name as one file's."""
+    """A model's name, quoted for use as a file name."""
     return quote(name, safe="")
 
 
 class Catalogue:
-    """The registry's models: read in a thread, and kept for when the registry cannot be read."""
+    """Cache of the registry's models, read in a thread and kept while the registry cannot be read."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
         self.problem = ""
-        """Why the registry could not be read the last time."""
+        """Why the last read of the registry failed; empty if it did not."""
         self._models: dict[str, Model] = {}
         self._called: dict[str, tuple[str, dict[str, Any]]] = {}
         self._read_at = float("-inf")
@@ -117,24 +117,24 @@ class Catalogue:
         return list(self._models.values())
 
     def called(self) -> dict[str, str]:
-        """Every name by which a model may be called, and the model's own."""
+        """Every name by which a model may be called, mapped to the model's own."""
         return {name: model for name, (model, _) in self._called.items()}
 
     def is_called(self, name: str) -> bool:
         return name in self._called
 
     async def resolve(self, name: str) -> tuple[str, dict[str, Any]]:
-        """The model that a client calls so, and what to change in its request; the same name if there is none."""
+        """The model behind a client's name, and changes for its request; an unknown name is returned unchanged."""
         if name not in self._called:
             await self.find(name)
         return self._called.get(name, (name, {}))
 
     async def find(self, name: str) -> Model | None:
-        """One that was added a moment ago is found too."""
+        """The model, even if it was added only a moment ago."""
         called_at = time.monotonic()
         if name not in self._models:
             async with self._reading:
-                if self._read_at < called_at:  # else another call has read it meanwhile
+                if self._read_at < called_at:  # otherwise another call has read the registry meanwhile
                     await self._read()
         return self._models.get(name)
 
@@ -151,13 +151,13 @@ class Catalogue:
             if str(error) != self.problem:
                 logger.warning("Overspill: %s", error)
             self.problem = str(error)
-            # Calls that waited for this attempt do not make one of their own.
+            # Calls that waited for this attempt reuse its failure.
             self._read_at = time.monotonic()
         else:
             self.problem = ""
             self._models = {model.name: model for model in models}
             called = {name: (model.name, changes) for model in models for name, changes in model.names.items()}
-            # A model's own name wins, should two processes have given the same one at once.
+            # A model's own name wins if two processes gave out the same name at once.
             self._called = {**called, **{model.name: (model.name, {}) for model in models}}
             self._read_at = began
 
@@ -166,17 +166,17 @@ class Catalogue:
 
 
 def running_statuses() -> dict[int, Status]:
-    """Of every engine of this machine that lives, by the number of its process. Blocks."""
+    """Statuses of all living engines on this machine, by pid. Blocks."""
     return {status.pid: status for status in read_statuses() if _is_here(status) and status.is_alive}
 
 
 def phases_of(status: Status) -> tuple[tuple[str, float], ...]:
-    """Each with the time at which it began, in seconds since 1970."""
+    """Phases with the times at which they began, in seconds since 1970."""
     return tuple((str(one.phase), datetime.fromisoformat(one.at).timestamp()) for one in status.phases)
 
 
 def record_of(status: Status, name: str, unit: Unit | None) -> Record:
-    """Of an engine that somebody else started."""
+    """Record of an engine that somebody else started."""
     phases = phases_of(status)
     return Record(
         name=name,
@@ -192,8 +192,8 @@ def record_of(status: Status, name: str, unit: Unit | None) -> Record:
 
 
 def model_of(status: Status, models: Mapping[str, Model]) -> tuple[str, Unit | None]:
-    """The registry's name, if one of its models is meant, and the unit: a unit names its model by where it is, and
-    serves it by name."""
+    """The model's name, as in the registry if it is there, and the engine's unit. A unit gives its model's location,
+    and serves it by name."""
     unit, served = unit_of(status.pid), models.get(status.served_name)
     if status.model in models:
         return status.model, unit
@@ -203,7 +203,7 @@ def model_of(status: Status, models: Mapping[str, Model]) -> tuple[str, Unit | N
 
 
 def how_it_ended(registry: Registry, name: str, who: Identity) -> tuple[bool, str] | None:
-    """Whether the engine ended on request, and its last words; None if it could not write any. Blocks."""
+    """Whether the engine ended on request, and the reason it left; None if it could not leave one. Blocks."""
     for status in read_statuses():
         if _is_here(status) and (status.pid, status.process) == (who.pid, who.process) and status.problem:
             return False, status.problem
@@ -218,18 +218,18 @@ def how_it_ended(registry: Registry, name: str, who: Identity) -> tuple[bool, st
 
 
 def end_killed_run(registry: Registry, name: str, who: Identity, reason: str) -> None:
-    """Of a process that was killed, and so writes nothing itself any more. Blocks."""
+    """Close the run record of a killed process, which cannot do so itself. Blocks."""
     for run in list_runs(registry, name, limit=5):
         if (run.pid, run.process) == (who.pid, who.process) and run.ended_at is None:
             end_run(registry, run.id, RunEnd.KILLED, detail=reason)
 
 
 def _is_here(status: Status) -> bool:
-    """Homes may be shared between machines."""
+    """Whether the status is of this machine: home folders may be shared between machines."""
     return status.host == platform.node()
 
 
-# The manager itself, for commands of the same user
+# The manager's address, for commands of the same user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,7 @@ class Announced:
     url: str
     pid: int
     process: str
-    """Boot and start time: the number alone may be another process's by now."""
+    """Boot and start time: the pid alone may be another process's by now."""
 
 
 def announce(folder: Path, url: str) -> None:
@@ -252,7 +252,7 @@ def withdraw(folder: Path) -> None:
 
 
 def find_manager(folder: Path) -> Announced | None:
-    """The manager that runs, if any."""
+    """The running manager, if any."""
     try:
         announced = msgspec.json.decode((folder / _ANNOUNCED).read_bytes(), type=Announced)
     except (OSError, ValueError):

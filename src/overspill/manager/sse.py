@@ -1,4 +1,4 @@
-"""Changes for listeners, the latest of each name so that a slow listener costs nothing, and streams of them (SSE)."""
+"""Server-sent events: changes for listeners, only the latest of each name so that a slow listener costs nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +27,7 @@ class Changes(Generic[T]):
 
     @contextmanager
     def listening(self) -> "Iterator[Listener[T]]":
-        """From here on nothing is missed."""
+        """Register a listener, which misses no change from here on."""
         listener: Listener[T] = Listener()
         self._listeners.add(listener)
         try:
@@ -42,7 +42,7 @@ class Listener(Generic[T]):
         self.woken = asyncio.Event()
 
     async def next(self) -> dict[str, T]:
-        """All changes since the last call, by name."""
+        """Wait for changes, and return the latest since the last call, by name."""
         await self.woken.wait()
         self.woken.clear()
         latest, self.latest = self.latest, {}
@@ -55,18 +55,18 @@ def event(name: str, data: str) -> str:
 
 
 def stream(events: AsyncIterator[str], closing: asyncio.Event, media_type: str = MEDIA_TYPE) -> StreamingResponse:
-    """With headers that keep proxies from buffering it."""
+    """Response with the events, and with headers that keep proxies from buffering it."""
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     quiet = ": nothing new\n\n" if media_type == MEDIA_TYPE else ""
     return StreamingResponse(_until(events, closing, quiet), media_type=media_type, headers=headers)
 
 
 async def _until(events: AsyncIterator[str], closing: asyncio.Event, quiet: str) -> AsyncIterator[str]:
-    """A client that is gone is noticed only when something is sent to it, so now and then something is."""
+    """Yield events until closing, and a comment when quiet: a lost client is noticed only when something is sent."""
     ended: asyncio.Future[Any] = asyncio.ensure_future(closing.wait())
     next_one: asyncio.Future[Any] | None = None
     if quiet:
-        yield quiet  # headers go out at once, and a browser knows that it is connected
+        yield quiet  # sends the headers at once, so that a browser knows that it is connected
     try:
         while not ended.done():
             if next_one is None:

@@ -1,7 +1,7 @@
-"""An engine's states, the next step as a pure function of what is wanted and what is seen, and its snapshot.
+"""Engine states: the next step as a pure function of what is wanted and what is seen, and snapshots.
 
-No state is stored. A user or a request sets what is wanted; /proc and the engine's own answers show what is there; and
-a manager that was killed and started again arrives at the same state by looking.
+No state is stored. A user or a request sets what is wanted, /proc and the engine's own answers show what exists, and
+a manager that was killed and restarted arrives at the same state by looking.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from overspill.manager.needs import NOTHING, Memory
 
 EngineAction = Literal["start", "switch", "stop", "restart", "park", "wake"]
 KV_FIELDS = ("granted", "held", "used", "wanted", "floor", "most")
-"""What is shown of an elastic engine's row of the ledger."""
+"""Fields of an elastic engine's ledger row that are shown."""
 
 
 class State(StrEnum):
@@ -21,7 +21,7 @@ class State(StrEnum):
     STARTING = "starting"
     READY = "ready"
     STOPPING = "stopping"
-    """Also while it is being parked."""
+    """The engine is being stopped or parked."""
     PARKED = "parked"
     """The process lives, and its GPU memory is free for others."""
     FAILED = "failed"
@@ -38,15 +38,15 @@ class Seen(StrEnum):
     ABSENT = "absent"
     """No process of the engine lives."""
     LOADING = "loading"
-    """The process lives, and has not answered yet."""
+    """The process lives but has not answered yet."""
     SERVING = "serving"
     """The engine answers."""
     PARKED = "parked"
-    """The engine answers, and computes nothing."""
+    """The engine answers but computes nothing."""
     SILENT = "silent"
-    """No answer for too long, after there were some."""
+    """The engine has not answered for too long, after its last answer or since its launch."""
     ENDING = "ending"
-    """SIGTERM was sent, or the server is gone and some of its processes are left."""
+    """SIGTERM was sent, or the server is gone but some of its processes are left."""
 
 
 class Step(StrEnum):
@@ -66,7 +66,7 @@ class Decision:
 
 
 def decide(wanted: Wanted, seen: Seen, *, launched: bool, failed: bool) -> Decision:
-    """`launched`: a process was started or adopted for this wish; `failed`: the last one ended by itself."""
+    """State and step; `launched`: this wish started or adopted a process, `failed`: the last one ended by itself."""
     match wanted, seen:
         case Wanted.UP, Seen.ABSENT:
             return Decision(State.FAILED, Step.GIVE_UP) if launched else Decision(State.STARTING, Step.LAUNCH)
@@ -93,39 +93,39 @@ def decide(wanted: Wanted, seen: Seen, *, launched: bool, failed: bool) -> Decis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long the manager waits for what; one object, so that tests can be impatient."""
+    """All intervals and timeouts of the manager in one object, so that tests can be impatient."""
 
     look_starting_s: float = 0.25
     look_ready_s: float = 2.0
     look_models_s: float = 1.0
-    """How often the registry and the machine's engines are looked through for what others changed."""
+    """Interval between looks at the registry and the machine's engines for outside changes."""
     health_s: float = 5.0
-    """An engine that is busy answers late."""
+    """Timeout of a health check; a busy engine answers late."""
     silent_s: float = 120.0
-    """After so long without an answer an engine counts as hung, and is ended."""
+    """Time without an answer after which an engine counts as hung and is ended."""
     start_s: float = 3600.0
-    """So long a start may take; a large model on a slow disk takes half of it."""
+    """Timeout of a start; a large model on a slow disk takes half of it."""
     park_s: float = 180.0
-    """A park stores what the GPU has cached, and a wake copies the weights; both take seconds at most."""
+    """Timeout of a park, which stores the GPU's cache, or a wake, which copies weights; both take seconds at most."""
     stop_patience_s: float = 60.0
-    """`overspill serve` takes up to 35 s to end vLLM itself; what lives longer is killed."""
+    """Time from SIGTERM to SIGKILL; `overspill serve` takes up to 35 s to end vLLM itself."""
     back_off_s: float = 10.0
-    """After a failed start, doubled with each further one; an engine that served longer is started again at once."""
+    """Backoff after a failed start, doubled with each further one; an engine that served longer restarts at once."""
     most_back_off_s: float = 300.0
     least_service_s: float = 10.0
-    """For which a busy model is not evicted after it became ready."""
+    """Time after becoming ready during which a busy model is not evicted."""
     drain_s: float = 120.0
-    """Requests in flight are given so long to end before their model is stopped for another one."""
+    """Time for requests in flight to finish before their model is stopped."""
     settle_s: float = 2.0
-    """A driver frees memory a moment after the process is gone."""
+    """Time for a driver to free memory after the process is gone."""
     load_s: float = 900.0
-    """The longest that a request waits for its model."""
+    """Longest time that a request waits for its model."""
     first_sign_s: float = 1.0
-    """A stream whose model is not ready by then gets its headers: later, a refusal is an event of the stream."""
+    """Wait before a stream whose model is not ready gets its headers; from then on a refusal is a stream event."""
     sign_s: float = 5.0
-    """How often a stream without anything to tell gets a comment, so that no proxy gives it up."""
+    """Interval of comments in a quiet stream, so that no proxy gives it up."""
     stalled_client_s: float = 120.0
-    """A client that takes nothing for so long has left."""
+    """Time without reading anything after which a client counts as gone."""
 
     def back_off(self, num_failures: int) -> float:
         return min(self.most_back_off_s, self.back_off_s * 2.0 ** (num_failures - 1)) if num_failures else 0.0
@@ -137,22 +137,22 @@ class Traffic:
 
     requests: int = 0
     failed: int = 0
-    """By the gateway or the engine: answers of 500 and above, and streams that broke."""
+    """Requests failed by the gateway or the engine: answers of 500 and above, and broken streams."""
     cancelled: int = 0
     in_flight: int = 0
     waiting: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """As far as answers say."""
+    """Answer tokens; like prompt tokens, as far as answers report them."""
     last_used: float | None = None
-    """Seconds since 1970."""
+    """Time of the last request, in seconds since 1970."""
 
 
 OF_ENGINE = (
     "name", "state", "since", "is_managed", "is_draining", "is_leaving", "start_s", "url", "holds", "can_park",
     "log_hint", "stop_reason",
 )  # fmt: skip
-"""What a snapshot has as its engine has it."""
+"""Snapshot fields copied unchanged from the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,18 +160,18 @@ class Snapshot:
     name: str
     state: State
     since: float
-    """When it got into this state, in seconds since 1970."""
+    """When the engine entered this state, in seconds since 1970."""
     is_registered: bool
     is_managed: bool
-    """Whether a manager started it, and will stop it when it ends itself."""
+    """Whether a manager started the engine, and will stop it when the manager itself ends."""
     phase: str = ""
     phases: tuple[tuple[str, float], ...] = ()
     messages: tuple[str, ...] = ()
     is_draining: bool = False
     is_leaving: bool = False
-    """It drains because it was stopped: a second stop does not wait."""
+    """Whether the engine drains because it was stopped; a second stop does not wait."""
     start_s: float | None = None
-    """How long its last start took."""
+    """Duration of the last successful start."""
     url: str | None = None
     served_names: tuple[str, ...] = ()
     pid: int | None = None
@@ -180,21 +180,21 @@ class Snapshot:
     can_park: bool = False
     error: str = ""
     log_lines: tuple[str, ...] = ()
-    """The last ones before it failed."""
+    """Last lines of the log before the failure."""
     retry_at: float | None = None
-    """Before which a request does not start it again; seconds since 1970."""
+    """Earliest time at which a request starts the engine again, in seconds since 1970."""
     log_file: str | None = None
     log_hint: str = ""
-    """Where its log is, if not in a file that is known."""
+    """Hint on where the log is; empty if the log file is known."""
     stop_reason: str = ""
-    """Why it is being stopped, or was the last time."""
+    """Why the engine is being stopped, or was stopped last."""
     needs_restart: tuple[str, ...] = ()
-    """Settings that were changed since it was started."""
+    """Settings changed since the engine was started."""
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     memory: dict[str, int | None] = dataclasses.field(default_factory=dict)
-    """Bytes of weights, KV and the rest, as its workers report them."""
+    """Bytes of weights, KV and the rest, as the workers report them."""
     kv: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes of an elastic engine's KV on the GPU, as the ledger has them."""
+    """Bytes of an elastic engine's KV on the GPU, from the ledger."""
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Swaps of models: requests that wait for one, which is loaded next, and which engines are evicted for it.
+"""Model swaps: the queue of waiting requests, the model to load next, and the engines to evict for it.
 
 Eviction is a pure function, by memory and not by count.
 """
@@ -21,29 +21,29 @@ from overspill.registry import Model
 
 logger = logging.getLogger(__name__)
 
-# Sets of so many are compared; of more engines the least recently used are looked at, and the rest another time.
+# How many engines are compared in all combinations; of more, the least recently used, and the rest another time.
 _COMPARED = 10
 _HOLDING = (State.STARTING, State.READY, State.STOPPING, State.PARKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """An engine that holds memory, as far as eviction is concerned."""
+    """An engine that holds memory, as eviction sees it."""
 
     name: str
     holds: Memory
     in_flight: int
     last_used: float
     ready_since: float | None
-    """None while it starts."""
+    """When the engine became ready; None while it starts."""
     may_go: bool = True
-    """False for one that Overspill's manager did not start: whoever did may stop it."""
+    """Whether the manager may stop the engine: not if somebody else started it, nor while it is held."""
     is_kept: bool = False
-    """Its model is set to be kept: no other goes before it."""
+    """Whether the model is set to be kept, so that the engine is not evicted."""
     is_leaving: bool = False
-    """Stopping, or draining in order to stop: what it holds will be free."""
+    """Whether the engine is stopping, or draining in order to stop, so that its memory will be free."""
     is_overdue: bool = False
-    """Starting for longer than anybody waits, and nobody does."""
+    """Whether the engine has been starting for longer than any request waits, and no request waits for it."""
 
     @property
     def is_evictable(self) -> bool:
@@ -54,9 +54,9 @@ class Verdict(StrEnum):
     FITS = "fits"
     EVICT = "evict"
     WAIT = "wait"
-    """For engines that leave, start, or have not served long enough yet."""
+    """Wait for engines that leave, start, or have not served long enough yet."""
     NEVER = "never"
-    """Not even with everything gone that may go."""
+    """Not enough memory even with every evictable engine gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Choice:
 
 
 def choose(need: Memory, free: Memory, running: Iterable[Running], *, now: float, least_service_s: float) -> Choice:
-    """The fewest that free enough; idle ones before busy ones, and of these the least recently used.
+    """Choose what to evict: as few busy engines as possible, then as few engines, then the least recently used.
 
-    A busy engine is left alone until it has served for a while: two models that are requested in turn would otherwise
-    only ever load.
+    A busy engine is left alone until it has served for a while: two models requested in turn would otherwise only
+    ever load.
     """
     engines = list(running)
     if free.holds(need):
@@ -92,13 +92,13 @@ def choose(need: Memory, free: Memory, running: Iterable[Running], *, now: float
 
 
 def kept_in_the_way(need: Memory, free: Memory, running: Iterable[Running]) -> tuple[str, ...]:
-    """The fewest engines that are kept without which there would be room; none if there is some, or would be none."""
+    """The fewest kept engines whose end would make room; none if there is room anyway, or still would not be."""
     engines = list(running)
     room = free + total([one.holds for one in engines if one.is_evictable or one.is_leaving])
     if room.holds(need):
         return ()
     kept = sorted((one for one in engines if one.is_kept and one.may_go and not one.is_leaving), key=_order)
-    groups = _groups(kept[:_COMPARED])  # the smallest come first
+    groups = _groups(kept[:_COMPARED])  # smallest first
     enough = (group for group in groups if (room + total([one.holds for one in group])).holds(need))
     return tuple(one.name for one in next(enough, ()))
 
@@ -118,7 +118,7 @@ def _groups(candidates: list[Running]) -> Iterable[tuple[Running, ...]]:
 
 
 def may_park(need: Memory, free: Memory, leaving: Iterable[Memory], parked: Iterable[Memory]) -> bool:
-    """Whether there is room when engines are parked, which frees what `parked` says, instead of stopped."""
+    """Whether parking engines, which frees `parked`, makes enough room without stopping them."""
     return (free + total([*leaving, *parked])).holds(need)
 
 
@@ -131,11 +131,11 @@ class Waiting:
 
 
 class Queue:
-    """Bounded, in the order in which requests came, and left by clients that go away."""
+    """Bounded queue of requests in order of arrival; clients that go away leave it."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._waiting: dict[Waiting, None] = {}  # in order, and quick to leave
+        self._waiting: dict[Waiting, None] = {}  # ordered, and quick to remove from
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -157,11 +157,11 @@ class Queue:
         return sum(one.name == name for one in self._waiting)
 
     def names(self) -> list[str]:
-        """Of models, the one that was requested first at the front."""
+        """Names of the models waited for, in order of their first request."""
         return list(dict.fromkeys(one.name for one in self._waiting))
 
     def since(self, name: str) -> float:
-        """When the first of those that wait for it came; on the monotonic clock."""
+        """Arrival of the first request that waits for the model, on the monotonic clock."""
         return min((one.since for one in self._waiting if one.name == name), default=float("inf"))
 
     def may_evict(self, name: str) -> bool:
@@ -193,18 +193,17 @@ class Swaps:
     engines: Mapping[str, Engine]
     find_model: Callable[[str], Model | None]
     reckon: Callable[[Model, Memory], Need]
-    """Blocks."""
+    """Function for a model's need. Blocks."""
     free: Callable[[], Memory]
-    """Blocks. What is free now."""
+    """Function for the memory that is free now. Blocks."""
     budget: Memory | None
-    """What all engines together may hold, instead of what is free."""
+    """Limit on what all engines together hold; None for whatever is free."""
     reserved_for: list[str] = field(default_factory=list)
-    """Why no engine is started now, if there are reasons."""
+    """Reasons for which no engine is started now."""
     _claim: tuple[str, Memory] = ("", NOTHING)
-    """The model for which elastic engines shrink, and the memory that it needs."""
+    """Model for which elastic engines shrink, and the memory that it needs."""
     _draining: dict[str, tuple[str, float, bool]] = field(default_factory=dict)
-    """Engines that take no new requests, for which model, until when they are waited for, and whether parking them is
-    enough."""
+    """Engines that take no new requests: the model they make room for, the deadline, and whether parking suffices."""
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake(self) -> None:
@@ -212,13 +211,13 @@ class Swaps:
 
     @property
     def claimed(self) -> Memory:
-        """GPU memory that elastic engines are to leave free, for a model that waits."""
+        """GPU memory that elastic engines are to leave free for a waiting model."""
         name, need = self._claim
         waits = self.queue.count(name) and self.engines[name].state not in (State.STARTING, State.READY)
         return need if waits else NOTHING
 
     async def free_for_kv(self, gpus: Iterable[int]) -> dict[int, int]:
-        """GPU memory that elastic engines may be granted beside what they hold or were granted: neither promised nor
+        """GPU memory that elastic engines may be granted on top of what they hold or were granted: neither promised nor
         beyond the budget, and less than is free, since engines take some more at times."""
         free = await self._unpromised()
         bound = free if self.budget is None else await self._free()
@@ -235,15 +234,15 @@ class Swaps:
             if self.engines[name].is_draining and name != waiting[0]:
                 continue
             if not await self._serve(name):
-                # Nobody overtakes: what becomes free is for the one that waits longest.
+                # No overtaking: memory that becomes free is for the model that has waited longest.
                 break
 
     async def _serve(self, name: str) -> bool:
-        """Whether those behind may be looked at: it is ready, starting, or refused."""
+        """Serve one waiting model; True once it is ready, starting or refused, so that the next may be served."""
         engine, model = self.engines[name], self.find_model(name)
         match engine.state:
             case State.READY:
-                # Requested before the model that it was to be evicted for.
+                # This model was requested before the one it was to be evicted for.
                 engine.is_draining = False
                 self._draining.pop(name, None)
                 self.queue.admit(name)
@@ -267,13 +266,13 @@ class Swaps:
             return True
         try:
             if engine.state is State.PARKED:
-                await asyncio.sleep(0)  # requests that were just admitted elsewhere are counted first
+                await asyncio.sleep(0)  # let requests just admitted elsewhere be counted first
                 need = Need(least=engine.parking_frees)
             else:
                 need = await asyncio.to_thread(self.reckon, model, self._evictable())
             free = await self._free()
         except Exception as error:
-            # Of one model, or of the driver: those that wait behind it must not wait for that.
+            # A fault of one model or of the driver: models behind it must not wait for that.
             logger.exception("Overspill: the memory that %s needs is unknown", name)
             self.queue.refuse(name, NoRoom(f"what {name} needs is unknown ({type(error).__name__}: {error})"))
             return True
@@ -284,7 +283,7 @@ class Swaps:
             self.queue.refuse(name, NoRoom(f"{name} cannot be started: {need.refused}{kept}"))
             return True
         if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED, State.PARKED):
-            return True  # meanwhile
+            return True  # it went away or changed its state meanwhile
         # Engines that can shrink do so before any is parked or stopped.
         could_be_free = free + total([one.could_release for one in self.engines.values()])
         running = [
@@ -307,7 +306,7 @@ class Swaps:
                     engine.want_awake()
                 else:
                     engine.want_up(model.settings.as_json(), need.takes)
-                self._end_drains()  # there was room without those that were to go for it
+                self._end_drains()  # there was room without the engines that drain for this model
                 return True
             case Verdict.NEVER if self._is_in_motion():
                 return False
@@ -332,7 +331,7 @@ class Swaps:
         return False
 
     def _end_drains(self) -> None:
-        """Those that are idle by now are stopped; those that nobody needs to go any more stay."""
+        """Stop or park drained and overdue engines; keep those whose memory is no longer needed."""
         now = time.monotonic()
         for victim, (for_name, deadline, parks) in list(self._draining.items()):
             engine = self.engines[victim]
@@ -348,15 +347,15 @@ class Swaps:
                 self._let_go(engine, f"it was {how} to make room for {for_name}", parks=parks)
 
     def _let_go(self, engine: Engine, reason: str, *, parks: bool) -> None:
-        """The one way in which an engine goes that nobody asked to go. Requests that a parked one was computing wait in
-        it, and go on when it is woken."""
+        """Stop or park an engine that no user asked to stop; all such stops come through here. Requests in flight wait
+        in a parked engine, and continue when it wakes."""
         if parks:
             engine.want_parked(reason, or_stop=True)
         else:
             engine.want_down(reason)
 
     def _stop_idle(self) -> None:
-        """Parked first, where it can be, and stopped when it was not used for as long again."""
+        """Park engines that were idle for their TTL, or stop those that cannot be parked or were idle for it again."""
         now = time.monotonic()
         for name, engine in self.engines.items():
             model = self.find_model(name)
@@ -369,11 +368,11 @@ class Swaps:
             self._let_go(engine, f"it was not used for {ttl} s", parks=_parks(engine))
 
     def _resume_parked(self) -> None:
-        """An engine that was parked while it computed waits for its next turn with those requests."""
+        """Queue engines that were parked with requests in flight, so that they get their next turn."""
         for name, engine in self.engines.items():
             if engine.state is State.PARKED and engine.in_flight and not self.queue.count(name):
                 with contextlib.suppress(QueueFull):
-                    # Nobody waits here: the requests are in the engine, and a refusal is tried again.
+                    # Nobody awaits this future: the requests are in the engine, and a refusal is tried again.
                     self.queue.join(name).ready.add_done_callback(asyncio.Future.exception)
 
     async def _free(self) -> Memory:
@@ -383,14 +382,14 @@ class Swaps:
         return self.budget - total([one.holds for one in holding])
 
     async def _unpromised(self) -> Memory:
-        """What starting engines will take is theirs already, and so is what was granted: they may take it now."""
+        """Free memory without what starting engines will take and what was granted: engines may take both now."""
         free = await asyncio.to_thread(self.free)
         return free - total(
             [one.holds if one.state is State.STARTING else one.promised for one in self.engines.values()]
         )
 
     def _evictable(self) -> Memory:
-        """Of engines that may go, all; of the others, what they would give back."""
+        """Memory that could be freed: all of evictable engines, and what the others would give back."""
         return total(
             [
                 one.holds if one.is_evictable or one.is_leaving else self.engines[one.name].could_release
@@ -405,7 +404,7 @@ class Swaps:
                 holds=one.holds,
                 in_flight=one.in_flight,
                 last_used=one.last_used,
-                # A parked one goes at any time: it serves nobody.
+                # A parked engine goes at any time: it serves nobody.
                 ready_since=float("-inf") if one.state is State.PARKED else one.ready_since,
                 may_go=one.is_managed and not one.held,
                 is_kept=self._is_kept(one.name),
@@ -421,15 +420,15 @@ class Swaps:
         return model is not None and bool(model.settings.keep)
 
     def _is_in_motion(self) -> bool:
-        """The free memory is about to change: an engine that starts has taken a part of what it was promised, which
-        then counts twice, and of one that ended not all is free yet."""
+        """Whether free memory is about to change: a starting engine has taken part of what it was promised, which then
+        counts twice, and the memory of an ended engine is not all free yet."""
         if self.budget is not None:
             return False
         moving = any(one.state in (State.STARTING, State.STOPPING) for one in self.engines.values())
         return moving or self._is_settling()
 
     def _is_settling(self) -> bool:
-        """Memory of an engine that has just ended may not be free yet: nobody else should go for it."""
+        """Whether an engine has just ended, whose memory may not be free yet; no other should be evicted meanwhile."""
         if self.budget is not None:
             return False
         last = max((one.ended_at for one in self.engines.values()), default=float("-inf"))
@@ -455,7 +454,7 @@ def _parks(engine: Engine) -> bool:
 
 
 def _kept(names: Sequence[str]) -> str:
-    """The end of a refusal for which kept engines are the reason."""
+    """End of a refusal whose reason is kept engines."""
     if not names:
         return ""
     who, are = " and ".join(names), "is" if len(names) == 1 else "are"

@@ -1,4 +1,4 @@
-"""Upstreams: other servers of OpenAI's API, whose models the gateway serves beside its own."""
+"""Upstreams: other servers of OpenAI's API, whose models the gateway serves besides its own."""
 
 import asyncio
 import os
@@ -22,20 +22,20 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 @dataclass(slots=True)
 class Server:
-    """One of them; its model M is served as NAME/M."""
+    """An upstream server; its model M is served as NAME/M."""
 
     name: str
     url: str
     """Scheme, host and port."""
     path: str = ""
-    """Before /v1."""
+    """Path before /v1."""
     key_variable: str = ""
-    """Of the environment, which holds its key; nothing else does."""
+    """Environment variable that holds the server's key; nothing else does."""
     traffic: Traffic = field(default_factory=Traffic)
     models: tuple[str, ...] = ()
-    """Those that it listed last."""
+    """Models that the server listed last."""
     problem: str = "it was not asked yet"
-    """Why it cannot be used; empty if it can."""
+    """Why the server cannot be used; empty if it can."""
 
     @property
     def headers(self) -> list[Header]:
@@ -43,19 +43,19 @@ class Server:
         return [(b"authorization", b"Bearer " + key.encode())] if key else []
 
     def as_json(self) -> dict[str, Any]:
-        """Without its key."""
+        """The server without its key."""
         told = {"name": self.name, "url": f"{self.url}{self.path}", "is_reachable": not self.problem}
         models = [f"{self.name}/{one}" for one in self.models]
         return {**told, "problem": self.problem, "models": models, "requests": self.traffic.requests}
 
 
 def parse_servers(given: Iterable[str], keys: Iterable[str]) -> tuple[Server, ...]:
-    """From `--upstream NAME=URL`, and `--upstream-key NAME=VARIABLE`: a key on a command line would be everybody's."""
+    """Parse `--upstream NAME=URL` and `--upstream-key NAME=VARIABLE`; a key on the command line would be public."""
     servers: dict[str, Server] = {}
     for one in given:
         name, _, url = one.partition("=")
         parts, is_url = urlsplit(""), False
-        with suppress(ValueError):  # of a port that is not a number
+        with suppress(ValueError):  # the port is not a number
             parts, is_url = urlsplit(url), urlsplit(url).port != 0
         is_url = is_url and parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
         if not is_url or _NAME.fullmatch(name) is None or name in servers:
@@ -77,14 +77,14 @@ def parse_servers(given: Iterable[str], keys: Iterable[str]) -> tuple[Server, ..
 
 
 class Servers:
-    """All of them, by name."""
+    """All upstream servers, by name."""
 
     def __init__(self, servers: Iterable[Server], upstream: Upstream) -> None:
         self.all = {one.name: one for one in servers}
         self._upstream = upstream
 
     def find(self, model: str) -> tuple[Server, str] | None:
-        """Whose model that is, and what it is called there."""
+        """The server of a model, and the model's name there."""
         name, slash, there = model.partition("/")
         return (self.all[name], there) if slash and there and name in self.all else None
 
@@ -92,7 +92,7 @@ class Servers:
         return [f"{one.name}/{model}" for one in self.all.values() for model in one.models]
 
     async def run(self) -> None:
-        """Looks now and then whether they answer."""
+        """Poll whether the servers answer, for ever."""
         while self.all:
             await asyncio.gather(*map(self.look, self.all.values()))
             await asyncio.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""A vLLM server's /metrics: the few series a page shows, and what happened between two looks at them."""
+"""Engine metrics: the few series of vLLM's /metrics that a page shows, and rates between two scrapes."""
 
 import math
 import re
@@ -21,7 +21,7 @@ def _gauge(series: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Current values, summed over a server's engines; None is a series that the page does not have.
+    """Current values, summed over a server's engines; None for a series missing from /metrics.
 
     Overspill's own series are defined in overspill.kv.metrics, which needs vLLM; a test compares the two.
     """
@@ -30,11 +30,11 @@ class Metrics:
     requests_running: float | None = _gauge("vllm:num_requests_running")
     requests_waiting: float | None = _gauge("vllm:num_requests_waiting")
     kv_cache_use: float | None = _gauge("vllm:kv_cache_usage_perc")
-    """0 to 1; with spill of resident and spilled blocks together. Of several engines the fullest counts."""
+    """Share from 0 to 1; with spill, of resident and spilled blocks together. Of several engines the fullest counts."""
     prompt_tokens: float | None = _counter("vllm:prompt_tokens_total")
     generation_tokens: float | None = _counter("vllm:generation_tokens_total")
     prefix_queries: float | None = _counter("vllm:prefix_cache_queries_total")
-    """Tokens, as are the three after it."""
+    """Counter of tokens, like the next three."""
     prefix_hits: float | None = _counter("vllm:prefix_cache_hits_total")
     external_queries: float | None = _counter("vllm:external_prefix_cache_queries_total")
     external_hits: float | None = _counter("vllm:external_prefix_cache_hits_total")
@@ -68,29 +68,29 @@ _FIELDS: list[Field[Any]] = [each for each in fields(Metrics) if each.metadata]
 _GAUGES = [each.name for each in _FIELDS if each.metadata["is_gauge"]]
 _COUNTERS = [each.name for each in _FIELDS if not each.metadata["is_gauge"]]
 SERIES: dict[bytes, str] = {each.metadata["series"]: each.name for each in _FIELDS}
-# One pass over the page, most of which is buckets of histograms, every second: prometheus_client's parser takes about
-# 20 times as long. Labels may hold anything in quotes, so they end at the line's last brace.
+# One pass every second over a page that is mostly histogram buckets: prometheus_client's parser takes about 20 times
+# as long. Labels may hold anything in quotes, so they end at the line's last brace.
 _LINE = re.compile(rb"^(" + b"|".join(map(re.escape, SERIES)) + rb")(?:\{.*\})?[ \t]+([^\s]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of the time between two looks; None where nothing happened, or nothing is counted."""
+    """Rates between two scrapes; None where nothing happened or nothing is counted."""
 
     seconds: float
     prompt_tokens_per_s: float | None = None
     generation_tokens_per_s: float | None = None
     prefix_hit_rate: float | None = None
-    """Of prompt tokens looked up in the GPU's prefix cache."""
+    """Share of prompt tokens looked up in the GPU's prefix cache that hit."""
     external_hit_rate: float | None = None
-    """Of those it missed, looked up in RAM."""
+    """Share of those missed there and looked up in RAM that hit."""
     ttft_s: float | None = None
-    """Mean of the requests that got their first token meanwhile."""
+    """Mean over requests that got their first token in this time."""
     tpot_s: float | None = None
-    """Mean of the requests that ended meanwhile."""
+    """Mean over requests that ended in this time."""
     preemptions_per_s: float | None = None
     load_bytes_per_s: float | None = None
-    """Over the whole time, not only while copying."""
+    """Rate over the whole time, not only while copying."""
     store_bytes_per_s: float | None = None
     ram_hit_tokens_per_s: float | None = None
     spill_in_bytes_per_s: float | None = None
@@ -116,7 +116,7 @@ def parse_metrics(page: bytes, at: float) -> Metrics:
 
 
 def rates(before: Metrics, after: Metrics) -> Rates | None:
-    """None where there is nothing to compare: no time passed, or the counters began anew, as after a restart."""
+    """Rates between two scrapes; None if no time passed or the counters were reset, as by a restart."""
     seconds = after.at - before.at
     if seconds <= 0:
         return None
@@ -124,8 +124,8 @@ def rates(before: Metrics, after: Metrics) -> Rates | None:
     for name in _COUNTERS:
         old, new = getattr(before, name), getattr(after, name)
         if old is not None and (new is None or new < old):
-            return None  # one counter that fell is enough: the others also count from another beginning
-        # A series that has only just appeared grew from 0: vLLM shows some after their first use only.
+            return None  # one counter that fell is enough: the others were reset too
+        # A series that has only just appeared grew from 0: vLLM shows some only after their first use.
         grown[name] = None if new is None else new - (old or 0.0)
     steps = [each for each in (grown["spilled_steps"], grown["plain_steps"]) if each is not None]
     return Rates(
@@ -140,7 +140,7 @@ def rates(before: Metrics, after: Metrics) -> Rates | None:
 
 
 def chart_values(metrics: Metrics, between: Rates | None, engine: str) -> dict[str, float]:
-    """One number for each line of a chart, named like those of overspill.manager.telemetry.machine."""
+    """One number per line of a chart, named like those of overspill.manager.telemetry.machine."""
     values: dict[str, Any] = {name: getattr(metrics, name) for name in _GAUGES}
     if between is not None:
         values |= {each.name: getattr(between, each.name) for each in fields(Rates) if each.name != "seconds"}
@@ -148,7 +148,7 @@ def chart_values(metrics: Metrics, between: Rates | None, engine: str) -> dict[s
 
 
 async def scrape(upstream: Upstream, url: str) -> Metrics | None:
-    """One look at `url`'s /metrics; None if it does not answer as vLLM does."""
+    """Scrape `url`'s /metrics once; None if it does not answer as vLLM does."""
     answer = await upstream.ask(url, "/metrics", _WAIT_S)
     return parse_metrics(answer[1], time.time()) if answer is not None and answer[0] == 200 else None
 

@@ -1,4 +1,4 @@
-"""One sample of the machine, its GPUs and watched processes, at the cost of some dozens of short reads."""
+"""Samples of the machine, its GPUs and watched processes, at the cost of some dozens of short reads."""
 
 import contextlib
 import importlib
@@ -15,10 +15,10 @@ from overspill.hardware.nvml import Device, NotUsable, read_gpus
 from overspill.kv.ram import available_ram
 from overspill.processes import memory_of
 
-# Looking through all of /proc for children costs more than everything else.
+# Scanning all of /proc for children costs more than everything else.
 _TREES_EVERY_S = 5.0
 _TRY_AGAIN_S = 60.0
-# Counters of bytes, answered at once. The older call for the rate measures for 20 ms, each way.
+# Byte counters, answered at once; the older call for the rate measures for 20 ms, each way.
 _FIELDS = [198, 197]  # NVML_FI_DEV_PCIE_COUNT_RX_BYTES and TX: to the GPU, and from it
 _UTILIZATIONS = (1, 0)  # NVML_PCIE_UTIL_RX_BYTES and TX, in KB/s
 _TEMPERATURE_OF_GPU = 0
@@ -29,38 +29,38 @@ _LOST = (15, 16)  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED
 class RamSample:
     total_bytes: int
     available_bytes: int
-    """Without swapping, or reaching a cgroup's limit."""
+    """RAM available without swapping or reaching a cgroup's limit."""
     bound: str
-    """What sets it."""
+    """Source of the bound on available RAM."""
     swap_used_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSample:
     use: float
-    """Of all cores together, 0 to 1."""
+    """Busy share of all cores together, 0 to 1."""
     num_cpus: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """None where the driver has no figure."""
+    """Figures of one GPU; None where the driver has none."""
 
     index: int
     uuid: str
     name: str
     total_bytes: int
-    """What CUDA, and so vLLM, counts."""
+    """Total as CUDA, and so vLLM, counts it."""
     used_bytes: int
     use: float | None
     """Share of the last moments in which a kernel ran, 0 to 1."""
     temperature_c: int | None
     power_w: float | None
     to_gpu_bytes_per_s: int | None
-    """Over PCIe."""
+    """Rate over PCIe."""
     from_gpu_bytes_per_s: int | None
     processes: Mapping[int, int | None]
-    """Bytes by process."""
+    """Bytes by pid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,38 +69,38 @@ class DiskSample:
     total_bytes: int
     free_bytes: int
     read_bytes_per_s: int | None
-    """Of its device; None where the kernel does not count, as for some network folders."""
+    """Rate of the disk; None where the kernel does not count, as for some network folders."""
     write_bytes_per_s: int | None
     device: int = 0
-    """Of its filesystem: two folders may be on one disk."""
+    """Device number of the filesystem: two folders may be on one disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSample:
-    """A process and all below it: an engine, or the manager itself."""
+    """A process and all its descendants: an engine, a job, or the manager itself."""
 
     num_processes: int
     ram_bytes: int
-    """Anonymous and shared memory. Files that are mapped are left out: the kernel takes them back when it needs to."""
+    """Anonymous and shared memory, without mapped files, which the kernel reclaims when it needs to."""
     locked_bytes: int
-    """As the kernel counts. What CUDA pins is not in it, as the driver does that: see overspill_pool_pinned_bytes."""
+    """Locked memory as the kernel counts it, without what CUDA's driver pins: see overspill_pool_pinned_bytes."""
     cpu_cores: float
-    """How many cores were busy with it."""
+    """Number of cores that were busy with it."""
     gpu_bytes: int | None
-    """On all GPUs; None where the driver does not count by process."""
+    """Memory on all GPUs; None where the driver does not count by process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     at: float
-    """Seconds since 1970."""
+    """Time of the sample, in seconds since 1970."""
     ram: RamSample
     cpu: CpuSample
     gpus: tuple[GpuSample, ...] = ()
     disks: Mapping[str, DiskSample] = field(default_factory=dict)
     processes: Mapping[str, ProcessSample] = field(default_factory=dict)
     gpu_problem: str = ""
-    """Why there are none, or not all."""
+    """Why GPUs are missing, all or some of them."""
 
 
 _CHARTED = {
@@ -113,7 +113,7 @@ _CHARTED = {
 
 
 def chart_values(sample: Sample) -> dict[str, float]:
-    """One number for each line of a chart; unknown ones are missing."""
+    """One number per line of a chart; unknown values are left out."""
     ram = sample.ram
     values: dict[str, float | None] = {
         "cpu.use": sample.cpu.use,
@@ -140,7 +140,7 @@ def _by_device(disks: Mapping[str, DiskSample]) -> dict[str, DiskSample]:
     return {" and ".join(shared): disks[shared[0]] for shared in names.values()}
 
 
-# GPUs, by NVML, which stays open: a machine without one is fine, and one whose driver comes later is found.
+# GPUs, through NVML, which stays open; a machine without a GPU is fine, and a driver that loads later is found.
 
 
 @dataclass(slots=True)
@@ -151,11 +151,11 @@ class _Gpu:
     name: str
     has_counters: bool = True
     counted: tuple[float, ...] | None = None
-    """Time, bytes to the GPU, bytes from it."""
+    """Last reading: time, bytes to the GPU, bytes from it."""
 
 
 class GpuSampler:
-    """Not for several threads at once."""
+    """Reads all GPUs; not for several threads at once."""
 
     def __init__(self, nvml: Any | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml, self._clock = nvml, clock
@@ -175,7 +175,7 @@ class GpuSampler:
             except self._nvml.NVMLError as error:  # type: ignore[union-attr]
                 self.problem = f"GPU {gpu.index} cannot be read: {error}"
                 if getattr(error, "value", None) in _LOST:
-                    self.close()  # and looked for again later
+                    self.close()  # to be opened again later
                     break
         return tuple(samples)
 
@@ -192,7 +192,7 @@ class GpuSampler:
         try:
             self._nvml = self._nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-        except Exception:  # read_gpus has the reasons in words
+        except Exception:  # read_gpus puts the reason in words
             self.problem = " ".join(read_gpus(self._nvml).problems)
             return False
         self._gpus, self.problem = [], ""
@@ -226,7 +226,7 @@ class GpuSampler:
         )
 
     def _link(self, gpu: _Gpu) -> tuple[int | None, int | None]:
-        """Bytes a second to the GPU and from it."""
+        """PCIe bytes per second to the GPU and from it."""
         values = gpu.device.ask("nvmlDeviceGetFieldValues", _FIELDS) if gpu.has_counters else None
         if values is None or any(value.nvmlReturn for value in values):
             gpu.has_counters = False
@@ -237,7 +237,7 @@ class GpuSampler:
         if before is None or counted[0] <= before[0]:
             return None, None
         seconds = counted[0] - before[0]
-        # The counters may wrap (NVML's documentation does not say where): no rate then, instead of a wrong one.
+        # The counters may wrap (NVML's documentation does not say where): then report no rate instead of a wrong one.
         to_gpu, from_gpu = (
             int((new - old) / seconds) if new >= old else None for old, new in zip(before[1:], counted[1:])
         )
@@ -248,8 +248,8 @@ class GpuSampler:
 
 
 class Sampler:
-    """Not for several threads at once. Reading takes a few milliseconds, and 40 more on GPUs whose driver has no
-    counters of PCIe, so an event loop calls it in a thread."""
+    """Reads the whole machine; not for several threads at once. A read takes a few milliseconds, and 40 more on GPUs
+    whose driver lacks PCIe counters, so an event loop calls it in a thread."""
 
     def __init__(self, disks: Mapping[str, Path], gpus: GpuSampler | None = None) -> None:
         self._disks, self._gpus = dict(disks), gpus or GpuSampler()
@@ -259,7 +259,7 @@ class Sampler:
         self._trees_at = 0.0
 
     def read(self, watched: Mapping[str, int]) -> Sample:
-        """`watched` is the first process of each engine, by the engine's name."""
+        """Take a sample; `watched` is the root pid of each engine or job, by name."""
         self._follow(watched)
         gpus = self._gpus.read()
         return Sample(
@@ -290,7 +290,7 @@ class Sampler:
 
     def _cpu(self) -> CpuSample:
         before, after = self._cpu_before, psutil.cpu_times()
-        # Guests are in user already.
+        # Guest time is already part of user time.
         total = sum(after[:8]) - sum(before[:8])
         if total > 0:
             idle = after.idle + after.iowait - before.idle - before.iowait
@@ -302,10 +302,10 @@ class Sampler:
         samples = {}
         for name, folder in self._disks.items():
             try:
-                # The nearest folder that exists is on the filesystem where this one would be made.
+                # The nearest existing folder is on the filesystem where this one would be created.
                 there = next(each for each in (folder, *folder.parents) if each.exists())
                 usage, device = psutil.disk_usage(str(there)), there.stat().st_dev
-            except OSError:  # a network folder that is away, or one that may not be read
+            except OSError:  # a network folder that is offline, or a folder that may not be read
                 continue
             of_device = os.path.realpath(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
             read, written = self._disk_rates(name, counters.get(os.path.basename(of_device)))
@@ -331,7 +331,7 @@ class Sampler:
 
 
 class _Tree:
-    """A process and those below it."""
+    """A process and its descendants."""
 
     def __init__(self, root: int) -> None:
         self.root = root
@@ -342,7 +342,7 @@ class _Tree:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self.root)
             for one in (root, *root.children(recursive=True)):
-                # One that is known keeps the CPU times of its last look.
+                # A known process keeps the CPU times of its last look.
                 self._processes[one.pid] = known[one.pid] if known.get(one.pid) == one else one
 
     def read(self, gpus: tuple[GpuSample, ...]) -> ProcessSample:

@@ -1,4 +1,4 @@
-"""What the dashboard shows of one moment: engines in a line each, where memory goes, and where KV lies; no effects."""
+"""The dashboard's view of one moment: a line per engine, where memory goes, and where KV lies; no effects."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from overspill.manager.telemetry.machine import Sample
 from overspill.manager.telemetry.watcher import STALE_S, EngineNumbers, Moment
 from overspill.planning.attempts import PROCESS_RAM_BYTES
 
-# As they are read: what works, what is about to, what does not.
+# The order of reading: what works, what is about to, what does not.
 _ORDER = (State.READY, State.STARTING, State.STOPPING, State.FAILED, State.PARKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLine:
-    """Numbers that are None are not known, or older than some seconds."""
+    """One engine's numbers; None for those that are unknown or older than some seconds."""
 
     name: str
     engine: Snapshot | None
-    """None for a server that Overspill did not start."""
+    """Snapshot of the engine; None for a server that Overspill did not start."""
     tokens_per_s: float | None = None
     running: int = 0
     queued: int = 0
-    """In the engine, and before it until its model is ready."""
+    """Requests that wait in the engine, or before it until its model is ready."""
     gpu_hits: float | None = None
-    """Of all prompt tokens since its start, found in the GPU's prefix cache."""
+    """Share of all prompt tokens since the engine's start that hit the GPU's prefix cache."""
     ram_hits: float | None = None
-    """The same of RAM."""
+    """Share of all prompt tokens since the engine's start that hit in RAM."""
     kv_use: float | None = None
     ttft_s: float | None = None
-    """Of the requests of the last second, else of all since its start."""
+    """Mean over requests of the last second, else over all since the engine's start."""
 
     @property
     def state(self) -> str:
@@ -44,7 +44,7 @@ class EngineLine:
 class Overview:
     lines: tuple[EngineLine, ...]
     stopped: tuple[str, ...]
-    """Models of which nothing runs."""
+    """Models without a running engine."""
 
     @property
     def headline(self) -> str:
@@ -96,7 +96,7 @@ def _line(name: str, engine: Snapshot | None, numbers: Mapping[str, EngineNumber
     )
 
 
-# Where memory goes; parts add up to the total
+# Memory maps, whose parts add up to the total
 
 Sizes = Mapping[str, int | None]
 """An engine's memory as its workers report it: fields of overspill.serve.status.Memory."""
@@ -105,7 +105,7 @@ Sizes = Mapping[str, int | None]
 class Kind(StrEnum):
     WEIGHTS = "weights"
     USED_KV = "KV in use"
-    """Of an elastic engine's; the rest of what it holds is its cache."""
+    """Used part of an elastic engine's KV; the rest of what the engine holds is its cache."""
     RESIDENT_KV = "KV cache"
     WINDOW = "window for spilled KV"
     ACTIVATIONS = "activations and graphs"
@@ -115,7 +115,7 @@ class Kind(StrEnum):
     JOB = "measurement"
     OTHER = "other programs"
     GRANTED_KV = "granted KV"
-    """An elastic engine may take it at any moment."""
+    """Memory that an elastic engine may take at any moment."""
     FREE = "free"
 
 
@@ -124,18 +124,18 @@ class Part:
     kind: Kind
     num_bytes: int
     engine: str | None = None
-    """None for memory of no engine."""
+    """Name of the engine; None for memory of no engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What an engine reports, and what the driver or the kernel counts for it."""
+    """Memory that an engine reports, and what the driver or the kernel counts for it."""
 
     engine: str
     parts: tuple[tuple[Kind, int], ...]
-    """The surest first: where less is in use than they say, as while an engine starts, the last are cut."""
+    """Reported parts, the surest first: if less is in use than reported, as during a start, the last are cut."""
     taken_bytes: int | None
-    """As counted from outside; None where nobody counts, as for GPU memory under WSL."""
+    """Bytes as counted from outside; None where nothing counts them, as for GPU memory under WSL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class Map:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """One number of an engine; None is what it does not report."""
+    """One number of an engine, with None as value if the engine does not report it."""
 
     name: str
     value: float | None
@@ -166,13 +166,13 @@ class EngineTiers:
 
 
 def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
-    """Of each GPU, then of RAM."""
+    """Memory maps of each GPU, then of RAM."""
     engine_names = {one.name for one in engines}
     running = [(one, sample.processes.get(one.name), one.plan.get("device") == "cpu") for one in engines if one.pid]
     maps = []
     for gpu in sample.gpus:
         claims = [
-            # Engines report all their GPUs together; the parts are shown on the first.
+            # Engines report the sum over their GPUs; the parts are shown on the first.
             gpu_claim(
                 one.name,
                 _sizes(one) if gpu.index == 0 and one.state is not State.PARKED else {},
@@ -204,11 +204,11 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
 
 
 def plan_maps(planned: Replanned) -> list[Map]:
-    """The GPU and RAM as they would be: of a plan without a way, as they are."""
+    """Memory maps of the GPU and RAM under a plan; as they are now if the plan found no way."""
     plan, way = planned.plan, planned.plan.chosen
     ranks, is_cpu = plan.num_ranks, plan.platform.is_cpu
     device_bytes = plan.budget.limit_bytes.value
-    # On a CPU, a part of RAM plays the GPU's memory.
+    # On a CPU, a part of RAM takes the place of GPU memory.
     total, held = device_bytes, 0
     if not is_cpu:
         total = plan.gpu.total_bytes.value
@@ -241,13 +241,13 @@ def plan_maps(planned: Replanned) -> list[Map]:
 
 
 def _with_copy(engine: Snapshot) -> Sizes:
-    """With the copy of the weights that an engine keeps which can be parked."""
+    """An engine's sizes, with the copy of the weights that is kept for parking."""
     copied, sizes = int(engine.plan.get("parked_bytes") or 0), _sizes(engine)
     return {**sizes, "weights_in_ram_bytes": (sizes.get("weights_in_ram_bytes") or 0) + copied}
 
 
 def _sizes(engine: Snapshot) -> Sizes:
-    """Workers know the addresses of an elastic engine's KV; the ledger has the memory under them."""
+    """An engine's sizes; workers know only the addresses of elastic KV, so the memory under them is the ledger's."""
     if not engine.kv:
         return engine.memory
     used = min(engine.kv["used"], engine.kv["held"])
@@ -255,7 +255,7 @@ def _sizes(engine: Snapshot) -> Sizes:
 
 
 def with_granted(parts: Sequence[Part], engines: Sequence[Snapshot]) -> list[Part]:
-    """Of what is free, KV that elastic engines were granted and have not taken yet."""
+    """Parts with KV split off from free memory that elastic engines were granted and have not taken yet."""
     missing = [
         (one.name, one.kv["granted"] - one.kv["held"])
         for one in engines
@@ -276,7 +276,7 @@ def gpu_claim(engine: str, memory: Sizes, taken_bytes: int | None) -> Claim:
 
 
 def ram_claim(engine: str, memory: Sizes, taken_bytes: int | None, *, on_cpu: bool = False) -> Claim:
-    """On the CPU platform what would be the GPU's is in RAM as well."""
+    """Claim on RAM, which on the CPU platform includes what a GPU would hold."""
     parts: tuple[tuple[Kind, int], ...] = (
         (Kind.WEIGHTS, memory.get("weights_in_ram_bytes") or 0),
         (Kind.SPILLED_KV, memory.get("spilled_bytes") or 0),
@@ -299,7 +299,7 @@ def _device_parts(memory: Sizes) -> tuple[tuple[Kind, int], ...]:
 
 
 def memory_map(total_bytes: int, used_bytes: int, claims: Sequence[Claim]) -> list[Part]:
-    """The parts of each engine, then other programs', then what is free; parts of 0 bytes are left out."""
+    """Parts of each engine, then other programs, then free memory; parts of 0 bytes are left out."""
     total = max(0, total_bytes)
     used = left = min(max(0, used_bytes), total)
     parts: list[Part] = []
@@ -317,7 +317,7 @@ def memory_map(total_bytes: int, used_bytes: int, claims: Sequence[Claim]) -> li
     return [part for part in parts if part.num_bytes]
 
 
-# Names and units of what the dashboard shows of an engine, by its field of Metrics, Rates or Sizes.
+# Numbers of an engine on the dashboard: title, field of Metrics, Rates or Sizes, and unit.
 _TIERS = (
     ("KV on the GPU", "resident_kv_bytes", "bytes"),
     ("KV granted", "granted_kv_bytes", "bytes"),
@@ -336,7 +336,7 @@ _TIERS = (
 
 
 def engine_tiers(moment: Moment, engines: Sequence[Snapshot]) -> list[EngineTiers]:
-    """Of engines whose numbers are known."""
+    """Tiers of the engines whose numbers are known."""
     memory = {
         one.name: {**one.memory, "granted_kv_bytes": one.kv["granted"], "resident_kv_bytes": one.kv["held"]}
         if one.kv
@@ -357,7 +357,7 @@ def engine_tiers(moment: Moment, engines: Sequence[Snapshot]) -> list[EngineTier
 
 
 def _number(numbers: EngineNumbers, memory: Sizes, field: str) -> float | None:
-    """`pool_bytes` is also a field of the sizes; the metric, which is current, comes first."""
+    """Value of a field; `pool_bytes` is in metrics and sizes, and the metric, which is current, comes first."""
     for source in (numbers.metrics, numbers.rates):
         if hasattr(source, field):
             value: float | None = getattr(source, field)

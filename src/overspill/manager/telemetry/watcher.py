@@ -1,4 +1,4 @@
-"""Watches the machine and its engines every second, keeps the numbers for charts, and publishes them."""
+"""The watcher: samples the machine and its engines every second, keeps a history for charts, and publishes it."""
 
 import asyncio
 import json
@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 SECONDS_KEPT = 15 * 60
 MINUTES_KEPT = 24 * 60
-# A column takes 19 kB. Names come from engines and disks, so there are a few dozen, unless something is wrong.
+# A column takes 19 kB. Names come from engines and disks, so a few dozen are usual, and more mean a fault.
 MAX_COLUMNS = 512
 _NOTHING = math.nan
 _EVERY_S = 1.0
 STALE_S = 5.0
-"""Numbers that are older are greyed."""
-# Of an engine that nobody watches the history needs fewer.
+"""Age from which numbers are greyed."""
+# The history needs fewer samples of engines that nobody watches.
 _UNWATCHED_EVERY = 5
 
 
 class Ring:
-    """The last `size` rows, in columns. A value that a row does not have is NaN, and null in JSON.
+    """Ring buffer of the last `size` rows, in columns; a missing value is NaN, and null in JSON.
 
-    Written and read by the event loop's thread only, so a reader never meets a half-written row.
+    Only the event loop's thread writes and reads it, so a reader never meets a half-written row.
     """
 
     def __init__(self, size: int) -> None:
@@ -55,14 +55,14 @@ class Ring:
             column[row] = round(values.get(name, _NOTHING), 4)
         self._num_written += 1
         if self._num_written % self._size == 0:
-            # Of engines that are long gone.
+            # These belong to engines that are long gone.
             for name in [name for name, column in self._columns.items() if all(map(math.isnan, column))]:
                 del self._columns[name]
 
     def columns(self, names: Collection[str] | None = None, *, after: float = -math.inf) -> dict[str, Any]:
-        """Rows that are newer than `after`, the oldest first: {"time": […], "series": {name: […]}}."""
+        """Rows newer than `after`, oldest first: {"time": […], "series": {name: […]}}."""
         times = self._in_order(self._times)
-        # Usually the last rows; clocks are set back now and then.
+        # Usually the last rows, but clocks are set back now and then.
         rows = [row for row, at in enumerate(times) if at > after]
         ordered = {
             name: self._in_order(column) for name, column in self._columns.items() if names is None or name in names
@@ -73,14 +73,14 @@ class Ring:
         return {"time": [times[row] for row in rows], "series": series}
 
     def names(self, *, after: float = -math.inf) -> list[str]:
-        """Of columns that have a value in a row newer than `after`."""
+        """Names of columns that have a value in a row newer than `after`."""
         rows = [row for row, at in enumerate(self._times) if at > after]
         return [
             name for name, column in self._columns.items() if any(not math.isnan(column[row]) for row in reversed(rows))
         ]
 
     def _in_order(self, column: "array[float]") -> "array[float]":
-        """The oldest first."""
+        """Column in order of time, oldest first."""
         if self._num_written < self._size:
             return column[: self._num_written]
         begin = self._num_written % self._size
@@ -88,7 +88,7 @@ class Ring:
 
 
 class History:
-    """The last 15 minutes by the second, and the last day as averages of minutes."""
+    """The last 15 minutes by the second, and the last day as averages per minute."""
 
     def __init__(self, seconds: int = SECONDS_KEPT, minutes: int = MINUTES_KEPT) -> None:
         self.by_second, self.by_minute = Ring(seconds), Ring(minutes)
@@ -96,11 +96,11 @@ class History:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def ring(self, seconds: float) -> Ring:
-        """The finest that goes back so far."""
+        """The finest ring that goes back this far."""
         return self.by_second if seconds <= SECONDS_KEPT else self.by_minute
 
     def add(self, at: float, values: Mapping[str, float]) -> None:
-        """One row. What is missing in it was not measured then: charts show a gap, and the page greys the number."""
+        """Add a row. Missing values were not measured then: charts show a gap, and the page greys the number."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self.by_second.append(at, finite)
         minute = int(at // 60)
@@ -122,12 +122,12 @@ class EngineNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """All that is known of one second."""
+    """All measurements of one second."""
 
     sample: Sample
     engines: Mapping[str, EngineNumbers] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
-    """For charts."""
+    """Values for charts, by name."""
 
     @property
     def event(self) -> str:
@@ -135,7 +135,7 @@ class Moment:
 
 
 class Watching:
-    """One task; its history is read in the same event loop."""
+    """The watcher as one task; its history is read in the same event loop."""
 
     def __init__(
         self, engines: Engines, disks: Mapping[str, Path], other_processes: Callable[[], Mapping[str, int]]
@@ -144,7 +144,7 @@ class Watching:
         self.changes: Changes[Moment] = Changes()
         self.latest: Moment | None = None
         self.found: dict[str, str] = {}
-        """Addresses of servers that Overspill did not start and that are watched, by name."""
+        """Addresses of watched servers that Overspill did not start, by name."""
         self._engines, self._others = engines, other_processes
         self._sampler = Sampler(disks)
         self._numbers: dict[str, EngineNumbers] = {}
@@ -157,7 +157,7 @@ class Watching:
                 try:
                     await self.tick()
                 except Exception:
-                    # A page that shows nothing new is greyed; the next look may work.
+                    # A page without news is greyed; the next look may work.
                     logger.exception("Overspill: looking at the machine failed, and is tried again")
                 self._num_ticks += 1
                 await asyncio.sleep(max(0.05, _EVERY_S - (time.monotonic() - began)))
@@ -182,7 +182,7 @@ class Watching:
             self.changes.publish("moment", self.latest)
 
     async def numbers_of(self, url: str) -> Metrics | None:
-        """What an engine counts at this very moment."""
+        """The engine's metrics at this very moment; None if it does not answer."""
         return await engine_metrics.scrape(self._engines.upstream, url)
 
     async def _look_at_engines(self) -> None:
@@ -192,7 +192,7 @@ class Watching:
             del self._numbers[gone]
         looks = await asyncio.gather(*(self.numbers_of(url) for url in urls.values()))
         for name, metrics in zip(urls, looks):
-            if metrics is None:  # it is busy, or ends: what was known of it grows old
+            if metrics is None:  # busy or ending: its last numbers grow old
                 continue
             before = self._numbers.get(name)
             between = engine_metrics.rates(before.metrics, metrics) if before is not None else None
