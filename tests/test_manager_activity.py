@@ -1,6 +1,7 @@
 """Every request through the gateway is in a table: how it ended, its tokens and its times."""
 
 import asyncio
+import contextlib
 import csv
 import io
 import json
@@ -9,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from overspill.manager.activity import Activity
-from overspill.manager.messages import asked_of, one_shape, with_usage, without_usage
+from overspill.manager.gateway import Gateway
+from overspill.manager.messages import Usage, asked_of, one_shape, with_usage, without_usage
 from overspill.registry import Registry, RegistryUnavailable, open_registry
 from overspill.registry.activity import (
     Request,
@@ -200,6 +203,40 @@ def test_requests_outlast_a_registry_that_fails(registry: Registry, monkeypatch:
 
     asyncio.run(run())
     assert len(list_requests(registry)) == 2
+
+
+def test_a_request_before_the_earlier_ones_are_read_is_shown(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_requests(registry, [noted(model=str(number)) for number in range(10)])
+    activity = Activity(registry)
+
+    def read(*args: Any, **limits: Any) -> list[Request]:
+        found = list_requests(*args, **limits)
+        activity.note(noted(model="new"))
+        return found
+
+    async def run() -> None:
+        monkeypatch.setattr("overspill.manager.activity.list_requests", read)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(activity.run(), 0.2)
+
+    asyncio.run(run())
+    assert [one.model for one in activity.recent] == ["new", "9", "8", "7", "6", "5", "4", "3"]
+
+
+def test_spilled_tokens_are_those_beyond_the_gpu() -> None:
+    plan: dict[str, Any] = {"kv_bytes_per_token": 10, "resident_kv_bytes": 1000, "spilled_kv_bytes": 5000}
+
+    def spilled(plan: dict[str, Any], prompt_tokens: int | None, completion_tokens: int | None = None) -> int | None:
+        usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+        gateway: Any = SimpleNamespace(engines=SimpleNamespace(plan=lambda name: plan))
+        exchange: Any = SimpleNamespace(usage=usage, model="a")
+        return Gateway._spilled(gateway, exchange)
+
+    assert [spilled(plan, 90), spilled(plan, 90, 30), spilled(plan, 150)] == [0, 20, 50]
+    assert spilled({**plan, "spilled_kv_bytes": 0}, 150) == 0
+    assert spilled({}, 150) is None and spilled(plan, None) is None
 
 
 @needs_chromium

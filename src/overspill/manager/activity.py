@@ -33,7 +33,8 @@ class Activity:
 
     async def run(self) -> None:
         with contextlib.suppress(RegistryError):
-            self.recent.extend(await asyncio.to_thread(list_requests, self._registry, limit=_RECENT))
+            earlier = await asyncio.to_thread(list_requests, self._registry, limit=_RECENT)
+            self.recent.extend(earlier[: _RECENT - len(self.recent)])  # a full deque would drop the newest
         while True:
             await self.write()
             await asyncio.sleep(self._every_s)

@@ -148,9 +148,9 @@ class Gateway:
 
     def _spilled(self, exchange: Exchange) -> int | None:
         """Tokens beyond the KV on the GPU according to the plan, which cannot have fitted there; None if unknown."""
-        if exchange.usage.prompt_tokens is None:
-            return None
         plan = self.engines.plan(exchange.model)
+        if exchange.usage.prompt_tokens is None or not plan:
+            return None
         per_token = int(plan.get("kv_bytes_per_token") or 0)
         if not per_token or not plan.get("spilled_kv_bytes"):
             return 0
