@@ -486,7 +486,9 @@ def test_other_keys_leave_as_the_own_kv_grows(
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 4 * SLOT)
     bound = 30 * SLOT
     for seed in (7, 8):
-        fill(make_llama(tmp_path / str(seed), seed=seed), folder, [random_prompt(seed, 8 * BLOCK + 5)], disk_bytes=bound)
+        fill(
+            make_llama(tmp_path / str(seed), seed=seed), folder, [random_prompt(seed, 8 * BLOCK + 5)], disk_bytes=bound
+        )
     counts = []
     with with_disk(llama, folder, disk_bytes=bound) as running:
         disk = running.scheduler.disk

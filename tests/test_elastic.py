@@ -1,5 +1,6 @@
 """An engine whose KV cache grows and shrinks while it runs answers as one with all of the memory."""
 
+import itertools
 import os
 import random
 import signal
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.sched.interface import PauseState
 
 from overspill.kv.buffer import Units
-from overspill.kv.elastic import Elastic, Shape
+from overspill.kv.elastic import Elastic, Shape, least_units
 from overspill.kv.ledger import Ledger
 from overspill.kv.options import Options
 from overspill.kv.vllm_api import own_connector, watch_outputs
@@ -418,12 +420,9 @@ def test_a_preempted_holder_leaves_before_it_runs_again(
     elastic.close()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_loaded_requests_whose_blocks_left_do_not_wait_for_ever(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
-    """vLLM had promised each of them the rest of the blocks that it needs, and those went to another engine."""
-    shrunk = Shrunk(ledger, monkeypatch, asynchronous=asynchronous, longest_flight=0, batched_tokens=64)
+def two_loads(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, **setup: Any) -> tuple[Shrunk, list[str]]:
+    """Two requests load their prefixes, and the engine has to shrink meanwhile."""
+    shrunk = Shrunk(ledger, monkeypatch, longest_flight=0, batched_tokens=64, **setup)
     engine = shrunk.engine
     known = [[100 * number + token for token in range(40)] for number in (1, 2)]
     for prompt in known:
@@ -437,9 +436,53 @@ def test_loaded_requests_whose_blocks_left_do_not_wait_for_ever(
     shrunk.step()
     assert len(engine.offload.loads.in_flight) == 2
     shrunk.grant(6)
+    return shrunk, names
+
+
+@pytest.mark.parametrize("pause", [PauseState.UNPAUSED, PauseState.PAUSED_NEW], ids=lambda pause: pause.name)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_loaded_requests_whose_blocks_left_do_not_wait_for_ever(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, pause: PauseState
+) -> None:
+    """vLLM had promised each of them the rest of the blocks that it needs, and those went to another engine. A pause
+    that waits for such requests has to end, too."""
+    shrunk, names = two_loads(ledger, monkeypatch, asynchronous=asynchronous)
+    engine = shrunk.engine
+    shrunk.scheduler.set_pause_state(pause)
+    for _ in range(90):
+        shrunk.step()
+    assert shrunk.scheduler.get_num_unfinished_requests() == 0  # but for those that a pause leaves in the queue
+    shrunk.scheduler.set_pause_state(PauseState.UNPAUSED)
     for _ in range(90):
         shrunk.step()
     assert shrunk.elastic.is_settled() and len(shrunk.elastic.mapped) == 6
     assert all(engine.requests[name].is_finished() for name in names)
     assert shrunk.elastic.stats.data["standstills"] == 1
     shrunk.elastic.close()
+
+
+def test_an_aborted_load_is_waited_for(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives its blocks back when its copies end; the other request has room then, and loads nothing again."""
+    shrunk, names = two_loads(ledger, monkeypatch)
+    engine = shrunk.engine
+    first, second = engine.copiers[0].under_way
+    first._steps_to_done = first._steps_to_queued = 0
+    second._steps_to_done = second._steps_to_queued = 30
+    for _ in range(3):
+        shrunk.step()
+    engine.abort(names[1])
+    for _ in range(60):
+        shrunk.step()
+    assert engine.requests[names[0]].is_finished()
+    assert not shrunk.elastic.stats.data.get("standstills")
+    shrunk.elastic.close()
+
+
+def test_the_least_units_hold_the_longest_request_whichever_stay() -> None:
+    for num_blocks, per_unit in itertools.product(range(1, 40), range(1, 9)):
+        units = Units(num_blocks=num_blocks, blocks_per_unit=per_unit, block_bytes=4096)
+        sizes = [len(units.blocks(unit)) for unit in range(units.count)]
+        for least in range(1, num_blocks + 1):
+            floor = least_units(units, least)
+            assert sizes[0] + sum(sorted(sizes[1:])[: floor - 1]) >= least
+            assert floor == 1 or sizes[0] + sum(sorted(sizes[1:])[: floor - 2]) < least

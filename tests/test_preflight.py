@@ -35,6 +35,7 @@ def engine(
     **changes: Any,
 ) -> Any:
     model = {"is_encoder_decoder": False, "is_hybrid": False}
+    scheduler = {"policy": "fcfs", "scheduler_reserve_full_isl": True}
     parallel = {
         "pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -45,6 +46,7 @@ def engine(
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching, kv_offloading_size=None),
         model_config=SimpleNamespace(**{k: changes.get(k, v) for k, v in model.items()}),
         parallel_config=SimpleNamespace(**{k: changes.get(k, v) for k, v in parallel.items()}),
+        scheduler_config=SimpleNamespace(**{k: changes.get(k, v) for k, v in scheduler.items()}),
         speculative_config=speculative,
     )
 
@@ -71,6 +73,10 @@ def test_an_engine_without_overspill_is_left_alone() -> None:
         ),
         (engine(transfer(), decode_context_parallel_size=2), "--decode-context-parallel-size 1"),
         (engine(transfer(), is_hybrid=True, speculative=object()), "remove --speculative-config"),
+        (
+            engine(transfer(), policy="priority", scheduler_reserve_full_isl=False),
+            "remove --no-scheduler-reserve-full-isl",
+        ),
         (engine(transfer(kv_connector_extra_config={})), "needs host_bytes"),
         (engine(transfer(kv_connector_extra_config=SIZE | {"stor": "lazy"})), "did you mean 'store'"),
         (engine(transfer(kv_connector_extra_config={"host_bytes": -1})), "must not be negative"),

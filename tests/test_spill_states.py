@@ -156,6 +156,23 @@ def test_the_least_memory_of_an_engine_has_room_for_states(deep: Models, ledger:
         assert_same([running.ask_one(prompt, 24)], expected)
 
 
+def test_a_returning_prompt_finds_room_in_the_least_memory(deep: Models, ledger: Ledger) -> None:
+    """What it hit and the states that it needed had no room on the GPU together, and nothing else would have left."""
+    name = "mamba-hybrid"
+    known = random_prompt(1, 100)
+    prompt = [*known, *random_prompt(9, 40)]
+    expected = stock(deep(name), [prompt], 4, **settings(name))
+    config = spilling(PAGES[name], resident=64, spilled=120, host_bytes="64MiB", load="always", ledger=str(ledger.path))
+    with engine(deep(name), config, **settings(name)) as running:
+        grown = Grown(running, ledger)
+        running.ask_one(known, 4)
+        ledger.write(grown.row, granted=grown.account.floor)
+        grown.settle()
+        running.add(prompt, 4)
+        assert_same(list(running.run(limit=1500).values()), expected)
+        assert running.metric("hits_given_up_blocks") > 0
+
+
 def test_a_gpu_without_room_for_states_is_refused(deep: Models) -> None:
     page = PAGES["mamba-hybrid"]
     with (

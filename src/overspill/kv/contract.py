@@ -263,7 +263,7 @@ v1/core/kv_cache_utils.py
     _pool_bytes_per_block(vllm_config, kv_cache_groups)
     get_kv_cache_groups(vllm_config, kv_cache_spec)
 v1/core/sched/interface.py
-    PauseState.UNPAUSED
+    PauseState.PAUSED_ALL
 v1/core/sched/output.py
     CachedRequestData.new_block_ids
     CachedRequestData.num_computed_tokens
@@ -285,6 +285,7 @@ v1/core/sched/scheduler.py
     Scheduler.deferred_frees
     Scheduler.deferred_waiting
     Scheduler.finished_recving_kv_req_ids
+    Scheduler.has_finished_requests()
     Scheduler.kv_cache_manager
     Scheduler.kv_holding_waiting
     Scheduler.pause_state()
@@ -375,7 +376,7 @@ device_allocator/cumem.py
     create_and_map(allocation_handle)
     unmap_and_release(allocation_handle)
 v1/core/sched/interface.py
-    PauseState.PAUSED_ALL
+    PauseState.UNPAUSED
 v1/core/sched/scheduler.py
     Scheduler.has_requests()
     Scheduler.set_pause_state(pause_state)

@@ -88,9 +88,17 @@ def elastic_shape(options: Options, vllm_config: VllmConfig, kv_cache_config: KV
                 "remove ledger"
             )
         units = Units.of(kv_cache_config.num_blocks, regions[0].block_bytes, len(regions))
-    floor = min(units.count, -(-least // units.blocks_per_unit))
+    floor = least_units(units, least)
     wanted = options.ledger_bytes // units.unit_bytes if options.ledger_bytes else units.count
     return Shape(units, min(units.count, max(floor, wanted)), floor)
+
+
+def least_units(units: Units, num_blocks: int) -> int:
+    """Units that hold so many blocks whichever ones stay beside unit 0; the last unit may be shorter than others."""
+    if num_blocks <= units.blocks_per_unit:
+        return 1
+    last = len(units.blocks(units.count - 1))
+    return min(units.count, 1 + -(-(num_blocks - last) // units.blocks_per_unit))
 
 
 @dataclass(slots=True)

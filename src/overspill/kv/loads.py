@@ -278,7 +278,7 @@ class Standstill:
         if waiting != before:
             self._seen = num_passes, waiting
         elif waiting and num_passes > passes:
-            self._seen = num_passes, []
+            self._seen = num_passes, waiting[:-1]
             release_waiting(scheduler, lambda request: request.request_id == waiting[-1])
             self._stats.count("standstills")
             logger.info("Overspill: %d request(s) with loaded KV waited for blocks; one loads it again", len(waiting))

@@ -52,6 +52,7 @@ COUNTERS = {
     "grow_failures": "Times that granted GPU memory could not be had",
     "shrink_lost_blocks": "Cached blocks given up without a copy in RAM, for others' memory",
     "shrink_preemptions": "Requests preempted for others' memory",
+    "hits_given_up_blocks": "Cached GPU blocks recomputed because recurrent states had no room beside them",
     "standstills": "Times that a request gave loaded KV up because none that had loaded could go on",
 }
 GAUGES = {

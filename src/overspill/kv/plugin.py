@@ -167,6 +167,14 @@ def check_engine(vllm_config: VllmConfig) -> Options | None:
             "under MultiConnector a failed load ends its request unless the outer kv_transfer_config says "
             '"kv_load_failure_policy": "recompute": add it'
         )
+    scheduler = vllm_config.scheduler_config
+    may_wait_for_ever = scheduler.policy == "priority" and not scheduler.scheduler_reserve_full_isl
+    # Spill and elastic KV notice such a standstill, and end it.
+    if options.host_bytes and may_wait_for_ever and not (options.spill_bytes or options.ledger):
+        raise OverspillError(
+            "with priorities, requests that loaded their prefixes may wait for each other's blocks for ever unless "
+            "vLLM reserves blocks for whole prompts: remove --no-scheduler-reserve-full-isl"
+        )
     _check_model(vllm_config)
     for option, where, stable in (("disk_bytes", "on disk", "sha256"), ("remote", "in a store", "sha256_cbor")):
         if not getattr(options, option):

@@ -659,8 +659,11 @@ def release_waiting(scheduler: Any, is_meant: Callable[[Request], bool] = lambda
 
 def requests_at_rest(scheduler: Any) -> list[Request]:
     """Requests that wait with loaded KV while nothing runs, loads or is about to free blocks, so that their wait will
-    not end by itself. Empty while the engine is paused."""
-    if scheduler.running or scheduler.deferred_frees or scheduler.pause_state != PauseState.UNPAUSED:
+    not end by itself. Empty while the engine is paused; a pause that lets such requests end waits for them."""
+    if scheduler.running or scheduler.deferred_frees or scheduler.pause_state == PauseState.PAUSED_ALL:
+        return []
+    # A request that was aborted while it loaded keeps its blocks until the load ends.
+    if scheduler.has_finished_requests():
         return []
     waiting = [r for r in scheduler.kv_holding_waiting if r.status != RequestStatus.WAITING_FOR_STREAMING_REQ]
     is_loading = any(

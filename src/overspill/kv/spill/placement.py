@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import NamedTuple
 
+from vllm.logger import init_logger
+
+from overspill.kv.metrics import OverspillStats
 from overspill.kv.spill.capacity import is_state
 from overspill.kv.spill.geometry import Geometry, LentUnits
 from overspill.kv.spill.loan import Loan
@@ -24,6 +27,8 @@ from overspill.kv.vllm_api import (
     preempt,
     requests_holding_blocks,
 )
+
+logger = init_logger(f"vllm.{__name__}")
 
 # A request that does not fit on the GPU leaves up to one in this many GPU blocks cached: for hits and shorter requests.
 _CACHED_PART = 4
@@ -178,10 +183,12 @@ class Placement:
         geometry: Geometry,
         kv_cache_config: KVCacheConfig,
         is_spilled: Callable[[str], bool],
+        stats: OverspillStats,
         states_per_request: int = 0,
         units: LentUnits | None = None,
     ) -> None:
         self.geometry = geometry
+        self._stats = stats
         self._units = units
         self.loan: Loan | None = None
         self.is_alone = True
@@ -224,6 +231,7 @@ class Placement:
     def bind(self, manager: KVCacheManager) -> None:
         """Replace the pool's free queue, and hook into allocations."""
         pool: BlockPool = manager.block_pool
+        self._pool = pool
         free = pool.free_block_queue.get_all_free_blocks()
         self._queue = TieredQueue(free, self.geometry.num_resident, self._choose_tiers)
         pool.free_block_queue = self._queue
@@ -289,13 +297,24 @@ class Placement:
         """Whether GPU blocks suffice for an allocation's states; vLLM itself compares with free blocks of both tiers.
         Hits leave the free queue first; `num_states` includes hits of states."""
         self._states_wanted = num_states
-        resident_hits = sum(
-            block.ref_cnt == 0 and not block.is_null and block.block_id < self.geometry.num_resident
+        resident_hits = {
+            block.block_id
             for group, blocks in enumerate(hits)
             if group not in self._state_groups
             for block in blocks
-        )
-        return not self._is_allocating or num_states + resident_hits <= self.queue.num_free_resident
+            if block.ref_cnt == 0 and not block.is_null and block.block_id < self.geometry.num_resident
+        }
+        if not self._is_allocating or num_states + len(resident_hits) <= self.queue.num_free_resident:
+            return True
+        if resident_hits and not self._num_holders(self._state_groups[0]):
+            # No other request will free GPU blocks, so these hits would keep this one waiting for ever.
+            self._pool.evict_blocks(resident_hits)
+            self._stats.count("hits_given_up_blocks", len(resident_hits))
+            logger.info(
+                "Overspill: %d cached GPU block(s) are recomputed: recurrent states had no room beside them",
+                len(resident_hits),
+            )
+        return False
 
     @property
     def _kept_for_states(self) -> int:

@@ -74,6 +74,7 @@ class SpillScheduler:
             self.geometry,
             kv_cache_config,
             self.is_spilled,
+            self.stats,
             states_per_request(vllm_config, kv_cache_config.kv_cache_groups),
             lent_units(options, vllm_config, self.geometry),
         )
