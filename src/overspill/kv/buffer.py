@@ -113,7 +113,7 @@ class KvAllocation(TorchFunctionMode):
         if kind is None and self._answered != 1:
             raise OverspillError(
                 f"vLLM allocated its KV buffer of {self._num_bytes} bytes {self._answered} times where it was expected "
-                "once; spill and park work with vLLM 0.32.0 only"
+                "once; spill, park and elastic KV work with vLLM 0.32.0 only"
             )
 
 
@@ -369,7 +369,7 @@ class CudaBuffer(KvBuffer):
         if granularity() % found:
             raise OverspillError(
                 f"this GPU maps memory in pieces of {format_size(found)}, and its KV cache was planned for "
-                f"{format_size(granularity())}. Remove spill_bytes and park"
+                f"{format_size(granularity())}. Remove spill_bytes, park and ledger"
             )
         self._device = device
         self._range = AddressRange(device.index, self.reserved_bytes)

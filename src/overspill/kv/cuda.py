@@ -209,8 +209,8 @@ def mapping_granularity(device: int) -> int:
     )
     if not supported:
         raise OverspillError(
-            "this GPU or its driver has no virtual memory management, which spill and park map the KV cache with ("
-            "vGPUs often lack it). Remove spill_bytes and park; offload (host_bytes) works"
+            "this GPU or its driver has no virtual memory management, which spill, park and elastic KV need ("
+            "vGPUs often lack it). Remove spill_bytes, park and ledger; offload (host_bytes) works"
         )
     flags = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(_call(driver.cuMemGetAllocationGranularity, _memory_of(device), flags))

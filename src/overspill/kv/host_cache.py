@@ -60,7 +60,7 @@ class HostPool(BlockPool):
         # Hashes of the prefix that the current lookup's request hits on the GPU. Lookups must see the whole prefix, not
         # only the part beyond the GPU's: chunked attention counts positions from the start.
         self.on_gpu: frozenset[BlockHash] = frozenset()
-        self.find_on_disk: FindBelow | None = None  # set during lookups that include disk or store
+        self.find_below: FindBelow | None = None  # set during lookups that include disk or store
         # By block id: the stored content, and whether it was used after it was stored.
         self.items: list[Stored | None] = [None] * num_blocks
         self.used_again = bytearray(num_blocks)
@@ -68,15 +68,15 @@ class HostPool(BlockPool):
     def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
         if block_hash in self.on_gpu:
             return [self.null_block] * len(kv_cache_group_ids)
-        if self.find_on_disk is None:
+        if self.find_below is None:
             return super().get_cached_block(block_hash, kv_cache_group_ids)
         found = [self._find(make_block_hash_with_group_id(block_hash, group)) for group in kv_cache_group_ids]
         blocks = [block for block in found if block is not None]
         return blocks if len(blocks) == len(found) else None
 
     def _find(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
-        assert self.find_on_disk is not None
-        return self.cached_block_hash_to_block.get_one_block(key) or self.find_on_disk(key)
+        assert self.find_below is not None
+        return self.cached_block_hash_to_block.get_one_block(key) or self.find_below(key)
 
 
 class Stored(NamedTuple):
@@ -161,19 +161,19 @@ class HostCache:
         block_hashes: Sequence[BlockHash],
         num_local_tokens: int,
         max_tokens: int,
-        find_on_disk: FindBelow | None = None,
+        find_below: FindBelow | None = None,
     ) -> Hit | None:
         """Longest prefix of up to `max_tokens` held by GPU and RAM together, or None if RAM adds nothing to the GPU's.
-        Blocks that `find_on_disk` knows count as if in RAM.
+        Blocks that `find_below` knows count as if in RAM.
 
         `max_tokens` bounds the search itself: with a sliding window, a hit of n tokens does not imply one of n - 1.
         """
-        self.pool.find_on_disk = find_on_disk
-        if self._is_plain:
-            blocks, num_tokens = self._lookup_plain(block_hashes, num_local_tokens, max_tokens)
-        else:
-            blocks, num_tokens = self._lookup_any(block_hashes, num_local_tokens, max_tokens)
-        self.pool.find_on_disk = None
+        self.pool.find_below = find_below
+        look_up = self._lookup_plain if self._is_plain else self._lookup_any
+        try:
+            blocks, num_tokens = look_up(block_hashes, num_local_tokens, max_tokens)
+        finally:
+            self.pool.find_below = None
         if num_tokens <= num_local_tokens:
             return None
         return Hit(blocks, num_local_tokens, num_tokens - num_local_tokens)
@@ -191,12 +191,12 @@ class HostCache:
         waits while its long prefix is looked up."""
         first, last = num_local_tokens // self.block_size, max_tokens // self.block_size
         blocks = [self.pool.null_block] * first
-        on_disk = self.pool.find_on_disk
+        below = self.pool.find_below
         for block_hash in block_hashes[first:last]:
             key = make_block_hash_with_group_id(block_hash, 0)
             block = self.find(key)
-            if block is None and on_disk is not None:
-                block = on_disk(key)
+            if block is None and below is not None:
+                block = below(key)
             if block is None:
                 break
             blocks.append(block)
