@@ -2,8 +2,11 @@
 
 import os
 import random
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from overspill.kv.copies import PlainCopier
 from overspill.kv.errors import OverspillError
 from overspill.kv.ram import Ram
 from overspill.kv.vllm_api import own_connector
-from overspill.kv.weights import HostWeights, Weights
+from overspill.kv.weights import HostWeights, Weights, are_constant
 from tests.engine import (
     BLOCK,
     Answer,
@@ -138,6 +141,16 @@ def test_later_parks_copy_no_weights(llama: Path, expected: list[Answer]) -> Non
     with engine(llama, parking()) as parked:
         assert [cycle(parked)["copied_bytes"] for _ in range(3)] == [0, 0, 0], "the first copy is made after the start"
         assert_same([parked.ask_one(PROMPTS[0])], expected[:1])
+
+
+def test_memory_that_steps_change_is_copied_at_each_park() -> None:
+    def is_copied_once(*, lora: object = None, balances: bool = False, reads_images: bool = False) -> bool:
+        parallel, model = SimpleNamespace(enable_eplb=balances), SimpleNamespace(is_multimodal_model=reads_images)
+        config: Any = SimpleNamespace(lora_config=lora, parallel_config=parallel, model_config=model)
+        return are_constant(config)
+
+    assert is_copied_once()
+    assert not (is_copied_once(lora=object()) or is_copied_once(balances=True) or is_copied_once(reads_images=True))
 
 
 @pytest.mark.parametrize("way", ["rpc", "reset"])
@@ -305,11 +318,34 @@ def test_an_engine_that_can_neither_park_nor_wake_ends(llama: Path, monkeypatch:
         with pytest.raises(RuntimeError, match="a planted fault"):
             parked.core.overspill_park()
         assert parked.core.overspill_state()["state"] == "failed"
-        with pytest.raises(OverspillError, match="has to be started again"):
+        with pytest.raises(OverspillError, match="must be restarted"):
             parked.core.overspill_wake()
         parked.add(PROMPTS[1])
         with pytest.raises(OverspillError, match="the engine ends: parking failed"):
             parked.step()
+
+
+def test_a_step_that_fails_before_a_park_ends_the_engine(llama: Path) -> None:
+    """vLLM's loop would have ended it. It went on, and the step's request waited for its token for ever."""
+    with engine(llama, parking()) as parked:
+        core = parked.core
+        core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2  # as with asynchronous scheduling on a GPU
+        core.step_fn = core.step_with_batch_queue
+        parked.add(PROMPTS[0])
+        parked.step()
+        execute, failed, nothing = core.model_executor.execute_model, Future[None](), Future[None]()
+        failed.set_exception(RuntimeError("a planted fault"))
+        nothing.set_result(None)
+        core.model_executor.execute_model = lambda output, non_block: failed
+        core.model_executor.sample_tokens = lambda grammar, non_block: nothing
+        core.post_step(core.step_fn()[1])
+        assert core.batch_queue, "no step is in flight"
+        core.model_executor.execute_model = execute
+        with pytest.raises(RuntimeError, match="a planted fault"):
+            core.overspill_park()
+        assert core.overspill_state()["state"] == "failed"
+        with pytest.raises(OverspillError, match="the engine ends: a step failed before parking"):
+            core.step_fn()
 
 
 def test_a_paused_engine_is_not_parked(llama: Path, expected: list[Answer]) -> None:

@@ -69,7 +69,8 @@ class Parking:
             with self._connector.parking():
                 core.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
         except BaseException:
-            resume(core)
+            if self.state is ParkState.RUNNING:
+                resume(core)
             raise
         stored = time.monotonic()
         self._give_back(began, stored)
@@ -81,10 +82,15 @@ class Parking:
         while has_steps_to_run(self._core):
             if time.monotonic() > deadline:
                 raise OverspillError(
-                    f"copies of KV were still in flight after {_MOST_SECONDS_TO_SETTLE:.0f} s: the engine goes on, and "
-                    "is not parked"
+                    f"copies of KV were still in flight after {_MOST_SECONDS_TO_SETTLE:.0f} s: the engine keeps "
+                    "running, and is not parked"
                 )
-            run_step(self._core)
+            try:
+                run_step(self._core)
+            except BaseException as error:
+                # vLLM's own loop would end the engine, too: the step's requests would wait for its tokens for ever.
+                self._fail(f"a step failed before parking: {error}")
+                raise
 
     def _give_back(self, began: float, stored: float) -> None:
         core = self._core
@@ -145,10 +151,10 @@ class Parking:
 
     def _require(self, state: ParkState) -> None:
         if self.state is not state:
-            raise OverspillError(f"this engine is {self.state}, and has to be started again")
+            raise OverspillError(f"this engine is {self.state}, and must be restarted")
 
     def _fail(self, reason: str) -> None:
-        """End the engine: parts of the model have no memory, so nothing may run until a restart."""
+        """End the engine: a step was lost, or parts of the model have no memory, so nothing may run until a restart."""
         self.state = ParkState.FAILED
         logger.error("Overspill: the engine ends: %s", reason)
         end_engine(self._core, OverspillError(f"the engine ends: {reason}"))

@@ -228,7 +228,7 @@ class CudaWeights(Weights):
         if free < needed:
             raise OverspillError(
                 f"waking needs {format_size(needed)} of GPU memory for weights, and {format_size(free)} is free: park "
-                "or stop what has the rest"
+                "or stop whatever holds the rest"
             )
         try:
             for allocation in self._allocations:
@@ -302,7 +302,7 @@ _held: Weights | None = None
 def hold_weights(vllm_config: VllmConfig, model: torch.nn.Module, options: Options) -> Weights:
     """Create this worker's weights, once the model is loaded."""
     global _held
-    settings: dict[str, Any] = {"pin": options.pin, "are_constant": _are_constant(vllm_config)}
+    settings: dict[str, Any] = {"pin": options.pin, "are_constant": are_constant(vllm_config)}
     if current_platform.is_cpu():
         _held = HostWeights(model, **settings)
     else:
@@ -315,7 +315,11 @@ def weights_to_copy() -> int:
     return _held.num_bytes if _held is not None else 0
 
 
-def _are_constant(vllm_config: VllmConfig) -> bool:
+def are_constant(vllm_config: VllmConfig) -> bool:
     """Whether steps leave the memory of the weights unchanged: LoRA adapters are loaded beside the weights as requests
-    arrive, and EPLB may move experts."""
-    return vllm_config.lora_config is None and not vllm_config.parallel_config.enable_eplb
+    arrive, EPLB may move experts, and multimodal models may keep embeddings of a step there, as Qwen3-VL does."""
+    return (
+        vllm_config.lora_config is None
+        and not vllm_config.parallel_config.enable_eplb
+        and not vllm_config.model_config.is_multimodal_model
+    )
