@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from overspill.manager import logs
 from overspill.manager.backend import EngineProcess, OwnProcesses, identify
 from overspill.manager.errors import AlreadyManaged, NoRoom, QueueFull, StartFailed, StillLoading, Stopped
 from overspill.manager.needs import Memory
+from overspill.manager.records import how_it_ended
 from overspill.manager.states import State
 from overspill.manager.swaps import Queue, Swaps
 from overspill.registry import RunEnd, UnknownModel, edit_model, list_runs, start_run
@@ -114,7 +117,7 @@ def test_a_kill_during_start_fails_with_a_reason_and_backs_off(place: Place) -> 
                 await starting
             failed = engines.snapshot("a")
             assert failed.state is State.FAILED and failed.retry_at is not None and failed.retry_at > time.time()
-            with pytest.raises(StartFailed, match="tried again in") as raised:
+            with pytest.raises(StartFailed, match="the next try is in") as raised:
                 await engines.ensure_ready("a")
             assert raised.value.retry_after_s is not None and len(place.starts("a")) == 1
             place.behave("a")
@@ -192,6 +195,85 @@ def test_stop_ends_a_stubborn_engine_and_its_children(place: Place, behaviour: s
             await eventually(lambda: engines.snapshot("a").state is State.STOPPING)
             assert (await stopping).state is State.STOPPED
             assert family.living() == []
+
+    asyncio.run(run())
+
+
+def test_an_engine_is_killed_even_after_an_error_while_stopping(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one error, such as too many open files, SIGKILL never came, and the engine was stopping for ever."""
+    place.add("a", behaviour={"ignores_sigterm": True})
+    gone, is_first = EngineProcess.gone, iter([True])
+
+    async def failing(process: EngineProcess, within: float) -> bool:
+        if next(is_first, False):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await gone(process, within)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            monkeypatch.setattr(EngineProcess, "gone", failing)
+            try:
+                async with asyncio.timeout(30):
+                    assert (await engines.stop("a")).state is State.STOPPED
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_is_not_ready_until_its_end_is_known(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the registry was slow to say how the engine had ended, requests were sent to it, and failed."""
+    place.add("a")
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> tuple[bool, str] | None:
+        asked.set()
+        may_answer.wait(10)
+        return how_it_ended(*args)
+
+    monkeypatch.setattr("overspill.manager.engine.how_it_ended", slow)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            pid = (await engines.start("a")).pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await eventually(asked.is_set)
+            assert engines.snapshot("a").state is State.STOPPING
+            may_answer.set()
+            await eventually(lambda: engines.snapshot("a").state is State.FAILED)
+
+    asyncio.run(run())
+
+
+def test_a_zombie_with_running_threads_is_stopping(place: Place) -> None:
+    """As one whose threads are still in a driver; waiting for its exit code stopped the whole event loop."""
+    place.add("a")
+    program, may_end = place.folder / "zombie.py", place.folder / "may_end"
+    program.write_text(
+        "import ctypes, os, platform, threading, time\n"
+        "def linger():\n"
+        "    deadline = time.monotonic() + 10\n"
+        f"    while time.monotonic() < deadline and not os.path.exists({str(may_end)!r}):\n"
+        "        time.sleep(0.05)\n"
+        "    os._exit(3)\n"
+        "threading.Thread(target=linger).start()\n"
+        "exit_thread = 60 if platform.machine() == 'x86_64' else 93\n"
+        "ctypes.CDLL(None).syscall(exit_thread, 0)\n"
+    )
+
+    async def run() -> None:
+        async with managing(place, backend=OwnProcesses(program=(sys.executable, "-S", str(program)))) as engines:
+            starting = asyncio.create_task(engines.start("a"))
+            await eventually(lambda: engines.snapshot("a").state is State.STOPPING)
+            await asyncio.sleep(0.5)
+            assert engines.snapshot("a").state is State.STOPPING
+            may_end.touch()
+            with pytest.raises(StartFailed, match="exit code 3"):
+                await starting
 
     asyncio.run(run())
 
@@ -320,7 +402,7 @@ def test_a_hung_engine_that_exits_cleanly_has_failed(place: Place, caplog: pytes
             failed = engines.snapshot("a")
             assert failed.state is State.FAILED and failed.retry_at is not None
             assert "while it was serving after it had not answered for 2 s, and was ended" in failed.error
-        assert "a is being ended: it had not answered for 2 s" in caplog.text
+        assert "a is being terminated: it had not answered for 2 s" in caplog.text
 
     asyncio.run(run())
 
@@ -466,6 +548,28 @@ def test_drain_is_cancelled_when_the_waiting_request_gives_up(place: Place) -> N
     asyncio.run(run())
 
 
+def test_an_engine_being_stopped_takes_no_new_requests(place: Place) -> None:
+    """It took them again, only to cut them off, once the request that it had drained for went away."""
+    for name in ("a", "b"):
+        place.add(name, ram=2 * GiB)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            async with engines.using("a"):
+                loading = asyncio.create_task(engines.ensure_ready("b"))
+                await eventually(lambda: engines.snapshot("a").is_draining)
+                stopping = asyncio.create_task(engines.stop("a", drains=True))
+                await eventually(lambda: engines.snapshot("a").is_leaving)
+                loading.cancel()
+                await eventually(lambda: not engines._swaps._draining)
+                with pytest.raises(Stopped, match="only finishes its current requests"):
+                    async with engines.using("a"):
+                        pass
+            assert (await stopping).state is State.STOPPED
+
+    asyncio.run(run())
+
+
 def test_drain_is_cancelled_when_the_model_finds_room_elsewhere(place: Place) -> None:
     """The draining engine was stopped and its requests cut, for a model that was already starting."""
     for name in ("a", "b", "c"):
@@ -506,7 +610,7 @@ def test_a_queue_emptied_while_choosing_a_model_is_not_an_error() -> None:
 
         served: list[str] = []
         states: Any = {
-            name: SimpleNamespace(state=State.READY, is_draining=name == "b", is_managed=False) for name in ("a", "b")
+            name: SimpleNamespace(state=State.STOPPED, is_draining=name == "b", is_managed=False) for name in ("a", "b")
         }
         swaps = Leaving(
             queue=queue, timing=IMPATIENT, engines=states, find_model=lambda name: None, reckon=reckon,
@@ -514,6 +618,30 @@ def test_a_queue_emptied_while_choosing_a_model_is_not_an_error() -> None:
         )  # fmt: skip
         await swaps.turn()
         assert served == ["a"]
+
+    asyncio.run(run())
+
+
+def test_a_ready_model_does_not_wait_for_those_before_it() -> None:
+    """Its requests waited behind a model that waited for memory."""
+
+    class Full(Swaps):
+        async def _serve(self, name: str) -> bool:
+            return False
+
+    async def run() -> None:
+        queue = Queue(10)
+        blocked, one = queue.join("blocked"), queue.join("ready")
+        engines: Any = {
+            name: SimpleNamespace(state=state, is_draining=False, is_managed=False)
+            for name, state in (("blocked", State.STOPPED), ("ready", State.READY))
+        }
+        swaps = Full(
+            queue=queue, timing=IMPATIENT, engines=engines, find_model=lambda name: None, reckon=reckon,
+            free=Memory, budget=None,
+        )  # fmt: skip
+        await swaps.turn()
+        assert one.ready.done() and not blocked.ready.done()
 
     asyncio.run(run())
 

@@ -118,6 +118,48 @@ def test_an_engine_that_cannot_be_parked_is_stopped_for_another(place: Place) ->
     asyncio.run(run())
 
 
+def test_a_refused_park_does_not_leave_the_engine_draining(place: Place) -> None:
+    """It had drained for another model, which then waited in vain, as did requests for itself."""
+    place.add("a", ram=2 * GiB, behaviour={**PARKS, "refuses": "park"})
+    place.add("b", ram=2 * GiB)
+
+    async def run() -> None:
+        async with managing(place) as engines:
+            await parkable(engines, "a")
+            async with engines.using("a"):
+                loading = asyncio.create_task(engines.ensure_ready("b", within=20))
+                await eventually(lambda: engines.snapshot("a").is_draining)
+                with pytest.raises(NotParked, match="not with me"):
+                    await engines.park("a")
+            assert (await loading).state is State.READY
+
+    asyncio.run(run())
+
+
+def test_an_engine_is_not_silent_while_it_parks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long park, a single health check without an answer was enough for the engine to be ended."""
+    place.add("a", behaviour={**PARKS, "answers_late_s": 4.0})
+
+    async def run() -> None:
+        async with managing(place, timing=dataclasses.replace(IMPATIENT, silent_s=3.0)) as engines:
+            await parkable(engines, "a")
+            ask, is_parked, checks = engines.upstream.ask, asyncio.Event(), list[str]()
+
+            async def late_once(url: str, path: str, *args: Any, **more: Any) -> tuple[int, bytes] | None:
+                answer = await ask(url, path, *args, **more)
+                if path.endswith("/park"):
+                    is_parked.set()
+                elif path == "/health" and is_parked.is_set():
+                    checks.append(path)
+                return None if len(checks) == 1 and path == "/health" else answer
+
+            monkeypatch.setattr(engines.upstream, "ask", late_once)
+            assert (await engines.park("a")).state is State.PARKED
+            assert checks
+
+    asyncio.run(run())
+
+
 def test_a_park_on_request_that_fails_leaves_it_ready(place: Place) -> None:
     place.add("a", behaviour={**PARKS, "refuses": "park"})
     place.add("b")
@@ -257,7 +299,7 @@ def test_pages_and_commands_park_and_wake(here: Here, place: Place) -> None:
         parked = client.post("/api/engines/park/a").json()
         assert parked["state"] == "parked" and parked["stop_reason"].startswith("it was parked by ")
         page = browser.get("/models").text
-        assert 'hx-post="/models/wake/a"' in page and "RAM that it holds" in page and "GPU memory that it holds" in page
+        assert 'hx-post="/models/wake/a"' in page and "RAM held" in page and "GPU memory held" in page
         assert client.post("/api/engines/wake/a").json()["state"] == "ready"
         refused = client.post("/api/engines/park/b")
         assert refused.status_code == 409 and "b is stopped" in refused.text

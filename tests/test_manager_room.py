@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -169,6 +170,29 @@ def test_nothing_is_started_while_the_machine_is_reserved(place: Place) -> None:
                     await engines.ensure_ready("a")
                 assert not place.starts("a")
             await engines.ensure_ready("a")
+
+    asyncio.run(run())
+
+
+def test_a_reservation_stops_a_start_being_planned(place: Place) -> None:
+    """The engine was started all the same, inside the job's reservation."""
+    place.add("a")
+    is_planning, may_end = threading.Event(), threading.Event()
+
+    def slow(model: Model, evictable: Memory) -> Need:
+        is_planning.set()
+        may_end.wait(30)
+        return reckon(model, evictable)
+
+    async def run() -> None:
+        async with managing(place, reckon=slow) as engines:
+            starting = asyncio.create_task(engines.ensure_ready("a"))
+            await eventually(is_planning.is_set)
+            with engines.reserved("job 7 has the machine"):
+                may_end.set()
+                with pytest.raises(NoRoom, match="a is not started now: job 7 has the machine"):
+                    await starting
+                assert not place.starts("a")
 
     asyncio.run(run())
 

@@ -38,9 +38,9 @@ CASES = list(itertools.product(Wanted, Seen, (False, True), (False, True)))
 def test_every_combination_decides_as_the_table_says(wanted: Wanted, seen: Seen, launched: bool, failed: bool) -> None:
     expected = EXPECTED.get((wanted, seen))
     if expected is None and wanted is UP:
-        expected = Decision(State.FAILED, Step.GIVE_UP) if launched else Decision(State.STARTING, Step.LAUNCH)
+        expected = Decision(State.STOPPING, Step.GIVE_UP) if launched else Decision(State.STARTING, Step.LAUNCH)
     if expected is None and wanted is PARKED and launched:
-        expected = Decision(State.FAILED, Step.GIVE_UP)
+        expected = Decision(State.STOPPING, Step.GIVE_UP)
     if expected is None:
         expected = Decision(State.FAILED if failed else State.STOPPED, Step.WAIT)
     assert decide(wanted, seen, launched=launched, failed=failed) == expected

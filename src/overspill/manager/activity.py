@@ -49,7 +49,7 @@ class Activity:
             await asyncio.to_thread(self._write, batch, is_due)
         except RegistryError as error:
             if not self._has_failed:
-                logger.warning("Overspill: requests cannot be kept now, and are later: %s", error)
+                logger.warning("Overspill: the request log cannot be written now, will retry: %s", error)
             self._has_failed = True
             return
         self._has_failed = False

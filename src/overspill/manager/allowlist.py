@@ -109,8 +109,8 @@ def confined_source(source: str, folders: Sequence[Path], hub_cache: Path | None
     roots = [_real(root) for root in (*folders, hub_cache if hub_cache is not None else cache_folder())]
     if is_repo_id(source):
         raise ModelNotAllowed(
-            f"{source} is a repository's id, and a folder of that name is where the manager was started, which vLLM "
-            "would take instead; start the manager somewhere else"
+            f"{source} is a repository's id, but the manager's working directory has a folder of that name, which vLLM "
+            "would load instead; start the manager in another directory"
         )
     if not os.path.isabs(source):
         raise ModelNotAllowed(
@@ -122,7 +122,7 @@ def confined_source(source: str, folders: Sequence[Path], hub_cache: Path | None
     if not any(folder.is_relative_to(root) for root in roots) or not folder.is_dir():
         shown = ", ".join(str(root) for root in (*folders, "the hub's cache"))
         raise ModelNotAllowed(
-            f"{source!r:.200} is not a folder within those that models may come from ({shown}); put it there, or start "
+            f"{source!r:.200} is outside the folders that models may come from ({shown}); move it there, or start "
             "the manager with --models-folder"
         )
     _refuse_links_out(folder, roots)

@@ -177,7 +177,7 @@ class Units:
             if pid.isdigit() and (who := identify(int(pid))) is not None:
                 return Launched(identity=who, unit=unit, journal=journal)
             time.sleep(0.1)
-        raise StartFailed(f"systemd was asked to start {unit}, and has not; see: {journal}")
+        raise StartFailed(f"systemd did not start {unit}; see: {journal}")
 
     def stop_unit(self, unit: str) -> None:
         self._run("stop", "--no-block", unit)

@@ -171,7 +171,7 @@ class Engine:
         try:
             self.world.pasts.write(self.name, past)
         except OSError as error:  # a full disk: the next manager shows less
-            logger.warning("Overspill: how %s is cannot be kept: %s", self.name, error)
+            logger.warning("Overspill: the state of %s cannot be saved: %s", self.name, error)
 
     def adopt(self, record: Record, *, is_managed: bool) -> None:
         """Take over a running process that was found, unless the engine has one already."""
@@ -281,8 +281,8 @@ class Engine:
         if self.last.journal is not None:
             return f"systemd keeps the log of {self.last.unit or self.name}; see: {self.last.journal}"
         return (
-            f"{self.name} was started outside the manager, and its log is where that was done; with "
-            "overspill serve --log-file FILE it is here too"
+            f"{self.name} was started outside the manager, and its log is wherever it was started; to see it here "
+            "too, use overspill serve --log-file FILE"
         )
 
     @property
@@ -355,13 +355,13 @@ class Engine:
             except OSError as error:  # a full disk, a folder that is gone
                 if self._process is not None:
                     # The engine runs, but after a crash of the manager its record would be missing.
-                    logger.warning("Overspill: %s cannot be looked after: %s", self.name, error)
+                    logger.warning("Overspill: %s cannot be monitored: %s", self.name, error)
                     await asyncio.sleep(1.0)
                 else:
                     self._fail(f"{self.name} could not be started: {error}", ())
             except Exception:
                 # A manager that stops looking would show outdated states.
-                logger.exception("Overspill: looking after %s failed, and is tried again", self.name)
+                logger.exception("Overspill: monitoring %s failed, will retry", self.name)
                 await asyncio.sleep(1.0)
 
     async def _step(self, seen: Seen) -> None:
@@ -369,8 +369,7 @@ class Engine:
             self._bury()  # a requested end is not a failure, whatever is wanted by now
         is_launched = self._process is not None
         decision = decide(self.wanted, seen, launched=is_launched, failed=self.failure is not None)
-        if decision.step is not Step.GIVE_UP:
-            self._enter(decision.state)
+        self._enter(decision.state)
         match decision.step:
             case Step.LAUNCH:
                 await self._launch()
@@ -395,7 +394,8 @@ class Engine:
             self._child.poll()  # otherwise it stays a zombie
         if not process.root.is_alive:
             left = await asyncio.to_thread(process.living)
-            if not left:
+            # A zombie has no exit code, and keeps its memory, while some of its threads still run in a driver.
+            if not left and (self._child is None or self._child.poll() is not None):
                 return Seen.ABSENT
             self._root_gone_at = self._root_gone_at or time.monotonic()
             if time.monotonic() - self._root_gone_at > timing.stop_patience_s:
@@ -490,6 +490,8 @@ class Engine:
             return None
         headers, patience_s = [(HEADER.encode(), secret.encode())], self.world.timing.park_s
         answer = await self.world.upstream.ask(url, f"{PATH}{action}", patience_s, headers=headers, method=method)
+        if answer is not None:
+            self._answered_at = time.monotonic()  # parking may take longer than an engine may be silent
         with contextlib.suppress(ValueError):
             told = json.loads(answer[1]) if answer is not None else None
             return told if isinstance(told, dict) else None
@@ -525,23 +527,31 @@ class Engine:
         process = self._process
         assert process is not None
         self._is_ending, self._was_asked_to_end = True, self.wanted is Wanted.DOWN
+        try:
+            await self._terminate(process)
+        except Exception:
+            # Otherwise the engine would count as ending for ever, and never be killed.
+            self._is_ending = False
+            raise
+
+    async def _terminate(self, process: EngineProcess) -> None:
         if self.wanted is Wanted.UP:
             self.stop_reason = f"it had not answered for {self._patience_s:g} s"
-            logger.warning("Overspill: %s is being ended: %s", self.name, self.stop_reason)
+            logger.warning("Overspill: %s is being terminated: %s", self.name, self.stop_reason)
         try:  # for the engine's record of the run, which only the engine writes
             await asyncio.to_thread(leave_reason, process.root.pid, process.root.process, self.stop_reason)
         except OSError as error:
-            logger.warning("Overspill: the run of %s will not say why it was stopped: %s", self.name, error)
+            logger.warning("Overspill: why %s was stopped cannot be recorded in its run: %s", self.name, error)
         if self.record is not None and self.record.unit is not None:
             with contextlib.suppress(StartFailed):
                 await asyncio.to_thread(self.world.backend.stop_unit, self.record.unit)
         if not await process.end(self.world.timing.stop_patience_s):
-            logger.warning("Overspill: %s did not end by itself, and was killed", self.name)
+            logger.warning("Overspill: %s did not exit after SIGTERM, and was killed", self.name)
             try:
                 args = self.world.registry, self.name, process.root, self.stop_reason
                 await asyncio.to_thread(end_killed_run, *args)
             except RegistryError as error:
-                logger.warning("Overspill: why %s was killed is not in its run: %s", self.name, error)
+                logger.warning("Overspill: why %s was killed cannot be recorded in its run: %s", self.name, error)
 
     @property
     def _patience_s(self) -> float:
@@ -616,8 +626,6 @@ class Engine:
         """Clean up after the last process has ended."""
         if self._process is None:
             return
-        if self._child is not None:
-            self._child.wait()
         if self.url is not None:
             self.world.upstream.drop(self.url)
         self._forget_handle()
@@ -686,7 +694,7 @@ def _no_room_for(log: Path) -> str:
     """Reason for an empty log if the disk is full, else an empty string."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(log.parent).free < _LEAST_FREE_BYTES:
-            return f"the disk is full where its log is ({log.parent}); make room there"
+            return f"the disk that holds its log ({log.parent}) is full; free some space"
     return ""
 
 

@@ -291,9 +291,9 @@ class Engines:
     async def _wait(self, engine: Engine, *, may_evict: bool, within: float | None) -> None:
         if self._is_closing:
             raise Stopped("the manager is being stopped")
-        if engine.is_leaving:
-            raise Stopped(f"{engine.name} is being stopped, and answers what it has")
         while engine.state is not State.READY or engine.is_draining:
+            if engine.is_leaving:
+                raise Stopped(f"{engine.name} is being stopped, and only finishes its current requests")
             one = self.queue.join(engine.name, may_evict=may_evict)
             self._swaps.wake()
             try:
@@ -310,7 +310,7 @@ class Engines:
     async def known(self, name: str) -> Engine:
         """The engine of a model; raises UnknownModel if the model is neither in the registry nor running."""
         if await self.catalogue.find(name) is None and not (name in self._engines and self._engines[name].has_process):
-            hint = among(name, self.catalogue.called(), "there are none yet; add it with: overspill models add")
+            hint = among(name, self.catalogue.called(), "there are no models yet; add it with: overspill models add")
             problem = f" ({self.catalogue.problem})" if self.catalogue.problem else ""
             raise UnknownModel(f"there is no model {name!r:.220} in the registry{problem}; {hint}")
         return self._engine(name)
@@ -342,7 +342,7 @@ class Engines:
             try:
                 await self.start(name)
             except (NotServed, RegistryError) as error:
-                logger.warning("Overspill: %s was to be started with the manager: %s", name, error)
+                logger.warning("Overspill: %s could not be started with the manager: %s", name, error)
 
     async def _run(self) -> None:
         """Load the models that requests wait for, and poll for changes made outside this manager."""
@@ -356,7 +356,7 @@ class Engines:
                 try:
                     await self._swaps.turn()
                 except Exception:
-                    logger.exception("Overspill: choosing the next model failed, and is tried again")
+                    logger.exception("Overspill: choosing the next model failed, will retry")
                     await asyncio.sleep(1.0)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(0.25 if len(self.queue) else 1.0, self.timing.look_models_s)):
@@ -376,7 +376,7 @@ class Engines:
                 problem = ""
             except Exception as error:
                 if repr(error) != problem:  # log once: a ledger of another version stays so
-                    logger.exception("Overspill: dividing the GPU's memory failed, and is tried again")
+                    logger.exception("Overspill: dividing the GPU's memory failed, will retry")
                 problem = repr(error)
             await asyncio.sleep(pause_s)
 
@@ -411,7 +411,7 @@ class Engines:
             for name in [name for name, one in self._engines.items() if one.is_managed]:
                 await asyncio.to_thread(logs.limit_size, self._engine(name).own_log)
         except Exception:
-            logger.exception("Overspill: looking for engines failed, and is tried again")
+            logger.exception("Overspill: looking for engines failed, will retry")
 
     async def _find_others(self) -> None:
         statuses = await asyncio.to_thread(running_statuses)
@@ -446,7 +446,7 @@ def _lock(folder: Path) -> IO[str]:
         file.seek(0)
         pid = file.read().strip() or "unknown"
         file.close()
-        raise AlreadyManaged(f"a manager runs already (process {pid}); stop it first, or use that one") from None
+        raise AlreadyManaged(f"a manager is already running (process {pid}); stop it first, or use it") from None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

@@ -106,9 +106,9 @@ def _server(
     if owner is not None:
         note = f"the engine of {program_of(owner)}, which is running; to end it, end that program"
     else:
-        note = "its server is gone, and it is left over" if _is_engine(pid) else ""
+        note = "left over from a server that is gone" if _is_engine(pid) else ""
     if not _shares_our_network(pid):
-        note = "in a network of its own, as in a container, so it is not asked"
+        note = "in its own network namespace, as in a container, so its server cannot be queried"
     return FoundServer(
         pid=pid,
         identity=who,
@@ -236,10 +236,10 @@ def stop_found(
     every = [one for one in processes() if one.is_alive]
     targets = [who for one in family(pid, every) if (who := identify(one)) is not None]
     if not targets or targets[0] != Identity(pid, expected):
-        raise ManagerError(f"process {pid} has ended, or is another one by now; nothing was stopped. Look again")
+        raise ManagerError(f"process {pid} has ended, or its pid was reused; nothing was stopped. Look again")
     argv = argv_of(pid)
     if pid == os.getpid() or any(pid in family(one, every) for one in ours) or not is_vllm(argv):
-        raise ManagerError(f"process {pid} is not a vLLM server that was found; nothing was stopped")
+        raise ManagerError(f"process {pid} is not one of the vLLM servers found; nothing was stopped")
     if is_titled(argv) and (owner := owner_of(pid)) is not None:
         raise ManagerError(
             f"process {pid} is the engine of {program_of(owner)}, which is running; nothing was stopped. To end it, "
@@ -247,8 +247,7 @@ def stop_found(
         )
     if confirm_name != (name := served_name(argv)):
         raise ManagerError(
-            f"to stop process {pid}, confirm with its name, {name!r}; {confirm_name!r:.100} is another. Nothing was "
-            "stopped"
+            f"to stop process {pid}, confirm with its name, {name!r}, not {confirm_name!r:.100}. Nothing was stopped"
         )
 
     def living() -> list[int]:
@@ -272,8 +271,8 @@ def _signal(who: Identity, sign: signal.Signals) -> None:
         who.signal(sign)
     except PermissionError as error:
         raise ManagerError(
-            f"process {who.pid} belongs to {user_of(who.pid) or 'another user'}, and may not be stopped by this one; "
-            "stop it as that user"
+            f"process {who.pid} belongs to {user_of(who.pid) or 'another user'}, and the manager's user may not "
+            "stop it; stop it as that user"
         ) from error
     except OSError as error:
         raise ManagerError(f"process {who.pid} cannot be reached: {error.strerror}; nothing was stopped") from error

@@ -168,7 +168,7 @@ class Gateway:
         else:
             raise GatewayError(
                 405 if path.startswith("/v1/models") else 404,
-                f"there is no {method} {path} here: requests are POSTed with the model's name in their JSON",
+                f"there is no {method} {path} here: POST requests with the model's name in their JSON",
                 code="unknown_url",
             )
 
@@ -462,7 +462,7 @@ async def _answer_json(exchange: Exchange, value: dict[str, Any]) -> None:
 def _lost(engine: Engine | Server, error: UpstreamLost) -> GatewayError:
     """Error for an answer that broke off, with who ended it as far as known."""
     if isinstance(engine, Server):
-        why = f"the upstream {engine.name} does not answer, or not to the end: {error}"
+        why = f"the upstream {engine.name} did not answer, or broke off: {error}"
         return GatewayError(502, why, code="upstream_lost", source=Source.UPSTREAM, retry_after_s=5.0)
     if engine.state is State.STOPPING and engine.stop_reason:
         why = f"{engine.name} ended while it answered: {engine.stop_reason}"

@@ -36,40 +36,40 @@ class Field:
     """All allowed values, or what a text may begin with."""
 
 
-_WORKLOAD = "what is sent; other parameters after a colon: multi-turn:conversations=8,turns=4"
-_RESUME = Field("resume", "Resume", "the name of an experiment that was ended early; leave out the rest")
+_WORKLOAD = "the requests to send; parameters follow a colon: multi-turn:conversations=8,turns=4"
+_RESUME = Field("resume", "Resume", "the name of an interrupted experiment; leave the other fields empty")
 # Every field is a flag of the command; none takes free text that the command would pass to vLLM as flags.
 FIELDS: Mapping[JobKind, Sequence[Field]] = {
     JobKind.BENCH: (
         Field("workload", "Workload", _WORKLOAD, default=DEFAULT_WORKLOAD, choices=tuple(WORKLOADS)),
-        Field("seed", "Seed", "what prompts are drawn from", "number", "0"),
-        Field("expect", "Expect", "a tier: it fails if that served nothing", "one", "nothing", TIERS),
+        Field("seed", "Seed", "random seed for prompts", "number", "0"),
+        Field("expect", "Expect", "fail unless this tier served tokens", "one", "nothing", TIERS),
         Field("label", "Label", "a name for this configuration"),
-        Field("experiment", "Experiment", "a name that compared results have in common"),
+        Field("experiment", "Experiment", "a name shared by the results to compare"),
     ),
     JobKind.AB: (
         Field("a", "A", "none, native:8GiB, simple-lazy:8GiB, or a flag such as --ram 8GiB"),
-        Field("b", "B", "what it is compared with"),
+        Field("b", "B", "the configuration to compare with A"),
         Field("c", "C", "a third configuration"),
         Field("workload", "Workload", _WORKLOAD, default=DEFAULT_WORKLOAD, choices=tuple(WORKLOADS)),
-        Field("repeats", "Repeats", "how often each is measured", "number", "3"),
-        Field("seed", "Seed", "what requests are drawn from", "number", "0"),
-        Field("keep", "Keep engines", "start each once, and empty caches between repeats", "yes"),
+        Field("repeats", "Repeats", "how often each configuration is measured", "number", "3"),
+        Field("seed", "Seed", "random seed for requests", "number", "0"),
+        Field("keep", "Keep engines", "start each engine once, and empty its caches between repeats", "yes"),
         _RESUME,
     ),
     JobKind.VERIFY: (
         Field("quick", "Quick", "every scenario once", "yes"),
-        Field("soak", "Soak", "again and again, with other lengths and orders", "yes"),
+        Field("soak", "Soak", "repeat with other lengths and orders", "yes"),
         Field("minutes", "Minutes", "with soak: how long", "number", "30"),
-        Field("seed", "Seed", "what prompts and orders are drawn from", "number", "0"),
+        Field("seed", "Seed", "random seed for prompts and orders", "number", "0"),
     ),
     JobKind.TUNE: (
-        Field("goal", "Goal", "what is to be best", "one", str(Goal.THROUGHPUT), tuple(Goal)),
+        Field("goal", "Goal", "what to optimise", "one", str(Goal.THROUGHPUT), tuple(Goal)),
         Field("budget", "Budget", "how long it may take: 90s, 10m, 2h", default="30m"),
         Field("workload", "Workload", _WORKLOAD, default="the goal's own", choices=tuple(WORKLOADS)),
-        Field("repeats", "Repeats", "how often the best ones are measured", "number", "3"),
-        Field("candidates", "Candidates", "try at most so many", "number"),
-        Field("max_model_len", "Context", "to keep to, in tokens: 32k"),
+        Field("repeats", "Repeats", "how often the best candidates are measured", "number", "3"),
+        Field("candidates", "Candidates", "at most this many candidates", "number"),
+        Field("max_model_len", "Context", "required context, in tokens: 32k"),
         Field("allow_fp8", "Allow fp8", "try KV in fp8 too, which rounds it", "yes"),
         Field("dry_run", "Leave settings alone", "measure only", "yes"),
         _RESUME,

@@ -31,7 +31,7 @@ _KEPT_JOBS = 100
 _PATIENCE_S = 60.0
 _MOST_WAITING = 20
 _LOOK_S = 0.2
-_OUTLIVED = "it outlived the manager that began it, so its exit code is not known; its log says how it ended"
+_OUTLIVED = "the job outlived the manager that started it, so its exit code is unknown; its log shows how it ended"
 # The first line of `overspill ab` and `overspill tune`, and the last of `overspill bench`. Time and model do not tell
 # whose a result is: a terminal may measure the same model at the same time.
 _EXPERIMENT = re.compile(r"^(?:experiment|tuning) (\S+): ", re.MULTILINE)
@@ -99,7 +99,7 @@ def _seen_again(job: Job) -> Job:
     """A stored job, marked as lost if it ended unseen; in its own session, a job may outlive its manager."""
     if job.is_over or job.is_alive:
         return job
-    when = "while it waited" if job.state is JobState.WAITING else "while it ran, and so did the job"
+    when = "while the job was waiting" if job.state is JobState.WAITING else "while the job ran, and the job ended too"
     return replace(job, state=JobState.LOST, error=f"the manager ended {when}")
 
 
@@ -204,7 +204,7 @@ class Jobs:
             async with self._engines.using(job.model, hold=True) as engine:
                 yield engine
         elif job.stops_others:
-            why = f"job {job.id} ({job.kind} of {job.model}) has the memory of all; stop it, or ask again after it"
+            why = f"job {job.id} ({job.kind} of {job.model}) uses the memory of all engines; stop it, or wait for it"
             with self._engines.reserved(why):
                 over = (State.STOPPED, State.FAILED)
                 running = [one.name for one in self._engines.snapshots() if one.state not in over]

@@ -111,7 +111,7 @@ def search_hub(text: str, environ: Mapping[str, str] = os.environ) -> list[HubMo
     query = {"search": text, "filter": "text-generation", "sort": "downloads", "direction": "-1"}
     told = _asked("/api/models", {**query, "limit": str(_MOST_FOUND)}, environ)
     if not isinstance(told, list):
-        raise ManagerError("the hub answered something else than a list of models; try again later")
+        raise ManagerError("the hub's answer was not a list of models; try again later")
     return [
         HubModel(
             source=str(one["id"]),
@@ -147,8 +147,8 @@ def _asked(path: str, query: Mapping[str, str], environ: Mapping[str, str]) -> A
         ) from error
     if answer.status_code in (401, 403, 404):
         raise ManagerError(
-            "the hub shows this model to nobody, or only to those who accepted its terms; check the name, or accept "
-            "them there and start the manager with HF_TOKEN"
+            "the hub has no such model, or shows it only to users who accepted its terms; check the name, or accept "
+            "the terms there and start the manager with HF_TOKEN"
         )
     if answer.is_error:
         raise ManagerError(f"the hub at {endpoint} answered {answer.status_code}; try again later")
@@ -211,8 +211,8 @@ class Downloads:
         free = shutil.disk_usage(there).free
         if total - before > free:
             raise ManagerError(
-                f"{source} is {format_size(total)}, and {format_size(free)} are free where models are kept "
-                f"({self.cache}); remove others, or set HF_HOME to a larger disk"
+                f"{source} is {format_size(total)}, and {format_size(free)} are free in the models' cache "
+                f"({self.cache}); remove other models, or set HF_HOME to a larger disk"
             )
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         log = self._folder / f"{at.name}.log"

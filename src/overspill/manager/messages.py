@@ -233,7 +233,7 @@ def rewritten(body: bytes, content_type: bytes, model: str, changes: Mapping[str
     if (boundary := _boundary(content_type)) is not None:
         if changes:
             raise GatewayError(
-                400, "a variant changes requests in JSON, and this is a form; name the model without the variant",
+                400, "a variant needs a JSON request, and this one is a form; name the model without the variant",
                 code="variant_of_form", param="model",
             )  # fmt: skip
         begin, end = _model_part(body, boundary)

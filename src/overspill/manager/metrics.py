@@ -19,8 +19,8 @@ LABEL = "model"
 _ENGINE_WAIT_S = 2.0
 _TRAFFIC = {
     "requests": "Requests that the gateway took.",
-    "failed": "Of these, such that failed.",
-    "cancelled": "Of these, such that their client cancelled.",
+    "failed": "Of these, those that failed.",
+    "cancelled": "Of these, those that the client cancelled.",
     "prompt_tokens": "Prompt tokens, as answers report.",
     "completion_tokens": "Answer tokens, as answers report.",
 }
@@ -30,14 +30,14 @@ _MACHINE = {
     "ram.available_bytes": ("ram_available_bytes", "RAM that can be taken without swapping."),
     "ram.pinned_bytes": ("ram_pinned_bytes", "RAM that engines pinned for KV."),
     "ram.spilled_bytes": ("ram_spilled_bytes", "RAM for spilled KV."),
-    "cpu.use": ("cpu_use", "Share of all cores that is busy."),
+    "cpu.use": ("cpu_use", "Busy share of all cores."),
 }
 _GPU = {
     "used_bytes": ("used_bytes", "GPU memory in use."),
-    "total_bytes": ("total_bytes", "GPU memory in all."),
+    "total_bytes": ("total_bytes", "Total GPU memory."),
     "use": ("use", "Share of time in which a kernel ran."),
     "temperature_c": ("temperature_celsius", "Temperature of the GPU."),
-    "power_w": ("power_watts", "Power that the GPU takes."),
+    "power_w": ("power_watts", "Power draw of the GPU."),
     "to_gpu_bytes_per_s": ("to_gpu_bytes_per_s", "Bytes per second over PCIe to the GPU."),
     "from_gpu_bytes_per_s": ("from_gpu_bytes_per_s", "Bytes per second over PCIe from the GPU."),
 }
@@ -64,7 +64,7 @@ async def metrics_page(engines: Engines, watching: Watching, jobs: Jobs, since: 
     own = [] if watching.latest is None else list(machine_families(watching.latest))
     own += _engine_families(engines.snapshots(), pages)
     num_jobs = sum(not job.is_over for job in jobs.list())
-    own.append(GaugeMetricFamily(f"{PREFIX}start_time_seconds", "When the manager began.", value=since))
+    own.append(GaugeMetricFamily(f"{PREFIX}start_time_seconds", "When the manager started.", value=since))
     own.append(GaugeMetricFamily(f"{PREFIX}jobs", "Jobs that run or wait.", value=num_jobs))
     # In a thread: the event loop passes tokens on, and a vLLM page has hundreds of lines.
     merging = asyncio.to_thread(merged, {name: page for name, page in pages.items() if page is not None})
@@ -98,12 +98,12 @@ def _gauges(kind: str, table: Mapping[str, tuple[str, str]], samples: Mapping[st
 
 
 def _engine_families(engines: list[Snapshot], pages: Mapping[str, bytes | None]) -> Iterator[Metric]:
-    state = GaugeMetricFamily(f"{PREFIX}engine_state", "1 for the state it is in.", labels=[LABEL, "state"])
+    state = GaugeMetricFamily(f"{PREFIX}engine_state", "1 for the current state.", labels=[LABEL, "state"])
     for one in engines:
         for each in State:
             state.add_metric([one.name, str(each)], float(one.state is each))
     yield state
-    text = "1 if a ready engine's own series are here, 0 if it was too slow."
+    text = "1 if this page has a ready engine's own series, 0 if the engine answered too late."
     answered = GaugeMetricFamily(f"{PREFIX}engine_answered", text, labels=[LABEL])
     for model, page in pages.items():
         answered.add_metric([model], float(page is not None))

@@ -68,10 +68,11 @@ class Decision:
 def decide(wanted: Wanted, seen: Seen, *, launched: bool, failed: bool) -> Decision:
     """State and step; `launched`: this wish started or adopted a process, `failed`: the last one ended by itself."""
     match wanted, seen:
+        case Wanted.UP | Wanted.PARKED, Seen.ABSENT if launched:
+            # A dead engine takes no requests while the reason for its end is read, which may take long.
+            return Decision(State.STOPPING, Step.GIVE_UP)
         case Wanted.UP, Seen.ABSENT:
-            return Decision(State.FAILED, Step.GIVE_UP) if launched else Decision(State.STARTING, Step.LAUNCH)
-        case Wanted.PARKED, Seen.ABSENT if launched:
-            return Decision(State.FAILED, Step.GIVE_UP)
+            return Decision(State.STARTING, Step.LAUNCH)
         case _, Seen.ABSENT:
             return Decision(State.FAILED if failed else State.STOPPED, Step.WAIT)
         case _, Seen.ENDING:

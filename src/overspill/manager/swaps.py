@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 # How many engines are compared in all combinations; of more, the least recently used, and the rest another time.
 _COMPARED = 10
+_UP = (State.STARTING, State.READY)
 _HOLDING = (State.STARTING, State.READY, State.STOPPING, State.PARKED)
 
 
@@ -143,7 +144,7 @@ class Queue:
     def join(self, name: str, *, may_evict: bool = True) -> Waiting:
         if len(self._waiting) >= self.most:
             raise QueueFull(
-                f"{len(self._waiting)} requests wait for models to load already, and {self.most} may; ask again later",
+                f"{len(self._waiting)} requests already wait for models to load, the most allowed; ask again later",
                 retry_after_s=5.0,
             )
         one = Waiting(name, asyncio.get_running_loop().create_future(), may_evict)
@@ -228,6 +229,9 @@ class Swaps:
         self._end_drains()
         self._resume_parked()
         for name in self.queue.names():
+            if self.engines[name].state is State.READY and not self.engines[name].is_draining:
+                self.queue.admit(name)  # they need no memory, and so do not wait for those before them
+        for name in self.queue.names():
             waiting = self.queue.names()
             if name not in waiting:
                 continue  # its clients went away meanwhile
@@ -243,8 +247,7 @@ class Swaps:
         match engine.state:
             case State.READY:
                 # This model was requested before the one it was to be evicted for.
-                engine.is_draining = False
-                self._draining.pop(name, None)
+                self._cancel_drain(engine)
                 self.queue.admit(name)
                 return True
             case State.STARTING:
@@ -274,16 +277,18 @@ class Swaps:
         except Exception as error:
             # A fault of one model or of the driver: models behind it must not wait for that.
             logger.exception("Overspill: the memory that %s needs is unknown", name)
-            self.queue.refuse(name, NoRoom(f"what {name} needs is unknown ({type(error).__name__}: {error})"))
+            why = f"the memory that {name} needs is unknown ({type(error).__name__}: {error})"
+            self.queue.refuse(name, NoRoom(why))
             return True
+        is_down = engine.state in (State.STOPPED, State.FAILED, State.PARKED)
+        if name not in self.queue.names() or not is_down or self.reserved_for:
+            return True  # the clients went away, the state changed, or a job has reserved the machine meanwhile
         if need.refused and self._is_in_motion():
             return False
         if need.refused:
             kept = _kept([one.name for one in self._running() if one.is_kept])
             self.queue.refuse(name, NoRoom(f"{name} cannot be started: {need.refused}{kept}"))
             return True
-        if name not in self.queue.names() or engine.state not in (State.STOPPED, State.FAILED, State.PARKED):
-            return True  # it went away or changed its state meanwhile
         # Engines that can shrink do so before any is parked or stopped.
         could_be_free = free + total([one.could_release for one in self.engines.values()])
         running = [
@@ -335,16 +340,20 @@ class Swaps:
         now = time.monotonic()
         for victim, (for_name, deadline, parks) in list(self._draining.items()):
             engine = self.engines[victim]
-            if engine.state not in (State.READY, State.STARTING, State.PARKED):
-                del self._draining[victim]
-            elif not self.queue.count(for_name) or self.engines[for_name].state in (State.STARTING, State.READY):
-                del self._draining[victim]
-                engine.is_draining = False
+            is_over = engine.state not in (State.READY, State.STARTING, State.PARKED)
+            if is_over or not self.queue.count(for_name) or self.engines[for_name].state in _UP:
+                # Also where a user stops or parks it, since an engine that refuses to be parked serves on.
+                self._cancel_drain(engine)
             elif not engine.in_flight or now > deadline:
                 del self._draining[victim]
                 parks = parks and _parks(engine)
                 how = "parked" if parks else "stopped"
                 self._let_go(engine, f"it was {how} to make room for {for_name}", parks=parks)
+
+    def _cancel_drain(self, engine: Engine) -> None:
+        """Let an engine serve on instead of making room; one that is being stopped still takes no new requests."""
+        self._draining.pop(engine.name, None)
+        engine.is_draining = engine.is_leaving
 
     def _let_go(self, engine: Engine, reason: str, *, parks: bool) -> None:
         """Stop or park an engine that no user asked to stop; all such stops come through here. Requests in flight wait
@@ -445,7 +454,8 @@ class Swaps:
             return NoRoom(f"{short}, and {', '.join(held)} is being measured. Ask again later", retry_after_s=30.0)
         others = [one for one in self._running() if not one.may_go]
         if others:
-            return NoRoom(f"{short}, and {', '.join(one.name for one in others)} was not started here. Stop it first")
+            outside = ", ".join(one.name for one in others)
+            return NoRoom(f"{short}, and {outside} was not started by the manager. Stop it first")
         return NoRoom(f"{short}, and stopping other models would not be enough. Use a shorter context, or less RAM")
 
 
@@ -459,14 +469,14 @@ def _kept(names: Sequence[str]) -> str:
         return ""
     who, are = " and ".join(names), "is" if len(names) == 1 else "are"
     return (
-        f". {who} {are} kept, and so not stopped for it. Stop {who} first, or take that back: overspill models edit "
+        f". {who} {are} set to be kept, and so not stopped. Stop {who} first, or allow it with: overspill models edit "
         f"{names[0]} --no-keep"
     )
 
 
 def _failed(engine: Engine, wait: float) -> StartFailed:
     assert engine.failure is not None
-    again = f"it is tried again in {wait:.0f} s" if wait >= 1 else "it is tried again at the next request"
+    again = f"the next try is in {wait:.0f} s" if wait >= 1 else "the next request tries again"
     return StartFailed(
         f"{engine.failure.reason}; {again}", retry_after_s=max(1.0, wait), log_lines=engine.failure.log_lines
     )

@@ -34,7 +34,7 @@ class Server:
     traffic: Traffic = field(default_factory=Traffic)
     models: tuple[str, ...] = ()
     """Models that the server listed last."""
-    problem: str = "it was not asked yet"
+    problem: str = "it was not queried yet"
     """Why the server cannot be used; empty if it can."""
 
     @property
@@ -60,7 +60,7 @@ def parse_servers(given: Iterable[str], keys: Iterable[str]) -> tuple[Server, ..
         is_url = is_url and parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
         if not is_url or _NAME.fullmatch(name) is None or name in servers:
             raise ManagerError(
-                f"--upstream {name}={parts.hostname or ''} is not a name of its own and an address; write for example "
+                f"--upstream {name}={parts.hostname or ''} is not a unique name and an address; write for example "
                 "--upstream remote=http://gpu2:8000, and its key with --upstream-key"
             )
         path = parts.path.rstrip("/").removesuffix("/v1")
@@ -69,8 +69,8 @@ def parse_servers(given: Iterable[str], keys: Iterable[str]) -> tuple[Server, ..
         name, _, variable = one.partition("=")
         if name not in servers or _VARIABLE.fullmatch(variable) is None:
             raise ManagerError(
-                f"--upstream-key {name!r:.40} needs the name of an --upstream and that of a variable which "
-                "holds its key; write for example --upstream-key remote=REMOTE_KEY"
+                f"--upstream-key {name!r:.40} needs the name of an --upstream and of the environment "
+                "variable with its key; write for example --upstream-key remote=REMOTE_KEY"
             )
         servers[name].key_variable = variable
     return tuple(servers.values())
@@ -105,6 +105,6 @@ class Servers:
         if answer is None:
             server.problem = f"{server.url} does not answer"
             return
-        server.problem = f"{server.url}{server.path}/v1/models answers {answer[0]}, and no list of models"
+        server.problem = f"{server.url}{server.path}/v1/models answers {answer[0]}, without a list of models"
         if (models := read_names(answer)) is not None:
             server.models, server.problem = models, ""

@@ -158,7 +158,7 @@ class Watching:
                     await self.tick()
                 except Exception:
                     # A page without news is greyed; the next look may work.
-                    logger.exception("Overspill: looking at the machine failed, and is tried again")
+                    logger.exception("Overspill: measuring the machine failed, will retry")
                 self._num_ticks += 1
                 await asyncio.sleep(max(0.05, _EVERY_S - (time.monotonic() - began)))
         finally:

@@ -117,7 +117,7 @@ class Actions:
             users = [one.name for one in self._engines.catalogue.models() if one.settings.source == source]
             running = [name for name in users if self._engines.snapshot(name).pid is not None]
             if running:
-                raise ManagerError(f"{running[0]} runs with these files; stop it first")
+                raise ManagerError(f"{running[0]} is using these files; stop it first")
             await asyncio.to_thread(self._downloads.forget, source)
             freed = await asyncio.to_thread(remove_cached, self._downloads.cache, source)
             details.append(f"freed {format_size(freed)}")
@@ -187,8 +187,8 @@ class Actions:
         async with self.audited(caller, "add key", name) as details:
             if scope is not KeyScope.ALL and not await self._access.has_way_in():
                 raise ManagerError(
-                    f"with a first key everybody needs one, and one for {scope} cannot log in to this page; make one "
-                    f"for everything first, or set a password with: {SET_PASSWORD}"
+                    f"once a key exists, everybody needs one, and a key for {scope} cannot log in to this page; make "
+                    f"a key for everything first, or set a password with: {SET_PASSWORD}"
                 )
             made = await asyncio.to_thread(create_key, self._registry, name, scope, **limits)
             details.append(f"for {scope}")
@@ -213,7 +213,7 @@ class Actions:
         """Show a found server's numbers on the dashboard, or stop showing them."""
         server = next((one for one in await self.found_servers() if one.pid == pid), None)
         if server is None:
-            raise ManagerError(f"process {pid} is not a vLLM server that was found; look again")
+            raise ManagerError(f"process {pid} is not one of the vLLM servers found; look again")
         if is_watched and server.url is None:
             raise ManagerError(
                 f"process {pid} does not answer, so its numbers cannot be read; it may still be starting"

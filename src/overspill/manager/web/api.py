@@ -93,9 +93,9 @@ def _with_state(app: Application, model: Model) -> Json:
 # Engines
 
 engines = APIRouter(tags=["engines"])
-Wait = Annotated[bool, Query(description="Answer when it is done; else at once, with the state as it is then.")]
+Wait = Annotated[bool, Query(description="Answer when the action is done; otherwise at once, with the current state.")]
 _BEGUN: dict[int | str, Json] = {
-    202: {"model": schemas.Engine, "description": "Without waiting: it has begun, and this is its state now."}
+    202: {"model": schemas.Engine, "description": "Without waiting: the action has begun; the state is current."}
 }
 
 
@@ -142,7 +142,7 @@ async def engine_metrics(app: App, name: str) -> Json:
     return {field: getattr(counters, field) for field in counters.__dataclass_fields__}
 
 
-@engines.get("/events", response_class=StreamingResponse, summary="All engines, then each that changes, as events")
+@engines.get("/events", response_class=StreamingResponse, summary="Events: all engines, then each engine that changes")
 async def engine_events(app: App) -> StreamingResponse:
     async def events() -> AsyncIterator[str]:
         async for changed in app.engines.events():
@@ -176,7 +176,7 @@ async def status(app: App) -> Json:
     }
 
 
-@machine.get("/sample", response_model=Json, summary="The machine as it was measured last")
+@machine.get("/sample", response_model=Json, summary="The latest measurements of the machine")
 async def sample(app: App) -> Json:
     return asdict(_moment(app).sample)
 
@@ -194,9 +194,9 @@ async def memory(app: App) -> Json:
 @machine.get("/history", response_model=schemas.History, summary="Numbers of the last 15 minutes, or of the last day")
 async def history(
     app: App,
-    names: Annotated[str, Query(max_length=4000, description="Separated by commas; all without it.")] = "",
+    names: Annotated[str, Query(max_length=4000, description="Separated by commas; empty for all.")] = "",
     by: Annotated[str, Query(pattern="^(second|minute)$")] = "second",
-    after: Annotated[float | None, Query(description="Only rows that are newer; seconds since 1970.")] = None,
+    after: Annotated[float | None, Query(description="Only rows after this time, in seconds since 1970.")] = None,
 ) -> Json:
     ring = app.watching.history.by_second if by == "second" else app.watching.history.by_minute
     wanted = {name for name in names.split(",") if name} or None
@@ -207,7 +207,7 @@ async def history(
 @machine.get("/charts", response_model=list[Json], summary="The charts of the dashboard, by name")
 async def charts(
     app: App,
-    seconds: Annotated[float, Query(gt=0, le=86400, description="Only of what was measured so recently.")] = 900.0,
+    seconds: Annotated[float, Query(gt=0, le=86400, description="Only charts with data this recent.")] = 900.0,
 ) -> list[Json]:
     ring = app.watching.history.ring(seconds)
     return [asdict(chart) for chart in charts_of(ring.names(after=time.time() - seconds))]
@@ -217,7 +217,7 @@ async def charts(
 async def audit(
     app: App,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    before: Annotated[int | None, Query(description="The number of the last entry of the page above.")] = None,
+    before: Annotated[int | None, Query(description="Number of the previous page's last entry.")] = None,
 ) -> list[Json]:
     entries = await asyncio.to_thread(list_audit, app.registry, limit, before)
     return [{**asdict(one), "at": one.at.isoformat()} for one in entries]
@@ -227,10 +227,10 @@ async def audit(
 async def activity(
     app: App,
     model: Annotated[str, Query(max_length=250)] = "",
-    who: Annotated[str, Query(max_length=250, description="As in the list: key NAME, or local.")] = "",
+    who: Annotated[str, Query(max_length=250, description="As the list shows it: key NAME, or local.")] = "",
     outcome: Annotated[str, Query(pattern=f"^({'|'.join(RequestOutcome)})?$")] = "",
     limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 100,
-    before: Annotated[int | None, Query(description="The number of the last one of the page above.")] = None,
+    before: Annotated[int | None, Query(description="Number of the previous page's last request.")] = None,
     form: Annotated[str, Query(pattern="^(json|csv)$")] = "json",
 ) -> Response:
     def made() -> str:
@@ -262,10 +262,10 @@ def _moment(app: Application) -> Moment:
 # Logs, as plain text: for a terminal as well as for the page
 
 log_files = APIRouter(tags=["logs"])
-Lines = Annotated[int, Query(ge=1, le=10_000, description="How many of the last ones.")]
-Text = Annotated[str, Query(max_length=200, description="Only lines that hold this, whatever its case.")]
-Before = Annotated[int | None, Query(ge=0, le=1 << 53, description="Search before this place, as in X-Searched-From.")]
-Follow = Annotated[bool, Query(description="Go on with new lines as they are written.")]
+Lines = Annotated[int, Query(ge=1, le=10_000, description="Number of last lines.")]
+Text = Annotated[str, Query(max_length=200, description="Only lines with this text, ignoring case.")]
+Before = Annotated[int | None, Query(ge=0, le=1 << 53, description="Search before this byte, as in X-Searched-From.")]
+Follow = Annotated[bool, Query(description="Keep sending new lines as they are written.")]
 
 
 @log_files.get("/logs/{name:path}", response_class=PlainTextResponse, summary="An engine's log")
@@ -304,7 +304,7 @@ async def _log(app: App, path: File, num_lines: int, search: str, before: int | 
 jobs = APIRouter(tags=["jobs"])
 
 
-@jobs.get("/job-kinds", response_model=dict[str, list[dict[str, str]]], summary="What can be run, and its fields")
+@jobs.get("/job-kinds", response_model=dict[str, list[dict[str, str]]], summary="Kinds of jobs, and their fields")
 async def job_kinds() -> Json:
     return {
         str(kind): [{"name": one.name, "kind": one.kind, "help": one.help} for one in JOB_FIELDS[kind]]
@@ -358,7 +358,7 @@ async def runs(app: App, model: Name = None, limit: Limit = 50) -> list[Json]:
     ]
 
 
-@results.get("/results", response_model=list[Json], summary="What was measured, the newest first")
+@results.get("/results", response_model=list[Json], summary="Results, the newest first")
 async def all_results(app: App, model: Name = None, experiment: Name = None, limit: Limit = 100) -> list[Json]:
     found = await asyncio.to_thread(list_results, app.registry, model=model, experiment=experiment, limit=limit)
     return [{**one.as_json(), "metrics": _short(one.metrics)} for one in found]
@@ -399,12 +399,12 @@ def _short(metrics: Any) -> Json:
 keys = APIRouter(tags=["keys"])
 
 
-@keys.get("/keys", response_model=list[schemas.Key], summary="Keys by name, and what was used with each")
+@keys.get("/keys", response_model=list[schemas.Key], summary="Keys by name, with the use of each")
 async def all_keys(app: App) -> list[Json]:
     return [{**key.as_json(), **asdict(use)} for key, use in await asyncio.to_thread(keys_and_use, app.registry)]
 
 
-@keys.post("/keys", response_model=schemas.Key, status_code=201, summary="Make a key; the answer has it, once")
+@keys.post("/keys", response_model=schemas.Key, status_code=201, summary="Make a key; only this answer shows it")
 async def add_key(app: App, who: Who, body: schemas.NewKey) -> Json:
     limits = {"models": body.models, "expires_in": body.expires_in}
     secret, key = await app.actions.add_key(who, body.name, body.scope, **limits)
@@ -433,12 +433,12 @@ async def watch(app: App, who: Who, pid: Pid) -> Json:
     return asdict(await app.actions.watch_found(who, pid, is_watched=True))
 
 
-@found.delete("/found/{pid}/watch", response_model=schemas.Found, summary="Watch it no more")
+@found.delete("/found/{pid}/watch", response_model=schemas.Found, summary="Stop watching it")
 async def unwatch(app: App, who: Who, pid: Pid) -> Json:
     return asdict(await app.actions.watch_found(who, pid, is_watched=False))
 
 
-@found.post("/found/{pid}/stop", response_model=dict[str, bool], summary="Stop it; its name confirms that")
+@found.post("/found/{pid}/stop", response_model=dict[str, bool], summary="Stop it; its name is the confirmation")
 async def stop_found(app: App, who: Who, pid: Pid, body: schemas.Confirmation) -> dict[str, bool]:
     return {"was_killed": await app.actions.stop_found(who, pid, body.identity, body.confirm_name)}
 

@@ -9,7 +9,7 @@ from overspill.settings import MODEL_SETTINGS, Setting
 
 _GROUPS: dict[str, dict[str, str]] = {
     "Model": {
-        "source": "Source", "max_model_len": "Context, tokens", "min_speed": "Speed that an automatic context keeps",
+        "source": "Source", "max_model_len": "Context, tokens", "min_speed": "Least speed of an automatic context",
         "dtype": "Number format", "aliases": "Other names", "variants": "Variants of requests", "notes": "Notes",
     },
     "Memory": {
@@ -30,9 +30,9 @@ _GROUPS: dict[str, dict[str, str]] = {
         "gpus": "Which GPUs", "tensor_parallel_size": "GPUs that share each layer",
         "pipeline_parallel_size": "Stages of layers",
     },
-    "KV beyond RAM, and experts' settings": {
-        "disk": "Disk for KV", "disk_path": "Folder for it", "remote": "Store between machines",
-        "spill_compute": "Who attends to spilled KV", "spill_threads": "Threads for that", "kv_options": "KV options",
+    "KV beyond RAM, and expert settings": {
+        "disk": "Disk for KV", "disk_path": "Folder for KV on disk", "remote": "Store between machines",
+        "spill_compute": "Attention to spilled KV", "spill_threads": "CPU threads for it", "kv_options": "KV options",
         "vllm_args": "vLLM's own flags",
     },
 }  # fmt: skip

@@ -190,7 +190,7 @@ class Guards:
             identity = await self._identify(headers)
             is_protected = identity is not None or await self._access.is_protected()
         except RegistryUnavailable as error:
-            raise Refusal(503, f"nobody can be let in: {error}") from error
+            raise Refusal(503, f"access cannot be checked: {error}") from error
         except KeyExpired as error:
             raise Refusal(401, str(error), [(b"www-authenticate", b"Bearer")]) from error
         path = scope["path"]
@@ -206,8 +206,8 @@ class Guards:
             # The last secret was removed while the manager ran: a login page would ask for one that nobody has.
             raise Refusal(
                 403,
-                "other machines can reach the manager, and it has neither a password nor an API key any more; nobody "
-                f"is let in. Set one on its machine with: {SET_PASSWORD}, or: {ADD_KEY}",
+                "other machines can reach the manager, and it has neither a password nor an API key any more; all "
+                f"access is refused. Set one on its machine with: {SET_PASSWORD}, or: {ADD_KEY}",
             )
         if scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
             raise Refusal(303, "log in", [(b"location", b"/login")])
@@ -302,7 +302,7 @@ def host_is_allowed(header: str, names: Collection[str]) -> bool:
 def require_host(hosts: Sequence[str], names: Collection[str]) -> None:
     if len(hosts) != 1 or not host_is_allowed(hosts[0], names):
         named = repr(hosts[0][:100]) if len(hosts) == 1 else f"{len(hosts)} hosts"
-        raise Refusal(421, f"this manager does not answer for {named}; if it should, name it with --allow-host")
+        raise Refusal(421, f"this manager does not answer for {named}; allow that name with --allow-host")
 
 
 # Other sites

@@ -28,7 +28,7 @@ from overspill.manager.web.rendering import (
 from overspill.registry import Model, Registry, get_model, list_results
 
 router = APIRouter()
-_NO_LENGTH = "that is not a length; write how many tokens, for example 4096"
+_NO_LENGTH = "that is not a context length; write a number of tokens, for example 4096"
 _MOST_TEXT = 200
 _SPEEDS = ("output_throughput", "mean_ttft_ms")
 
@@ -192,8 +192,8 @@ class Card:
         starting = engine.phase or ("the process begins" if engine.pid is not None else "waiting for room")
         remarks = (
             (engine.state is State.STARTING, starting),
-            (engine.is_leaving, f"answers what it has ({engine.traffic.in_flight}), then stops"),
-            (engine.is_draining and not engine.is_leaving, "answers what it has, then stops for another model"),
+            (engine.is_leaving, f"finishes its requests ({engine.traffic.in_flight}), then stops"),
+            (engine.is_draining and not engine.is_leaving, "finishes its requests, then stops for another model"),
             (not engine.is_managed and engine.pid is not None, "started outside the manager"),
             (is_kept, "kept"),
             (is_preloaded, "starts with the manager"),
@@ -206,23 +206,23 @@ class Card:
         match engine.state:
             case State.STOPPED | State.FAILED:
                 return (
-                    Button("start", "Start", "Starts it, if there is room", is_main=True),
-                    Button("switch", "Switch to it", "Starts it, and stops what is in its way", self._what_may_stop),
+                    Button("start", "Start", "Starts it, if there is memory for it", is_main=True),
+                    Button("switch", "Switch to it", "Starts it, stopping others if needed", self._what_may_stop),
                 )
             case State.STARTING:
-                return (Button("stop", "Stop", "Ends the start"),)
+                return (Button("stop", "Stop", "Cancels the start"),)
             case State.PARKED:
                 return (
-                    Button("wake", "Wake", "Goes on; what is in its way is parked or stopped", is_main=True),
-                    Button("stop", "Stop", "Ends it, and gives its RAM back"),
+                    Button("wake", "Wake", "Wakes it; others are parked or stopped if needed", is_main=True),
+                    Button("stop", "Stop", "Stops it, and frees its RAM"),
                 )
             case State.READY:
                 park = Button("park", "Park", "Frees its GPU memory; it waits in RAM for the next request")
-                stop = Button("stop", "Stop", "Answers what it has, and ends")
+                stop = Button("stop", "Stop", "Finishes its requests, then stops")
                 if engine.is_leaving:
                     cut = f"Stop {self.name} now? {engine.traffic.in_flight} requests in flight are cut off."
-                    stop = Button("stop", "Stop now", "Cuts off what is in flight", cut)
-                anew = "Stops it, and starts it with its settings of now"
+                    stop = Button("stop", "Stop now", "Cuts off requests in flight", cut)
+                anew = "Stops it, and starts it with its current settings"
                 restart = Button("restart", "Restart", anew, is_main=bool(engine.needs_restart))
                 return (*((park,) if engine.can_park else ()), stop, restart)
         return ()
@@ -253,8 +253,8 @@ class Card:
         if self.engine.state is State.PARKED:
             return [
                 ("Context", plan.get("max_model_len"), "tokens"),
-                ("RAM that it holds", self.engine.holds.ram_bytes, "bytes"),
-                ("GPU memory that it holds", self.measured.gpu_bytes if self.measured else None, "bytes"),
+                ("RAM held", self.engine.holds.ram_bytes, "bytes"),
+                ("GPU memory held", self.measured.gpu_bytes if self.measured else None, "bytes"),
             ]
         if plan:
             kv_bytes = sum(int(plan.get(name) or 0) for name in ("spilled_kv_bytes", "offload_bytes"))
@@ -283,7 +283,7 @@ class Card:
     def _what_may_stop(self) -> str:
         if not self.others:
             return ""
-        return f"Switch to {self.name}? What is in its way is stopped. Running now: {', '.join(self.others)}."
+        return f"Switch to {self.name}? Others are stopped if needed. Running now: {', '.join(self.others)}."
 
 
 def last_speeds(registry: Registry, names: Sequence[str]) -> dict[str, dict[str, float]]:

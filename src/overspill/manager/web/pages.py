@@ -239,7 +239,7 @@ async def log_in(request: Request, app: App) -> Response:
     address = request.state.address
     wait = math.ceil(app.limit.try_now(address))
     if wait > 0:
-        refused = page(request, "login.html", 429, problem=f"too many tries; the next one is possible in {wait} s")
+        refused = page(request, "login.html", 429, problem=f"too many attempts; try again in {wait} s")
         refused.headers["retry-after"] = str(wait)
         return refused
     secret = (await form_of(request)).get("secret", "")[:_MAX_SECRET]

@@ -72,7 +72,9 @@ async def form_of(request: Request) -> dict[str, str]:
     try:
         return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
     except ValueError:
-        raise ManagerError(f"the form has more than {_MOST_FIELDS} fields; none of this manager's pages has") from None
+        raise ManagerError(
+            f"the form has more than {_MOST_FIELDS} fields; no page of the manager has that many"
+        ) from None
 
 
 def shown(value: float | None, unit: str) -> str:

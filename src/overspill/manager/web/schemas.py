@@ -30,7 +30,7 @@ else:
     ModelChanges = create_model(
         "ModelChanges",
         __base__=Strict,
-        __doc__="Settings of a model; null takes one back.",
+        __doc__="Settings of a model; null unsets one.",
         **{setting.name: _field(setting) for setting in MODEL_SETTINGS},
     )
 
@@ -73,7 +73,7 @@ class Phase(BaseModel):
 
 _snapshot: dict[str, Any] = {field.name: (get_type_hints(Snapshot)[field.name], ...) for field in fields(Snapshot)}
 Engine: Any = create_model(
-    "Engine", __base__=Open, __doc__="An engine as it is seen now.", **{**_snapshot, "phases": (list[Phase], ...)}
+    "Engine", __base__=Open, __doc__="An engine's current state.", **{**_snapshot, "phases": (list[Phase], ...)}
 )
 
 
@@ -92,13 +92,13 @@ class NewJob(Strict):
     kind: str = Field(max_length=20, examples=["bench"], description="bench, ab, verify or tune")
     model: str = Field(max_length=250, examples=["qwen"])
     given: dict[str, str] = Field(default_factory=dict, examples=[{"workload": "multi-turn:conversations=8"}])
-    stops_others: bool = Field(False, description="Stop the engines that run first, for their memory.")
+    stops_others: bool = Field(False, description="First stop running engines, for their memory.")
 
 
 class NewKey(Strict):
     name: str = Field(max_length=100, examples=["laptop"])
     scope: KeyScope = KeyScope.ALL
-    models: list[str] = Field(default_factory=list, description="Those that it may use; all if empty.")
+    models: list[str] = Field(default_factory=list, description="Models that the key may use; empty for all.")
     expires_in: int | str | None = Field(None, examples=["30d"], description="Seconds, or for example 30d.")
 
 
@@ -152,8 +152,8 @@ _REFUSALS = {
     400: "A mistake in the request.",
     401: "A key or a login is needed.",
     403: "Not allowed over the web, or for this key.",
-    404: "There is none.",
-    409: "Not possible as things are.",
+    404: "Not found.",
+    409: "Not possible in the current state.",
     413: "Too large.",
     422: "Not of the documented shape.",
     503: "The registry cannot be used now.",

@@ -72,7 +72,7 @@ async def run(setup: Setup, registry: Registry, say: Callable[[str], None], opti
                 withdraw(setup.folder)
                 notify("STOPPING=1")
                 with contextlib.suppress(OSError):  # a closed terminal may be why the manager ends
-                    say("stopping what was started here")
+                    say("stopping the engines started here")
 
 
 def _config(app: Any, setup: Setup) -> uvicorn.Config:

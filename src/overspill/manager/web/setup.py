@@ -96,7 +96,7 @@ def require_protection(setup: Setup, *, is_protected: bool) -> None:
 def own_folder(environ: Mapping[str, str] = os.environ) -> Path:
     state = state_folder(environ)
     if state is None:
-        raise ManagerError("there is no home to keep the manager's records in; set XDG_STATE_HOME to a folder")
+        raise ManagerError("there is no home folder for the manager's records; set XDG_STATE_HOME to a folder")
     return state / "manager"
 
 
@@ -118,8 +118,6 @@ def origin_of(given: str, flag: str) -> str:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.scheme not in _USUAL_PORTS or not parts.hostname or parts.path not in ("", "/") or "@" in parts.netloc:
-        raise ManagerError(
-            f"{flag} {given} is not a site; write how it is reached and its name, as https://chat.example"
-        )
+        raise ManagerError(f"{flag} {given} is not a site; write scheme and host, as https://chat.example")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + ("" if port in (None, _USUAL_PORTS[parts.scheme]) else f":{port}")

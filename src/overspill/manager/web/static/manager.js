@@ -111,7 +111,7 @@ function tick() {
   document.querySelectorAll("[data-since]").forEach((one) => { one.textContent = duration(now - Number(one.dataset.since)); });
   document.querySelectorAll("[data-left]").forEach((one) => {
     const left = Number(one.dataset.left) - now;
-    one.textContent = left > 0 ? "about " + duration(left) + " left, as the last time" : "longer than the last time";
+    one.textContent = left > 0 ? "about " + duration(left) + " left, judging by the last start" : "taking longer than the last start";
   });
   document.querySelectorAll("progress[data-ends]").forEach((one) => {
     const { began, ends } = one.dataset;
@@ -231,7 +231,7 @@ async function loadCharts() {
   charts.lastAt = history.time[history.time.length - 1] || 0;
   charts.list.forEach((one) => { one.plot.destroy(); one.section.remove(); });
   charts.list = definitions.map((definition) => makeChart(definition, history, place));
-  if (!definitions.length) place.textContent = isLive ? "" : "Nothing was measured for so long yet.";
+  if (!definitions.length) place.textContent = isLive ? "" : "No measurements in this range yet.";
 }
 
 function addSample(sample) {
