@@ -1,5 +1,6 @@
 """A checksum per stored block, found wrong when a bit has flipped."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -61,6 +62,24 @@ def test_a_check_waits_for_pending_checksums(memory: HostMemory) -> None:
         memory.slots[:] += 1
         checksums.record(range(SLOTS))
         assert checksums.check(range(SLOTS)).corrupt_slots() == []
+    checksums.close()
+
+
+def test_a_second_check_waits_for_pending_checksums(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    checksums = Checksums(memory, "all", threads=3)
+    gate, record = threading.Event(), checksums._record
+
+    def wait(slots: list[int]) -> None:
+        gate.wait(30)
+        record(slots)
+
+    monkeypatch.setattr(checksums, "_record", wait)
+    checksums.record([3])
+    first, second = checksums.check([3]), checksums.check([3])
+    with pytest.raises(TimeoutError):
+        second.parts[0].result(0.1)
+    gate.set()
+    assert first.corrupt_slots() == second.corrupt_slots() == []
     checksums.close()
 
 

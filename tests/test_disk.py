@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 
 from overspill.kv.disk import key, segments, tier
 from overspill.kv.disk.folder import JOURNAL, kept_in
+from overspill.kv.disk.journal import Journal
 from overspill.kv.disk.segments import DiskWorker, Segments, segment_path
 from overspill.kv.errors import OverspillError
 from tests.engine import (
@@ -344,6 +345,27 @@ def test_a_disk_that_hangs_does_not_hang_the_request(
         again.assert_nothing_is_held()
 
 
+def test_a_disk_that_hangs_delays_one_request_only(llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = random_prompt(2, 300)
+    fill(llama, folder, [PROMPT, other])
+    gate, read = threading.Event(), Segments.read
+
+    def hang(self: Segments, call: Any) -> None:
+        gate.wait(60)
+        read(self, call)
+
+    monkeypatch.setattr(Segments, "read", hang)
+    monkeypatch.setattr(tier, "_PATIENCE_S", 0.2)
+    with with_disk(llama, folder) as again:
+        again.ask_one(PROMPT)
+        disk = again.scheduler.disk
+        assert disk is not None and len(disk._reads) == 1
+        again.ask_one(other)
+        assert len(disk._reads) == 1
+        gate.set()
+        again.assert_nothing_is_held()
+
+
 def test_abort_during_a_read_leaks_nothing(llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = fill(llama, folder, [PROMPT])
     gate, read = threading.Event(), Segments.read
@@ -626,6 +648,39 @@ def test_a_reset_of_the_connector_empties_the_disk(llama: Path, folder: Path) ->
         assert running.llm.llm_engine.reset_prefix_cache(reset_connector=True)
     with with_disk(llama, folder) as again:
         assert again.ask_one(PROMPT).num_cached == 0
+
+
+def test_a_reset_before_the_index_is_open_empties_the_disk(
+    llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(llama, folder, [PROMPT])
+    gate, facts = threading.Event(), tier.model_facts
+
+    def wait(*args: Any) -> Any:
+        gate.wait(60)
+        return facts(*args)
+
+    monkeypatch.setattr(tier, "model_facts", wait)
+    with engine(llama, on_disk(folder)) as running:
+        assert running.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        gate.set()
+    with with_disk(llama, folder) as again:
+        assert again.ask_one(PROMPT).num_cached == 0
+
+
+def test_a_reset_empties_ram_although_the_disk_is_full(
+    llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Journal, records: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with with_disk(llama, folder, keep_on_reset=True) as running:
+        running.ask_one(PROMPT)
+        running.drain()
+        monkeypatch.setattr(Journal, "replace", refuse)
+        assert running.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        assert running.scheduler.host.num_cached == 0
+        assert "cannot be deleted: [Errno 28]" in log.text
 
 
 def test_an_adapter_replaced_between_starts_has_its_own_kv(llama: Path, folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The parts of the disk tier: index, journal, folder, digests and segments, without an engine."""
 
+import errno
 import os
 import resource
 import threading
@@ -355,6 +356,37 @@ def test_a_disk_without_room_says_where_it_ends(disk: Disk, monkeypatch: pytest.
     assert digests[0] is None and digests[1] is not None
     assert report.disk_full_at == 8
     assert not segment_path(disk.folder, 0, 1).exists()
+
+
+def test_the_old_places_of_a_full_segment_stay_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`disk_bytes` was raised, but the disk has no room for the rest of the last segment."""
+    smaller = Disk(tmp_path, num_places=4)
+    smaller.write([0, 1], [0, 1])
+    smaller.close()
+
+    def refuse(file: int, at: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("overspill.kv.disk.segments.os.posix_fallocate", refuse)
+    larger = Disk(tmp_path, num_places=8)
+    digests, report = larger.write([2, 3, 4], [2, 3, 4])
+    assert digests == [None] * 3 and report.disk_full_at == 4
+    digests, report = larger.write([2, 3], [2, 3])
+    assert None not in digests and report.disk_full_at is None
+    larger.close()
+
+
+def test_a_folder_that_cannot_be_made_fails_the_write(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *args: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "mkdir", refuse)
+        digests, _ = disk.write([0, 1], [0, 1])
+        assert digests == [None, None]
+        assert disk.read([0], [5], [1]) == [0]
+    digests, _ = disk.write([0, 1], [0, 1])
+    assert None not in digests
 
 
 def test_a_filesystem_without_direct_io_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

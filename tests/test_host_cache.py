@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from overspill.kv.host_cache import Stored
 from tests.simulated_copies import Setup
 from tests.simulated_engine import Engine
 
@@ -34,3 +35,19 @@ def test_the_short_lookup_finds_what_the_coordinator_finds(seed: int) -> None:
                 else:
                     assert short[1] <= local
     assert found, "nothing was in RAM, so nothing was compared"
+
+
+def test_a_store_of_content_read_meanwhile_is_released() -> None:
+    simulated = Engine(Setup(groups=((SIZE, 0),), gpu_blocks=60, host_slots=30, longest_flight=5))
+    simulated.add(list(range(2 * SIZE + 1)), 1)
+    stores, host = simulated.offload.stores, simulated.offload.host
+    while not stores.in_flight:
+        simulated.step()
+    ((job_id, store),) = stores.in_flight.items()
+    first = store.origins[0]
+    (read,) = host.allocate(1)
+    host.insert([Stored(read, first.key, SIZE, first.parent)])
+    stores.report(job_id, 1, failed=False)
+    assert [block for block in host.pool.blocks if block.block_hash == first.key] == [read]
+    assert host.num_cached == len(store.origins)
+    assert host.pool.get_num_free_blocks() == 30

@@ -236,3 +236,21 @@ def test_a_master_that_answers_does_not_hide_a_store_that_hangs(monkeypatch: pyt
     assert not breaker.is_closed and not breaker.may_try()
     breaker.succeeded("load")
     assert breaker.is_closed
+
+
+def test_a_put_finds_that_an_empty_store_is_back(llama: Path, store: Mooncake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "DEADLINE_S", 30.0)
+    monkeypatch.setattr(tier, "_PAUSE_S", 0.0)
+    with with_store(llama, store) as running:
+        remote, scheduler = running.worker.remote, running.scheduler.remote
+        assert remote is not None and scheduler is not None
+        with monkeypatch.context() as down:
+            down.setattr(remote.client, "put", lambda keys, slots: [-1] * len(keys))
+            for turn in TURNS[:4]:
+                running.ask_one(turn)
+                running.drain()
+            assert not scheduler.breaker.is_closed
+        running.ask_one(TURNS[4])
+        running.drain()
+        assert scheduler.breaker.is_closed
+        running.assert_nothing_is_held()

@@ -358,7 +358,7 @@ class OverspillConnector(KVConnectorBase_V1, SupportsHMA):
         self._stale_hashes.weights_changed(request_ids)
         self._scheduler.reset()
         if num_blocks:
-            logger.info("Overspill: %d block(s) of KV in RAM are forgotten: %s may change weights", num_blocks, what)
+            logger.info("Overspill: dropped %d block(s) of KV in RAM: %s may change weights", num_blocks, what)
 
     def _note_reset(self) -> bool:
         self.weights_version += not self.is_parking

@@ -460,8 +460,8 @@ def check_contract(*, spill: bool, park: bool = False, elastic: bool = False, ro
     removable = " and ".join(option for option, is_given in options.items() if is_given)
     instead = f"remove {removable}, or install" if removable and not differences(root, OFFLOAD) else "install"
     raise OverspillError(
-        f"this vLLM lacks what Overspill uses of its inside: {missing[0]}{more}. To go on, {instead} a release that "
-        "was tested: vllm==0.32.0"
+        f"this vLLM lacks internals that Overspill uses: {missing[0]}{more}. To fix this, {instead} a tested release: "
+        "vllm==0.32.0"
     )
 
 

@@ -225,7 +225,7 @@ class PhysicalMemory:
             self.handle = _call(driver.cuMemCreate, num_bytes, _memory_of(device), 0)
         except RuntimeError as error:
             raise OverspillError(
-                f"{format_size(num_bytes)} of GPU memory for KV could not be had ({error}): lower "
+                f"{format_size(num_bytes)} of GPU memory for KV could not be allocated ({error}): lower "
                 "--gpu-memory-utilization or resident_bytes, or free the GPU"
             ) from error
 

@@ -213,7 +213,7 @@ class Elastic:
             self._ledger.write(self._row, held=self._bytes(self.mapped))
             self.stats.count("grow_failures")
             logger.warning(
-                "Overspill: %s of GPU memory was granted and could not be had: %s",
+                "Overspill: %s of GPU memory was granted but could not be allocated: %s",
                 format_size(self._bytes(added)), error,
             )  # fmt: skip
             return
@@ -296,7 +296,7 @@ class Elastic:
     def _count_lost(self, lost: int) -> None:
         if lost:
             self.stats.count("shrink_lost_blocks", lost)
-            logger.warning("Overspill: %d cached block(s) were given up without a copy: RAM took none of them", lost)
+            logger.warning("Overspill: %d cached block(s) were evicted without a copy: RAM took none of them", lost)
 
     def _readers(self, unit: int) -> set[str]:
         blocks = self.units.blocks(unit)

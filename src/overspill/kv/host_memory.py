@@ -98,7 +98,7 @@ class Mapping:
             return
         code = ctypes.get_errno()
         if code != errno.EINVAL:
-            logger.warning_once("Overspill: RAM for the pool could not be taken in advance: %s", os.strerror(code))
+            logger.warning_once("Overspill: RAM for the pool could not be allocated in advance: %s", os.strerror(code))
 
     def close(self) -> None:
         if self._raw:
@@ -294,10 +294,20 @@ class Checksums:
             return verdict
         for part in self._split(slots):
             # Futures of the same pool, submitted earlier: a later task waiting for them cannot deadlock.
-            recording = {f for slot in part if (f := self._recording.pop(slot, None)) and not f.done()}
-            verdict.parts.append(self._pool.submit(self._check, part, recording))
+            verdict.parts.append(self._pool.submit(self._check, part, self._pending(part)))
             verdict.num_checked += len(part)
         return verdict
+
+    def _pending(self, slots: Sequence[int]) -> set[Future[None]]:
+        """Checksums of these slots that are still being computed, for which every check must wait."""
+        pending = set()
+        for slot in slots:
+            future = self._recording.get(slot)
+            if future is not None and future.done():
+                del self._recording[slot]
+            elif future is not None:
+                pending.add(future)
+        return pending
 
     def note(self, slot: int, digest: int) -> None:
         """Set the checksum of a slot that was filled with content of known digest."""

@@ -87,7 +87,7 @@ class Ledger:
             living = self.accounts()
             free = next((row for row in range(NUM_ROWS) if row not in living), None)
             if free is None:
-                raise OverspillError(f"{self.path} has rows for {NUM_ROWS} engines of a GPU, and all are taken")
+                raise OverspillError(f"{self.path} has rows for {NUM_ROWS} engines of a GPU, all taken; stop one first")
             self.write(free, pid=0, granted=0, used=0, held=held, wanted=held, floor=floor, most=most, weight=weight)
             # Last: readers ignore a row until its pid and start time match a live process.
             self.write(free, started=started_at(pid) or 0)

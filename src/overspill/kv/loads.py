@@ -281,4 +281,4 @@ class Standstill:
             self._seen = num_passes, waiting[:-1]
             release_waiting(scheduler, lambda request: request.request_id == waiting[-1])
             self._stats.count("standstills")
-            logger.info("Overspill: %d request(s) with loaded KV waited for blocks; one loads it again", len(waiting))
+            logger.info("Overspill: %d request(s) with loaded KV waited for blocks; one has to reload", len(waiting))

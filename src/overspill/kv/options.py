@@ -91,7 +91,7 @@ class Options:
         _size,
         0,
         "RAM for the KV of running requests that do not fit on the GPU, in total for the server. Contexts may be as "
-        "long as the GPU's KV cache and this together hold. 0 turns spill off.",
+        "long as this and the GPU's KV cache can hold together. 0 turns spill off.",
     )
     resident_bytes: int = _option(
         _size,
@@ -111,13 +111,13 @@ class Options:
         _one_of("auto", "gpu"),
         "auto",
         "Where decode steps attend to spilled KV: `auto` lets the CPU attend to a part of it, in RAM, while the rest "
-        "is streamed, which rounds differently; `gpu` streams all of it, bit for bit what the GPU alone computes.",
+        "is streamed, which rounds differently; `gpu` streams all of it, with exactly the results of the GPU alone.",
         needs="spill_bytes",
     )
     spill_threads: int = _option(
         _count,
         0,
-        "Threads that attend to spilled KV. 0 takes one for each physical core near the GPU but two.",
+        "Threads that attend to spilled KV. 0 takes one for each physical core near the GPU, less two.",
         needs="spill_bytes",
     )
     spill_graphs: bool = _option(
@@ -130,8 +130,7 @@ class Options:
     spill_lends: bool = _option(
         _flag,
         True,
-        "Let memory of the window that is not needed now lie under GPU blocks. `false` keeps both as they are at the "
-        "start.",
+        "Lend window memory that is not needed now to GPU blocks. `false` keeps both at their initial size.",
         needs="spill_bytes",
     )
     store: Store = _option(
@@ -151,7 +150,7 @@ class Options:
     verify: Verify = _option(
         _one_of("off", "sample", "all"),
         "sample",
-        "Which blocks carry an xxh3 checksum that is checked beside a load, before its request runs: none, one in 16, "
+        "Which blocks carry an xxh3 checksum that is checked during a load, before its request runs: none, one in 16, "
         "or all. A block that fails is dropped and recomputed.",
         needs="host_bytes",
     )
@@ -178,8 +177,8 @@ class Options:
     ledger: str = _option(
         _path,
         "",
-        "A file in which the engines of a GPU keep account of the memory under their KV, and find what is granted to "
-        "them; they grow and shrink by that while they run. Empty keeps the KV cache as it is.",
+        "A file in which the engines of a GPU record the memory of their KV and read how much they are granted; their "
+        "KV caches grow and shrink accordingly while they run. Empty keeps the KV cache at its initial size.",
         needs="host_bytes",
     )
     ledger_bytes: int = _option(
@@ -204,8 +203,8 @@ class Options:
     disk_path: str = _option(
         parse_folder,
         "",
-        "Folder for `disk_bytes`, for one server at a time. Without it, one in the user's cache folder, by the model's "
-        "name.",
+        "Folder for `disk_bytes`, for one server at a time. By default, one in the user's cache folder, named after "
+        "the model.",
         needs="disk_bytes",
     )
     remote: str = _option(
@@ -284,7 +283,7 @@ ELSEWHERE: dict[str, str] = {
     "spec_name": _OWN_PARTS,
     "spec_module_path": _OWN_PARTS,
     "cache_policy_module_path": _OWN_PARTS,
-    "backpressure": "where the link is busy stores wait, and in the end are dropped, by themselves; remove it",
+    "backpressure": "stores wait while the link is busy, and are dropped if it stays busy; remove it",
     "secondary_tiers": _RAM_ONLY,
     "kv_offload_backend": _RAM_ONLY,
     "disk_capacity_bytes": "it is called disk_bytes",

@@ -113,7 +113,7 @@ def check_vllm(*, spill: bool, park: bool = False, elastic: bool = False, found:
     check_contract(spill=spill, park=park, elastic=elastic)
     if not is_tested:
         logger.warning_once(
-            "Overspill: offload was not tested with vLLM %s, which has all that it uses; tested: %s",
+            "Overspill: offload was not tested with vLLM %s, though all that it uses is there; tested: %s",
             found, ", ".join(TESTED_VLLM),
         )  # fmt: skip
 
@@ -254,7 +254,7 @@ def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if is_child:
         raise OverspillError(
-            "spill does not work beside other connectors: give OverspillConnector alone, or remove spill_bytes"
+            "spill does not work together with other connectors: give OverspillConnector alone, or remove spill_bytes"
         )
     if cache.num_gpu_blocks_override is not None:
         raise OverspillError(
@@ -272,7 +272,7 @@ def _check_spill(vllm_config: VllmConfig, *, is_child: bool) -> None:
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
         raise OverspillError(
-            "a FULL CUDA graph of a mixed batch leaves spill no way in: use cudagraph_mode FULL_AND_PIECEWISE (the "
+            "spill cannot run inside FULL CUDA graphs of mixed batches: use cudagraph_mode FULL_AND_PIECEWISE (the "
             "default), PIECEWISE or NONE"
         )
 

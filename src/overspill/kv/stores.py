@@ -274,7 +274,13 @@ class Stores:
             self._host.release(store.host_blocks)
         else:
             held = zip(store.host_blocks, store.origins, store.token_counts, strict=True)
-            items = [Stored(block, o.key, n, o.parent, o.adapter, o.event) for block, o, n in held]
+            items = []
+            for block, o, n in held:
+                if self._host.find(o.key) is not None:
+                    # A read from disk or from the store between machines has brought the same content meanwhile.
+                    self._host.release([block])
+                else:
+                    items.append(Stored(block, o.key, n, o.parent, o.adapter, o.event))
             self._host.insert(items)
             if self.on_stored is not None:
                 self.on_stored(items)

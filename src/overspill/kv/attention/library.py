@@ -128,7 +128,7 @@ def load(path: Path | None = None) -> Library:
     except (OSError, AttributeError) as error:
         raise AttentionUnavailable(f"{path} does not load ({error}): {remedy}") from error
     if call.digest().decode() != digest():
-        raise AttentionUnavailable(f"{path} was built from other sources than those beside it: {remedy}")
+        raise AttentionUnavailable(f"{path} was not built from the sources next to it: {remedy}")
     amx = _try_amx(path, call)
     if amx == "works":
         call.enable_amx()

@@ -26,7 +26,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
         try:
             base = str(Path(environ.get("HOME") or Path.home()) / ".cache")
         except RuntimeError as error:
-            raise OverspillError("there is no home to keep KV on disk in; give disk_path") from error
+            raise OverspillError("there is no home folder for KV on disk; give disk_path") from error
     return Path(base) / "overspill" / "kv"
 
 

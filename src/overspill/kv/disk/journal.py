@@ -61,7 +61,7 @@ class Journal:
         header = _HEADER.pack(_MAGIC, self._identity)
         if raw[: _HEADER.size] != header:
             if raw:
-                logger.warning("Overspill: the journal %s is damaged or foreign; KV on disk is forgotten", self._path)
+                logger.warning("Overspill: the journal %s is damaged or foreign; KV on disk is dropped", self._path)
             os.ftruncate(self._file, 0)
             self._write(header, 0)
             self._end = _HEADER.size

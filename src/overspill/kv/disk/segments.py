@@ -59,7 +59,6 @@ class Segments:
         self._files: dict[int, int] = {}
         self._lock = threading.Lock()
         self._direct = getattr(os, "O_DIRECT", 0)
-        rank_folder(folder, rank).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def calls(self, pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """Sort (place, slot) pairs by place and split them into system calls: adjacent places within one segment."""
@@ -81,7 +80,7 @@ class Segments:
 
     def _move(self, call: Sequence[tuple[int, int]], *, writes: bool) -> None:
         segment, first = divmod(call[0][0], self._per_segment)
-        file = self._file(segment, create=writes)
+        file = self._file(segment, first + len(call), create=writes)
         buffers = [self._memory.pages(slot) for _, slot in call]
         at, total = first * self._memory.slot_stride, len(call) * self._memory.slot_stride
         moved = os.pwritev(file, buffers, at) if writes else os.preadv(file, buffers, at)
@@ -89,17 +88,19 @@ class Segments:
             # A signal or a limit cut the call short; such a block is written again later, or recomputed.
             raise OSError(errno.EIO, f"{moved} of {total} bytes at {at} of segment {segment}")
 
-    def _file(self, segment: int, *, create: bool) -> int:
+    def _file(self, segment: int, end: int, *, create: bool) -> int:
         with self._lock:
             file = self._files.get(segment)
             if file is None:
                 file = self._files[segment] = self._open(segment, create=create)
             if create:
-                self._allocate(segment, file)
+                self._allocate(segment, file, end)
             return file
 
     def _open(self, segment: int, *, create: bool) -> int:
         path = segment_path(self._folder, self._rank, segment)
+        if create:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         try:
             return os.open(path, flags | self._direct, 0o600)
@@ -112,8 +113,9 @@ class Segments:
             self._direct = 0
             return os.open(path, flags, 0o600)
 
-    def _allocate(self, segment: int, file: int) -> None:
-        """Reserve the whole segment now, so that a disk filling up later cannot cut it short."""
+    def _allocate(self, segment: int, file: int, end: int) -> None:
+        """Reserve the whole segment now, so that a disk filling up later cannot cut it short. Raises NoRoom unless the
+        segment's first `end` places exist."""
         first = segment * self._per_segment
         length = min(self._per_segment, self._num_places - first) * self._memory.slot_stride
         present = os.fstat(file).st_size
@@ -127,7 +129,10 @@ class Segments:
             if not present:
                 os.close(self._files.pop(segment))
                 segment_path(self._folder, self._rank, segment).unlink(missing_ok=True)
-            raise NoRoom(first + present // self._memory.slot_stride) from error
+            num_present = present // self._memory.slot_stride
+            # A raised `disk_bytes` lengthens the last segment; without room for that, its old places remain usable.
+            if end > num_present:
+                raise NoRoom(first + num_present) from error
 
     def close(self) -> None:
         for file in self._files.values():

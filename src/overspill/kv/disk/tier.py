@@ -135,6 +135,9 @@ class DiskTier:
         self._num_skipped = 0  # consecutive reads that seemed too slow
         self._announced: set[bytes] = set()  # keys with a published BlockStored event
         self._shown = -1
+        # A reset may come before the index is open; it is then carried out by the thread that opens the index.
+        self._is_cleared = False
+        self._clearing = threading.Lock()
         self._stop = threading.Event()
         self._opening = threading.Thread(
             target=self._open, args=(vllm_config, kv_cache_config), name="overspill-disk-index", daemon=True
@@ -160,7 +163,10 @@ class DiskTier:
             self.detach(f"KV on disk cannot be used: {error}")
             return
         self._path, self._journal = path, journal
-        self.index = index  # last: from now on the scheduler's thread uses it
+        with self._clearing:
+            self.index = index  # last: from now on the scheduler's thread uses it
+            if self._is_cleared:
+                self._empty_journal(journal, index)
         logger.info(
             "Overspill: %d block(s) of KV on disk, %s of %s, found after %.1f s in %s",
             len(index), format_size(len(index) * self._stride * self._world_size), format_size(self._bound),
@@ -191,6 +197,8 @@ class DiskTier:
         if read is not None:
             return time.monotonic() - read.began < _PATIENCE_S
         self._waiting.pop(request_id, None)
+        if any(time.monotonic() - read.began >= _PATIENCE_S for read in self._reads.values()):
+            return False  # the disk hangs, and only the first requests wait for it
         index, adapter = self._ready, self._adapters.of(request)
         if index is None or not len(index) or adapter is None or self._num_reads.get(request_id, 0) >= _MOST_READS:
             return False
@@ -210,8 +218,7 @@ class DiskTier:
         if num_tokens <= 0:
             return False
         if any(block.content in self._reading for block in on_disk):
-            # Wait for another request's read of them; once that has timed out, do not read them a second time.
-            return all(time.monotonic() - read.began < _PATIENCE_S for read in self._reads.values())
+            return True  # wait for another request's read of them
         if not self._is_worth_it(num_tokens, len(on_disk)):
             self._num_reads[request_id] = _MOST_READS
             self._stats.count("disk_skipped_tokens", num_tokens)
@@ -520,9 +527,17 @@ class DiskTier:
 
     def clear(self) -> None:
         """Forget everything on disk, and detach."""
-        if self._journal is not None and self.index is not None:
-            self._journal.replace(self.index.records()[:0])
         self.detach("the KV cache was reset")
+        with self._clearing:
+            self._is_cleared = True
+            if self._journal is not None and self.index is not None:
+                self._empty_journal(self._journal, self.index)
+
+    def _empty_journal(self, journal: Journal, index: DiskIndex) -> None:
+        try:
+            journal.replace(index.records()[:0])
+        except OSError as error:
+            logger.warning("Overspill: KV on disk in %s cannot be deleted: %s", self._path, error)
 
     def take_stats(self) -> None:
         used = len(self.index) * self._stride * self._world_size if self.index is not None else 0

@@ -67,11 +67,17 @@ class Breaker:
         self._is_trying = True
         return True
 
+    def may_try_put(self) -> bool:
+        """Whether a put should probe after failed puts: if the store is empty, no load can show that it is back."""
+        return self._failed_kind == "store" and self.may_try()
+
     def succeeded(self, kind: str) -> None:
         if kind not in ("load", self._failed_kind):
             # An answer of the master says nothing about a hanging store.
             if kind == "find" and not self.is_closed:
-                self._is_trying, self._until = False, time.monotonic() + _PAUSE_S
+                self._is_trying = False
+                if self._failed_kind != "store":
+                    self._until = time.monotonic() + _PAUSE_S
             return
         if not self.is_closed:
             logger.info("Overspill: the store answers again, and is used")
@@ -86,7 +92,7 @@ class Breaker:
         if was_closed and not self.is_closed:
             self._stats.count("remote_pauses")
             logger.warning(
-                "Overspill: the store failed %d times in a row, and is left alone; every %.0f s one request sees "
+                "Overspill: the store failed %d times in a row, and is paused; every %.0f s one request checks "
                 "whether it is back. KV is recomputed meanwhile.",
                 self._failures, _PAUSE_S,
             )  # fmt: skip
@@ -158,7 +164,7 @@ class RemoteTier:
             self.digests.mkdir(mode=0o700, parents=True, exist_ok=True)
             facts = model_facts(vllm_config, kv_cache_config, Digests(self.digests / "digests.json", self._stop))
         except (OSError, OverspillError, ValueError) as error:
-            self.detach(f"the key of this model's KV cannot be made: {error}")
+            self.detach(f"the key of this model's KV cannot be computed: {error}")
             return
         self._prefix = f"overspill/{identity_of(facts).hex()[:32]}"
 
@@ -265,10 +271,14 @@ class RemoteTier:
     def stored(self, items: Sequence[Stored]) -> None:
         """Queue blocks that were copied from the GPU into RAM, even before they are used again: another replica's first
         use counts here, and the store bounds itself. Blocks that do not fit are dropped, tails before heads."""
-        if not self._prefix or self._detached or not self.breaker.is_closed:
+        wanted = [item for item in items if item.adapter is not None]
+        if not wanted or not self._prefix or self._detached:
+            return
+        if not self.breaker.is_closed:
+            if self.breaker.may_try_put():
+                self._put(wanted[:_PUT_BLOCKS])
             return
         room = max(1, self._host.num_slots // 8) - len(self._queue)
-        wanted = [item for item in items if item.adapter is not None]
         self._queue.extend(wanted[:room])
         self._stats.count("remote_dropped_blocks", len(wanted[room:]))
 
@@ -279,12 +289,15 @@ class RemoteTier:
             # Skip blocks that were evicted meanwhile.
             here = [item for item in some if self._host.pool.items[item.block.block_id] is item]
             if here:
-                blocks = [item.block for item in here]
-                self._host.pin(blocks)
-                keys = [content_key(item.key, item.adapter or b"") for item in here]
-                self._start("store", keys, blocks, _PUT_DEADLINE_S)
+                self._put(here)
                 num_puts += 1
         jobs.remote, self._planned = self._planned, []
+
+    def _put(self, items: Sequence[Stored]) -> None:
+        blocks = [item.block for item in items]
+        self._host.pin(blocks)
+        keys = [content_key(item.key, item.adapter or b"") for item in items]
+        self._start("store", keys, blocks, _PUT_DEADLINE_S)
 
     # Completion, resets and shutdown.
 
@@ -337,7 +350,7 @@ class RemoteTier:
         if bad:
             self._stats.count("remote_bad_blocks", len(bad))
             logger.warning(
-                "Overspill: %d of %d block(s) did not come from the store as they were put; they are recomputed",
+                "Overspill: %d of %d block(s) did not come back intact from the store; they are recomputed",
                 len(bad), len(call.items),
             )  # fmt: skip
         if good and not call.is_late:

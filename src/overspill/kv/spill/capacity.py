@@ -100,7 +100,7 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
         spec = group.kv_cache_spec
         if not is_state(spec) and not _is_spillable(spec):
             raise OverspillError(
-                f"spill does not know KV of type {type(spec).__name__}, which {group.layer_names[0]} has: remove "
+                f"spill does not support KV of type {type(spec).__name__}, which {group.layer_names[0]} has: remove "
                 "spill_bytes"
             )
     if all(is_state(group.kv_cache_spec) for group in groups):
@@ -173,10 +173,10 @@ def kv_bytes_with_spill(
     states = states_per_request(vllm_config, groups)
     if resident <= states:  # one block is vLLM's null block
         most = most_spilled_blocks(available_bytes, page_bytes, num_regions, granularity(), num_resident=states + 1)
-        beside = f", beside {format_size(states * block_bytes)} for a request's recurrent states" if states else ""
+        beside = f", and {format_size(states * block_bytes)} for a request's recurrent states" if states else ""
         raise OverspillError(
             f"spill_bytes {format_size(options.spill_bytes)} needs a window of {format_size(window)} on each GPU"
-            f"{beside}; {format_size(available_bytes)} is there for KV. {_advice(most * block_bytes * world_size)}, "
+            f"{beside}; {format_size(available_bytes)} is free for KV. {_advice(most * block_bytes * world_size)}, "
             "raise --gpu-memory-utilization or resident_bytes, or use a smaller model."
         )
     total = resident + spilled

@@ -235,8 +235,8 @@ class Watchdog:
                     continue
             threads = f" Attention on the CPU: {self._threads.progress()}." if self._threads is not None else ""
             self.end(
-                f"Overspill: a step with spilled KV has waited for more than {_STALL_S:.0f} s: a copy or a thread of "
-                f"the CPU's was lost, and the engine ends.{threads}"
+                f"Overspill: a step with spilled KV has waited for more than {_STALL_S:.0f} s: a copy or a CPU "
+                f"thread was lost, and the engine exits.{threads}"
             )
             return
 

@@ -311,7 +311,7 @@ class Placement:
             self._pool.evict_blocks(resident_hits)
             self._stats.count("hits_given_up_blocks", len(resident_hits))
             logger.info(
-                "Overspill: %d cached GPU block(s) are recomputed: recurrent states had no room beside them",
+                "Overspill: %d cached GPU block(s) are recomputed: recurrent states needed their memory",
                 len(resident_hits),
             )
         return False

@@ -100,7 +100,7 @@ class SpillScheduler:
         if preempted := self.placement.before_pass(scheduler):
             self.stats.count("window_preemptions", len(preempted))
             logger.info(
-                "Overspill: %d request(s) begin again: others waited for memory that they had of the window's",
+                "Overspill: %d request(s) start again: others waited for window memory that they held",
                 len(preempted),
             )  # fmt: skip
 

@@ -170,7 +170,7 @@ class SpillWorker:
         if not layers:
             return
         if not all(attends_plainly(modules[layer.name].impl) for layer in layers):
-            logger.info("Overspill: this model's attention is not one that the CPU can share")
+            logger.info("Overspill: the CPU cannot share this model's attention")
             return
         assert self.arena is not None
         try:
@@ -213,7 +213,7 @@ class SpillWorker:
                 # Another process took the memory, which was free for a moment.
                 if time.monotonic() > deadline:
                     raise
-                logger.warning("Overspill: memory for KV is not to be had, and is tried again: %s", error)
+                logger.warning("Overspill: memory for KV could not be allocated, will retry: %s", error)
                 time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def begin_step(self, jobs: StepJobs) -> None:
