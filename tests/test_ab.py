@@ -150,7 +150,7 @@ def test_differing_answers_are_reported_but_not_a_failure(
     model: Path, registry: Registry, stand_in: None, tmp_path: Path
 ) -> None:
     report = run(asked(model, "none", "other = vllm --reply 8", repeats=1), registry, str, logs=tmp_path)
-    assert report.exit_code == 0 and "4 of 4 answers of other are not those of none" in report.as_text()
+    assert report.exit_code == 0 and "4 of 4 answers of other differ from those of none" in report.as_text()
 
 
 def test_a_failed_start_is_reported_and_other_configurations_run(
@@ -263,7 +263,7 @@ def test_resume_warns_if_engines_start_differently(
     told: list[str] = []
     run(other, registry, told.append, resume=first.experiment, logs=tmp_path)
     assert [line for line in told if "warning" in line] == [
-        "warning: none is not started as in its earlier repeats: its command is another one, with --reply 9"
+        "warning: none is not started as in its earlier repeats: its command differs, with --reply 9"
     ]
 
 
@@ -363,7 +363,7 @@ def test_a_full_disk_ends_the_engine_and_keeps_what_was_saved(
     with pytest.raises(RegistryUnavailable, match="Make room on the disk"):
         run(asked(model, "none", "b = vllm", repeats=1), registry, told.append, logs=tmp_path)
     assert stored(registry) == [("none", 1, True)]
-    resume = re.search(r"to go on: overspill ab --resume (\S+)$", told[-1])
+    resume = re.search(r"to resume: overspill ab --resume (\S+)$", told[-1])
     assert resume is not None
     with registry.engine.begin() as connection:
         connection.execute(text("DROP TRIGGER full"))
@@ -372,7 +372,7 @@ def test_a_full_disk_ends_the_engine_and_keeps_what_was_saved(
 
 
 def test_an_absent_or_unused_tier_is_reported(model: Path, registry: Registry, stand_in: None, tmp_path: Path) -> None:
-    with pytest.raises(MeasureError, match="--expect spill: none of the configurations has it"):
+    with pytest.raises(MeasureError, match="--expect spill: no configuration has this tier"):
         run(asked(model, "none", "ram = overspill-lazy:1MiB", expects="spill"), registry, str)
     unused = asked(model, "none", "ram = overspill-lazy:1MiB", expects="offload", repeats=1)
     report = run(unused, registry, str, logs=tmp_path)
@@ -418,7 +418,7 @@ def overspill(folder: Path, *words: str, timeout: float = 120) -> subprocess.Com
         (["MODEL", "--a", "none", "--b", "vllm", "--repeats", "0"], "--repeats 0 is not possible"),
         (["MODEL", "--a", "none", "--b", "vllm", "--workload", "multi-trun"], "did you mean multi-turn?"),
         (["MODEL", "--a", "none", "--b", "vllm", "--expect", "disk"], "is not a tier"),
-        (["MODEL", "--a", "none", "--b", "vllm", "--common", "--ram 1GiB"], "--ram is a setting of Overspill's"),
+        (["MODEL", "--a", "none", "--b", "vllm", "--common", "--ram 1GiB"], "--ram is a setting of Overspill's plan"),
         (["MODEL", "--a", "none", "--b", "vllm", "--html", "/nonexistent/x.html"], "there is no folder /nonexistent"),
         (["MODEL", "--a", "none", "--b", "vllm", "--json", "/tmp"], "/tmp is a folder"),
         (["MODEL", "--a", "none", "--b", "--ram 1GiX"], "--ram: '1GiX' is not a size"),

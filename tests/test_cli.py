@@ -85,7 +85,7 @@ def test_a_forced_plan_goes_on_with_a_warning(llama: Path) -> None:
     tight = ("plan", str(llama), "--gpu", "2GiB", "--ram", "1GiB", "--max-num-batched-tokens", "2048")
     assert overspill(*tight).returncode == 1, "not even the engine's own process fits in 1 GiB"
     answer = overspill(*tight, "--force")
-    assert answer.returncode == 0 and "warning: it does not fit" in answer.stdout
+    assert answer.returncode == 0 and "warning: the plan finds no way that fits" in answer.stdout
     told = json.loads(overspill(*tight, "--json", OVERSPILL_FORCE="true").stdout)
     assert told["forced"] and not told["fits"] and told["vllm_args"]
 

@@ -56,7 +56,7 @@ def test_an_empty_text_says_nothing() -> None:
         ("stor=lazy", "did you mean 'store'"),
         ("lazy_offload=true", '"store": "lazy" for true'),
         ("store=lazy,store=eager", "given twice"),
-        ("host_bytes=4GiB", "--offload-ram says it"),
+        ("host_bytes=4GiB", "--offload-ram sets it"),
         ("spill_bytes=4GiB", "within --ram"),
         ("resident_bytes=4GiB", "within --gpu-memory"),
         ("pin=7", "must be true or false"),

@@ -101,7 +101,7 @@ def test_an_engine_on_a_changed_vllm_does_not_start(llama: Path, tmp_path: Path)
         timeout=240,
     )
     assert ran.returncode != 0
-    assert "Overspill uses of its inside: vllm.v1.core.block_pool: BlockPool._insert_block_hash" in ran.stderr
+    assert "lacks internals that Overspill uses: vllm.v1.core.block_pool: BlockPool._insert_block_hash" in ran.stderr
     assert "safetensors" not in ran.stdout + ran.stderr, "weights were loaded"
 
 

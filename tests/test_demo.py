@@ -27,7 +27,7 @@ def test_it_ends_well_and_shows_what_came_from_ram(finished: subprocess.Complete
         r"returning +12 +192 +[1-9][\d,]+ +[\d.]+ MiB +- +0 +0",
         r"damaged +8 +128 +[1-9][\d,]+ +[\d.]+ MiB +2 of 2 caught +0 +0",
         r"spilled +8 +128 +[1-9][\d,]+ +[\d.]+ MiB +- +0 +0",
-        r"Damage that nothing looked for changed the answer",
+        r"Undetected damage changed the answer",
         r"Verified: 448 tokens with offload and spill are those without",
     ):
         assert re.search(rf"^{pattern}", finished.stdout, re.MULTILINE), (pattern, finished.stdout)

@@ -158,9 +158,9 @@ def test_vllm_gets_numbers_without_a_suffix() -> None:
         ("--ram 8GiX", "--ram: '8GiX' is not a size"),
         ("--max-model-len many", "--max-model-len: 'many' is not a number of tokens"),
         ("vllm --max-model-len 4.5k", "--max-model-len: '4.5k' is not a number of tokens"),
-        ("vllm --ram 8GiB", "--ram is a setting of Overspill's, and vllm is vLLM without a plan"),
-        ("none --gpu-memory 8GiB", "that it is for, or vLLM's own --gpu-memory-utilization to this one"),
-        ("none --weights-ram 8GiB", "that it is for, or vLLM's own --cpu-offload-gb to this one"),
+        ("vllm --ram 8GiB", "--ram is a setting of Overspill's plan, and vllm is vLLM without a plan"),
+        ("none --gpu-memory 8GiB", "with a plan, or give this one vLLM's own --gpu-memory-utilization"),
+        ("none --weights-ram 8GiB", "with a plan, or give this one vLLM's own --cpu-offload-gb"),
         ("--port 8000", "--port cannot be used here: servers listen on 127.0.0.1"),
         ("vllm --host 0.0.0.0", "--host cannot be used here"),
         ("vllm --model other", "--model cannot be used here"),
@@ -170,8 +170,8 @@ def test_vllm_gets_numbers_without_a_suffix() -> None:
         ("vllm --hf-to=secret", "set HF_TOKEN in the environment"),
         ("vllm --otlp-traces-endpoint http://u:p@h", "would put a secret into the results; leave out the secret"),
         ("vllm --x 'open", "cannot be split into words"),
-        (f"{'x' * 80} = none", "at most 60 characters"),
-        ("a\x07b = none", "at most 60 characters that can be printed"),
+        (f"{'x' * 80} = none", "at most 60 printable characters"),
+        ("a\x07b = none", "at most 60 printable characters"),
     ],
 )
 def test_a_mistake_in_a_configuration_is_named(text: str, message: str) -> None:
@@ -191,7 +191,7 @@ def test_two_configurations_at_least_and_no_two_of_one_name() -> None:
         read_configurations([("a", "none")])
     with pytest.raises(MeasureError, match="two configurations are called 'native'"):
         read_configurations([("a", "native:1GiB"), ("b", "native:2GiB")])
-    with pytest.raises(MeasureError, match="--ram is a setting of Overspill's"):
+    with pytest.raises(MeasureError, match="--ram is a setting of Overspill's plan"):
         read_configurations([("a", "none"), ("b", "--ram 1GiB")], "--ram 8GiB")
 
 
@@ -234,11 +234,11 @@ def test_a_mistake_in_a_definition_is_named(changes: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model": "other"}, "another model: 'tiny', and not 'other'"),
-        ({"repeats": 4}, "another --repeats: 3, and not 4"),
+        ({"model": "other"}, "another model: 'tiny', not 'other'"),
+        ({"repeats": 4}, "another --repeats: 3, not 4"),
         (
             {"configurations": (("a", "none"), ("b", "native:2GiB"))},
-            "--b native:1GiB, and not --a none --b native:2GiB",
+            "--b native:1GiB, not --a none --b native:2GiB",
         ),
         ({"keeps_engines": True}, "another --keep"),
     ],

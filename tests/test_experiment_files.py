@@ -78,5 +78,5 @@ def test_the_folder_where_the_file_is_made_anew_must_be_writable(
     file = tmp_path / "report"
     file.write_text("old")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may do anything
-    with pytest.raises(MeasureError, match=f"may make no file in {tmp_path}"):
+    with pytest.raises(MeasureError, match=f"may not create files in {tmp_path}"):
         require_writable(file)

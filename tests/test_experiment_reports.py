@@ -76,7 +76,7 @@ def test_the_first_start_is_the_earliest_with_a_load_time() -> None:
     assert not any(repeat.is_first_start for repeat in found.columns[1].repeats)
     load = next(row for row in found.rows if row.measure.key == "load_s")
     assert load.values == (31.0, 29.0), "only the second repeats are a pair"
-    assert "of none, reads its weights from disk" in Report.of_results(results).as_text()
+    assert "of none, reads weights from disk" in Report.of_results(results).as_text()
 
 
 def test_a_finished_attempt_replaces_an_interrupted_one() -> None:
@@ -94,7 +94,7 @@ def test_a_finished_attempt_replaces_an_interrupted_one() -> None:
 def test_an_experiment_with_a_repeat_missing_says_how_to_go_on() -> None:
     report = Report.of_results(four_results()[:3])
     assert not report.is_complete and report.exit_code == 1
-    assert "To go on: overspill ab --resume ab-1" in report.as_text()
+    assert "To resume: overspill ab --resume ab-1" in report.as_text()
 
 
 def test_a_selection_of_results_is_not_called_incomplete() -> None:
@@ -122,7 +122,7 @@ def test_all_machines_and_versions_are_told() -> None:
 
 def test_repeats_of_one_start_are_reported_as_such() -> None:
     """ "better" was said of them as of repeats with a start each."""
-    kept, sentence = four_results(), "share one start of its engine: differences of a few percent are not to be trusted"
+    kept, sentence = four_results(), "share one start of its engine: do not trust differences of a few percent"
     for one in kept:
         one.config["experiment"]["keeps_engines"] = True
     report = Report.of_results(kept)
@@ -171,7 +171,7 @@ def test_marks_are_explained_where_they_are_used() -> None:
     report = Report.of_results(results)
     for told in (report.as_text(), report.as_html()):
         assert "Marks: better and worse: the interval of the ratio lies on one side of 1; no difference above" in told
-        assert "no difference shown: it includes 1" not in told, "it is not said of anything here"
+        assert "no difference shown: the interval includes 1" not in told, "it is not said of anything here"
     assert "a dot one of them" in report.as_html()
     once = Report.of_results(results[:2])
     assert "one repeat of each\n" in once.as_text() and "a dot one of them" not in once.as_html()

@@ -118,12 +118,12 @@ def test_a_name_that_is_taken_is_refused_with_what_to_do(place: Place) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"aliases": "a b"}, "are not names, with commas between them"),
-        ({"aliases": ""}, "are not names"),
+        ({"aliases": "a b"}, "is not a comma-separated list of names"),
+        ({"aliases": ""}, "is not a comma-separated list of names"),
         ({"aliases": {"a": 1}}, "a single value is needed here, not a dict"),
         ({"variants": "cold"}, 'is not JSON: .*; write for example {"fast":'),
-        ({"variants": '["cold"]'}, "an object with an object for each"),
-        ({"variants": {"cold": {}}}, "an object with an object for each"),
+        ({"variants": '["cold"]'}, "variants must map each name to an object"),
+        ({"variants": {"cold": {}}}, "variants must map each name to an object"),
         ({"variants": {"a:b": {"n": 1}}}, "'a:b' is not a name for a variant"),
         ({"variants": {"cold": {"stream": True}}}, "the variant cold changes stream, which only the client can"),
         ({"variants": {"cold": {"n": float("nan")}}}, "is not JSON"),

@@ -475,5 +475,5 @@ def test_memory_comes_back_when_the_engine_stops(llama: Path) -> None:
 def test_more_memory_than_the_gpu_has_is_an_error_that_says_so() -> None:
     from overspill.kv.cuda import PhysicalMemory
 
-    with pytest.raises(OverspillError, match="of GPU memory for KV could not be had"):
+    with pytest.raises(OverspillError, match="of GPU memory for KV could not be allocated"):
         PhysicalMemory(0, 4 << 40)

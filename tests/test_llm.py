@@ -198,9 +198,9 @@ def test_arguments_shared_by_vllm_and_the_plan_are_planned_with(llama: Path) -> 
         warnings.simplefilter("error", overspill.PlanContradicted)
         arguments = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", gpu_memory_utilization=0.5)
     assert arguments["gpu_memory_utilization"] == 0.5
-    with pytest.warns(overspill.PlanContradicted, match="weights go to RAM as asked"):
+    with pytest.warns(overspill.PlanContradicted, match="weights go to RAM as requested"):
         by_vllm = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", offload_ram=0, cpu_offload_gb=0.0001)
-    with pytest.warns(overspill.PlanContradicted, match="weights go to RAM as asked"):
+    with pytest.warns(overspill.PlanContradicted, match="weights go to RAM as requested"):
         by_setting = overspill.engine_args(str(llama), gpu="24GiB", ram="64GiB", offload_ram=0, weights_ram=107374)
     assert by_vllm == by_setting and vllm.EngineArgs(**by_vllm).offload_backend in ("uva", "prefetch")
     made = overspill.plan(str(llama), gpu="24GiB", ram="64GiB", weights_ram="1KiB", at_once=3)
@@ -247,7 +247,7 @@ def test_a_model_that_does_not_fit_gets_need_have_and_advice(llama: Path) -> Non
 
 
 def test_an_llm_runs_on_the_machine_that_is_here(llama: Path) -> None:
-    with pytest.raises(overspill.OverspillError, match=r"gpu states a card.*use gpu_memory"):
+    with pytest.raises(overspill.OverspillError, match=r"gpu names a card.*use gpu_memory"):
         overspill.LLM(str(llama), gpu="24GiB", ram="64GiB")
 
 

@@ -192,4 +192,4 @@ def test_a_plan_that_fails_says_why_where_it_would_be(watched: Watched, tmp_path
     page.goto("/add?source=org/none")
     page.locator("#add-plan .problem").wait_for()
     page.goto("/add?source=/etc")
-    page.locator("#add-plan", has_text="is not a folder within those that models may come from").wait_for()
+    page.locator("#add-plan", has_text="is outside the folders that models may come from").wait_for()

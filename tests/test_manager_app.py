@@ -178,7 +178,7 @@ def test_an_engine_needs_the_weights_that_are_set_for_it(tmp_path: Path, monkeyp
     by_flags = asked.changed({"vllm_args": ("--offload-group-size", "2")})
     assert reckon(by_flags, Memory()).least.ram_bytes > 9 * GiB, "also as flags of the prefetching offloader"
     refused = reckon(asked.changed({"ram": 8 * GiB, "weights_ram": 8 * GiB}), Memory()).refused
-    assert "with 8 GiB of weights there, as asked" in refused and "It would fit with --weights-ram" in refused
+    assert "with 8 GiB of weights there, as requested" in refused and "It would fit with --weights-ram" in refused
     small = reckon(asked.changed({"max_model_len": 8192, "gpu_memory_utilization": 0.8}), Memory())
     assert small.takes.gpu_bytes == small.least.gpu_bytes < 21 * GiB
 
@@ -288,7 +288,7 @@ def test_the_grafana_dashboard_shows_series_that_exist(manager: Managed) -> None
 
 def test_a_second_manager_of_the_same_user_is_refused(manager: Managed) -> None:
     second = manager.overspill("manager", "--port", str(free_port()))
-    assert second.returncode == 1 and f"a manager runs already (process {manager.process.pid})" in second.stderr
+    assert second.returncode == 1 and f"a manager is already running (process {manager.process.pid})" in second.stderr
 
 
 def test_a_found_server_is_watched_and_stopped_only_by_its_name(manager: Managed, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_found_server_is_watched_and_stopped_only_by_its_name(manager: Managed
             assert f"This ends process {server.pid}" in page and "geheim" not in page
             place = f"/api/found/{server.pid}"
             assert client.post(f"{place}/watch").status_code == 200
-            assert "Watch it no more" in httpx.get(f"{manager.url}/found/list", timeout=30).text
+            assert "Stop watching it" in httpx.get(f"{manager.url}/found/list", timeout=30).text
             wrong = client.post(f"{place}/stop", json={"identity": found["identity"], "confirm_name": "qwen"})
             assert wrong.status_code == 400 and server.poll() is None
             right = {"identity": found["identity"], "confirm_name": "Qwen/Qwen3-8B"}

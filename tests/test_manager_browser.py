@@ -118,9 +118,9 @@ def test_a_model_from_elsewhere_is_refused_with_a_reason(browser: "Browser", man
     alone = Watched(browser, manager.url)
     page = alone.page()
     page.goto("/add?source=/etc")
-    page.locator("#add-plan", has_text="is not a folder within those that models may come from").wait_for()
+    page.locator("#add-plan", has_text="is outside the folders that models may come from").wait_for()
     page.locator("#add").get_by_role("button", name="Add only").click()
-    page.locator("#notice", has_text="is not a folder within those that models may come from").wait_for()
+    page.locator("#notice", has_text="is outside the folders that models may come from").wait_for()
     alone.close()
     # A browser tells every answer of 403 itself, and htmx does too.
     assert len(alone.problems) == 2 and all("403" in one for one in alone.problems)
@@ -166,13 +166,11 @@ def test_settings_that_need_a_restart_say_so(page: "Page") -> None:
     tiny.get_by_text("Settings", exact=True).click()
     tiny.locator("[name=max_num_seqs]").fill("5")
     tiny.get_by_role("button", name="Save", exact=True).click()
-    tiny.get_by_text("The running engine takes Requests at once, at most after a restart only.").wait_for()
-    tiny.get_by_text(
-        "Changed since it was started, and taken after a restart only: Requests at once, at most."
-    ).wait_for()
+    tiny.get_by_text("Restart the engine to apply Requests at once, at most.").wait_for()
+    tiny.get_by_text("Changed since the start; restart to apply: Requests at once, at most.").wait_for()
     tiny.locator("[name=max_num_seqs]").fill("4")
     tiny.get_by_role("button", name="Save", exact=True).click()
-    tiny.get_by_text("taken after a restart only: Requests at once, at most.").wait_for(state="detached")
+    tiny.get_by_text("restart to apply: Requests at once, at most.").wait_for(state="detached")
     # The slider's save is seen by the form that is open, whose version would be old otherwise.
     tiny.get_by_label("Longest context, in tokens").fill("3584")
     tiny.locator("th", has_text="3,584 tokens").wait_for()
@@ -225,7 +223,7 @@ def test_the_log_is_streamed_and_searched(page: "Page") -> None:
     page.locator("[data-log]", has_text="Application startup").wait_for()
     page.get_by_label("Search").fill("application STARTUP")
     page.get_by_role("button", name="Show").click()
-    page.get_by_text(re.compile("lines hold application STARTUP")).wait_for()
+    page.get_by_text(re.compile("lines contain application STARTUP")).wait_for()
     assert "Application startup" in (page.locator("pre.log").text_content() or "")
 
 
@@ -309,7 +307,7 @@ def test_a_start_without_room_is_refused_and_a_switch_makes_room(page: "Page") -
     asked: list[str] = []
     page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
     other.get_by_role("button", name="Switch to it").click()
-    assert asked == ["Switch to other? What is in its way is stopped. Running now: tiny."]
+    assert asked == ["Switch to other? Others are stopped if needed. Running now: tiny."]
     card(page, "tiny").locator(".state.stopped").wait_for(timeout=START_MS)
     other.locator(".state.ready").wait_for(timeout=START_MS)
     assert other.get_by_role("alert").count() == 0

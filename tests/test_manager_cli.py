@@ -105,7 +105,7 @@ def test_a_port_that_is_taken_is_told_with_who_has_it(home: Home) -> None:
 
 def test_ps_lists_servers_without_a_manager(home: Home, server: "subprocess.Popen[bytes]") -> None:
     told = home.overspill("ps").stdout
-    assert "no manager runs" in told
+    assert "no manager is running" in told
     assert re.search(rf"qwen +ready +\S+ \S+ +{server.pid} +http://127.0.0.1:8000", told)
     (one,) = json.loads(home.overspill("ps", "--json").stdout)["engines"]
     assert (one["name"], one["state"], one["pid"]) == ("qwen", "ready", server.pid)
@@ -176,7 +176,7 @@ def test_a_manager_with_a_key_wants_it_from_commands_too(manager: Managed) -> No
         assert time.monotonic() < deadline
         time.sleep(0.1)
     without = manager.overspill("ps")
-    assert "wants a key (--api-key)" in without.stderr and "no manager runs" in without.stdout
+    assert "requires a key (--api-key)" in without.stderr and "no manager is running" in without.stdout
     assert f"manager: {manager.url}" in manager.overspill("ps", "--api-key", key).stdout
     wrong = manager.overspill("ps", "--api-key", key[:-1] + "x")
     assert wrong.returncode == 2 and "does not accept this key" in wrong.stderr

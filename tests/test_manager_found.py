@@ -127,7 +127,7 @@ def test_an_orphaned_engine_is_found_and_can_be_stopped(start: Start) -> None:
     server.process.wait()
     try:
         (found,) = [one for one in find_servers() if one.pid == engine]
-        assert (found.name, found.note) == ("VLLM::EngineCore", "its server is gone, and it is left over")
+        assert (found.name, found.note) == ("VLLM::EngineCore", "left over from a server that is gone")
         assert asyncio.run(look_at([found])) == [found]
         assert not stop_found(engine, found.identity, "VLLM::EngineCore")
         assert not is_alive(engine)
@@ -152,7 +152,7 @@ def test_a_scripts_engine_can_be_stopped_once_the_script_is_gone(tmp_path: Path)
         process.kill()
         process.wait()
         (found,) = [one for one in find_servers() if one.pid == engine]
-        assert (found.owner, found.note) == (None, "its server is gone, and it is left over")
+        assert (found.owner, found.note) == (None, "left over from a server that is gone")
         stop_found(engine, found.identity, found.name)
         assert not is_alive(engine)
 
@@ -176,7 +176,7 @@ def test_an_engine_that_a_subreaper_took_over_is_left_over() -> None:
                 time.sleep(0.05)
             assert engine in family(reaper.pid, processes()), "it is a child of the subreaper now"
             (found,) = [one for one in find_servers() if one.pid == engine]
-            assert (found.owner, found.note) == (None, "its server is gone, and it is left over")
+            assert (found.owner, found.note) == (None, "left over from a server that is gone")
             stop_found(engine, found.identity, found.name)
             assert not is_alive(engine)
         finally:
@@ -190,7 +190,7 @@ def test_our_own_engines_are_not_found_nor_stopped(start: Start) -> None:
     assert server.pid not in [one.pid for one in find_servers(ours=[server.pid])]
     # Below a process of ours, as a guard's server is.
     assert server.pid not in [one.pid for one in find_servers(ours=[os.getpid()])]
-    with pytest.raises(ManagerError, match="is not a vLLM server that was found; nothing was stopped"):
+    with pytest.raises(ManagerError, match="is not one of the vLLM servers found; nothing was stopped"):
         stop_found(server.pid, who, "Qwen/Qwen3-8B", ours=[server.pid])
     assert is_alive(server.pid)
 
@@ -211,7 +211,7 @@ def test_a_server_that_vanishes_in_between_is_no_error(start: Start) -> None:
     assert server.pid not in [one.pid for one in find_servers()]
     (looked_at,) = asyncio.run(look_at([found]))
     assert (looked_at.models, looked_at.url) == ((), None)
-    with pytest.raises(ManagerError, match="has ended, or is another one by now"):
+    with pytest.raises(ManagerError, match="has ended, or its pid was reused"):
         stop_found(found.pid, found.identity, found.name)
 
 
@@ -247,7 +247,7 @@ def test_stop_refuses_another_name_or_another_process(start: Start) -> None:
         with pytest.raises(ManagerError, match="confirm with its name, 'Qwen/Qwen3-8B'"):
             stop_found(server.pid, who, name)
     boot, _, began = who.partition(":")
-    with pytest.raises(ManagerError, match="another one by now"):
+    with pytest.raises(ManagerError, match="its pid was reused"):
         stop_found(server.pid, f"{boot}:{int(began) - 1}", "Qwen/Qwen3-8B")
     assert is_alive(server.pid)
 
@@ -258,11 +258,11 @@ def test_no_other_program_can_be_stopped_this_way() -> None:
         who = identity(other.pid)
         assert who is not None
         for name in ("vllm", "sleep", ""):
-            with pytest.raises(ManagerError, match="is not a vLLM server"):
+            with pytest.raises(ManagerError, match="is not one of the vLLM servers"):
                 stop_found(other.pid, who, name)
         own = identity(os.getpid())
         assert own is not None
-        with pytest.raises(ManagerError, match="is not a vLLM server"):
+        with pytest.raises(ManagerError, match="is not one of the vLLM servers"):
             stop_found(os.getpid(), own, "vllm")
         for pid in (0, -1, 1 << 22):
             with pytest.raises(ManagerError, match="nothing was stopped"):
@@ -298,7 +298,7 @@ def test_another_users_server_is_listed_and_cannot_be_stopped(start: Start) -> N
     first, second = done.stdout.splitlines()
     assert first == "Qwen/Qwen3-8B 8000 True", "its sockets are hidden, so the port is what its arguments say"
     assert second == (
-        f"process {server.pid} belongs to root, and may not be stopped by this one; stop it as that user"
+        f"process {server.pid} belongs to root, and the manager's user may not stop it; stop it as that user"
     ), done.stderr
     assert is_alive(server.pid)
 

@@ -204,7 +204,7 @@ def test_a_job_outliving_its_manager_is_awaited_and_stoppable(place: Place, prog
     ("says", "state", "told"),
     [
         ("error: the engine at X does not answer", JobState.FAILED, "error: the engine at X does not answer"),
-        ("saved as result 7", JobState.LOST, "its exit code is not known; its log says how it ended"),
+        ("saved as result 7", JobState.LOST, "its exit code is unknown; its log shows how it ended"),
     ],
 )
 def test_the_end_of_a_left_behind_job_is_read_from_its_log(place: Place, says: str, state: JobState, told: str) -> None:

@@ -55,7 +55,7 @@ def test_a_kept_model_stays_and_the_refusal_names_it(place: Place) -> None:
             await engines.ensure_ready("a")
             for ask in (engines.ensure_ready, partial(engines.start, make_room=True)):
                 with pytest.raises(
-                    NoRoom, match=r"a is kept, and so not stopped for it\. Stop a first.*edit a --no-keep"
+                    NoRoom, match=r"a is set to be kept, and so not stopped\. Stop a first.*edit a --no-keep"
                 ):
                     await ask("b")
             await asyncio.sleep(1.5)
@@ -87,7 +87,7 @@ def test_memory_of_kept_engines_does_not_count_as_evictable(place: Place) -> Non
     async def run() -> None:
         async with managing(place, reckon=reckon) as engines:
             await engines.ensure_ready("a")
-            with pytest.raises(NoRoom, match=r"131072 tokens do not fit\. a is kept, and so not stopped"):
+            with pytest.raises(NoRoom, match=r"131072 tokens do not fit\. a is set to be kept, and so not stopped"):
                 await engines.ensure_ready("b")
             assert seen[-1] == Memory()
 
@@ -105,7 +105,7 @@ def test_preloaded_models_start_by_name_while_there_is_room(place: Place, caplog
     async def run() -> None:
         with caplog.at_level(logging.WARNING):
             async with managing(place) as engines:
-                await eventually(lambda: "d was to be started" in caplog.text)
+                await eventually(lambda: "d could not be started" in caplog.text)
                 states = {one.name: one.state for one in engines.snapshots()}
                 assert states == {
                     "a": State.FAILED, "b": State.READY, "c": State.READY, "d": State.STOPPED, "e": State.STOPPED,
@@ -113,7 +113,7 @@ def test_preloaded_models_start_by_name_while_there_is_room(place: Place, caplog
 
     asyncio.run(run())
     assert [line.split()[0] for line in started.read_text().splitlines()] == ["a", "b", "c"]
-    assert "a was to be started with the manager" in caplog.text and "the weights are broken" in caplog.text
+    assert "a could not be started with the manager" in caplog.text and "the weights are broken" in caplog.text
     assert "d needs 1 GiB" in caplog.text, "and nothing went for it"
 
 

@@ -84,7 +84,7 @@ def test_cards_that_were_stopped_learn_what_runs_now(client: httpx.Client) -> No
         lines = events.iter_lines()
         client.post("/api/engines/start/a")
         for line in lines:
-            if 'hx-confirm="Switch to b? What is in its way is stopped. Running now: a."' in line:
+            if 'hx-confirm="Switch to b? Others are stopped if needed. Running now: a."' in line:
                 break
 
 
@@ -93,7 +93,7 @@ def test_cards_that_were_stopped_learn_what_runs_now(client: httpx.Client) -> No
 
 def test_a_context_is_saved_as_written_but_not_an_empty_one(client: httpx.Client, place: Place) -> None:
     for answer in (client.get("/models/plan/a?max_model_len="), client.post("/models/context/a", data={})):
-        assert "write how many tokens" in answer.text
+        assert "write a number of tokens" in answer.text
     saved = client.post("/models/context/a", data={"max_model_len": "99999"})
     # A stand-in's model cannot be planned; it is saved all the same, and both are said.
     assert "Saved: Context, tokens." in saved.text and 'class="problem"' in saved.text
@@ -155,8 +155,8 @@ def test_the_page_stops_a_job_once_and_kills_it_on_request(client: httpx.Client)
         answer = client.post(f"{place}/stop")
         assert answer.status_code == 202 and answer.headers["hx-trigger"] == "job-asked"
         asked = client.get(f"{place}/doing").text
-        assert "Asked to stop" in asked and "Kill it" in asked and 'hx-confirm="Kill job' in asked
-    assert "Asked to stop" in client.get(place).text
+        assert "Stopping: the job ends" in asked and "Kill it" in asked and 'hx-confirm="Kill job' in asked
+    assert "Stopping: the job ends" in client.get(place).text
     time.sleep(0.5)
     assert client.get(f"/api/jobs/{number}").json()["state"] == "running"
     client.post(f"{place}/kill")
@@ -203,7 +203,7 @@ def test_a_running_job_shows_a_bar(place: Place, line: str, share: str | None) -
 
 
 def test_a_failed_comparison_says_first_which_side_failed(place: Place) -> None:
-    """ "Not complete. To go on: overspill ab --resume" was all that its page and the list of jobs said."""
+    """ "Not complete. To resume: overspill ab --resume" was all that its page and the list of jobs said."""
     place.add("a")
     repeat(place, "ab-1", "none", 1, metrics={"output_throughput": 40.0})
     why = "vLLM ended with exit code 3 after 1 s while starting vLLM\nthe last lines of x.log:\n  ValueError: too large"

@@ -106,7 +106,7 @@ def test_markdown_is_shown_and_markup_is_not_run(page: "Page", here: Here) -> No
 
 def test_two_models_answer_side_by_side(page: "Page") -> None:
     page.goto("/try?model=a")
-    page.get_by_label("Beside it").select_option("b")
+    page.get_by_label("Compare with").select_option("b")
     say(page, "hello")
     page.locator("#turns li.assistant", has_text="a: ").filter(has_text="TTFT").wait_for()
     page.locator("#turns-other li.assistant", has_text="b: ").filter(has_text="TTFT").wait_for()

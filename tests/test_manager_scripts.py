@@ -189,7 +189,7 @@ def test_the_context_shown_is_the_one_planned_and_saved(browser: "Browser", plac
         assert real.get_by_role("button", name="Save this context").count() == 0
         assert real.get_by_label("Longest context, in tokens").input_value() == "32768"
         box.fill("")
-        real.get_by_text("write how many tokens").wait_for()
+        real.get_by_text("write a number of tokens").wait_for()
         box.fill("1000")
         real.locator("th", has_text="1,000 tokens").wait_for()
         assert real.get_by_label("Longest context, in tokens").input_value() == "1000"
@@ -235,14 +235,14 @@ def test_a_job_stop_is_acknowledged_and_a_kill_confirmed(watched: Watched) -> No
         time.sleep(1.5)  # the state is asked for meanwhile
         assert page.evaluate("document.activeElement.textContent") == "Stop"
         page.keyboard.press("Enter")
-        page.get_by_text("Asked to stop").wait_for()
+        page.get_by_text("Stopping: the job ends").wait_for()
         assert page.evaluate("document.activeElement.textContent") == "Kill it"
         asked: list[str] = []
         page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
         page.get_by_role("button", name="Kill it").click()
         page.locator(".state.stopped").wait_for()
         page.get_by_role("button", name="Kill it").wait_for(state="detached")
-    assert asked == [f"Kill job {number} at once? What it has not saved is lost."] and watched.problems == []
+    assert asked == [f"Kill job {number} at once? Unsaved measurements are lost."] and watched.problems == []
 
 
 @needs_chromium
@@ -262,7 +262,7 @@ def test_a_late_stop_response_does_not_mark_an_ended_job(watched: Watched) -> No
     assert answer.ok
     route.fulfill(response=answer)
     page.wait_for_timeout(200)
-    assert page.get_by_text("Asked to stop").count() == 0 and watched.problems == []
+    assert page.get_by_text("Stopping: the job ends").count() == 0 and watched.problems == []
 
 
 @needs_chromium

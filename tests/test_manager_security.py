@@ -105,7 +105,7 @@ def test_a_refusal_does_not_tell_what_is_on_the_disk(folders: Path) -> None:
 def test_a_repo_id_is_not_taken_for_a_folder_in_the_cwd(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folders)
     assert is_repo_id("secret")
-    with pytest.raises(ModelNotAllowed, match="a folder of that name is where the manager was started"):
+    with pytest.raises(ModelNotAllowed, match="the manager's working directory has a folder of that name"):
         confined(folders, "secret")
 
 

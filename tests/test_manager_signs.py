@@ -155,7 +155,7 @@ def test_a_start_ticks_and_says_how_long_is_left(place: Place) -> None:
         text = fragment("card_state.html", card=Card(model=None, engine=engine))
         # Beside the card itself, which the manager may write anew at any moment.
         page.evaluate("text => document.querySelector('main').insertAdjacentHTML('beforeend', text)", text)
-        page.get_by_text(re.compile(r"about 4 min \d+ s left, as the last time")).wait_for()
+        page.get_by_text(re.compile(r"about 4 min \d+ s left, judging by the last start")).wait_for()
         shown = page.locator("[data-since]").last.inner_text()
         page.wait_for_function(
             "shown => [...document.querySelectorAll('[data-since]')].at(-1).innerText != shown", arg=shown

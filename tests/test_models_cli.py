@@ -56,7 +56,7 @@ def test_a_model_from_add_to_rm(overspill: Overspill, database: str) -> None:
     )  # fmt: skip
     edited = ok(overspill("edit", "qwen", "--ram", "96GiB", "--unset", "ttl", "--unset", "vllm-args", **where))
     assert edited == "ram: 64 GiB -> 96 GiB\nvllm_args: --seed 1 -> -\nttl: 600 s -> -\n"
-    assert ok(overspill("edit", "qwen", "--ram", "96GiB", **where)) == "qwen is as it was\n"
+    assert ok(overspill("edit", "qwen", "--ram", "96GiB", **where)) == "qwen is unchanged\n"
     shown = ok(overspill("show", "qwen", **where))
     assert re.search(r"^ram +96 GiB$", shown, re.MULTILINE) and re.search(r"^version +2$", shown, re.MULTILINE)
     assert json.loads(ok(overspill("list", "--json", **where)))["models"][0]["name"] == "qwen"
@@ -67,7 +67,7 @@ def test_a_model_from_add_to_rm(overspill: Overspill, database: str) -> None:
 def test_undo_restores_the_settings_before_a_tuning(overspill: Overspill, tmp_path: Path) -> None:
     ok(overspill("add", "qwen", "--source", "gpt2", "--ram", "8GiB", "--offload-ram", "64MiB"))
     refused = overspill("undo", "qwen")
-    assert refused.returncode == 2 and "was not one by overspill tune" in refused.stderr
+    assert refused.returncode == 2 and "was not made by overspill tune" in refused.stderr
     with open_registry(f"sqlite:///{tmp_path}/state/overspill/registry.db") as registry:
         changes = {"offload_ram": None, "max_num_batched_tokens": 2048}
         edit_model(registry, "qwen", changes, by_tune=True)
@@ -84,8 +84,8 @@ def test_editing_a_running_model_says_what_needs_a_restart(overspill: Overspill,
     with open_registry(f"sqlite:///{tmp_path}/state/overspill/registry.db") as registry:
         run = start_run(registry, "qwen", ["vllm"], pid=os.getpid())
         edited = ok(overspill("edit", "qwen", "--ram", "16GiB", "--ttl", "5m"))
-        assert edited.endswith(f"qwen is running (process {os.getpid()}); after a restart only: ram\n")
-        assert "after a restart" not in ok(overspill("edit", "qwen", "--ram", "8GiB", "--notes", "x"))
+        assert edited.endswith(f"qwen is running (process {os.getpid()}); these changes need a restart: ram\n")
+        assert "need a restart" not in ok(overspill("edit", "qwen", "--ram", "8GiB", "--notes", "x"))
         assert ok(overspill("list")).rstrip().endswith("running")
         assert f"running                 process {os.getpid()}, started " in ok(overspill("show", "qwen"))
         refused = overspill("rm", "qwen")
@@ -142,21 +142,21 @@ MISTAKES: dict[str, tuple[list[str], str, int]] = {
     "not a size": (["add", "new", "--ram", "lots"], "--ram: 'lots' is not a size; write for example", 2),
     "a negative size": (["edit", "old", "--gpu-memory", "-5"], "--gpu-memory", 2),
     "no share of the GPU": (["add", "new", "--gpu-memory-utilization", "85"], "above 0 and at most 1", 2),
-    "none at once": (["edit", "old", "--at-once", "0"], "--at-once: '0' is not a number from 1 on", 2),
+    "none at once": (["edit", "old", "--at-once", "0"], "--at-once: '0' is not a whole number above 0", 2),
     "weights that are no size": (["add", "new", "--weights-ram", "half"], "--weights-ram: 'half' is not a size", 2),
     "no tokens": (["add", "new", "--max-model-len", "0"], "--max-model-len: '0' is not a number of tokens", 2),
     "an unknown dtype": (["add", "new", "--dtype", "int8"], "--dtype: 'int8' is none of auto", 2),
     "an unknown KV dtype": (["add", "new", "--kv-cache-dtype", "fp7"], "--kv-cache-dtype: 'fp7' is none of", 2),
-    "no requests": (["edit", "old", "--max-num-seqs", "none"], "--max-num-seqs: 'none' is not a number", 2),
+    "no requests": (["edit", "old", "--max-num-seqs", "none"], "--max-num-seqs: 'none' is not a whole number", 2),
     "not a duration": (["edit", "old", "--ttl", "soon"], "--ttl: 'soon' is not a duration; write seconds", 2),
-    "no such folder": (["add", "new", "--source", "./missing"], "--source: ./missing is not a folder of a model", 2),
+    "no such folder": (["add", "new", "--source", "./missing"], "--source: ./missing is not a model's folder", 2),
     "a source without its flag": (["add", "new", "./model"], "overspill models add new --source ./model", 2),
     "not a repository": (["add", "new", "--source", "a/b/c"], "--source: 'a/b/c' is neither a folder here", 2),
     "a secret": (["add", "new", "--", "--api-key", "x"], "set VLLM_API_KEY in the environment", 2),
-    "a flag with a setting": (["add", "new", "--", "--dtype", "half"], "--dtype is a setting of its own", 2),
+    "a flag with a setting": (["add", "new", "--", "--dtype", "half"], "Overspill has its own setting for --dtype", 2),
     "nothing to edit": (["edit", "old"], "nothing to change was given", 2),
     "an unknown setting taken back": (["edit", "old", "--unset", "rams"], "no setting 'rams'; did you mean ram?", 2),
-    "the source taken back": (["edit", "old", "--unset", "source"], "cannot be taken back", 2),
+    "the source taken back": (["edit", "old", "--unset", "source"], "a model needs a source", 2),
     "given and taken back": (["edit", "old", "--ram", "1", "--unset", "ram"], "leave one of the two out", 2),
     "a missing file": (["import", "missing.yaml"], "missing.yaml cannot be read: No such file", 2),
     "a folder for a file": (["import", "."], "cannot be read: Is a directory", 2),

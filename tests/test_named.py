@@ -63,7 +63,7 @@ def test_a_folder_with_a_registered_name_is_taken_and_reported(
     """It was taken in silence, without the registry's settings."""
     (tmp_path / "small").symlink_to(llama)
     told = run("plan", "small", "--gpu", "rtx4090", "--ram", "64GiB", "--json")
-    assert f"warning: small is a folder here, and taken; the registry's small ({llama})" in told.stderr
+    assert f"warning: small is a folder here, and is used; the registry's small ({llama})" in told.stderr
     assert json.loads(told.stdout)["max_model_len"] != 2048
     assert run("plan", "./small", "--gpu", "rtx4090", "--ram", "64GiB").stderr == ""
 
@@ -73,7 +73,7 @@ def test_a_misspelt_name_of_the_registry_is_reported(run: Overspill) -> None:
     """It was said to be neither a folder nor in the hub's cache, and nothing of the registry."""
     told = run("plan", "smal", "--gpu", "rtx4090", "--ram", "64GiB", HF_HUB_OFFLINE="1")
     assert told.returncode == 2 and "error: smal is neither a folder nor in the cache" in told.stderr
-    hint = "there is no model 'smal' in the registry; did you mean small? So smal is taken for a repository"
+    hint = "there is no model 'smal' in the registry; did you mean small? So smal is treated as a repository"
     assert f"warning: {hint}\n" in told.stderr
     assert "registry" not in run("plan", "other/model", "--gpu", "rtx4090", HF_HUB_OFFLINE="1").stderr
 
@@ -199,7 +199,7 @@ def test_a_service_by_name_holds_what_the_registry_says_now(
     assert f"serve {llama} --max-model-len 2048 " in unit and "--enforce-eager" in unit
     assert f"--served-model-name small {llama} --seed 7" in unit
     again = run("service", "install", str(llama), "--device", "cpu", "--port", "9100", "--ram", "6GiB", *units, *bare)
-    assert "warning: port 9100 is also that of overspill@small.service" in again.stderr
+    assert "warning: port 9100 is also used by overspill@small.service" in again.stderr
     assert "port" not in run("service", "install", "small", "--device", "cpu", "--port", "9101", *units, *bare).stderr
     assert run("service", "remove", "small", *units).returncode == 0
 

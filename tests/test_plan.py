@@ -162,7 +162,8 @@ def test_rounded_kv_is_forced_with_a_warning() -> None:
     way = made.chosen
     assert made.recommended is None and way is made.forced is made.lossy is made.ways[0]
     assert way is not None and "--kv-cache-dtype" in vllm_args(made, way)
-    assert len(made.warnings) == 1 and "KV in fp8, which rounds it and so may change answers" in made.warnings[0]
+    (warning,) = made.warnings
+    assert "KV is kept in fp8, which rounds it and so may change answers" in warning
     told = plan_as_json(made)
     assert told["forced"] and not told["fits"] and not any(one["recommended"] for one in told["ways"])
     assert "* KV spilled to RAM, KV in fp8" in plan_as_text(made) and "* forced." in plan_as_text(made)
@@ -328,7 +329,7 @@ def test_force_takes_the_way_nearest_to_fitting() -> None:
     made = plan(LLAMA_8B, "24GiB", "8GiB", 131072, kv_cache_dtype="auto", force=True)
     assert made.recommended is None and made.chosen is made.forced is not None
     assert made.forced.kv.spilled_bytes + 3 * GIB == made.least_ram_bytes
-    assert "warning: it does not fit" in plan_as_text(made) and plan_as_json(made)["forced"] is True
+    assert "warning: the plan finds no way that fits" in plan_as_text(made) and plan_as_json(made)["forced"] is True
     assert plan(LLAMA_8B, "24GiB", "128GiB", 131072, force=True).forced is None
 
 
@@ -434,7 +435,7 @@ def test_too_many_weights_for_ram_get_the_amount_that_fits() -> None:
     made = plan(LLAMA_8B, "24GiB", "16GiB", 65536, weights_ram_bytes=12 * GIB, kv_cache_dtype="auto")
     said = refusal(made)
     assert made.recommended is None and made.least_ram_bytes is not None and made.least_ram_bytes > 16 * GIB
-    assert "with 12 GiB of weights there, as asked; there is 24 GiB of GPU memory and 16 GiB of RAM" in said
+    assert "with 12 GiB of weights there, as requested; there is 24 GiB of GPU memory and 16 GiB of RAM" in said
     assert f"--ram {-(-made.least_ram_bytes // GIB)}GiB" in said and "It would fit with --weights-ram" in said
     enough = plan(LLAMA_8B, "24GiB", f"{made.least_ram_bytes}B", 65536, weights_ram_bytes=12 * GIB)
     assert enough.recommended is not None

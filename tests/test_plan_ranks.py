@@ -210,7 +210,7 @@ def test_tensor_parallelism_over_pcie_can_lose() -> None:
     small = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 48}
     made = plan_of(model(small), "h100-pcie", "64GiB", 4096, tensor_parallel_size=4)
     assert made.faster and made.faster[0][0] == "one GPU"
-    assert "tensor parallelism over PCIe loses here: one GPU would answer at" in made.warnings[0]
+    assert "tensor parallelism over PCIe is slower here: one GPU would answer at" in made.warnings[0]
     assert f"warning: {made.warnings[0]}" in plan_as_text(made)
     over_nvlink = plan_of(model(small), "h100-sxm", "64GiB", 4096, tensor_parallel_size=4)
     assert not over_nvlink.faster and not over_nvlink.warnings
@@ -289,9 +289,9 @@ def test_a_model_of_the_registry_keeps_its_ranks() -> None:
     assert kept == {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "gpus": "1,GPU-0a"}
     assert as_flags(kept)[-2:] == ["--gpus", "1,GPU-0a"] and parse_settings({"gpus": 1}) == {"gpus": "1"}
     for wrong in ("all", "0,0", "", "0;1", True):
-        with pytest.raises(SettingsError, match=r"--gpus: .* does not name GPUs"):
+        with pytest.raises(SettingsError, match=r"--gpus: .* is not a list of different GPUs"):
             parse_settings({"gpus": wrong})
-    with pytest.raises(SettingsError, match=r"is a setting of its own here; use --tensor-parallel-size"):
+    with pytest.raises(SettingsError, match=r"Overspill has its own setting for .*; use --tensor-parallel-size"):
         parse_settings({"vllm_args": ["-tp", "2"]})
 
 

@@ -304,7 +304,7 @@ def test_an_engine_beyond_its_budget_is_stopped_once_overheads_were_measured() -
     report = started(made, excess_bytes=GiB, graph_bytes=GiB + GiB // 4)
     (stopped,), (told,) = differences(made, seen, report), differences(made, guess, report)
     assert stopped.stops and stopped.what == "GPU memory" and "1.25 GiB for CUDA graphs" in stopped.happened
-    assert not told.stops and "measured now" in told.remedy
+    assert not told.stops and "has now been measured" in told.remedy
     assert differences(made, seen, started(made, excess_bytes=GiB // 8)) == []
     assert differences(made, seen, started(made)) == []
 

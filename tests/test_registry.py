@@ -140,7 +140,7 @@ def test_an_edit_that_changes_nothing_is_no_new_version(registry: Registry) -> N
 def test_an_edit_of_what_somebody_else_changed_is_refused(registry: Registry) -> None:
     seen = add_model(registry, "qwen", {"source": "gpt2"})
     edit_model(registry, "qwen", {"ram": "8GiB"}, version=seen.version)
-    with pytest.raises(ChangedMeanwhile, match="at version 2, and version 1 was to be changed"):
+    with pytest.raises(ChangedMeanwhile, match="at version 2, and this change was for version 1"):
         edit_model(registry, "qwen", {"ram": "4GiB"}, version=seen.version)
     with pytest.raises(ChangedMeanwhile):
         remove_model(registry, "qwen", version=seen.version)
@@ -195,7 +195,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
     "a flag with a setting": ({"vllm_args": ["--max_model_len=5"]}, r"use --max-model-len \(max_model_len\)"),
     "a share of the GPU": ({"gpu_memory_utilization": 1.2}, r"--gpu-memory-utilization: 1.2 is not a share"),
     "no share of the GPU": ({"gpu_memory_utilization": "nan"}, r"--gpu-memory-utilization"),
-    "none at once": ({"at_once": 0}, r"--at-once: 0 is not a number from 1 on"),
+    "none at once": ({"at_once": 0}, r"--at-once: 0 is not a whole number above 0"),
     "a share as a flag": ({"vllm_args": "--gpu-memory-utilization 0.9"}, r"use --gpu-memory-utilization"),
     "weights in RAM as a flag": ({"vllm_args": "--cpu-offload-gb 4"}, r"use --weights-ram"),
     "a secret": ({"vllm_args": ["--api-key", "x"]}, r"would put a secret into the registry; set VLLM_API_KEY"),
@@ -204,7 +204,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
         r"would put a secret into the registry",
     ),
     "a secret in an address": ({"vllm_args": ["--otlp-traces-endpoint", "http://u:p@h"]}, r"put a secret into the reg"),
-    "a folder without a model": ({"source": "/nonexistent/model"}, r"--source: .* is not a folder of a model"),
+    "a folder without a model": ({"source": "/nonexistent/model"}, r"--source: .* is not a model's folder"),
     "a source": ({"source": "https://example.org/x"}, r"--source: .* neither a folder here nor the name"),
     "traversal": ({"source": "a/../b"}, r"--source"),
     "an unknown setting": ({"max_model_length": 5}, r"no setting 'max_model_length'; did you mean max_model_len\?"),
@@ -376,7 +376,7 @@ def test_a_variable_of_any_bytes_is_recorded_as_text() -> None:
 
 
 def test_what_no_database_can_hold_is_told_in_a_sentence(registry: Registry) -> None:
-    with pytest.raises(RegistryError, match="does not have it"):
+    with pytest.raises(RegistryError, match="could not save this"):
         list_results(registry, model="\udcff")
 
 

@@ -173,7 +173,7 @@ def contents(body: dict[str, Any]) -> list[str]:
 def test_a_piped_question_gets_one_answer(home: dict[str, str]) -> None:
     done = piped("mine", text="who are\nyou?\n", home=home)
     assert (done.returncode, done.stdout) == (0, "w0 w1 w2 \n"), done.stderr
-    assert "mine runs already" in done.stderr
+    assert "mine is already running" in done.stderr
     assert [(path, contents(body), body["model"]) for path, body in StandIn.asked] == [
         ("/v1/chat/completions", ["who are\nyou?"], "served")
     ]
@@ -214,7 +214,7 @@ def test_a_piece_that_is_not_json_fails_the_pipe(home: dict[str, str]) -> None:
     StandIn.last = b'event: x\ndata: {"choices": [{"delta": {"content": "w3"}}]}\n\ndata: {"cho\n\n'
     done = piped("mine", text="hello", home=home)
     assert (done.returncode, done.stdout) == (1, "w0 w1 w2 w3\n")
-    assert "error: a piece of the answer is not what OpenAI's API gives" in done.stderr and "Trace" not in done.stderr
+    assert "error: a chunk of the answer is not in OpenAI's format" in done.stderr and "Trace" not in done.stderr
 
 
 @pytest.mark.usefixtures("server")
@@ -304,7 +304,7 @@ def test_run_starts_a_server_and_takes_it_along(home: dict[str, str], tmp_path: 
     flags = [word for word in TINY if word not in ("--max-model-len", "4096")]
     with shell(str(model), *flags, home=home) as chat:
         planned = chat.wait_for(PROMPT, within=START_S)
-        assert "model, " in planned and "answers at about" in planned and "--max-model-len auto takes" in planned
+        assert "model, " in planned and "answers at about" in planned and "--max-model-len auto chooses" in planned
         # The engine's own phases, which may be shorter than the time between two looks.
         assert any(phase in planned for phase in list(Phase)[1:-1]) and "/v1 serves" in planned
         running = below(chat.process.pid)

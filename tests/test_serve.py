@@ -265,7 +265,7 @@ def test_the_registry_records_the_running_server_and_arguments(server: Serve, mo
     listed = json.loads(run("models", "list", "--json", **server.home).stdout)["models"]
     assert [(one["name"], one["running"]) for one in listed] == [("tiny", True)]
     edited = run("models", "edit", "tiny", "--max-model-len", "2k", **server.home)
-    assert "after a restart only: max_model_len" in edited.stdout
+    assert "these changes need a restart: max_model_len" in edited.stdout
     assert run("models", "rm", "tiny", **server.home).returncode == 1
 
 
@@ -476,7 +476,7 @@ MISTAKES: dict[str, tuple[int, list[str], str]] = {
     "a share of the GPU and a size": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run",
                                           "--gpu-memory", "8GiB", "--gpu-memory-utilization", "0.5"], "leave one"),
     "not a share": (2, ["serve", "{model}", "{tiny}", "--gpu-memory-utilization", "92"], "above 0 and at most 1"),
-    "none at once": (2, ["serve", "{model}", "{tiny}", "--at-once", "0"], "not a number from 1 on"),
+    "none at once": (2, ["serve", "{model}", "{tiny}", "--at-once", "0"], "not a whole number above 0"),
     "not a number of GiB": (2, ["serve", "{model}", "--gpu", "24GiB", "--ram", "64GiB", "--dry-run",
                                 "--cpu-offload-gb", "all"], "not a number"),
     "it does not fit": (1, ["serve", "{model}", "--device", "cpu", "--gpu-memory", "1MiB", "--ram", "4GiB"],

@@ -285,7 +285,7 @@ def test_remove_leaves_what_others_wrote(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="does not exist; nothing is installed there"):
         installation.remove(units, "one")
     installation.install(units, service("one"))
-    with pytest.raises(ServiceError, match=r"installed are overspill@one\.service"):
+    with pytest.raises(ServiceError, match=r"installed: overspill@one\.service"):
         installation.remove(units, "two")
     drop_in = tmp_path / "overspill@one.service.d/overspill.conf"
     drop_in.write_text("[Service]\nMemoryMax=1\n")
@@ -350,7 +350,7 @@ def test_a_users_manager_is_found_by_its_socket(tmp_path: Path, systemctl: Path)
 def test_planning_for_another_user_warns_whose_settings_count() -> None:
     assert other_users_settings(None, "root") == [] == other_users_settings("root", "root")
     (warning,) = other_users_settings("ai", "root")
-    assert "runs as ai" in warning and "of root" in warning
+    assert "runs as ai" in warning and "root's config.toml" in warning
 
 
 def test_services_on_one_port_are_found(tmp_path: Path) -> None:

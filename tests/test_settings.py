@@ -94,7 +94,9 @@ def test_a_bare_number_in_the_file_is_not_taken_for_bytes(tmp_path: Path) -> Non
 
 def test_a_models_own_setting_in_the_file_names_its_place(tmp_path: Path) -> None:
     """It was taken for a misspelt `port`."""
-    with pytest.raises(SettingsError, match="ttl is set for a model: overspill models edit NAME --ttl"):
+    with pytest.raises(
+        SettingsError, match="ttl is a setting of a model; set it with: overspill models edit NAME --ttl"
+    ):
         resolve({}, {}, written(tmp_path, 'ttl = "10m"'))
 
 

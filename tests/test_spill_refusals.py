@@ -76,7 +76,7 @@ def test_where_no_spill_is_enough_none_is_advised(llama: Path) -> None:
 def test_a_window_larger_than_the_gpu_is_refused_with_what_fits(llama: Path) -> None:
     config = overspill_config({"spill_bytes": 4000 * 4 * PAGE, "resident_bytes": 400 * PAGE, "reserve_bytes": 0})
     said = refusal(llama, config)
-    assert re.search("needs a window of .* is there for KV", said)
+    assert re.search("needs a window of .* is free for KV", said)
     smaller = {**config.kv_connector_extra_config, "spill_bytes": advised(said)}
     with engine(llama, overspill_config(smaller), max_model_len=32) as spills:
         assert spills.spill.geometry.num_resident >= 1
@@ -117,7 +117,7 @@ STATE = MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,))
 def test_kv_of_a_kind_that_spill_does_not_know_is_refused(spec: KVCacheSpec) -> None:
     """Positions that a step writes follow from the table in known kinds only; others would be streamed wrongly."""
     full = KVCacheGroupSpec(["full"], FullAttentionSpec(**ATTENTION))
-    with pytest.raises(OverspillError, match=f"does not know KV of type {type(spec).__name__}, which odd has"):
+    with pytest.raises(OverspillError, match=f"does not support KV of type {type(spec).__name__}, which odd has"):
         check_groups([full, KVCacheGroupSpec(["odd"], spec)])
 
 
@@ -228,7 +228,7 @@ def test_sleep_mode_is_for_parking_only(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_beside_other_connectors_it_is_refused() -> None:
-    with pytest.raises(OverspillError, match="beside other connectors"):
+    with pytest.raises(OverspillError, match="together with other connectors"):
         _check_spill(settings(), is_child=True)
 
 

@@ -176,7 +176,7 @@ def test_a_returning_prompt_finds_room_in_the_least_memory(deep: Models, ledger:
 def test_a_gpu_without_room_for_states_is_refused(deep: Models) -> None:
     page = PAGES["mamba-hybrid"]
     with (
-        pytest.raises(Exception, match=r"beside .* for a request's recurrent states; .* is there for KV") as refused,
+        pytest.raises(Exception, match=r", and .* for a request's recurrent states; .* is free for KV") as refused,
         engine(deep("mamba-hybrid"), spilling(page, resident=4, spilled=60), **settings("mamba-hybrid")),
     ):
         pass

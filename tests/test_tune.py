@@ -284,7 +284,7 @@ def test_the_time_that_is_given_is_kept_to(model: Path, registry: Registry, stan
     stand_in.setenv("STAND_IN", json.dumps({"--model": 1}))
     report = go(registry, asked(registry, model), budget_s=6)
     assert stored(registry) == [("plan", 1, False)] and report.is_out_of_time and report.winner is None
-    assert "The time of --budget is over" in report.as_text() and not report.is_interrupted
+    assert "The time of --budget is used up" in report.as_text() and not report.is_interrupted
 
 
 def test_the_longest_context_that_starts_is_found(
@@ -306,7 +306,7 @@ def test_a_context_that_is_too_slow_is_not_taken(model: Path, registry: Registry
     report = go(registry, made)
     assert all(complete for _, _, complete in stored(registry)), "it answers, and not fast enough"
     assert report.winner is not None and report.winner.settings["max_model_len"] == 896
-    assert "too slow: " in report.as_text() and "and 5 are wanted" in report.as_text()
+    assert "too slow: " in report.as_text() and "at least 5 is required" in report.as_text()
 
 
 def test_all_candidates_have_the_device_and_it_is_not_kept(
@@ -338,7 +338,7 @@ def test_resuming_a_tuning_without_a_stored_model_warns(
     assert again.subject is None and now == subject
     told: list[str] = []
     assert go(registry, (again, now), told, resume=report.experiment).winner == report.winner
-    assert any("make sure that nobody changed it since" in line for line in told)
+    assert any("make sure that nobody has changed them since" in line for line in told)
 
 
 # The command.

@@ -420,7 +420,8 @@ def test_an_answer_that_came_in_one_piece_is_an_answer() -> None:
     report = TuningReport(experiment="t", definition=asked, results=tuple(found))
     assert report.lengths == {512: True, 768: False, 896: True, 1024: False, 640: False}
     assert report.scores.failed == {
-        "768 tokens": "too slow: 10 tok/s, and 20 are wanted", "1024 tokens": "too slow: 8 tok/s, and 20 are wanted",
+        "768 tokens": "too slow: 10 tok/s, at least 20 is required",
+        "1024 tokens": "too slow: 8 tok/s, at least 20 is required",
         "640 tokens": "TPOT, mean was not measured",
     }  # fmt: skip
 

@@ -115,7 +115,7 @@ def test_a_sliding_window_model_is_verified_in_every_scenario(
         assert requests and tokens and from_ram, name
         assert row[-2:] == ["0", "0"], name
     assert lines[-1].startswith("Verified: ") and "offload and spill" in lines[-1]
-    assert "the model can tell" in answer.stdout
+    assert "Undetected damage changed the answer" in answer.stdout
 
 
 DROPPED_BLOCK = """
@@ -269,7 +269,7 @@ def test_an_engine_that_ended_by_itself_was_not_killed(tmp_path: Path, monkeypat
                 engines.kill_under_way("play", how)
             ends[how] = str(raised.value)
     for how in ("early", "late"):
-        assert ends[how].startswith("its process ended; the last it wrote: ") and ends[how].endswith("about to end")
+        assert ends[how].startswith("its process ended; its last output: ") and ends[how].endswith("about to end")
     assert ends["told"] == "out of luck"
 
 
@@ -333,7 +333,7 @@ BAD = {
     "a flag for a model": (("--soak",), 2, "Missing argument"),
     "an unknown flag": (("MODEL", "--sok"), 2, "No such option: --sok"),
     "quick and soak": (("MODEL", "--quick", "--soak"), 2, "--quick and --soak exclude each other"),
-    "minutes without soak": (("MODEL", "--minutes", "5"), 2, "--minutes is for --soak"),
+    "minutes without soak": (("MODEL", "--minutes", "5"), 2, "--minutes sets how long --soak runs"),
     "no minutes": (("MODEL", "--soak", "--minutes", "0"), 2, "--minutes: '0' is not a whole number from 1"),
     "half a minute": (("MODEL", "--soak", "--minutes", "0.5"), 2, "--minutes: '0.5' is not a whole number"),
     "a seed in words": (("MODEL", "--seed", "seven"), 2, "--seed: 'seven' is not a whole number from 0"),
@@ -344,7 +344,7 @@ BAD = {
     "prompts for nothing": (("MODEL", "--scenario", "spilled", "--prompts", "9"), 2, "--prompts is for --scen"),
     "one prompt": (("MODEL", "--prompts", "1"), 2, "--prompts: '1' is not a whole number from 2"),
     "a device that is none": (("MODEL", "--device", "tpu"), 2, "--device: 'tpu' is none of auto, cuda, cpu"),
-    "a card that is not here": (("MODEL", "--device", "cuda", "--gpu", "24GiB", "--ram", "64GiB"), 2, "--gpu states a"),
+    "a card that is not here": (("MODEL", "--device", "cuda", "--gpu", "24GiB", "--ram", "64GiB"), 2, "--gpu names a"),
     "a size that is none": (("MODEL", *SETTINGS, "--gpu-memory", "much"), 2, "--gpu-memory: 'much' is not a size"),
     "a short context": (("MODEL", *SETTINGS, "--max-model-len", "512"), 1, "give --max-model-len 768 or more"),
     "a context that does not fit": (
@@ -401,9 +401,9 @@ def test_only_sensitive_random_weights_verify_a_shape(shape: Path, tmp_path: Pat
     verdict = answer.stdout.splitlines()[-1]
     assert "random weights, " in answer.stdout
     if is_sensitive:
-        assert verdict.startswith("Verified: ") and "the model can tell" in answer.stdout
+        assert verdict.startswith("Verified: ") and "Undetected damage changed the answer" in answer.stdout
     else:
-        assert verdict.startswith("NOT VERIFIED: damaged: damage that nothing caught did not change the answer")
+        assert verdict.startswith("NOT VERIFIED: damaged: undetected damage did not change the answer")
         assert "--load-format dummy" in answer.stdout.splitlines()[-2]
 
 

@@ -206,8 +206,8 @@ NEAR = Distance(tokens=100, differing=2, logprobs=500, total=5.0, largest=0.1)
         (replace(NEAR, total=math.inf, largest=math.inf), NEAR, "too far from those of the GPU alone"),
         (Distance(), NEAR, "nothing is proven"),
         (NEAR, Distance(), "nothing is proven"),
-        (NEAR, replace(NEAR, total=0.0, largest=0.0), "is not a yardstick"),
-        (NEAR, replace(NEAR, total=math.inf, largest=math.inf), "is not a yardstick"),
+        (NEAR, replace(NEAR, total=0.0, largest=0.0), "is no valid yardstick"),
+        (NEAR, replace(NEAR, total=math.inf, largest=math.inf), "is no valid yardstick"),
     ],
 )
 def test_the_cpu_may_be_as_far_as_another_kernel(own: Distance, yardstick: Distance, said: str) -> None:
@@ -273,9 +273,10 @@ UNPROVEN: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "no preemption": ("preempted", {}, "no request was preempted"),
     "no fault": ("damaged", {}, "no fault could be injected"),
     "an uncaught fault": (
-        "damaged", {"figures": {"injected": 2, "corrupt_blocks": 1, "load_failures": 2}}, "2 fault(s) were made, and 1",
+        "damaged", {"figures": {"injected": 2, "corrupt_blocks": 1, "load_failures": 2}},
+        "2 fault(s) were injected, and 1",
     ),
-    "an unmade fault": ("returning", {"figures": {"corrupt_blocks": 1}}, "nobody made them"),
+    "an unmade fault": ("returning", {"figures": {"corrupt_blocks": 1}}, "although no fault was injected"),
     "a failed store": ("returning", {"figures": {"store_failures": 3}}, "3 store(s) failed"),
     "a leak": ("returning", {"left_behind": "2 block(s) in RAM"}, "left behind: 2 block(s) in RAM"),
     "a death": ("returning", {"died": "CUDA error"}, "the engine died: CUDA error"),
@@ -553,11 +554,9 @@ def test_an_engine_that_dies_before_it_is_killed_was_not_killed(llama: Path, mon
     asked = request(scenarios=["killed"])
     good, _ = lived(llama, monkeypatch, asked)
     assert exit_code(good.outcomes) == 0 and good.outcomes[0].figure("injected") == 1
-    crashed, _ = lived(
-        llama, monkeypatch, asked, {"until-killed": ChildDied("its process ended; the last it wrote: x")}
-    )
+    crashed, _ = lived(llama, monkeypatch, asked, {"until-killed": ChildDied("its process ended; its last output: x")})
     (found,) = crashed.outcomes
-    assert found.failure == "the engine died: its process ended; the last it wrote: x"
+    assert found.failure == "the engine died: its process ended; its last output: x"
     assert exit_code(crashed.outcomes) == 1 and not found.figure("injected") and not found.figure("caught")
     untidy, _ = lived(llama, monkeypatch, asked, {"until-killed": "after the kill: process 7"})
     assert untidy.outcomes[0].failure == "left behind: after the kill: process 7"
@@ -580,7 +579,7 @@ def test_an_inconclusive_sensitivity_check_is_a_failure(
     found, _ = lived(llama, monkeypatch, asked, {"damaged-unseen": ended})
     assert exit_code(found.outcomes) == 1
     assert verdict(found.outcomes) == (
-        f"NOT VERIFIED: damaged: whether damage that nothing looks for shows is not known: {said}."
+        f"NOT VERIFIED: damaged: it is not known whether undetected damage would change the answer: {said}."
     )
 
 

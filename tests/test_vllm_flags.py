@@ -106,12 +106,12 @@ MISSPELT_FLAGS = {
     "--compilation-confg.mode 3": "did you mean --compilation-config?",
     "--max-num 4": "write it in full",
     "-tpp 2": "did you mean -tp?",
-    "--swap-space 4": "which has it no longer; --ram",
+    "--swap-space 4": "vLLM 0.32 no longer has --swap-space; use --ram",
 }
 MISSPELT_VALUES = {
     "--seed seven": "'seven' is not a whole number",
-    "--seed 1 2": "takes one value, and has 2",
-    "--seed": "takes one value, and has 0",
+    "--seed 1 2": "takes one value, and 2 are given",
+    "--seed": "takes one value, and 0 are given",
     "--watermark much": "'much' is not a number",
     "--enable-lora yes": "takes no value",
     "--enable-lora=true": "takes no value",
@@ -194,7 +194,7 @@ def test_config_toml_with_a_mistake_is_refused(line: str, hint: str, env: dict[s
 
 
 def test_the_next_flag_after_a_flag_without_value_is_named() -> None:
-    with pytest.raises(OverspillError, match="--seed: takes one value, and has 0"):
+    with pytest.raises(OverspillError, match="--seed: takes one value, and 0 are given"):
         refuse_unknown(read_flags(["--seed", "--enable-lora"]))
 
 

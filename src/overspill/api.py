@@ -79,7 +79,9 @@ def engine_args(
     _, planned = planned_arguments(model, given)
     for name in contradicting_variables(planned):
         warnings.warn(
-            f"{name} is set, and wins over the plan's kv_cache_memory_bytes; unset it", PlanContradicted, stacklevel=2
+            f"{name} is set, and would override the plan's kv_cache_memory_bytes; unset it",
+            PlanContradicted,
+            stacklevel=2,
         )
     return planned
 

@@ -49,7 +49,7 @@ def read_flags(words: Sequence[str]) -> list[Flag]:
             groups[-1].append(word)
         else:
             raise OverspillError(
-                f"{word!r} is neither a flag nor a flag's value: one model is served, and vLLM's flags follow it"
+                f"{word!r} is neither a flag nor a flag's value; give one model, and vLLM's flags after it"
             )
     return [_flag(group) for group in groups]
 
@@ -77,9 +77,9 @@ def _flag(words: list[str]) -> Flag:
 
 # Gone from vLLM 0.32; the nearest flag that it has would mislead.
 _GONE = {
-    "--swap-space": "--ram gives RAM, and --offload-ram sets how much of it is for idle KV",
-    "--preemption-mode": "a preempted request is loaded from RAM if --offload-ram keeps it",
-    "--disable-log-requests": "it is --no-enable-log-requests, which is the default",
+    "--swap-space": "use --ram to limit RAM, and --offload-ram for the part of it that keeps idle KV",
+    "--preemption-mode": "with --offload-ram, a preempted request is loaded from RAM",
+    "--disable-log-requests": "its replacement is --no-enable-log-requests, which is the default",
 }
 
 
@@ -98,7 +98,7 @@ class _Known:
         if self.kind in ("on", "on-off"):
             return "takes no value" if values else None
         if not self.is_many and len(values) != 1:
-            return f"takes one value, and has {len(values)}"
+            return f"takes one value, and {len(values)} are given"
         return next((why for value in values if (why := self._problem_of(value))), None)
 
     def _problem_of(self, value: str) -> str | None:
@@ -138,7 +138,7 @@ def refuse_unknown(flags: Iterable[Flag], own: Iterable[str] = ()) -> None:
     have meant."""
     for flag in flags:
         if (why := _GONE.get(flag.name)) is not None:
-            raise OverspillError(f"{flag.name} cannot be used with vLLM 0.32, which has it no longer; {why}")
+            raise OverspillError(f"vLLM 0.32 no longer has {flag.name}; {why}")
         written, equals, value = flag.words[0].partition("=")
         if written.startswith("-O"):
             continue  # -O3, -O.mode=3

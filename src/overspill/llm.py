@@ -48,13 +48,13 @@ def _require_this_machine(plan: Plan) -> None:
 
     if plan.gpu.is_stated and not plan.platform.is_cpu:
         raise OverspillError(
-            "gpu states a card, and an LLM runs on the GPU that is here; leave it out, use gpu_memory to keep to a "
-            "part of the GPU, or overspill.engine_args for the arguments that would serve it there"
+            "gpu names a card to plan for, and an LLM runs on this machine's GPU; leave gpu out, use gpu_memory to "
+            "limit the GPU memory, or overspill.engine_args for the arguments that would serve it on that card"
         )
     if current_platform.is_cpu() != plan.platform.is_cpu:
         here, there = ("cpu", "cuda") if current_platform.is_cpu() else ("cuda", "cpu")
         raise OverspillError(
-            f"the plan is for {there}, and the vLLM that is installed runs on {here}; use device={here!r}, or install "
+            f"the plan is for {there}, and the installed vLLM runs on {here}; use device={here!r}, or install "
             "the other build"
         )
 
@@ -65,7 +65,7 @@ def _variables(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, str | None
     for name in contradicting_variables(arguments):
         variables[name] = None
         warnings.warn(
-            f"{name} is left out for this engine: it would win over the plan's kv_cache_memory_bytes",
+            f"{name} is left out for this engine: it would override the plan's kv_cache_memory_bytes",
             PlanContradicted,
             stacklevel=3,
         )

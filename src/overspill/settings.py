@@ -70,7 +70,9 @@ def _size(text: object) -> int:
 
 def _gpu_memory(text: object) -> int:
     if (size := _size(text)) == 0:
-        raise OverspillError("an engine needs some GPU memory; leave it out for all of it, or write for example 24GiB")
+        raise OverspillError(
+            "an engine needs some GPU memory; leave the setting out to use all of it, or write for example 24GiB"
+        )
     return size
 
 
@@ -107,7 +109,7 @@ def _speed(text: object) -> float:
 
 def _count(text: object) -> int:
     if isinstance(text, bool) or not str(text).isdecimal() or int(str(text)) == 0:
-        raise OverspillError(f"{text!r} is not a number from 1 on; write for example 64")
+        raise OverspillError(f"{text!r} is not a whole number above 0; write for example 64")
     return int(str(text))
 
 
@@ -115,7 +117,9 @@ def _gpus(text: object) -> str:
     """GPUs by number or UUID, in the format of CUDA_VISIBLE_DEVICES."""
     names = [name.strip() for name in str(text).split(",")]
     if isinstance(text, bool) or not all(_GPU.fullmatch(name) for name in names) or len(set(names)) < len(names):
-        raise OverspillError(f"{text!r:.80} does not name GPUs, each once; write for example 0,1, as nvidia-smi counts")
+        raise OverspillError(
+            f"{text!r:.80} is not a list of different GPUs; write for example 0,1, as nvidia-smi counts"
+        )
     return ",".join(names)
 
 
@@ -126,7 +130,9 @@ def _share(text: object) -> float:
     except ValueError:
         share = 0.0
     if isinstance(text, bool) or not 0 < share <= 1:
-        raise OverspillError(f"{text!r} is not a share of the GPU's memory: above 0 and at most 1; for example 0.85")
+        raise OverspillError(
+            f"{text!r} is not a share of the GPU's memory; write a number above 0 and at most 1, such as 0.85"
+        )
     return share
 
 
@@ -174,7 +180,7 @@ def _source(text: object) -> str:
     path = os.path.expanduser(text)
     if text.startswith(("/", ".", "~")) or os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "config.json")):
-            raise OverspillError(f"{text} is not a folder of a model: there is no {os.path.join(path, 'config.json')}")
+            raise OverspillError(f"{text} is not a model's folder: there is no {os.path.join(path, 'config.json')}")
         # The model is not always started from the folder in which it was added.
         return str(Path(path).absolute())
     if not is_repo_id(text):
@@ -204,7 +210,7 @@ def _vllm_args(given: object) -> tuple[str, ...]:
     refuse_secrets(flags, "the registry")  # it is printed and copied
     for flag in flags:
         if own := _OWN_FLAGS.get(flag.name):
-            raise OverspillError(f"{flag.name} is a setting of its own here; use {own.flag} ({own.name})")
+            raise OverspillError(f"Overspill has its own setting for {flag.name}; use {own.flag} ({own.name})")
     refuse_unknown(flags, [setting.flag for setting in MODEL_SETTINGS])
     return words
 
@@ -218,7 +224,7 @@ def _aliases(given: object) -> str:
     """Names from a list, or from a text with commas between them."""
     names = given.split(",") if isinstance(given, str) else given
     if not isinstance(names, list) or not all(isinstance(one, str) and is_name(one.strip()) for one in names):
-        raise OverspillError(f"{given!r:.80} are not names, with commas between them; write for example gpt-4o,chat")
+        raise OverspillError(f"{given!r:.80} is not a comma-separated list of names; write for example gpt-4o,chat")
     return ",".join(dict.fromkeys(one.strip() for one in names))
 
 
@@ -229,12 +235,12 @@ def _variants(given: object) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise OverspillError(f"{given!r:.80} is not JSON: {error}; {_WRITE_VARIANTS}") from error
     if not isinstance(variants, dict) or not all(isinstance(one, dict) and one for one in variants.values()):
-        raise OverspillError(f"variants are an object with an object for each of their names; {_WRITE_VARIANTS}")
+        raise OverspillError(f"variants must map each name to an object with at least one parameter; {_WRITE_VARIANTS}")
     for name, changes in variants.items():
         if _VARIANT.fullmatch(name) is None:
             raise OverspillError(f"{name!r:.80} is not a name for a variant: letters, digits and . _ - are accepted")
         if read := sorted(changes.keys() & set(_READ_BEFORE)):
-            raise OverspillError(f"the variant {name} changes {read[0]}, which only the client can; leave it out")
+            raise OverspillError(f"the variant {name} changes {read[0]}, which only the client can set; leave it out")
     if len(text) > _MAX_TEXT:
         raise OverspillError(f"variants have at most {_MAX_TEXT} characters, and these have {len(text)}")
     return text
@@ -345,7 +351,7 @@ TABLE = (
     ),
     Setting(
         "min_speed", Kind(_speed, float | str, example=10), 10.0,
-        "With `--max-model-len auto`: tokens/s at which one request decodes at that length, at least; 10 if not given.",
+        "With `--max-model-len auto`: least tokens/s at which one request decodes at that length; 10 if not given.",
     ),
     Setting(
         "device", Kind(_one_of("auto", "cuda", "cpu")), "auto",
@@ -358,7 +364,7 @@ TABLE = (
     ),
     Setting(
         "gpu_memory", Kind(_gpu_memory, int | str, SIZE.note, "24GiB"), None,
-        "GPU memory to keep to on a bigger card, weights and CUDA's context included; on a CPU, the RAM in its place.",
+        "Most GPU memory to use, weights and CUDA's context included; on a CPU, the RAM that takes its place.",
     ),
     Setting(
         "gpu_memory_utilization", Kind(_share, float | str, example=0.9), None,
@@ -368,57 +374,60 @@ TABLE = (
     ),
     Setting(
         "tensor_parallel_size", COUNT, 1,
-        "GPUs among which every layer is divided; 1 if not given. RAM is for all of them together.", is_vllms=True,
+        "GPUs among which every layer is divided; 1 if not given. Amounts of RAM are totals for all of them.",
+        is_vllms=True,
     ),
     Setting(
         "pipeline_parallel_size", COUNT, 1,
-        "Stages among which layers are divided, each on as many GPUs; 1 if not given. With more, no KV spills.",
+        "Stages among which layers are divided, each on `--tensor-parallel-size` GPUs; 1 if not given. With 2 or more, "
+        "no KV spills.",
         is_vllms=True,
     ),
     Setting(
         "gpus", Kind(_gpus, int | str, example="0,1", max_length=400), None,
         "Which GPUs to use, as nvidia-smi numbers them (`0,1`), or by UUID; without it, the first that are visible.",
     ),
-    Setting("ram", SIZE, None, "RAM that may be used; without it, what is available less `--ram-reserve`."),
+    Setting("ram", SIZE, None, "RAM that may be used; without it, the available RAM less `--ram-reserve`."),
     Setting(
         "ram_reserve", SIZE, RAM_RESERVE_BYTES,
         "RAM left to the rest of the machine where `--ram` is not given; 4 GiB if not set.",
     ),
     Setting(
         "offload_ram", SIZE, None,
-        "Of this, RAM for idle KV; without it, what is left of `--ram`, or up to half of what is available. 0 keeps "
+        "Part of `--ram` for idle KV; without it, the rest of `--ram`, or up to half of the available RAM. 0 keeps "
         "none.",
     ),
     Setting(
         "weights_ram", SIZE, None,
-        "Of this, weights to keep in RAM (`4GiB`), in whole layers; without it, the plan chooses. 0 keeps none there.",
+        "Part of `--ram` for weights (`4GiB`), in whole layers; without it, the plan chooses. 0 keeps no weights in "
+        "RAM.",
     ),
     Setting(
         "link", TEXT, None,
-        "Speed of the link to the GPU, such as `25GB/s` or `pcie4x16`; without it, by the GPU's PCIe link.",
+        "Speed of the link to the GPU, such as `25GB/s` or `pcie4x16`; without it, derived from the GPU's PCIe link.",
         Scope.COMMANDS,
     ),
     Setting(
         "cpu_attention", TEXT, None,
-        "How fast the CPU attends to KV in RAM, such as `80GB/s`; without it, measured, or by its cores.",
+        "How fast the CPU attends to KV in RAM, such as `80GB/s`; without it, measured, or estimated from its cores.",
         Scope.COMMANDS,
     ),
     Setting(
         "dtype", Kind(_one_of("auto", "bfloat16", "float16", "float32", "half", "float"), example="auto"), "auto",
-        "What numbers the model computes in; `auto` as its config says.", is_vllms=True,
+        "Data type the model computes in; `auto` follows its config.", is_vllms=True,
     ),
     Setting(
         "kv_cache_dtype", Kind(_kv_cache_dtype, example="fp8", max_length=20), None,
-        "What numbers KV is kept in: `auto` as the model's, `fp8` half of that, rounded: answers may change.",
+        "Data type of the KV cache: `auto` for the model's; `fp8` halves its size by rounding, so answers may change.",
         is_vllms=True,
     ),
     Setting(
         "kv_options", Kind(_kv_options, example="store=lazy,verify=all", max_length=200), None,
-        "How KV is kept in RAM, beside the sizes that the plan finds: `store=lazy,eviction=arc,verify=all`.",
+        "How KV is kept in RAM, except for sizes, which the plan determines: `store=lazy,eviction=arc,verify=all`.",
     ),
     Setting(
         "disk", SIZE, None,
-        "Disk for KV that leaves RAM and for all of it at a stop, found again after a restart; without it, none.",
+        "Disk space for KV that RAM drops, and for all KV at a stop, to reuse after a restart; without it, none.",
     ),
     Setting(
         "disk_path", Kind(parse_folder, example="/var/cache/overspill", max_length=1024), None,
@@ -426,21 +435,21 @@ TABLE = (
     ),
     Setting(
         "remote", Kind(parse_remote, example="mooncake://127.0.0.1:50051", max_length=300), None,
-        "Store between machines, the address of a Mooncake master: engines of one model find each other's KV there.",
+        "Address of a Mooncake master, whose store machines share: engines of one model reuse each other's KV from it.",
     ),
     Setting(
         "spill_compute", Kind(_one_of("auto", "gpu"), example="gpu"), None,
-        "Who attends to spilled KV: `auto`, the default, lets the CPU attend to a part, whose rounding may differ in "
-        "the last bits; `gpu` streams all of it, bit for bit what the GPU alone computes.",
+        "Where attention to spilled KV runs: with `auto`, the default, the CPU takes a part, whose rounding may differ "
+        "in the last bits; `gpu` streams all of it, and gives bit for bit what the GPU alone computes.",
     ),
     Setting(
         "spill_threads", COUNT, None,
-        "Threads of the CPU that attend to spilled KV; without it, one for each physical core near the GPU but two.",
+        "CPU threads that attend to spilled KV; without it, one for each physical core near the GPU, less two.",
     ),
     Setting(
         "drafts", Kind(parse_drafts, example="ngram:4", max_length=20), "off",
-        "Tokens that vLLM guesses from the text so far, so that one step gives several: `ngram`, `ngram_gpu` or "
-        "`suffix`, up to 4 of them, or as many as in `ngram:8`; `off` if not given.",
+        "How vLLM guesses tokens from the text so far, so that one step gives several: `ngram`, `ngram_gpu` or "
+        "`suffix`, each with up to 4 guesses, or another number as in `ngram:8`; `off` if not given.",
     ),
     Setting(
         "park", YES_OR_NO, None,
@@ -452,9 +461,9 @@ TABLE = (
     ),
     Setting(
         "elastic_weight", COUNT, None,
-        "With `--elastic`, the engine's share of memory that is contended, or that nobody needs; 1 if not given.",
+        "With `--elastic`, the engine's weight when contended or spare GPU memory is divided; 1 if not given.",
     ),
-    Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV is to fit at once; 1 if not given."),
+    Setting("at_once", COUNT, AT_ONCE, "Requests of the full length whose KV must fit at once; 1 if not given."),
     Setting(
         "max_num_seqs", COUNT, MAX_NUM_SEQS,
         "Requests that may run at once; 64 if not given, and at least `--at-once`.",
@@ -462,7 +471,7 @@ TABLE = (
     ),
     Setting(
         "max_num_batched_tokens", LENGTH, None,
-        "Tokens that one step computes, so the length of a prompt's chunks; without it, the plan chooses.",
+        "Most tokens that one step computes, and so the length of a prompt's chunks; without it, the plan chooses.",
         is_vllms=True,
     ),
     Setting(
@@ -474,37 +483,39 @@ TABLE = (
     ),
     Setting(
         "ttl", Kind(parse_duration, int | str, example="10m"), None,
-        "Stop the model when it has not been used for so long: `10m`; with park, park it then and stop it later.",
+        "Stop the model after this long without use, such as `10m`; with park, park it then and stop it later.",
         Scope.MODELS, takes_restart=False,
     ),
     Setting(
-        "keep", YES_OR_NO, None, "Once it runs, keep it: not stopped for another model, nor by its TTL.",
+        "keep", YES_OR_NO, None, "Once the model runs, keep it running: neither another model nor its TTL stops it.",
         Scope.MODELS, takes_restart=False,
     ),
     Setting(
-        "preload", YES_OR_NO, None, "Start it with the manager, if there is room.", Scope.MODELS, takes_restart=False
+        "preload", YES_OR_NO, None, "Start the model with the manager, if there is room.",
+        Scope.MODELS, takes_restart=False,
     ),
     Setting(
         "aliases", Kind(_aliases, list[str] | str, example="gpt-4o,chat", max_length=_MAX_TEXT), None,
-        "Other names by which the manager's gateway serves it, with commas between them: `gpt-4o,chat`.",
+        "Other names under which the manager's gateway serves the model, separated by commas: `gpt-4o,chat`.",
         Scope.MODELS, takes_restart=False,
     ),
     Setting(
         "variants", Kind(_variants, dict[str, dict[str, Any]] | str, example={"cold": {"temperature": 0}},
                          max_length=_MAX_TEXT), None,
-        "Names after a colon, and what the gateway changes in requests to them, as JSON; null strips a parameter: "
+        "Variants, requested as MODEL:NAME, with the parameters that the gateway sets in their requests, as JSON; null "
+        "strips one: "
         '`{"cold": {"temperature": 0, "top_p": null}}`.',
         Scope.MODELS, takes_restart=False,
     ),
     Setting(
-        "notes", Kind(_notes, max_length=_MAX_TEXT), None, "Anything worth knowing about it.", Scope.MODELS,
+        "notes", Kind(_notes, max_length=_MAX_TEXT), None, "Anything worth knowing about the model.", Scope.MODELS,
         takes_restart=False,
     ),
     Setting(
         "host", TEXT, "127.0.0.1", "Address to listen on; without it 127.0.0.1, so this machine only.", Scope.COMMANDS
     ),
     Setting("port", Kind(_port, int), 8000, "Port to listen on; 8000 if not given.", Scope.COMMANDS),
-    Setting("force", YES_OR_NO, False, "Go on although the plan says that it does not fit.", Scope.COMMANDS),
+    Setting("force", YES_OR_NO, False, "Start even if the plan says that the model does not fit.", Scope.COMMANDS),
 )  # fmt: skip
 SETTINGS = tuple(setting for setting in TABLE if setting.scope is not Scope.MODELS)
 """Settings that commands take."""
@@ -534,7 +545,7 @@ def parse_settings(given: Mapping[str, object], where: str = "") -> dict[str, An
                 f"{where}{': ' if where else ''}there is no setting {name!r:.80}; {nearest(str(name), known)}"
             )
         if value is None and name == "source":
-            raise SettingsError("the source of a model cannot be taken back; give another one with --source")
+            raise SettingsError("a model needs a source; give another one with --source")
         parsed[name] = known[name].default if value is None and name == "vllm_args" else None
         if value is not None:
             parsed[name] = _parse_kept(known[name], value, where)
@@ -640,7 +651,9 @@ def config_path(environment: Mapping[str, str] | None = None) -> Path:
     environment = os.environ if environment is None else environment
     if given := environment.get("OVERSPILL_CONFIG"):
         if not Path(given).exists():
-            raise SettingsError(f"OVERSPILL_CONFIG names {given}, and there is no such file; write it, or unset it")
+            raise SettingsError(
+                f"OVERSPILL_CONFIG names {given}, and there is no such file; create it, or unset OVERSPILL_CONFIG"
+            )
         return Path(given)
     folder = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(folder) / "overspill" / "config.toml"
@@ -659,7 +672,9 @@ def read_file(path: Path) -> dict[str, Any]:
     known = [setting.name for setting in SETTINGS]
     for name in written:
         if name in BY_NAME and name not in known:
-            raise SettingsError(f"{path}: {name} is set for a model: overspill models edit NAME {BY_NAME[name].flag}")
+            raise SettingsError(
+                f"{path}: {name} is a setting of a model; set it with: overspill models edit NAME {BY_NAME[name].flag}"
+            )
         if name not in known:
             raise SettingsError(f"{path}: there is no setting {name!r}; {nearest(name, known)}")
     return written

@@ -20,14 +20,14 @@ from overspill.cli.services import service
 from overspill.kv.errors import OverspillError
 
 _NEXT = """\
-Overspill runs models on stock vLLM, with the machine's RAM beside the GPU's memory.
+Overspill runs models on stock vLLM, with the machine's RAM added to the GPU's memory.
 
   overspill run MODEL     plan it, start it and chat with it here, as in: overspill run Qwen/Qwen3-8B
   overspill plan MODEL    what fits, what goes to RAM, and how fast that is; nothing is started
   overspill serve MODEL   a server that speaks OpenAI's API, on http://127.0.0.1:8000
   overspill manager       a page and a gateway for several models, on http://127.0.0.1:7999
 
-MODEL is a folder, a repository of Hugging Face's, or a name of `overspill models`.
+MODEL is a folder, a Hugging Face repository, or a name from `overspill models`.
 All commands: overspill --help; the flags of one: overspill run --help"""
 
 app = group(

@@ -50,8 +50,10 @@ def run(
     with failing(CannotServe):
         if (there := _running(model)) is not None:
             if context.args or any(value is not None for value in given.values()):
-                to_stderr(f"warning: {model} runs already, with its own settings; the flags given here are not used")
-            to_stderr(f"{model} runs already at {there.url}, and stays when this ends")
+                to_stderr(
+                    f"warning: {model} is already running, with its own settings; the flags given here are not used"
+                )
+            to_stderr(f"{model} is already running at {there.url}, and keeps running after this chat")
             from overspill.manager.web.client import is_parked
 
             if is_parked(there):
@@ -149,7 +151,7 @@ class Conversation:
                 if "chat template" not in refused or path == _COMPLETE:
                     raise CannotAnswer(f"{self._model} refuses this: {refused}")
                 self._path = _COMPLETE
-                to_stderr("note: the model has no chat template, so it goes on with your text instead of answering it")
+                to_stderr("note: the model has no chat template, so it continues your text instead of answering it")
         except UpstreamLost as error:
             raise CannotServe(f"the server of {self._model} is gone: {error}") from error
         finally:
@@ -176,7 +178,7 @@ async def _pieces(connection: Connection) -> AsyncIterator[str]:
                 found = json.loads(data)
                 choices = found.get("choices", ())
             except (ValueError, AttributeError) as error:
-                raise CannotAnswer(f"a piece of the answer is not what OpenAI's API gives: {data[:80]!r}") from error
+                raise CannotAnswer(f"a chunk of the answer is not in OpenAI's format: {data[:80]!r}") from error
             if "error" in found:
                 raise CannotAnswer(error_text(data))
             for choice in choices:

@@ -21,7 +21,9 @@ ApiKey = Annotated[
 
 def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="First forget servers of this user that ended badly.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="First remove this user's failed servers from the list.")
+    ] = False,
     api_key: ApiKey = None,
 ) -> None:
     """List running engines with their state; with a manager, all models."""
@@ -34,7 +36,9 @@ def ps(
     if as_json:
         print(json.dumps({"manager": source.url, "engines": engines}, indent=2))
         return
-    print(f"manager: {source.url}" if source.url is not None else "no manager runs; these are the servers of this user")
+    print(
+        f"manager: {source.url}" if source.url is not None else "no manager is running; these are this user's servers"
+    )
     rows = [("name", "state", "since", "process", "address")]
     rows += [
         (one["name"], _state(one), _since(one["since"]), str(one["pid"] or "-"), one["url"] or "-") for one in engines
@@ -64,14 +68,14 @@ def wake(name: Name, api_key: ApiKey = None) -> None:
 
 def logs(
     name: Name,
-    lines: Annotated[int, typer.Option(min=1, max=10_000, help="How many of the last ones.")] = 200,
-    search: Annotated[str, typer.Option(help="Only lines that hold this, whatever its case.")] = "",
-    follow: Annotated[bool, typer.Option("--follow", help="Go on with new lines as they are written.")] = False,
+    lines: Annotated[int, typer.Option(min=1, max=10_000, help="How many lines, from the end.")] = 200,
+    search: Annotated[str, typer.Option(help="Only lines that contain this text, in any case.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", help="Keep printing new lines as they are written.")] = False,
     api_key: ApiKey = None,
 ) -> None:
     """Show the end of an engine's log."""
     if follow and search:
-        raise OverspillError("--follow shows all lines, and --search looks for some; leave one of them out")
+        raise OverspillError("--follow and --search cannot be used together; leave one of them out")
     try:
         for line in _source(api_key).log(name, lines, search, follow=follow):
             print(line, flush=follow)
@@ -92,7 +96,10 @@ def _source(api_key: str | None) -> "Manager | ThisMachine":
         raise OverspillError(
             f"the manager at {manager.url} does not accept this key; overspill manager keys list names them"
         )
-    print(f"note: the manager at {manager.url} wants a key (--api-key); going on without it", file=sys.stderr)
+    print(
+        f"note: the manager at {manager.url} requires a key (--api-key); continuing without the manager",
+        file=sys.stderr,
+    )
     return ThisMachine()
 
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from overspill.registry import Registry
 
 Model = Annotated[
-    str, typer.Argument(help="A folder, a model of the registry, or a repository of Hugging Face's cache or hub.")
+    str,
+    typer.Argument(
+        help="A folder, a model's name in the registry, or a repository in Hugging Face's cache or on its hub."
+    ),
 ]
 Command = Callable[..., None]
 _METAVARS = {LENGTH.note: "<tokens>", "port": "<int>"}

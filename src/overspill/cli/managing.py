@@ -30,21 +30,25 @@ class Scope(StrEnum):
 
 
 of_the_manager = with_flags("given", [
-    flag("host", typer.Option(help="Address to listen on; others need a password or a key."), str, "127.0.0.1"),
+    flag("host", typer.Option(help="Address to listen on; one that other machines reach needs a password or a "
+         "key."), str, "127.0.0.1"),
     flag("port", typer.Option(min=1, max=65535, help="Port to listen on."), int, 7999),
     flag("models_folder", typer.Option(help="A folder that models may come from; may be repeated."), list[Path] | None),
-    flag("public_url", typer.Option(help="How browsers reach it through a proxy with TLS, as https://manager.example.")),
-    flag("allow_host", typer.Option(help="A further name to answer to; may be repeated."), list[str] | None),
+    flag("public_url", typer.Option(help="URL under which browsers reach the manager through a TLS proxy, such as "
+         "https://manager.example.")),
+    flag("allow_host", typer.Option(help="A further host name to accept in requests; may be repeated."),
+         list[str] | None),
     flag("allow_origin", typer.Option(help="A site whose scripts may use the gateway; may be repeated."),
          list[str] | None),
-    flag("ram", typer.Option(help="RAM that all engines together may hold; without it, what is free.")),
-    flag("gpu_memory", typer.Option(help="The same of the memory of each GPU.")),
+    flag("ram", typer.Option(help="RAM that all engines together may hold; without it, all that is free.")),
+    flag("gpu_memory", typer.Option(help="Memory of each GPU that all engines together may hold; without it, all that "
+         "is free.")),
     flag("upstream", typer.Option(help="Another server of OpenAI's API, as NAME=URL, whose models are served as "
          "NAME/MODEL; may be repeated."), list[str] | None),
-    flag("upstream_key", typer.Option(help="The variable of the environment that holds its key, as NAME=VARIABLE; may "
-         "be repeated."), list[str] | None),
-    flag("any_vllm_flag", typer.Option("--any-vllm-flag", help="Allow vLLM's flags that run code or open files over "
-         "the web."), bool, False),
+    flag("upstream_key", typer.Option(help="Environment variable with the key of an --upstream server, as "
+         "NAME=VARIABLE; may be repeated."), list[str] | None),
+    flag("any_vllm_flag", typer.Option("--any-vllm-flag", help="Let the page and the API set vLLM flags that run code "
+         "or open files."), bool, False),
     flag("keep_engines", typer.Option("--keep-engines", help="Leave engines running when the manager ends."), bool,
          False),
 ])  # fmt: skip
@@ -90,10 +94,10 @@ def add(
         Scope, typer.Option(help="Everything, requests to models under /v1 only, or /metrics only.")
     ] = Scope.ALL,
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that it may use, with --scope gateway; may be repeated.")
+        list[str] | None, typer.Option(help="A model that the key may use, with --scope gateway; may be repeated.")
     ] = None,
     expires_in: Annotated[
-        str | None, typer.Option(help="How long it is valid, such as 30d; without it, always.")
+        str | None, typer.Option(help="How long the key is valid, such as 30d; without it, it does not expire.")
     ] = None,
 ) -> None:
     """Make an API key and print it, once."""
@@ -102,7 +106,7 @@ def add(
     with opened_registry() as registry:
         secret, _ = create_key(registry, name, KeyScope(scope), models=model or (), expires_in=expires_in)
     print(secret)
-    to_stderr("it is shown this once; send it as: Authorization: Bearer KEY")
+    to_stderr("the key is shown only once; send it as: Authorization: Bearer KEY")
 
 
 @keys.command("list", epilog="Example: overspill manager keys list")
@@ -143,5 +147,5 @@ def _new_password() -> str:
         return sys.stdin.readline().rstrip("\n")
     first = getpass.getpass("new password: ")
     if first != getpass.getpass("the same again: "):
-        raise OverspillError("the two differ; nothing was set")
+        raise OverspillError("the passwords differ; nothing was changed")
     return first

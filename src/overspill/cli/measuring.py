@@ -32,17 +32,17 @@ def _failing() -> contextlib.AbstractContextManager[None]:
 
 @with_flags("given", [
     flag("workload", typer.Option(help="overhead, multi-turn (the default), shared-prefix, long-context, offline, "
-         "edit or write; then what is not to be the default: multi-turn:conversations=8,turns=4.")),
-    flag("prompts", typer.Option(help="A file of conversations in ShareGPT's shape, to send instead; with --workload "
-         "file:turns=3 what is not to be the default.")),
-    flag("goodput", typer.Option(help="Count requests that keep to these limits in milliseconds: ttft:500,tpot:50.")),
-    flag("model", typer.Option(help="The model's name there; needed if there are several.")),
+         "edit or write; options follow a colon: multi-turn:conversations=8,turns=4.")),
+    flag("prompts", typer.Option(help="A file of conversations in ShareGPT's format, to send instead; its options go "
+         "in --workload file:turns=3.")),
+    flag("goodput", typer.Option(help="Count requests within these limits, in milliseconds: ttft:500,tpot:50.")),
+    flag("model", typer.Option(help="The model's name on the server; needed if it serves several.")),
     flag("api_key", typer.Option(help="The server's key, if it has one.", envvar="OVERSPILL_API_KEY")),
-    flag("seed", typer.Option(help="What prompts are drawn from; 0 if not given."), int | None),
+    flag("seed", typer.Option(help="Random seed of the prompts; 0 if not given."), int | None),
     flag("expect", typer.Option(help="offload or spill: exit with 1 if that tier served nothing.")),
     flag("label", typer.Option(help="A name for this configuration, to compare results by.")),
     flag("experiment", typer.Option(help="A name that compared results have in common.")),
-    flag("resume", typer.Option(help="Go on with an incomplete result, by its number."), int | None),
+    flag("resume", typer.Option(help="Resume an incomplete result, by its number."), int | None),
 ])  # fmt: skip
 def bench(
     given: dict[str, Any],
@@ -78,12 +78,13 @@ def bench(
     flag("a", typer.Option(metavar="TEXT", help="The configuration that others are compared with: flags of overspill "
          "serve, `vllm` and its flags, or a peer (`none`, `native:8GiB`, `simple-lazy:8GiB`, …). `LABEL = …` names "
          "it.")),
-    flag("b", typer.Option(metavar="TEXT", help="What it is compared with.")),
+    flag("b", typer.Option(metavar="TEXT", help="A configuration to compare with it.")),
     *(flag(key, typer.Option(metavar="TEXT", help="Another configuration.")) for key in "cdef"),
     flag("common", typer.Option(metavar="FLAGS", help="Flags that all configurations have.")),
-    flag("workload", typer.Option(help="What is sent: `multi-turn` (the default), or as overspill bench takes it.")),
-    flag("repeats", typer.Option(help="How often each is measured; 3 if not given."), int | None),
-    flag("seed", typer.Option(help="What requests are drawn from; 0 if not given."), int | None),
+    flag("workload", typer.Option(help="Workload: `multi-turn` (the default), or any other that overspill bench "
+         "accepts.")),
+    flag("repeats", typer.Option(help="How often each configuration is measured; 3 if not given."), int | None),
+    flag("seed", typer.Option(help="Random seed of the requests; 0 if not given."), int | None),
     flag("keeps_engines", typer.Option("--keep", help="Start each engine once, and empty its caches between repeats."),
          bool | None),
     flag("expects", typer.Option("--expect", help="`offload` or `spill`: exit with 1 if engines that have it did not "
@@ -95,7 +96,7 @@ def ab(
         str | None, typer.Argument(help="A folder, a repository of Hugging Face's cache or hub, or a registry's name.")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="EXPERIMENT", help="Do what is missing of an experiment.")
+        str | None, typer.Option(metavar="EXPERIMENT", help="Run the missing parts of an experiment.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file for the report as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="A file for the report as a page.")] = None,
@@ -129,14 +130,14 @@ def ab(
 @with_flags("how", [
     flag("goal", typer.Option(help="throughput (the default), ttft (time to the first token) or context (the longest "
          "one).")),
-    flag("workload", typer.Option(help="What is sent, as overspill bench takes it; without it, the goal's own.")),
-    flag("repeats", typer.Option(help="How often the best ones are measured; 3 if not given."), int | None),
-    flag("seed", typer.Option(help="What requests are drawn from; 0 if not given."), int | None),
-    flag("most", typer.Option("--candidates", min=1, help="Try at most so many, the plan's own choice first."),
-         int | None),
+    flag("workload", typer.Option(help="Workload, as for overspill bench; without it, the goal's own.")),
+    flag("repeats", typer.Option(help="How often the best configurations are measured; 3 if not given."), int | None),
+    flag("seed", typer.Option(help="Random seed of the requests; 0 if not given."), int | None),
+    flag("most", typer.Option("--candidates", min=1, help="Try at most this many configurations, the plan's own choice "
+         "first."), int | None),
     flag("allow_fp8", typer.Option("--allow-fp8", help="Try KV in fp8 too, which rounds it and so may change answers."),
          bool | None),
-    flag("name", typer.Option(help="What the model is called in the registry, if it is not there yet.")),
+    flag("name", typer.Option(help="Name under which to add the model to the registry, if it is not there yet.")),
 ])  # fmt: skip
 def tune(
     given: dict[str, Any],
@@ -144,12 +145,12 @@ def tune(
     model: Annotated[
         str | None, typer.Argument(help="A folder, a model of the registry, or a repository of Hugging Face's.")
     ] = None,
-    budget: Annotated[str, typer.Option(help="How long it may take: `90s`, `10m`, `2h`.")] = "30m",
+    budget: Annotated[str, typer.Option(help="How long tuning may take: `90s`, `10m`, `2h`.")] = "30m",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, and leave the model's settings alone.")] = False,
     keeps: Annotated[
         bool, typer.Option("--keep", help="Keep the best even if the runs do not show that it is better.")
     ] = False,
-    resume: Annotated[str | None, typer.Option(metavar="EXPERIMENT", help="Go on with one that was ended.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="EXPERIMENT", help="Resume an interrupted tuning run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:
     """Try settings in short runs, and keep the best as the model's. Exits with 1 if none was found."""
@@ -182,13 +183,15 @@ def tune(
 
 @with_settings(PLANNING, hidden={"gpu"})
 @with_flags("how", [
-    flag("quick", typer.Option("--quick", help="Every scenario once; so without --soak."), bool, False),
-    flag("soak", typer.Option("--soak", help="Again and again, with other lengths and orders."), bool, False),
-    flag("minutes", typer.Option(metavar="<int>", help="With --soak: how long; 30 without it.")),
-    flag("seed", typer.Option(metavar="<int>", help="What prompts and orders are drawn from; 0 if not given.")),
-    flag("load_format", typer.Option(help="`dummy` for random weights in place of the model's; none are needed then.")),
-    flag("prompts", typer.Option(metavar="<int>", help="Of shared-attention; 8 if not given.")),
-    flag("scenarios", typer.Option("--scenario", help="Only this one; may be given several times."), list[str], []),
+    flag("quick", typer.Option("--quick", help="Every scenario once; the default."), bool, False),
+    flag("soak", typer.Option("--soak", help="Repeat the scenarios, with other lengths and orders."), bool, False),
+    flag("minutes", typer.Option(metavar="<int>", help="With --soak: how long to repeat them; 30 if not given.")),
+    flag("seed", typer.Option(metavar="<int>", help="Random seed of prompts and orders; 0 if not given.")),
+    flag("load_format", typer.Option(help="`dummy` for random weights instead of the model's, so that no weight "
+         "files are needed.")),
+    flag("prompts", typer.Option(metavar="<int>", help="Number of prompts of shared-attention; 8 if not given.")),
+    flag("scenarios", typer.Option("--scenario", help="Only this scenario; may be given several times."),
+         list[str], []),
 ])  # fmt: skip
 def verify(
     given: dict[str, Any],
@@ -204,7 +207,7 @@ def verify(
     request = read_request(**how)
     launch = launch_of(model, given, defaults=DEFAULTS)
     if launch.vllm_args:
-        to_stderr(f"not used here: vLLM's own flags of the registry ({' '.join(launch.vllm_args)})")
+        to_stderr(f"not used here: the registry's vLLM flags ({' '.join(launch.vllm_args)})")
     with failing(CannotVerify):
         proof = prove(launch, request, to_stderr)
     print(json.dumps(proof.as_json(), indent=2) if as_json else proof.as_text())

@@ -17,7 +17,7 @@ models = group("Models and their settings: add, list, show, edit, undo, rm, impo
 Name = Annotated[str, typer.Argument(help="The model's name in the registry.")]
 VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]
 IfVersion = Annotated[
-    int | None, typer.Option("--if-version", help="Only if it is at this version, which `show` prints.")
+    int | None, typer.Option("--if-version", help="Only if the model is at this version, which `show` prints.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes, times seconds.")]
 
@@ -30,7 +30,7 @@ def add(given: dict[str, Any], name: Name, vllm_args: VllmArgs = None) -> None:
     from overspill.registry import RegistryError, add_model
 
     if vllm_args and not vllm_args[0].startswith("-"):
-        raise RegistryError(f"what {name} is comes with a flag: overspill models add {name} --source {vllm_args[0]}")
+        raise RegistryError(f"give the model's source with a flag: overspill models add {name} --source {vllm_args[0]}")
     with opened_registry() as registry:
         added = add_model(registry, name, {**given, "vllm_args": vllm_args or None})
     print(f"added {added.name}: {added.settings.source}")
@@ -82,7 +82,7 @@ def edit(
     given: dict[str, Any],
     name: Name,
     vllm_args: VllmArgs = None,
-    unset: Annotated[list[str] | None, typer.Option(help="Take a setting back, by its name; may be repeated.")] = None,
+    unset: Annotated[list[str] | None, typer.Option(help="Unset a setting, by its name; may be repeated.")] = None,
     if_version: IfVersion = None,
 ) -> None:
     """Change the given settings, and list those that a running server takes over only when it is restarted."""
@@ -92,7 +92,7 @@ def edit(
     changes = {key: value for key, value in given.items() if value is not None}
     taken_back = {key.removeprefix("--").replace("-", "_"): None for key in unset or ()}
     if both := sorted(changes.keys() & taken_back):
-        raise RegistryError(f"{both[0]} is both given and taken back by --unset; leave one of the two out")
+        raise RegistryError(f"{both[0]} is both set and unset; leave one of the two out")
     if not changes and not taken_back:
         raise RegistryError("nothing to change was given; name a setting, such as --ram 64GiB, or --unset one")
     with opened_registry() as registry:
@@ -112,20 +112,22 @@ def undo(name: Name) -> None:
 
 def _print_edit(name: str, edited: "Edit") -> None:
     if not edited.changed:
-        print(f"{name} is as it was")
+        print(f"{name} is unchanged")
         return
     before, after = _shown(edited.before), _shown(edited.after)
     for key in edited.changed:
         print(f"{key}: {before[key]} -> {after[key]}")
     if edited.needs_restart:
         running = ", ".join(run.process_text for run in edited.running)
-        print(f"{name} is running ({running}); after a restart only: {', '.join(edited.needs_restart)}")
+        print(f"{name} is running ({running}); these changes need a restart: {', '.join(edited.needs_restart)}")
 
 
 @models.command(epilog="Example: overspill models rm qwen")
 def rm(
     name: Name,
-    force: Annotated[bool, typer.Option("--force", help="Although it runs; it goes on running.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Remove the model even if it is running; its engine keeps running.")
+    ] = False,
     if_version: IfVersion = None,
 ) -> None:
     """Remove a model from the registry. Its files, runs and results stay."""
@@ -139,7 +141,7 @@ def rm(
 @models.command("import", epilog="Example: overspill models import models.yaml")
 def import_all(
     file: Annotated[
-        Path | None, typer.Argument(help="YAML or JSON (.json); without it, Hugging Face's cache is looked through.")
+        Path | None, typer.Argument(help="YAML or JSON (.json); without it, Hugging Face's cache is searched.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -172,6 +174,6 @@ def _run_line(run: "Run") -> str:
     if run.is_running:
         return started
     if run.ended_at is None:
-        return f"{started}, gone without a word"
+        return f"{started}, ended without a report"
     code = "" if run.exit_code is None else f" with {run.exit_code}"
     return f"{started}, {run.end}{code} {run.ended_at:%Y-%m-%d %H:%M:%S} UTC"

@@ -27,10 +27,12 @@ class Format(StrEnum):
 
 @results.command("list", epilog="Example: overspill results list --model qwen --json")
 def list_all(
-    model: Annotated[str | None, typer.Option(help="Only of this model, as it was named when it was measured.")] = None,
-    benchmark: Annotated[str | None, typer.Option(help="Only of this workload, such as multi-turn.")] = None,
-    experiment: Annotated[str | None, typer.Option(help="Only of this experiment.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, max=_MOST_LISTED, help="Only so many, the newest.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Only results of this model, as it was named when it was measured.")
+    ] = None,
+    benchmark: Annotated[str | None, typer.Option(help="Only results of this workload, such as multi-turn.")] = None,
+    experiment: Annotated[str | None, typer.Option(help="Only results of this experiment.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=_MOST_LISTED, help="Only this many, the newest.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List all results, the newest first."""
@@ -71,7 +73,7 @@ def compare(ids: Names, as_json: AsJson = False) -> None:
 @results.command(epilog="Example: overspill results export ab-20261115-120000-3f2a --format html --out report.html")
 def export(
     ids: Names,
-    form: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.JSON,
+    form: Annotated[Format, typer.Option("--format", help="Format to write.")] = Format.JSON,
     out: Annotated[Path | None, typer.Option(help="The file; without it, standard output.")] = None,
 ) -> None:
     """Export results, with everything that is known of them, to a file or standard output."""

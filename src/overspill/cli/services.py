@@ -26,12 +26,14 @@ service.add_typer(manager, name="manager")
 
 VllmArgs = Annotated[list[str] | None, typer.Argument(help="vLLM's own flags, after `--`.")]
 IsSystem = Annotated[bool, typer.Option("--system/--user", help="For the whole machine, or for this user.")]
-Name = Annotated[str | None, typer.Option(help="What to call the service, if not as the model.")]
-RunAs = Annotated[str | None, typer.Option(help="The user of a system service, if not the one who asks for it.")]
-Folder = Annotated[
-    Path | None, typer.Option(help="Where units are, instead of systemd's own folder; systemd is then not told.")
+Name = Annotated[str | None, typer.Option(help="Name of the service; without it, the model's.")]
+RunAs = Annotated[
+    str | None, typer.Option(help="User that a system service runs as; without it, the user who installs it.")
 ]
-Now = Annotated[bool, typer.Option("--now", help="Start it, now and whenever the machine starts.")]
+Folder = Annotated[
+    Path | None, typer.Option(help="Folder for units, instead of systemd's own; systemd is then not reloaded.")
+]
+Now = Annotated[bool, typer.Option("--now", help="Start the service now and whenever the machine starts.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite units that Overspill did not write.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")]
 # A service is for the GPU of this machine, and `--force` here overwrites files.
@@ -76,8 +78,8 @@ def install(
     planned = _planned(model, given, vllm_args or [], is_system=is_system, name=name, run_as=run_as, folder=folder)
     if others := on_port(units_of(planned.mode, folder).folder, planned):
         to_stderr(
-            f"warning: port {planned.port} is also that of {' and '.join(others)}: the one that is started later "
-            "fails. Give another --port"
+            f"warning: port {planned.port} is also used by {' and '.join(others)}: whichever starts later fails. Give "
+            "another --port"
         )
     _install(planned, folder, force=force, now=now)
 
@@ -156,22 +158,22 @@ def _install(made: "Service", folder: Path | None, *, force: bool, now: bool) ->
         why = "systemd does not run here" if is_system else "this user has no systemd here"
         why += "; leave --now out, and start the service where it runs"
         if folder is not None:
-            why = f"it does not read --folder {folder}; leave one of the two out"
+            why = f"systemd does not read --folder {folder}; leave one of the two out"
         raise OverspillError(f"--now needs systemd, and {why}")
     _print_changed("wrote", units, installation.install(units, made, force=force, now=now))
     if not now:
         start = f"{_SYSTEMCTL[units.mode]} enable --now {shlex.quote(made.unit)}"
-        print(f"to start it, now and whenever the machine starts: {start}")
+        print(f"to start the service now and whenever the machine starts: {start}")
     print(f"its log: journalctl {'' if is_system else '--user '}-u {shlex.quote(made.unit)}")
     if not is_system:
-        print("to keep it when you log out: loginctl enable-linger")
+        print("to keep it running when you log out: loginctl enable-linger")
 
 
 def _print_changed(verb: str, units: "Units", paths: list[Path]) -> None:
     for path in paths:
         print(f"{verb} {path}")
     if units.systemctl is None:
-        print(f"systemd was not told; where it runs: {_SYSTEMCTL[units.mode]} daemon-reload")
+        print(f"systemd was not reloaded; where it runs, use: {_SYSTEMCTL[units.mode]} daemon-reload")
 
 
 def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "Service":

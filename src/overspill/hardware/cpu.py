@@ -36,7 +36,9 @@ def cpu_attention(threads: int | None = None) -> Known[int]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         if (path := _path()) is not None:
             rate = int(json.loads(path.read_text(encoding="utf-8"))[_key(threads)])
-            return measured(int(rate * BESIDE_LINK), f"{_threads(threads)}, less what the link takes of the memory")
+            return measured(
+                int(rate * BESIDE_LINK), f"{_threads(threads)}, less the memory bandwidth that the link takes"
+            )
     return assumed_attention(threads)
 
 

@@ -225,8 +225,9 @@ def require_this_machine(prepared: Prepared) -> None:
     plan, vllm = prepared.plan, prepared.vllm
     if plan.gpu.is_stated and not plan.platform.is_cpu:
         raise OverspillError(
-            "--gpu states a card, and a model is served on the GPU that is here; leave it out, use --gpu-memory to "
-            "keep to a part of the GPU, or use overspill serve --dry-run for the command that would serve it there"
+            "--gpu names a card to plan for, and a model is served on this machine's GPU; leave --gpu out, use "
+            "--gpu-memory to limit the GPU memory, or use overspill serve --dry-run for the command that would serve "
+            "it on that card"
         )
     if (why := wrong_build(plan, vllm)) is not None:
         raise CannotServe(why)

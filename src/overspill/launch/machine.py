@@ -124,7 +124,7 @@ def _kv_options(settings: Mapping[str, Any]) -> str:
 
 def _on_ledger(wishes: Wishes, gpu: Gpu, *, is_cpu: bool) -> Wishes:
     if (path := ledger_file(gpu.uuid)) is None:
-        raise OverspillError("--elastic keeps account in a file, and there is no home for it; set XDG_STATE_HOME")
+        raise OverspillError("--elastic needs a ledger file, and there is no home folder for it; set XDG_STATE_HOME")
     # No driver counts the free part of RAM that stands in for a GPU.
     held = 0
     if is_cpu and path.exists():
@@ -169,7 +169,7 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
     wanted = settings.get("device") or "auto"
     if wanted == "cpu" and settings.get("gpu") is not None:
         raise OverspillError(
-            "--device cpu plans for a machine without a GPU, and --gpu states one; leave one of them out"
+            "--device cpu plans for a machine without a GPU, and --gpu names one; leave one of them out"
         )
     if wanted == "cpu" or (wanted == "auto" and not hardware.gpus and vllm is not None and vllm.is_cpu):
         return _cpu(found, hardware, settings)
@@ -189,7 +189,7 @@ def _chosen_gpus(hardware: Hardware, settings: Mapping[str, Any]) -> tuple[Gpu, 
     first, ranks, names = hardware.first_gpu(), num_ranks(settings), settings.get("gpus")
     if settings.get("gpu") is not None:
         if names is not None:
-            raise OverspillError("--gpu states a card, and --gpus chooses among those that are here; leave one out")
+            raise OverspillError("--gpu plans for another card, and --gpus chooses among this machine's; leave one out")
         return (first,) * ranks
     here = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in hardware.gpus)
     chosen = hardware.gpus if names is None else visible_gpus(hardware.gpus, names)
@@ -251,7 +251,7 @@ def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> De
     elif gpu_memory * ranks > available.value:
         raise OverspillError(
             f"--gpu-memory is {format_size(gpu_memory)}, and {format_size(available.value)} of RAM is available to "
-            "play the GPU's memory; give less"
+            "take the place of GPU memory; give less"
         )
     else:
         total = assumed(gpu_memory, "RAM in place of a GPU's memory, by --gpu-memory")
@@ -303,7 +303,7 @@ def require_total(machine: Machine, ram_bytes: int, stand_in_bytes: int = 0) -> 
     _require(
         need, limit.value, stand_in_bytes,
         f"{asked} needs {format_size(need)} of RAM, and {which} {format_size(limit.value)}",
-        "To plan for another machine, state its card too, as with --gpu rtx4090",
+        "To plan for another machine, name its card too, as with --gpu rtx4090",
     )  # fmt: skip
 
 
@@ -322,7 +322,7 @@ def require_available(machine: Machine, plan: Plan) -> None:
         max(takes, pools + reserve if pools else 0), available.value, stand_in,
         f"the plan takes {format_size(takes)} of RAM{reserved}; {format_size(available.value)} is available now "
         f"({available.note})",
-        "End other programs, or start it all the same with --force",
+        "End other programs, or start anyway with --force",
     )  # fmt: skip
 
 

@@ -33,7 +33,9 @@ def remember(fingerprint: str, profile: Profile, environ: Mapping[str, str] | No
             with open_registry(environ=environ, wait_seconds=_WAIT_S) as registry:
                 save_profile(registry, fingerprint, profile)
     except NoRegistry as error:
-        logger.warning("Overspill: what this run measured is not kept, and plans go on assuming it: %s", error)
+        logger.warning(
+            "Overspill: this run's measurements could not be saved, so plans keep using assumed sizes: %s", error
+        )
 
 
 class Remembered:
@@ -62,7 +64,9 @@ class Remembered:
             return found
         except NoRegistry as error:
             self._is_usable = False
-            logger.warning("Overspill: what earlier runs measured cannot be read, and is assumed: %s", error)
+            logger.warning(
+                "Overspill: measurements of earlier runs cannot be read, so plans use assumed sizes: %s", error
+            )
             return None
 
 

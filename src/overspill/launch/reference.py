@@ -74,8 +74,8 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
         with suppress(NoRegistry):  # a folder needs no registry
             if not isinstance(model := _registered(name, environ), str):
                 shadowed = (
-                    f"{name} is a folder here, and taken; the registry's {name} ({model.settings.source}) and its "
-                    "settings are not. For these, run this somewhere else"
+                    f"{name} is a folder here, and is used; the registry's {name} ({model.settings.source}) and its "
+                    "settings are not. To use them, run this in another folder"
                 )
                 return ModelRef(name=name, source=name, warning=shadowed)
         return plain
@@ -84,14 +84,14 @@ def look_up(name: str, environ: Mapping[str, str] | None = None) -> ModelRef:
     except NoRegistry as error:
         if "/" not in name and not os.path.exists(name):
             raise
-        warning = f"{str(error).rstrip('.')}. So {name} is taken for a repository or a folder"
+        warning = f"{str(error).rstrip('.')}. So {name} is treated as a repository or a folder"
         return ModelRef(name=name, source=name, warning=warning)
     if isinstance(model, str):
         # Most repositories have an owner and a slash, and are not registered; a bare name is likely misspelt.
         if not model or "/" in name or os.path.exists(name):
             return plain
         ended = model if model.endswith("?") else f"{model}."
-        return ModelRef(name=name, source=name, warning=f"{ended} So {name} is taken for a repository")
+        return ModelRef(name=name, source=name, warning=f"{ended} So {name} is treated as a repository")
     if not os.path.isabs(model.settings.source) and os.path.lexists(model.settings.source):
         # The right to name a repository must not give access to folders.
         raise OverspillError(

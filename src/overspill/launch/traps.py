@@ -95,7 +95,7 @@ def _check_allocator(combined: Combined, environment: Mapping[str, str], checked
         if left != parts:
             checked.environment[name] = ",".join(left) or None
             checked.warnings.append(
-                f"{name}=expandable_segments:True is taken out for vLLM: with it, KV could move to other memory while "
+                f"{name}=expandable_segments:True is removed for vLLM: with it, KV could move to other memory while "
                 "it is being copied to RAM"
             )
 
@@ -118,7 +118,7 @@ def _check_kv_space(combined: Combined, environment: Mapping[str, str], checked:
     for name in CONTRADICTING_VARIABLES:
         if on_cpu and has_flag and environment.get(name):
             checked.environment[name] = None
-            checked.warnings.append(f"{name} is taken out for vLLM: it would win over --kv-cache-memory-bytes")
+            checked.warnings.append(f"{name} is removed for vLLM: it would override --kv-cache-memory-bytes")
 
 
 def _check_exposure(combined: Combined, environment: Mapping[str, str], checked: Checked) -> None:

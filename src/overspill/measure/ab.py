@@ -64,7 +64,7 @@ def run(
     if definition.keeps_engines:
         require_emptied(list(configurations.values()))
     if definition.expects is not None and all(definition.expects not in one.tiers for one in launches.values()):
-        raise MeasureError(f"--expect {definition.expects}: none of the configurations has it")
+        raise MeasureError(f"--expect {definition.expects}: no configuration has this tier")
     for label, launch in launches.items():
         for warning in launch.warnings:
             say(f"warning: {label}: {warning}")

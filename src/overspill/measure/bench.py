@@ -81,7 +81,8 @@ class Bench:
     def errors(self) -> list[str]:
         found = []
         if not self.outcome.is_complete:
-            again = f"; to go on: overspill bench {self.target.url} --resume {self.result_id}" if self.result_id else ""
+            command = f"overspill bench {self.target.url} --resume {self.result_id}"
+            again = f"; to resume: {command}" if self.result_id else ""
             found.append(f"the measurement is not complete: {self.outcome.problem}{again}")
         elif self.unmet is not None:
             found.append(self.unmet)
@@ -129,7 +130,7 @@ def read_request(
 
 def _resumed(request: Request, resume: int, *, url: str | None, **given: object) -> Request:
     if extra := [name for name, value in given.items() if value is not None]:
-        raise MeasureError(f"--{extra[0]} cannot be given with --resume: it is that of result {resume}; leave it out")
+        raise MeasureError(f"--{extra[0]} cannot be given with --resume: result {resume} sets it; leave it out")
     with open_registry() as registry:
         result = get_result(registry, resume)
     if result.is_complete:
@@ -141,15 +142,15 @@ def _resumed(request: Request, resume: int, *, url: str | None, **given: object)
     measured_at = str(config.get("url") or request.url)
     if url is not None and request.url != measured_at:
         raise MeasureError(
-            f"result {resume} was measured at {measured_at}, and not at {request.url}: half of each would be a "
-            f"measurement of neither. Leave the address out to go on there, or measure {request.url} anew without "
-            "--resume"
+            f"result {resume} was measured at {measured_at}, not at {request.url}, and parts measured at two "
+            f"addresses cannot be combined. Leave the address out to resume there, or measure {request.url} anew "
+            "without --resume"
         )
     # Pass all parameters: defaults may have changed since.
     written = ",".join(f"{name}={value}" for name, value in parameters.items())
     workload = parse_workload(f"{result.benchmark}:{written}", str(config.get("file") or ""))
     if workload.digest != config.get("digest", ""):
-        raise MeasureError(f"{workload.file} is not the file that it was for result {resume}; measure it anew")
+        raise MeasureError(f"{workload.file} has changed since result {resume}; measure it anew without --resume")
     if request.goodput is None and config.get("goodput"):
         request = replace(request, goodput=parse_limits(str(config["goodput"])))
     return replace(
@@ -166,7 +167,7 @@ def run_bench(
     try:
         open_registry().close()
     except CannotNow as error:
-        say(f"warning: {error}. The result will be printed only")
+        say(f"warning: {error}. The result will be printed, not saved")
     target = find_target(request.url, request.model, request.api_key)
     provenance = server_provenance(target)
     if request.earlier is not None and (changes := server_changes(request.earlier, provenance)):
@@ -182,7 +183,7 @@ def run_bench(
         outcome = replace(outcome, metrics={**outcome.metrics, **goodput_metrics(outcome.metrics, request.goodput)})
     found = Bench(request=request, target=target, outcome=outcome)
     if not outcome.metrics["completed"]:
-        return replace(found, not_saved="nothing was answered")
+        return replace(found, not_saved="no request was answered")
     try:
         with open_registry() as registry:
             return replace(found, result_id=save_result(registry, _measurement(found, provenance, started_at)).id)

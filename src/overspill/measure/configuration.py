@@ -46,7 +46,7 @@ PEERS = {
     for peer in (
         Peer("none", "vLLM without KV in RAM", needs_gpu=False),
         Peer("native", "vLLM's OffloadingConnector", _NATIVE),
-        Peer("native-decode", "the same, and what was generated goes to RAM too", _NATIVE,
+        Peer("native-decode", "the same, including generated tokens", _NATIVE,
              options={"offload_prompt_only": False}),
         Peer("simple", "as simple-eager", _SIMPLE, options=_EAGERLY),
         Peer("simple-eager", "vLLM's SimpleCPUOffloadConnector, which stores at once", _SIMPLE, options=_EAGERLY),
@@ -100,7 +100,9 @@ def read_peer(text: str) -> PeerSettings:
     except OverspillError as error:
         raise MeasureError(f"{text!r:.80}: {error}") from error
     if num_bytes <= 0:
-        raise MeasureError(f"{text!r:.80}: {name} needs some RAM; write for example {name}:8GiB, or none for none")
+        raise MeasureError(
+            f"{text!r:.80}: {name} needs some RAM; write for example {name}:8GiB, or none for vLLM alone"
+        )
     read = PeerSettings(peer=peer, num_bytes=num_bytes, options=dict(_option(text, option) for option in options))
     if peer.connector == _OVERSPILL:
         try:
@@ -218,7 +220,7 @@ def _split_label(written: str) -> tuple[str, str]:
     if not equals or not label or any(word.startswith("-") for word in label.split()) or set(label) & set(":\"'"):
         return "", written
     if len(label) > _LONGEST_LABEL or not label.isprintable():
-        raise MeasureError(f"a label has at most {_LONGEST_LABEL} characters that can be printed, not {label!r:.90}")
+        raise MeasureError(f"a label has at most {_LONGEST_LABEL} printable characters, not {label!r:.90}")
     return label, rest
 
 
@@ -272,10 +274,10 @@ def _plain(place: str, kind: str, flags: Sequence[Flag]) -> list[str]:
         if setting is None:
             words += flag.words
         elif setting.name not in SHARED:
-            also = f", or vLLM's own {_INSTEAD[flag.name]} to this one" if flag.name in _INSTEAD else ""
+            also = f", or give this one vLLM's own {_INSTEAD[flag.name]}" if flag.name in _INSTEAD else ""
             raise MeasureError(
-                f"{place}: {flag.name} is a setting of Overspill's, and {kind} is vLLM without a plan; give it to the "
-                f"configurations that it is for{also}"
+                f"{place}: {flag.name} is a setting of Overspill's plan, and {kind} is vLLM without a plan; give it "
+                f"to configurations with a plan{also}"
             )
         elif isinstance(setting.default, bool):
             words += flag.words

@@ -26,7 +26,7 @@ def conversation_script(
     """Script of conversations drawn by the seed, each cut where it no longer fits, and notes for the reader."""
     given, conversations = workload.parameters, read_conversations(workload.file)
     if conversations.digest != workload.digest:
-        raise CannotMeasure(f"{workload.file} is not the file that it was; measure anew with the file that it is")
+        raise CannotMeasure(f"{workload.file} has changed since the measurement began; measure anew")
     order = random.Random(f"{seed}/file").sample(range(len(conversations.turns)), len(conversations.turns))
     wanted, rate = int(given["conversations"]), float(given["rate"])
     chains: list[Chain] = []
@@ -74,7 +74,7 @@ def tokenizer_of(target: Target) -> Iterator[Tokenize]:
                 return list(map(int, answer.raise_for_status().json()["tokens"]))
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 raise CannotMeasure(
-                    f"the server at {target.url} makes no tokens of a text ({error!r:.120}); a workload of a file "
+                    f"the server at {target.url} cannot tokenize text ({error!r:.120}); a workload from a file "
                     "needs vLLM's POST /tokenize. Serve the model with its tokenizer, or use another workload"
                 ) from error
 

@@ -96,8 +96,8 @@ def require_same(stored: Experiment, given: Mapping[str, Any], experiment: str) 
         was = getattr(stored, name)
         if value is not None and value != was:
             raise MeasureError(
-                f"experiment {experiment} has another {_FLAGS.get(name, f'--{name}')}: {shown(was)}, and not "
-                f"{shown(value)}. Leave it out to go on with the experiment, or start a new one without --resume"
+                f"experiment {experiment} has another {_FLAGS.get(name, f'--{name}')}: {shown(was)}, not "
+                f"{shown(value)}. Leave it out to resume the experiment, or start a new one without --resume"
             )
 
 

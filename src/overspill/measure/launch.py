@@ -183,7 +183,7 @@ class Server(server.Server):
             return
         found = [one for report in self.reports for one in differences(prepared.plan, prepared.way, report)]
         if stopping := [str(one) for one in found if one.stops]:
-            raise CannotServe(f"the engine did not become what was planned: {'; '.join(dict.fromkeys(stopping))}")
+            raise CannotServe(f"the engine differs from its plan: {'; '.join(dict.fromkeys(stopping))}")
 
     def reset(self, api_key: str | None) -> None:
         """Empty the KV cache and its tiers in RAM, with retries: vLLM refuses while copies are under way."""
@@ -196,7 +196,7 @@ class Server(server.Server):
                     timeout=60, trust_env=False,
                 )  # fmt: skip
             except httpx.HTTPError as error:
-                raise CannotServe(f"{self.launch.label} does not answer any more: {error}") from error
+                raise CannotServe(f"{self.launch.label} no longer answers: {error}") from error
             if answer.status_code == 200 and answer.json().get("success"):
                 return
             if answer.status_code != 200 or time.monotonic() > deadline:

@@ -53,8 +53,8 @@ _PROOFS: dict[Tier, tuple[str, str]] = {
     "spill": ("spill_in_bytes", "overspill_spill_in_bytes_total"),
 }
 _ADVICE: dict[Tier, str] = {
-    "offload": "Send more than the GPU's KV cache holds, and let it come back; and serve with --offload-ram",
-    "spill": "Send a request that is longer than the GPU's KV cache; and serve with a --max-model-len that needs --ram",
+    "offload": "Send more tokens than the GPU's KV cache holds, then send them again; and serve with --offload-ram",
+    "spill": "Send a request longer than the GPU's KV cache holds; and serve with a --max-model-len that needs --ram",
 }
 
 
@@ -251,7 +251,7 @@ class _Run:
         self._report_progress()
         if self.problem is None and self.failures:
             left = self._num_requests - len(self._earlier) - len(self.answers) - len(self.failures)
-            and_left = f", and {left} that would have followed were not sent" if left else ""
+            and_left = f", and {left} more were not sent" if left else ""
             first = next(iter(self.failures.values()))
             self.problem = f"{len(self.failures)} of {self._num_requests} requests failed{and_left}; the first: {first}"
 
@@ -379,8 +379,8 @@ def _notes(script: Script, part: Part, metrics: dict[str, Any], *, is_resumed: b
             )
     if any(answer.tokens is None for answer in part.answers.values()) and not is_resumed:
         notes.append(
-            "the server reports no token ids: answers are known by their text, and conversations go on with tokens "
-            "drawn in place of its answers"
+            "the server reports no token ids: answers are compared by text, and conversations continue with random "
+            "tokens in place of its answers"
         )
     if not part.samples:
         notes.append("the server is on another machine, so its memory is not known here")

@@ -160,7 +160,7 @@ def _command_changes(before: Sequence[str], now: Sequence[str]) -> list[str]:
     new = [word for word in now if word not in before]
     gone = [word for word in before if word not in now]
     parts = [f"{what} {_shown(' '.join(words))}" for what, words in (("with", new), ("without", gone)) if words]
-    return [f"its command is another one, {' and '.join(parts) or 'in another order'}"]
+    return [f"its command differs, {' and '.join(parts) or 'in another order'}"]
 
 
 def _value_changes(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], *, absent: str) -> list[str]:

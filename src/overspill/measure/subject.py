@@ -175,8 +175,8 @@ def _refusal(began: Subject, now: Subject, changes: Mapping[str, tuple[Any, Any]
     was = "added to the registry" if began.version is None else f"changed (version {began.version} to {now.version})"
     back = _command("edit", began.name, {name: old for name, (old, _) in changes.items()})
     return (
-        f"{began.name} was {was} since this tuning began, and differs in {words}: what is measured now could not be "
-        "compared with what was measured then, and the best would be kept over that change. Take it back with: "
+        f"{began.name} was {was} since this tuning began, and differs in {words}: new measurements could not be "
+        "compared with the earlier ones, and saving the best settings would overwrite that change. Undo it with: "
         f"{back}; or start anew, without --resume"
     )
 
@@ -212,7 +212,9 @@ class Kept:
         lines.append(f"to undo: overspill models undo {name}")
         if self.edit.needs_restart:
             running = ", ".join(run.process_text for run in self.edit.running)
-            lines.append(f"{name} is running ({running}); after a restart only: {', '.join(self.edit.needs_restart)}")
+            lines.append(
+                f"{name} is running ({running}); these changes need a restart: {', '.join(self.edit.needs_restart)}"
+            )
         return lines
 
     def as_json(self) -> dict[str, Any]:

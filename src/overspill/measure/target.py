@@ -107,7 +107,7 @@ def _list(target: Target) -> list[dict[str, Any]]:
         raise CannotMeasure(
             f"{target.url} refuses {'this' if target.api_key else 'to answer without a'} key; give {how}"
         )
-    not_openai = f"{target.url} answers, and not as an OpenAI server does: /v1/models gave"
+    not_openai = f"{target.url} answers, but not like an OpenAI server: /v1/models gave"
     if answer.status_code != httpx.codes.OK:
         raise CannotMeasure(f"{not_openai} status {answer.status_code}. Is it another program's port?")
     try:
@@ -132,7 +132,7 @@ def ask(target: Target, path: str) -> httpx.Response:
     except httpx.ConnectError as error:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             raise CannotMeasure(
-                f"the certificate of {target.url} is not one that this machine trusts ({error}); name the file of its "
+                f"the certificate of {target.url} is not trusted by this machine ({error}); name the file of its "
                 "authority, or the certificate itself, in SSL_CERT_FILE"
             ) from error
         raise CannotMeasure(

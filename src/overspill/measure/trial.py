@@ -229,7 +229,7 @@ def resumable(trials: Trials, say: Say) -> Iterator[None]:
         yield
     except CannotNow:
         command = f"overspill {trials.definition.COMMAND} --resume {trials.name}"
-        say(f"what was measured before is kept; to go on: {command}")
+        say(f"earlier measurements are kept; to resume: {command}")
         raise
     finally:
         trials.end_server()

@@ -57,13 +57,11 @@ def _announce(definition: Tuning, trials: Trials, say: Say) -> None:
         say(f"  {candidate.label}: {candidate.text(definition.given)}")
     if definition.subject is None:
         say(
-            f"warning: {trials.name} was begun by an Overspill that did not keep what {definition.name} was; make sure "
-            "that nobody changed it since, or start anew"
+            f"warning: {trials.name} was begun by a version that did not record the settings of {definition.name}; "
+            "make sure that nobody has changed them since, or start anew"
         )
     for each in running_runs(trials.registry):
-        say(
-            f"warning: {each.model} is running ({each.process_text}); candidates have what it leaves of memory and time"
-        )
+        say(f"warning: {each.model} is running ({each.process_text}); candidates share memory and compute with it")
 
 
 class _Run:
@@ -85,7 +83,7 @@ class _Run:
                 trial, left = found
                 if deadline is not None and time.monotonic() + reporter.usual_s > deadline:
                     self.is_out_of_time = True
-                    self._say(f"no time left for {trial.step.label}; more --budget would tell")
+                    self._say(f"no time left for {trial.step.label}; a longer --budget may allow it")
                     return
                 reporter.begin(trial.step.label, trial.step.repeat, left)
                 result = trials.run(trial)
@@ -125,7 +123,7 @@ class _Run:
         if not result.is_complete:
             problem = str(result.metrics.get("problem"))
             if problem == INTERRUPTED and self.is_out_of_time:
-                return f"broken off: the {duration(self._budget_s or 0)} of --budget are over"
+                return f"stopped: the --budget of {duration(self._budget_s or 0)} is used up"
             return problem
         if self.state.is_of_context:
             is_enough = self.state.lengths.get(length_of(result), False)

@@ -44,7 +44,7 @@ class TuningReport:
                 if not value:
                     failed[label] = f"{measure.name} was not measured"
                 elif self.is_of_context and value < least:
-                    failed[label] = f"too slow: {value:.3g} tok/s, and {least:g} are wanted"
+                    failed[label] = f"too slow: {value:.3g} tok/s, at least {least:g} is required"
                 else:
                     values.setdefault(label, {})[one.repeat or 1] = value
             elif problem != INTERRUPTED:
@@ -81,12 +81,12 @@ class TuningReport:
         if (winner := self.winner) is not None:
             lines += [f"Best: {winner.label}{self._why(winner)}", f"  {winner.text(self.definition.given)}"]
             if self._is_measured_once:
-                lines.append("One run of each was compared, which does not tell how runs vary.")
+                lines.append("One run of each was compared, which does not show how runs vary.")
         elif not self.is_interrupted:
             lines.append("No candidate could be measured to the end.")
         if self.is_interrupted or self.is_out_of_time:
-            why = "Interrupted" if self.is_interrupted else "The time of --budget is over"
-            how = f" To go on: overspill tune --resume {self.experiment}" if self.results else ""
+            why = "Interrupted" if self.is_interrupted else "The time of --budget is used up"
+            how = f" To resume: overspill tune --resume {self.experiment}" if self.results else ""
             lines.append(f"{why}.{how}")
         return lines
 

@@ -84,7 +84,7 @@ def _output(tokens: int) -> Parameter:
 
 
 def _concurrency(requests: int) -> Parameter:
-    return Parameter(name="concurrency", default=requests, help="requests under way at once, at most")
+    return Parameter(name="concurrency", default=requests, help="most requests in flight at once")
 
 
 _SINGLE_ANSWERS = (
@@ -99,7 +99,7 @@ WORKLOADS: Mapping[str, WorkloadKind] = {
     for kind in (
         WorkloadKind(
             name="overhead",
-            help="new prompts at a fixed rate: what offload costs where nothing comes back",
+            help="new prompts at a fixed rate: the cost of offload when no prompt returns",
             parameters=(
                 Parameter(name="requests", default=60, help="how many"),
                 Parameter(name="rate", default=2.0, help="requests a second", least=0.001),
@@ -162,13 +162,13 @@ WORKLOADS: Mapping[str, WorkloadKind] = {
         ),
         WorkloadKind(
             name="edit",
-            help="answers that repeat their prompt, as edits of code do: drafts are taken",
+            help="answers that repeat their prompt, as edits of code do: drafts are accepted",
             parameters=_SINGLE_ANSWERS,
             shortened_by=("input", "output"),
         ),
         WorkloadKind(
             name="write",
-            help="answers that repeat nothing: drafts are in vain",
+            help="answers that repeat nothing: drafts are rejected",
             parameters=_SINGLE_ANSWERS,
             shortened_by=("input", "output"),
         ),
@@ -179,12 +179,12 @@ WORKLOADS: Mapping[str, WorkloadKind] = {
 # Not in WORKLOADS, which are also offered where no file of this machine may be named.
 FILE = WorkloadKind(
     name="file",
-    help="conversations of a file, with real prompts",
+    help="conversations from a file, with real prompts",
     parameters=(
         Parameter(name="conversations", default=100, help="how many, drawn by the seed"),
         Parameter(name="turns", default=1, help="questions of each, at most"),
         Parameter(name="output", default=0, help="tokens of each answer; 0 for as many as in the file", least=0),
-        Parameter(name="rate", default=0.0, help="conversations that begin in a second; 0 for all at once", least=0.0),
+        Parameter(name="rate", default=0.0, help="conversations that begin per second; 0 for all at once", least=0.0),
         _concurrency(64),
     ),
     shortened_by=(),
@@ -204,9 +204,7 @@ def parse_workload(text: str, file: str = "") -> Workload:
             f"there is no workload {name!r:.60}; {nearest(name, WORKLOADS)} There are {', '.join(WORKLOADS)}"
         )
     if (name == FILE.name) != bool(file):
-        raise MeasureError(
-            f"--workload {FILE.name} and --prompts, of overspill bench, go together; the latter is a file"
-        )
+        raise MeasureError(f"--workload {FILE.name} and --prompts FILE need each other; only overspill bench has them")
     kind = _kind(name)
     place = {"file": os.path.abspath(file), "digest": read_conversations(os.path.abspath(file)).digest} if file else {}
     known = {parameter.name: parameter for parameter in kind.parameters}
@@ -295,7 +293,7 @@ class Script:
 
 def write_script(workload: Workload, seed: int) -> Script:
     if workload.file:
-        raise MeasureError("what a file asks is known with a server only, so it is for overspill bench alone")
+        raise MeasureError("a workload from a file needs a server's tokenizer, so only overspill bench takes it")
     return _WRITERS[workload.name](workload.parameters, seed)
 
 

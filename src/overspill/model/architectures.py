@@ -21,7 +21,7 @@ def layer_caches(config: Config) -> tuple[LayerCache, ...]:
     rule = RULES.get(config.architecture)
     if rule is None:
         similar = get_close_matches(config.architecture, RULES, n=3)
-        known = f" Planned are {len(RULES)} others{', ' + ', '.join(similar) + ' among them' if similar else ''}."
+        known = f" {len(RULES)} others can be planned{', ' + ', '.join(similar) + ' among them' if similar else ''}."
         raise ModelError(
             f"{config.where} names the architecture {config.architecture}, and how vLLM keeps its KV is not known "
             f"here, so it cannot be planned.{known} If vLLM knows it, vllm serve runs it, with Overspill's connector "

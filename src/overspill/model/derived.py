@@ -172,8 +172,8 @@ def derive_tensors(config: Config, *, dtype: str, is_tied: bool, quantization: s
         )
     if quantization is not None and (config.architecture, quantization) != ("GptOssForCausalLM", "mxfp4"):
         raise ModelError(
-            f"{config.where} describes weights quantised with {quantization}, and no weight files are beside it; their "
-            "size stands in the headers of the safetensors files only, so fetch these"
+            f"{config.where} describes weights quantised with {quantization}, and no weight files are beside it; only "
+            "the headers of the safetensors files give their size, so fetch these"
         )
     if config.integer("num_hidden_layers") * num_experts(config) > MAX_EXPERTS:
         raise ModelError(

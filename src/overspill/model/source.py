@@ -123,7 +123,9 @@ def _explained(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except PermissionError as error:
-        raise ModelError(f"{path} may not be read by this user; change its permissions, or run as another") from error
+        raise ModelError(
+            f"{path} may not be read by this user; change its permissions, or run as another user"
+        ) from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error}); check the path") from error
 

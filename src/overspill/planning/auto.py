@@ -35,7 +35,7 @@ class AutoContext:
     longest_speed: float
 
     def __str__(self) -> str:
-        took = f"--max-model-len auto takes {self.max_model_len:,} tokens, which decode at {self.speed:.1f} tokens/s"
+        took = f"--max-model-len auto chooses {self.max_model_len:,} tokens, which decode at {self.speed:.1f} tokens/s"
         if self.bound is Bound.MODEL:
             return f"{took}: the model's limit"
         if self.bound is Bound.MEMORY:
@@ -70,9 +70,9 @@ def auto_context(model: str, limit: int, min_speed: float, best_at: Callable[[in
     if found is None:
         most = speed_at(step)
         raise CannotServe(
-            f"{model} reaches {min_speed:g} tokens/s with no context: {step:,} tokens decode at {_rounded(most)}, "
-            f"since weights have to be in RAM. Use --min-speed {_rounded(most * 0.95)} for the longest context at that "
-            "speed, --max-model-len to name one, or a smaller or quantised model"
+            f"{model} does not reach {min_speed:g} tokens/s with any context: even {step:,} tokens decode at "
+            f"{_rounded(most)}, since weights have to be in RAM. Use --min-speed {_rounded(most * 0.95)} for the "
+            "longest context at that speed, --max-model-len to name one, or a smaller or quantised model"
         )
     return AutoContext(
         max_model_len=found, bound=bound, min_speed=min_speed, speed=speed_at(found), longest=longest,

@@ -13,9 +13,9 @@ from overspill.kv.options import Options, hint_for
 from overspill.kv.sizes import exact_size
 
 _ELSEWHERE = {
-    "host_bytes": "--offload-ram says it",
-    "spill_bytes": "the plan finds it, within --ram",
-    "resident_bytes": "the plan finds it, within --gpu-memory",
+    "host_bytes": "--offload-ram sets it",
+    "spill_bytes": "the plan determines it, within --ram",
+    "resident_bytes": "the plan determines it, within --gpu-memory",
 }
 _FIELDS = {field.name: field for field in fields(Options) if field.name not in _ELSEWHERE}
 _FLAGS = {

@@ -166,11 +166,11 @@ class Plan:
         if self.auto is not None and self.auto.bound is Bound.GPU:
             found.append(str(self.auto))
         if self.forced is not None and self.lossy is None:
-            found.append("it does not fit by this reckoning, and --force goes on with the nearest way")
+            found.append("the plan finds no way that fits; with --force, the nearest one is used")
         if self.forced is not None and not self.forced.is_exact:
             found.append(
-                f"no exact way fits, and --force goes on with KV in {self.forced.kv_cache_dtype}, which rounds it and "
-                "so may change answers"
+                f"no exact way fits; with --force, KV is kept in {self.forced.kv_cache_dtype}, which rounds it and so "
+                "may change answers"
             )
         return tuple(found)
 
@@ -376,7 +376,7 @@ def _asked_warnings(plan: Plan) -> Iterator[str]:
     for instead, way in plan.faster:
         assert plan.recommended is not None
         yield (
-            f"tensor parallelism over PCIe loses here: {instead} would answer at "
+            f"tensor parallelism over PCIe is slower here: {instead} would answer at "
             f"{way.at_once_tokens_per_s.value:.1f} t/s after {way.ttft_s.value:.1f} s ({way.name}), against "
             f"{plan.recommended.at_once_tokens_per_s.value:.1f} t/s after {plan.recommended.ttft_s.value:.1f} s"
         )
@@ -402,8 +402,8 @@ def _asked_warnings(plan: Plan) -> Iterator[str]:
     moves = chosen is not None and bool(chosen.weights.ram_bytes)
     if is_asked and moves and plan.longest_on_gpu >= plan.max_model_len:
         yield (
-            "weights go to RAM as asked, although all of them fit on the GPU beside this context: every step then "
-            "reads them over the link, which has cost up to 19 times the speed"
+            "weights go to RAM as requested, although all of them and this context fit on the GPU: every step then "
+            "reads them over the link, which made decoding up to 19 times slower"
         )
 
 

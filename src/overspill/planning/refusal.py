@@ -34,7 +34,7 @@ def need_and_have(plan: Plan) -> tuple[str, str]:
     if in_ram is not None:
         needed += f", or {format_size(in_ram)} of RAM {beside}"
     if in_ram is not None and plan.wishes.weights_ram_bytes:
-        needed += f" with {format_size(plan.wishes.weights_ram_bytes)} of weights there, as asked"
+        needed += f" with {format_size(plan.wishes.weights_ram_bytes)} of weights there, as requested"
     return needed, f"{there} and {format_size(plan.ram_bytes.value)} of RAM" + (
         " beside it" if plan.platform.is_cpu else ""
     )
@@ -76,7 +76,7 @@ def _amounts_of_ram(plan: Plan) -> Iterator[str]:
         if least > plan.ram_bytes.value:
             yield f"Least RAM that would do: --ram {-(-least // GiB)}GiB"
     elif plan.platform.is_cpu:
-        yield "No amount of --ram is enough beside so little in place of a GPU's memory"
+        yield "No amount of --ram is enough with so little --gpu-memory"
     elif (why := _whole_weights(plan)) is not None:
         yield f"No amount of RAM is enough with this GPU: {why}"
     else:
@@ -90,7 +90,7 @@ def _whole_weights(plan: Plan) -> str | None:
         return None
     needed = card_bytes(least, plan.budget.context_bytes.value, plan.wishes.gpu_memory_utilization)
     return (
-        f"vLLM runs {plan.facts.architecture} through Transformers, which makes all layers on the GPU before any can "
+        f"vLLM runs {plan.facts.architecture} through Transformers, which creates all layers on the GPU before any can "
         f"move to RAM, so the weights ({format_size(plan.rank.weights.total_bytes)}) must fit there once. That needs "
         f"{format_size(needed)} of GPU memory"
     )

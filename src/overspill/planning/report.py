@@ -198,7 +198,7 @@ def _division(plan: Plan, way: Way) -> list[str]:
             f"of requests that do not fit {'in memory' if is_cpu else 'on the GPU'}",
         ),
         ("  idle KV", ranks * way.offload_bytes, _idle_note(plan, way)),
-        ("  weights' copy", ranks * way.parked_bytes if way.parks else 0, "for the time that the engine is parked"),
+        ("  weights' copy", ranks * way.parked_bytes if way.parks else 0, "while the engine is parked"),
         *([("Disk", disk_bytes, "for idle KV that RAM drops, and for the next start")] if disk_bytes else ()),
     ]
     return [
@@ -276,7 +276,7 @@ def _ways(plan: Plan, chosen: Way | None) -> list[str]:
         name, in_ram = way_name(plan, way), way.ram_bytes - plan.num_ranks * way.offload_bytes
         lines.append(f"{mark} {name:56}{speed:>8.1f} t/s{wait:>12.1f} s{format_size(in_ram):>11}")
     if chosen is None:
-        what = "None is taken unless asked for"
+        what = "None is used unless requested"
     else:
         what = "* recommended" if plan.recommended is chosen else "* forced"
     at_once = plan.wishes.at_once
@@ -312,7 +312,8 @@ def _concurrency(plan: Plan, way: Way) -> list[str]:
         useful = min(way.kv.resident_bytes, 2 * way.front_bytes)
         least = format_size(plan.num_ranks * max(LEAST_OFFLOAD_BYTES, useful))
         lines.append(
-            f"No idle KV is kept: RAM for less than {least} is left, which the GPU still has for the most part."
+            f"No idle KV is kept: less than {least} of RAM is left, and most of what would fit there is still on the "
+            "GPU."
         )
     if way.ram_bytes and plan.least_ram_bytes is not None:
         lines.append(f"Least RAM for this context: {format_size(plan.least_ram_bytes)}, the engine's process included.")

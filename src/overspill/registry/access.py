@@ -153,7 +153,7 @@ def create_key(
             "write for example laptop"
         )
     if models and scope is not KeyScope.GATEWAY:
-        raise RegistryError("a key for some models is one for the gateway only; give it the scope gateway")
+        raise RegistryError("a key for certain models is for the gateway only; give it the scope gateway")
     if wrong := [one for one in models if not is_name(one)]:
         raise RegistryError(f"{wrong[0]!r:.80} is not a model's name; write for example qwen")
     lasts_s = parse_duration(expires_in) if expires_in is not None else None

@@ -253,7 +253,7 @@ def _explained(place: Place, engine: Engine) -> Iterator[None]:
             f"somebody else changed the same record of the registry at {place}; nothing was written, try again"
         ) from error
     except (UnicodeEncodeError, OverflowError) as error:  # raised by Python before the statement is sent
-        raise RegistryError(f"the registry cannot keep this, and so does not have it: {error}") from error
+        raise RegistryError(f"the registry could not save this: {error}") from error
     except (SQLAlchemyError, drivers) as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
         said = place.without_password(" ".join(str(cause).split()))

@@ -68,7 +68,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise RegistryError(f"{path} cannot be read: {error.strerror}") from error
     if len(content) > _LARGEST_FILE_BYTES:
-        raise RegistryError(f"{path} is larger than {_LARGEST_FILE_BYTES >> 20} MiB, which no list of models is")
+        raise RegistryError(f"{path} is larger than {_LARGEST_FILE_BYTES >> 20} MiB, too large for a list of models")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

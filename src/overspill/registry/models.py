@@ -118,7 +118,8 @@ def undo_tune(registry: Registry, name: str) -> Edit:
     def change(row: ModelRow, _: ModelSettings) -> dict[str, Any]:
         if (before := row.settings.get(_BEFORE_TUNE)) is None:
             raise RegistryError(
-                f"the last change of {name} was not one by overspill tune; change it with: overspill models edit {name}"
+                f"the last change of {name} was not made by overspill tune; change it with: overspill models edit "
+                f"{name}"
             )
         return dict(before)
 
@@ -190,8 +191,8 @@ def _refuse_taken_names(session: Session, name: str, settings: ModelSettings) ->
 def _refuse_other_version(model: Model, version: int | None) -> None:
     if version is not None and version != model.version:
         raise ChangedMeanwhile(
-            f"{model.name} was changed meanwhile: it is at version {model.version}, and version {version} was to be "
-            f"changed. Nothing was written; look at it again with: overspill models show {model.name}"
+            f"{model.name} was changed meanwhile: it is at version {model.version}, and this change was for version "
+            f"{version}. Nothing was written; look at it again with: overspill models show {model.name}"
         )
 
 

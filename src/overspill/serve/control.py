@@ -55,10 +55,10 @@ class ControlMiddleware:
 
     async def _answer(self, scope: Scope) -> tuple[int, dict[str, Any]]:
         if not self._is_allowed(scope):
-            return 403, {"error": "this needs the secret of the launch"}
+            return 403, {"error": "this request needs the secret of the launch"}
         method = _ACTIONS.get((scope["method"], scope["path"].removeprefix(PATH)))
         if method is None:
-            return 404, {"error": "POST /overspill/park, POST /overspill/wake and GET /overspill/state are here"}
+            return 404, {"error": "only POST /overspill/park, POST /overspill/wake and GET /overspill/state exist here"}
         client = scope["app"].state.engine_client
         try:
             return 200, await client.engine_core.call_utility_async(method)

@@ -106,13 +106,15 @@ def _kv(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
     elif report.excess_bytes is None:
         remedy = "Something else took memory while vLLM started; end it, or give less with --gpu-memory."
     else:
-        remedy = "The engine takes more beside it than an earlier one did; give more with --gpu-memory."
+        remedy = "The engine takes more memory beside KV than an earlier one did; give more with --gpu-memory."
     yield Difference(
         what="KV cache", planned=format_size(planned), happened=format_size(got), remedy=remedy, stops=not is_guess
     )
 
 
-_MEASURED_NOW = "What the engine takes beside it was assumed, and is measured now: the next plan counts on it."
+_MEASURED_NOW = (
+    "What the engine takes beside KV was assumed and has now been measured: the next plan uses the measurement."
+)
 
 
 def _is_guess(way: Way) -> bool:
@@ -129,7 +131,7 @@ def _excess(plan: Plan, way: Way, report: Report) -> Iterator[Difference]:
         what="GPU memory",
         planned=format_size(budget),
         happened=f"{format_size(budget + excess)}, of which {format_size(report.graph_bytes or 0)} for CUDA graphs",
-        remedy=_MEASURED_NOW.replace("beside it", "beside KV")
+        remedy=_MEASURED_NOW
         if is_guess
         else "Give it fewer --max-num-seqs, --enforce-eager, or less KV with --gpu-memory.",
         stops=not is_guess,

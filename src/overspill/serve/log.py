@@ -80,14 +80,14 @@ _KNOWN = (
      "{len} tokens need {need} GiB of KV cache; {have} GiB is free. Longest context that fits: {longest}. Use "
      "--max-model-len {longest}, or {kv}"),
     (r"max seq len \((?P<len>\d+)\), \((?P<need>[\d.]+) GiB KV cache is needed, .* memory \((?P<have>-?[\d.]+) GiB\)",
-     "{len} tokens need {need} GiB of KV cache; {have} GiB is free, which holds not one token. Give more to the engine "
+     "{len} tokens need {need} GiB of KV cache; {have} GiB is free, too little for one token. Give more to the engine "
      "with {gpu}, put weights in RAM with --cpu-offload-gb, or take a quantised model"),
     (r"Available KV cache memory: -(?P<said>[\d.]+) GiB",
-     "nothing is left for the KV cache: weights and what vLLM computes with need {said} GiB more than the engine may "
-     "take of the GPU. Give more with {gpu}, use fewer --max-num-batched-tokens or --enforce-eager, put that "
-     "much and a context's KV more of the weights in RAM with --cpu-offload-gb, or take a quantised model"),
+     "nothing is left for the KV cache: weights and activations need {said} GiB more GPU memory than the engine may "
+     "take. Give more with {gpu}, use fewer --max-num-batched-tokens or --enforce-eager, move that much of the "
+     "weights, and a context's KV more, to RAM with --cpu-offload-gb, or take a quantised model"),
     (r"No available memory for the cache blocks|Cannot auto-fit max_model_len",
-     "nothing is left for the KV cache beside weights and what vLLM computes with. Give more with {gpu}, use "
+     "nothing is left for the KV cache beside weights and activations. Give more with {gpu}, use "
      "fewer --max-num-batched-tokens or --enforce-eager, put weights in RAM with --cpu-offload-gb, or take a quantised "
      "model"),
     (r"Free memory on device \S+ \((?P<have>[\d.]+)/(?P<all>[\d.]+) GiB\) on startup is less than desired GPU memory "
@@ -99,10 +99,10 @@ _KNOWN = (
      "the engine was to take {need} GiB of {all} GiB of RAM, and {have} GiB is available. {node}"),
     (r"Error in memory profiling\. Initial free memory (?P<before>[\d.]+) GiB, current free memory (?P<now>[\d.]+) GiB",
      "another program gave GPU memory back while vLLM measured its own ({before} GiB was free before and {now} GiB "
-     "after), so nothing can be told from it; start again when that program has ended or settled"),
+     "after), so the measurement is useless; start again when that program has ended or settled"),
     # A killed child leaves no other line.
     (r"Failed core proc\(s\): \{[^}]*: -9\b|Worker proc \S+ died unexpectedly \(exit code: -9\)",
-     "the engine was killed, most often by the kernel because RAM ran out (dmesg tells); {ram}"),
+     "the engine was killed, most often by the kernel because RAM ran out (see dmesg); {ram}"),
     (r"(?P<said>Model architectures? .* (?:are|is) not supported.*|no module or parameter named.*)",
      "vLLM cannot load this model: {said}"),
     (r"User-specified max_model_len \((?P<len>\d+)\) is greater than the derived max_model_len \((?P<key>[\w.]+)="
@@ -111,7 +111,7 @@ _KNOWN = (
      "{most}; if its positions may be stretched, give vLLM its rope scaling with --hf-overrides, or set "
      "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"),
     (r"Couldn't instantiate the backend tokenizer",
-     "the model's files make no tokenizer. Copy them to its folder, name a model that has the same one with "
+     "the model's folder has no usable tokenizer. Copy its files there, name a model that has the same one with "
      "--tokenizer, install sentencepiece and tiktoken if it needs them, or add --skip-tokenizer-init, and send and get "
      "token ids"),
     (r"SafetensorError: (?P<said>.+)", "a weight file is broken: {said}; download it again"),

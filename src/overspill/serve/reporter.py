@@ -81,7 +81,7 @@ class Reporter:
             try:
                 statuses.keep_start(self._status.model, Start(round(self.seconds, 1), self._status.log_file))
             except OSError as error:
-                self.say(f"warning: how long this start took is not kept ({error})")
+                self.say(f"warning: the duration of this start could not be saved ({error})")
         self._change(phase=phase, phases=(*self._status.phases, Reached(phase=phase, at=at)), **ready)
         if phase is not Phase.STARTING:
             notify(f"STATUS={phase}")
@@ -91,7 +91,7 @@ class Reporter:
         if time.monotonic() - self._said < HEARTBEAT_S:
             return
         left = self._earlier_s - self.seconds if self._earlier_s is not None else 0.0
-        self.say(f"still {what}" + (f"; about {left:.0f} s left, by the last start" if left >= 1 else ""))
+        self.say(f"still {what}" + (f"; about {left:.0f} s left, judging by the last start" if left >= 1 else ""))
 
     def measures(self, reports: list[Report]) -> None:
         if (memory := statuses.memory_of(reports)) != self._status.memory:
@@ -107,7 +107,7 @@ class Reporter:
         try:
             why = statuses.take_reason(self._status.pid, self._status.process)
         except OSError as error:
-            self.say(f"warning: why it was to stop could not be read ({error})")
+            self.say(f"warning: the reason for the stop could not be read ({error})")
         self.say(f"stopped: {why}" if why else "stopped")
         self._recorded_end("stopped", exit_code=0, detail=why or None)
         if self._folder is not None:
@@ -130,7 +130,7 @@ class Reporter:
             statuses.write_status(self._status, self._folder)
         except OSError as error:
             folder, self._folder = self._folder, None
-            self.say(f"warning: other programs cannot see what this one does: {folder}: {error.strerror}")
+            self.say(f"warning: other programs cannot see this server's state: {folder}: {error.strerror}")
 
     def _recorded_start(self) -> int | None:
         prepared = self._prepared

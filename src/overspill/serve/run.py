@@ -97,7 +97,7 @@ class _Run:
             self._follow_pinning()
         while self.server.wait(HEARTBEAT_S) is None:
             if self.server.was_asked_to_stop:
-                self.reporter.waits("stopping: requests under way may end")
+                self.reporter.waits("stopping: requests in progress may finish")
         notify("STOPPING=1")
         if not self.server.was_asked_to_stop:
             self.server.require_alive()
@@ -147,8 +147,8 @@ class _Run:
         stopping = [one for one in found if one.stops]
         if stopping and self.prepared.combined.follows_plan and not self.force:
             raise CannotServe(
-                f"the engine was stopped, since it did not become what was planned: {'; '.join(map(str, stopping))} "
-                "--force goes on with it"
+                f"the engine was stopped, since it differs from the plan: {'; '.join(map(str, stopping))} "
+                "--force keeps it running"
             )
 
     def _unchecked(self) -> None:

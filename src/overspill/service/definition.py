@@ -80,8 +80,8 @@ def other_users_settings(user: str | None, asking: str) -> list[str]:
     if user is None or user == asking:
         return []
     return [
-        f"the service runs as {user}, and is planned with the config.toml, the registry and the cache of models of "
-        f"{asking}. The unit holds what they say now; see that {user} can read the model, and has what is not in a unit"
+        f"the service runs as {user}, and is planned with {asking}'s config.toml, registry and model cache as they are "
+        f"now. Make sure that {user} can read the model, and set up what the unit leaves out, such as HF_TOKEN"
     ]
 
 

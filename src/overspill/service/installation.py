@@ -80,7 +80,7 @@ def remove(units: Units, name: str) -> list[Path]:
     drop_in = units.folder / drop_in_path(name)
     if not drop_in.is_file():
         there = installed(units.folder)
-        what = f"installed are {', '.join(there)}" if there else "nothing is installed there"
+        what = f"installed: {', '.join(there)}" if there else "nothing is installed there"
         raise ServiceError(f"{drop_in} does not exist; {what}")
     _refuse_others(units.folder, drop_in, force=False)
     units.run("disable", "--now", unit_name(name))

@@ -127,7 +127,7 @@ class Children:
         try:
             kind, said = pipe.recv()
         except (EOFError, OSError):  # OSError if the child died in the middle of a message
-            raise ChildDied(f"its process ended; the last it wrote: {self._last_lines()}") from None
+            raise ChildDied(f"its process ended; its last output: {self._last_lines()}") from None
         if kind == "died":
             raise ChildDied(said)
         return kind, said

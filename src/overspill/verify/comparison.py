@@ -118,7 +118,7 @@ def _compare_one(mine: Answer, theirs: Answer, allowed: Tolerance, *, strict: bo
         result.identical_logprobs += gaps.count(0.0)
         limit = 0.0 if strict else allowed.logprob
         if not math.isfinite(here[token]) or not all(gap <= limit for gap in gaps):  # a NaN fails too
-            worst = f"log-probabilities apart by {max(gaps):.3g}, and {limit:.3g} is rounding"
+            worst = f"log-probabilities differ by {max(gaps):.3g}, and rounding explains {limit:.3g}"
             result.mismatches.append(differs(position, worst))
             return
 
@@ -207,7 +207,7 @@ def too_far(own: Distance, yardstick: Distance, name: str) -> str:
     if not own.logprobs or not yardstick.logprobs:
         return "no log-probability of a decode step was compared, so nothing is proven"
     if not 0 < yardstick.mean < math.inf:
-        return f"with {name} log-probabilities are apart by {yardstick}, which is not a yardstick"
+        return f"log-probabilities with {name} differ by {yardstick}, which is no valid yardstick"
     if own.mean > yardstick.mean or own.largest > _MARGIN * yardstick.largest:
         return f"log-probabilities are too far from those of the GPU alone: {own}; with {name}: {yardstick}"
     return ""

@@ -91,10 +91,12 @@ class Outcome:
         if self.yardstick_name and (further := too_far(self.distance, self.yardstick, self.yardstick_name)):
             return further
         if self.sensitive is False and self.must_be_sensitive:
-            return "damage that nothing caught did not change the answer, so equal answers prove nothing"
+            return "undetected damage did not change the answer, so equal answers prove nothing"
         if trouble := self._trouble():
             return trouble
-        return f"whether damage that nothing looks for shows is not known: {self.unknown}" if self.unknown else ""
+        return (
+            f"it is not known whether undetected damage would change the answer: {self.unknown}" if self.unknown else ""
+        )
 
     def _too_little(self) -> str:
         """Why too little was compared: nothing after a tie is, so where most answers tie, wrong ones would too."""
@@ -115,9 +117,9 @@ class Outcome:
         for name, meaning in _TROUBLE.items():
             count = self.figure(name)
             if name not in self.scenario.faults and count:
-                return f"{count} {meaning}, and nobody made them"
+                return f"{count} {meaning}, although no fault was injected"
             if name in self.scenario.faults and count != injected:
-                return f"{injected} fault(s) were made, and {count} {meaning}"
+                return f"{injected} fault(s) were injected, and {count} {meaning}"
         return ""
 
 
@@ -172,7 +174,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     text += f"; {ties} answer(s) part at a tie of two tokens, as rounding may decide" if ties else ""
     if cannot_tell:
         text += (
-            ". The proof is weaker than it looks: damage that nothing caught did not change this model's answer, so "
+            ". The proof is weaker than it looks: undetected damage did not change this model's answer, so "
             "it might not show other errors either"
         )
     return text + "."
@@ -287,7 +289,7 @@ def _notes(proof: Proof) -> list[str]:
     how += "without CUDA graphs, " if plan.wishes.enforce_eager and not plan.platform.is_cpu else ""
     apart = sum(len(one.mismatches) for one in compared)
     within = f"within {proof.tolerance.logprob:.3g}"
-    rest = f"{apart} answers are not {within}" if apart else f"the rest was computed in other pieces and is {within}"
+    rest = f"{apart} answers are not {within}" if apart else f"the rest was computed in other chunks and is {within}"
     notes = [
         f"Reference: vLLM without Overspill, {how}{plan.facts.dtype}, each prompt alone, up to {stage.max_model_len:,} "
         "tokens.",
@@ -308,15 +310,15 @@ def _notes(proof: Proof) -> list[str]:
         if name := outcome.yardstick_name:
             attended = format_size(outcome.figure("spill_far_bytes"))
             notes += [
-                f"{outcome.scenario.name}: the CPU attended to {attended}. Log-probabilities apart from the "
-                f"reference's: {outcome.distance} differ.",
+                f"{outcome.scenario.name}: the CPU attended to {attended}. Difference in log-probability from the "
+                f"reference: {outcome.distance} differ.",
                 f"With {name} instead: {outcome.yardstick} differ.",
             ]
         if outcome.sensitive is not None:
             notes.append(
-                "Damage that nothing looked for changed the answer: the model can tell."
+                "Undetected damage changed the answer, so wrong KV shows with this model."
                 if outcome.sensitive
-                else "Damage that nothing looked for did NOT change the answer: the model cannot tell."
+                else "Undetected damage did NOT change the answer, so wrong KV may not show with this model."
             )
     return notes
 

@@ -56,8 +56,8 @@ _BATCH_INVARIANT = {
 _LEAST_CAPABILITY = (9, 0)
 _NO_WEIGHTS = "; no weights are there, and --load-format dummy verifies the model's shape with random ones"
 _UNSHARED = (
-    "the CPU does not share attention in this engine: its layers or its attention backend are others than those that "
-    "can be shared, or the kernel for this CPU is missing"
+    "the CPU does not share attention in this engine: its layers or its attention backend do not support it, or the "
+    "kernel for this CPU is missing"
 )
 # Cut off the journal's last frame.
 _TORN_BYTES = 10
@@ -86,15 +86,15 @@ def require_this_machine(plan: Plan, vllm: Vllm | None = None) -> None:
     vllm = vllm or installed_vllm()
     if vllm is None:
         raise CannotVerify(
-            "vLLM is not installed in this Python environment, and it is what is verified; install it with: "
+            "vLLM is not installed in this Python environment, and verify needs it; install it with: "
             "pip install 'overspill[cuda]'"
         )
     if plan.chosen is None:
         raise CannotVerify(refusal(plan))
     if plan.gpu.is_stated and not plan.platform.is_cpu:
         raise OverspillError(
-            "--gpu states a card, and a proof is made on the GPU that is here; leave it out, or use --gpu-memory to "
-            "keep to a part of the GPU"
+            "--gpu names a card to plan for, and a proof runs on this machine's GPU; leave --gpu out, or use "
+            "--gpu-memory to limit the GPU memory"
         )
     if (why := wrong_build(plan, vllm)) is not None:
         raise CannotVerify(why)
@@ -187,8 +187,8 @@ def require_quiet(dtype: str, noise: float) -> None:
     helps = "" if dtype == "float32" else " --dtype float32 rounds less, if the model fits so."
     raise TooNoisy(
         f"NOT VERIFIED: vLLM without Overspill differs from itself {apart} when it computes the same prompts in other "
-        f"pieces, and beyond {most:.2g} {dtype} proves nothing.{helps} On a GPU of compute capability "
-        "9.0 and up, or with --device cpu and vLLM's CPU build, it computes them alike"
+        f"chunks, and beyond {most:.2g} {dtype} proves nothing.{helps} On a GPU of compute capability 9.0 and up, or "
+        "with --device cpu and vLLM's CPU build, it computes them alike"
     )
 
 

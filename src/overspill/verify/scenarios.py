@@ -165,7 +165,7 @@ def read_request(
     if quick and soak:
         raise OverspillError("--quick and --soak exclude each other; leave one of them out")
     if minutes is not None and not soak:
-        raise OverspillError("--minutes is for --soak: how long it goes on; add --soak, or leave it out")
+        raise OverspillError("--minutes sets how long --soak runs; add --soak, or leave --minutes out")
     names = tuple(dict.fromkeys(scenarios))
     for name in names:
         if name not in NAMES:

@@ -150,7 +150,7 @@ def _spilled(plan: Plan, geometry: KVGeometry, unit: int, most_units: int) -> tu
         least = resident * geometry.bytes_per_block
         return 0, None, (
             f"the least that stays on the GPU with spill is {format_size(least)}, more than the longest context that "
-            f"the reference can hold ({unit * most_units} tokens)"
+            f"fits the reference ({unit * most_units} tokens)"
         )  # fmt: skip
     spilled = _round_up(2 * geometry.blocks_per_request(unit * units) + 2, step)
     window = window_bytes(spilled, page, geometry.num_regions)

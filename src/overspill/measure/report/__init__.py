@@ -79,7 +79,7 @@ class Report:
         if self.is_complete:
             return found
         can_go_on = self.experiment is not None and self.definition is not None and self.is_whole
-        how = f" To go on: overspill ab --resume {self.experiment}" if can_go_on else ""
+        how = f" To resume: overspill ab --resume {self.experiment}" if can_go_on else ""
         return [*found, f"Not complete.{how}"]
 
     @property

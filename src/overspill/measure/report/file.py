@@ -23,8 +23,8 @@ def require_writable(path: Path) -> None:
         raise MeasureError(f"{path} cannot be written: there is no folder {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise MeasureError(
-            f"{path} cannot be written: this user may make no file in {folder}, where it is made anew; name a file in "
-            "another folder"
+            f"{path} cannot be written: this user may not create files in {folder}, which replacing it needs; name a "
+            "file in another folder"
         )
 
 

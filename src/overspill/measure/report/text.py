@@ -28,9 +28,9 @@ LISTED = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "tokens_from_ram"
 _FIRST = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
 _MARKS = (
     ({Verdict.HIGHER, Verdict.LOWER}, "better and worse: the interval of the ratio lies on one side of 1"),
-    ({Verdict.NO_DIFFERENCE}, "no difference above 5 %: all of it is that close to 1"),
-    ({Verdict.NOT_SHOWN}, "no difference shown: it includes 1 and more, and more --repeats would tell"),
-    ({Verdict.ONE_RUN}, "one run: it is over requests, and the next run may differ by more"),
+    ({Verdict.NO_DIFFERENCE}, "no difference above 5 %: all of the interval is within 5 % of 1"),
+    ({Verdict.NOT_SHOWN}, "no difference shown: the interval includes 1 and more; more --repeats may narrow it"),
+    ({Verdict.ONE_RUN}, "one run: the interval is over its requests, and the next run may differ by more"),
 )
 _STATISTICS = ("mean", "median", "p90", "p99", "std")
 
@@ -79,8 +79,8 @@ def notes(comparison: Comparison) -> list[str]:
             lines.append(f"All {each.compared} answers of {each.label} are those of {first}.")
         elif each.compared:
             lines.append(
-                f"{each.compared - each.same} of {each.compared} answers of {each.label} are not those of {first}: "
-                "computed in other batches, a token can differ by rounding. overspill verify tells whether it is more."
+                f"{each.compared - each.same} of {each.compared} answers of {each.label} differ from those of {first}: "
+                "rounding can change a token when batches differ. overspill verify checks for other causes."
             )
     ratios = [ratio for row in comparison.rows for ratio in row.ratios if ratio is not None]
     bases = {ratio.basis for ratio in ratios}
@@ -91,24 +91,24 @@ def notes(comparison: Comparison) -> list[str]:
         lines.append(f"Marks: {'; '.join(meant)}.")
     if bases & {Basis.NONE, Basis.REQUESTS}:
         fewest = min(len(column.finished) for column in comparison.columns)
-        little = "One repeat of each tells nothing" if fewest < 2 else f"{fewest} repeats of each tell too little"
-        lines.append(f"{little} about how they vary; --repeats 3 and more does.")
+        little = "One repeat of each does not show" if fewest < 2 else f"{fewest} repeats of each hardly show"
+        lines.append(f"{little} how results vary; use --repeats 3 or more.")
     if comparison.uneven:
         had = "; ".join(f"{label} has {', '.join(map(str, each))}" for label, each in comparison.uneven.items())
         lines.append(
-            f"Not all repeats are there: {had}. Values are over those that all have, and a ratio over those that its "
-            "two have."
+            f"Some repeats are missing: {had}. Values use the repeats that all configurations have; a ratio uses "
+            "those that both of its configurations have."
         )
     # No interval then covers how two starts of the same engine differ, so verdicts ignore it.
     if comparison.shares_starts and any(column.has_repeats for column in comparison.columns):
         lines.append(
-            "With --keep, the repeats of a configuration share one start of its engine: differences of a few percent "
-            "are not to be trusted, whatever is said of them here."
+            "With --keep, the repeats of a configuration share one start of its engine: do not trust differences "
+            "of a few percent, whatever their mark."
         )
     if len(comparison.columns) > 1 and (label := comparison.cold_start) is not None:
         lines.append(
-            f"The first start of all, of {label}, reads its weights from disk and may compile what others then find: "
-            "its load time is not compared."
+            f"The very first start, of {label}, reads weights from disk and may compile code that later starts find "
+            "cached, so its load time is not compared."
         )
     return lines
 
@@ -192,7 +192,7 @@ def outcome_as_text(outcome: Outcome) -> str:
 
 def results_as_text(results: Sequence[Result], *, is_filtered: bool = False) -> str:
     if not results and is_filtered:
-        return "no result is of these; overspill results list, without flags, shows all that there are"
+        return "no result matches; overspill results list, without flags, shows all results"
     if not results:
         return "no results yet; measure with overspill bench or overspill ab"
     rows = [["id", "when (UTC)", "model", "workload", "experiment", "label", "repeat", "output", "TTFT", "TPOT",
