@@ -109,6 +109,31 @@ def test_a_requests_share_follows_when_speeds_change(
     assert [round(share, 1) for share in shares] == [0.6, 0.2], "and not for a difference that rounding makes"
 
 
+def test_the_cpu_gets_no_block_that_another_request_writes(
+    models: Callable[[str], Path], small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM hashes a block when the step that fills it is planned, so a request may hit it in that very step. RAM has
+    the block only after the step, and the CPU read what was there before."""
+    monkeypatch.setattr(scheduler.SpillScheduler, "far_share", lambda self: 0.9)
+    prompt, settings = random_prompt(3, 7 * BLOCK - 4), {"max_model_len": MODEL_LEN, "async_scheduling": False}
+    with engine(models("llama"), blocks=400, enable_prefix_caching=False, **settings) as plain:
+        first = plain.ask_one(prompt, 8 * BLOCK)
+        known = [*prompt, *first.tokens][: 13 * BLOCK]
+        second = plain.ask_one([*known, 7], 8)
+    with engine(models("llama"), spilling(resident=4, spilled=120), **settings) as running:
+        slots, buffer = running.spill_worker.arena, running.spill_worker.buffer
+        assert slots is not None and buffer is not None
+        slots.slots.view(np.float32)[:] = 50.0  # as after other requests
+        buffer.tensor().view(torch.float32).fill_(50.0)
+        writer = running.add(prompt, 8 * BLOCK)
+        while running.vllm_scheduler.requests[next(iter(running.vllm_scheduler.requests))].num_tokens < len(known):
+            running.step()
+        reader = running.add([*known, 7], 8)
+        done = running.run()
+        assert done[reader].num_cached == len(known)
+        assert_same([done[writer], done[reader]], [first, second])
+
+
 FAULTS: dict[str, Callable[[Any], Any]] = {
     "a part that is dropped": lambda attend: lambda self, *args: _with_lse(attend(self, *args), -torch.inf),
     "a wrong log-sum-exp": lambda attend: lambda self, *args: _with_lse(attend(self, *args), 1.0),

@@ -18,7 +18,7 @@ from overspill.kv.speeds import Speeds
 from overspill.kv.spill.balance import Balance
 from overspill.kv.spill.capacity import far_groups, lent_units, spill_geometry, states_per_request
 from overspill.kv.spill.placement import Placement
-from overspill.kv.spill.steps import Ids, Span, SpillStep, Stretch, far_stretch, group_step
+from overspill.kv.spill.steps import Ids, Span, SpillStep, Stretch, far_stretch, group_step, written_blocks
 from overspill.kv.vllm_api import KVCacheConfig, Request, Scheduler, SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
@@ -147,8 +147,12 @@ class SpillScheduler:
     def _split(self, step: SpillStep, group: int, spans: dict[str, Span], block_size: int) -> None:
         """Leave a part of each request's spilled blocks to the CPU."""
         wanted = self.far_share()
+        written = np.concatenate([written_blocks(span, block_size) for span in spans.values()])
         for request_id, span in spans.items():
             ids, num_full = np.asarray(span.block_ids), span.certain // block_size
+            # A request may hit a block in the very step in which another one fills it, and RAM does not have it yet.
+            if len(spans) > 1 and len(hits := np.flatnonzero(np.isin(ids[:num_full], written))):
+                num_full = int(hits[0])
             places, far = self._spilled[request_id].far, self.geometry.num_resident
             first, end, share = places.get(group, (0, 0, 0.0))
             # A request that was preempted in the meantime has other blocks.

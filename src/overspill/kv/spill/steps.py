@@ -72,7 +72,7 @@ def group_step(spans: Iterable[Span], *, block_size: int, num_resident: int) -> 
         reads += [ids[:first], ids[end:first_written]]
         far.append(ids[first:end])
         partial.append(ids[first_written : _ceil(span.computed, block_size)])
-        writes.append(ids[first_written : _ceil(span.end, block_size)])
+        writes.append(written_blocks(span, block_size))
     written = _spilled(writes, num_resident)
     read = np.setdiff1d(_spilled(reads, num_resident), written, assume_unique=True)
     # A block that one request leaves to the CPU may be read on the GPU by another.
@@ -80,6 +80,11 @@ def group_step(spans: Iterable[Span], *, block_size: int, num_resident: int) -> 
     if not len(written) and not len(read) and not len(only_far):
         return None
     return GroupStep(runs(read), runs(_spilled(partial, num_resident)), runs(written), runs(only_far))
+
+
+def written_blocks(span: Span, block_size: int) -> Ids:
+    """Blocks that the span's request may write in the step."""
+    return np.asarray(span.block_ids, np.int64)[span.certain // block_size : _ceil(span.end, block_size)]
 
 
 def longest_stretch(block_ids: Ids, num_full: int, num_resident: int) -> tuple[int, int]:
