@@ -209,6 +209,20 @@ def test_blocks_that_a_window_has_left_keep_their_memory(deep: Callable[[str], P
         assert running.metric("spilled_blocks_used") == running.metric("resident_blocks_used") == 0
 
 
+def test_a_returning_prompt_gives_lent_memory_up(deep: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it hit kept the window too small for the rest of it, and nothing else would have changed that."""
+    monkeypatch.setattr("overspill.kv.spill.loan._PATIENCE_S", 0.0)
+    settings = {"max_model_len": 1900, "max_num_batched_tokens": 64}
+    prompt = random_prompt(1, 1890)
+    expected = stock(deep("gemma3"), [prompt], 4, **settings)
+    # The least memory with which the engine starts.
+    with engine(deep("gemma3"), spilling(resident=16, spilled=55, spill_lends=True), **settings) as running:
+        running.ask_one(prompt[:900], 1)
+        running.drain()
+        running.add(prompt, 4)
+        assert_same(list(running.run(limit=3000).values()), expected)
+
+
 def watch_moves(running: Engine) -> list[tuple[set[int], set[int]]]:
     """Whenever memory moves: blocks in workers' tables that windows have left, and blocks without memory."""
     placement, found = running.spill.placement, list[tuple[set[int], set[int]]]()

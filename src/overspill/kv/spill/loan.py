@@ -100,10 +100,11 @@ class Loan:
         return mapped_units(self.units, self._resident, self._window) if is_changed else None
 
     def make_room(
-        self, need: int, spare: int, hits: Sequence[KVCacheBlock], kept: Collection[int], *, may_lower: bool
-    ) -> None:
+        self, need: int, spare: int, hits: Sequence[KVCacheBlock], kept: Collection[int], *, may_lower: bool,
+        is_idle: bool,
+    ) -> None:  # fmt: skip
         """Move units for a request that needs `need` blocks and finds too few on the GPU. `hits` are cached blocks that
-        the request is about to use; blocks in `kept`, and blocks in use, keep their memory."""
+        the request is about to use; blocks in `kept`, and blocks in use, keep their memory. `is_idle`: nothing runs."""
         if self.is_taking_back:
             return
         self._stay()
@@ -124,9 +125,10 @@ class Loan:
         elif number > len(self._window):
             self._shrink_resident(len(self._resident) - self.units.beside(number), kept)
             self._grow_window(number)
-            # Worth waiting only if the request fits beside the running ones once memory is divided as at the start.
+            # Worth waiting only if the request fits beside the running ones once memory is divided as at the start. If
+            # none runs, nothing but the request's own hits can keep the window small, and they are given up then.
             fits = self.units.num_fixed + self.units.geometry.num_spilled - used >= need
-            if fits and len(self._window) < number:
+            if (fits or is_idle) and len(self._window) < number:
                 self._wait()
 
     def _wait(self) -> None:

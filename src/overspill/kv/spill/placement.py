@@ -193,6 +193,7 @@ class Placement:
         self.loan: Loan | None = None
         self.is_alone = True
         """Whether the scheduler has at most one request."""
+        self._is_idle = True  # whether nothing ran when the pass began
         self.is_spilled = is_spilled
         groups = kv_cache_config.kv_cache_groups
         self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
@@ -277,14 +278,14 @@ class Placement:
             -(-growth // size) for group, size in enumerate(self.block_sizes) if group not in self._state_groups
         )
         kept = {block.block_id for block in found}.union(*self._behind_windows.values())
-        loan.make_room(need, spare, found, kept, may_lower=is_first and self.is_alone)
+        loan.make_room(need, spare, found, kept, may_lower=is_first and self.is_alone, is_idle=self._is_idle)
 
     def before_pass(self, scheduler: Scheduler) -> list[str]:
         """Preempt requests whose blocks have kept another request waiting too long for the window's memory; return
         their ids."""
         if self.loan is None:
             return []
-        self.is_alone = len(scheduler.requests) < 2
+        self.is_alone, self._is_idle = len(scheduler.requests) < 2, not scheduler.running
         if not self.loan.is_overdue and not self.loan.is_taking_back:
             return []
         lent = self.loan.lent
