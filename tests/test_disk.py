@@ -473,6 +473,14 @@ def test_the_disk_stays_within_its_bound(llama: Path, folder: Path) -> None:
     assert_same(answers, stock(llama, prompts))
 
 
+def test_a_disk_too_small_for_a_block_is_refused(llama: Path, folder: Path) -> None:
+    with (
+        pytest.raises(Exception, match=r"disk_bytes of .* holds no block of KV, which takes 64 KiB"),
+        engine(llama, on_disk(folder, disk_bytes=SLOT - 1)),
+    ):
+        pass
+
+
 def test_a_long_life_does_not_grow_the_journal(llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier, "_SMALL_JOURNAL", 10)
     few = {"disk_bytes": 12 * SLOT, "host_bytes": 24 * SLOT}

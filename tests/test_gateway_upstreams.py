@@ -1,7 +1,9 @@
 """Upstreams: models of other servers through the gateway, their keys, and what is said when they are gone."""
 
+import asyncio
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -12,12 +14,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import uvloop
 
 from overspill.address import free_port
 from overspill.manager import upstreams
 from overspill.manager.errors import ManagerError
 from overspill.manager.upstreams import Server, parse_servers
 from overspill.registry.access import KeyScope, create_key
+from overspill.upstream import Upstream
 from tests import fake_server
 from tests.managed_here import managed_here
 from tests.manager_process import Place
@@ -147,6 +151,24 @@ def test_a_bad_upstream_is_refused_without_its_secret(given: list[str], keys: li
     with pytest.raises(ManagerError, match="write for example --upstream") as refused:
         parse_servers(given, keys)
     assert "secret" not in str(refused.value)
+
+
+def test_a_host_that_vanished_is_noticed_by_tcp() -> None:
+    async def options() -> list[int]:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        connection = await Upstream().connect(f"http://127.0.0.1:{port}")
+        assert connection._transport is not None
+        connected = connection._transport.get_extra_info("socket")
+        found = [connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT):
+            found.append(connected.getsockopt(socket.IPPROTO_TCP, option))
+        connection.close()
+        server.close()
+        return found
+
+    for run in (asyncio.run, uvloop.run):
+        assert run(options()) == [1, 30, 10, 3, 60_000]
 
 
 def test_an_address_may_have_a_path_before_v1() -> None:

@@ -6,6 +6,7 @@ to a whole core with 64 streams at 100 tokens a second, so that a benchmark woul
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -25,6 +26,14 @@ _IDLE_S = 2.0
 _MOST_IDLE = 128
 _MOST_PAGE_BYTES = 8 << 20
 DONE = b"[DONE]"  # OpenAI's last event
+# An answer may take hours, so only TCP can notice a host that has vanished: after a minute.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
+)
 
 
 class UpstreamLost(Exception):
@@ -100,6 +109,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not asyncio.Transport, but behave like it.
         self._transport = cast(asyncio.Transport, transport)
+        connected = transport.get_extra_info("socket")
+        for level, option, value in _KEEPALIVE:
+            connected.setsockopt(level, option, value)
 
     def data_received(self, data: bytes) -> None:
         self._has_begun = True

@@ -113,6 +113,11 @@ class DiskTier:
         self._world_size = vllm_config.parallel_config.world_size
         self._stride, self._bound = stride, options.disk_bytes
         self._num_places = num_disk_places(options, self._world_size, stride)
+        if not self._num_places:
+            raise OverspillError(
+                f"disk_bytes of {format_size(self._bound)} holds no block of KV, which takes "
+                f"{format_size(stride * self._world_size)}: give more, or remove disk_bytes"
+            )
         root = Path(options.disk_path) if options.disk_path else default_folder(vllm_config.model_config.model)
         self._folder = Folder(root)
         self._path = self.digests = root
