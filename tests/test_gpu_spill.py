@@ -204,7 +204,7 @@ def test_a_lost_copy_ends_the_engine_and_says_so(rig: Rig, monkeypatch: pytest.M
             break
     queue(flags.raised(0), torch.cuda.Stream())  # or nothing ends here, either
     torch.cuda.synchronize()
-    assert "the engine ends" in reasons[0]
+    assert "the engine exits" in reasons[0]
 
 
 # Engines. Memory is mapped 2 MiB at a time, which is 256 blocks of the tiny model.
@@ -359,7 +359,7 @@ def test_a_stalled_thread_ends_the_engine_and_says_so(
         monkeypatch.setattr(graphs.Watchdog, "end", end)
         pool.inject_fault(1, Fault.STALL)
         assert_same_but_for_ties([spills.ask_one(prompt)], [expected])
-    assert "the engine ends. Attention on the CPU: attending at layer" in reasons[0]
+    assert "the engine exits. Attention on the CPU: attending at layer" in reasons[0]
 
 
 def test_streaming_steps_run_piecewise_and_others_in_full_graphs(llama: Path) -> None:
