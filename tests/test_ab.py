@@ -497,7 +497,7 @@ def test_ctrl_c_leaves_no_process_and_keeps_finished_repeats(
 def test_another_experiment_is_not_resumed_under_its_name(interrupted: tuple[Path, str, dict[int, str | None]]) -> None:
     folder, name, _ = interrupted
     answer = overspill(folder, "ab", "--resume", name, "--repeats", "5")
-    assert answer.returncode == 2 and "another --repeats: 2, and not 5" in answer.stderr
+    assert answer.returncode == 2 and "another --repeats: 2, not 5" in answer.stderr
 
 
 def test_a_resumed_comparison_completes_and_reports_ram_hits(

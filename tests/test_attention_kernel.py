@@ -350,7 +350,7 @@ def test_a_library_from_other_sources_is_not_loaded(
         load(path)
     shutil.copy(built.path, path)
     monkeypatch.setattr(library, "digest", lambda: "another")
-    with pytest.raises(AttentionUnavailable, match="other sources"):
+    with pytest.raises(AttentionUnavailable, match="not built from the sources next to it"):
         load(path)
     (tmp_path / "damaged.so").write_bytes(b"no library")
     with pytest.raises(AttentionUnavailable, match="does not load"):

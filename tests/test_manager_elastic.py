@@ -154,7 +154,7 @@ def test_a_model_that_needs_more_than_engines_give_back_stops_one(place: Place) 
             await engines.ensure_ready("c")
             assert [engines.snapshot(name).state for name in "abc"] == [State.READY, State.STOPPED, State.READY]
             assert kv(engines, "a").held <= 150 * MiB
-            with pytest.raises(NoRoom, match="a is kept"):
+            with pytest.raises(NoRoom, match="a is set to be kept"):
                 await engines.ensure_ready("d")
 
     asyncio.run(run())

@@ -683,7 +683,7 @@ def test_the_queue_has_a_limit_a_deadline_and_can_be_left(place: Place) -> None:
                 await engines.ensure_ready("a", within=0.2)
             waiting = [asyncio.create_task(engines.ensure_ready("a")) for _ in range(2)]
             await eventually(lambda: engines.snapshot("a").traffic.waiting == 2)
-            with pytest.raises(QueueFull, match="2 requests wait"):
+            with pytest.raises(QueueFull, match="2 requests already wait"):
                 await engines.ensure_ready("a")
             waiting[0].cancel()
             await eventually(lambda: engines.snapshot("a").traffic.waiting == 1)

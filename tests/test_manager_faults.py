@@ -195,7 +195,7 @@ def test_a_full_disk_stops_neither_pages_nor_engines_and_is_told(tmp_path: Path)
                 assert refused.status_code == 503 and "Make room on the disk" in message(refused)
                 # Another start works, or says why it does not: nothing hangs, and nothing is left of it.
                 started = client.post("/api/engines/start/b")
-                why = "the disk is full" if is_mounted else "ended while it was starting"
+                why = "is full; free some space" if is_mounted else "ended while it was starting"
                 assert started.status_code == 200 or why in message(started)
                 assert client.post("/api/engines/stop/b").status_code == 200
                 job = {"kind": "verify", "model": "a", "given": {"quick": "yes"}}

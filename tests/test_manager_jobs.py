@@ -135,7 +135,7 @@ def test_engines_stopped_for_a_job_stay_stopped_until_it_ends(place: Place, prog
         assert (await asyncio.gather(asking, return_exceptions=True))[0] is not None
         for name in ("a", "b"):
             assert engines.snapshot(name).state is State.STOPPED
-            with pytest.raises(NoRoom, match=rf"job {job.id} \(verify of a\) .*ask again"):
+            with pytest.raises(NoRoom, match=rf"job {job.id} \(verify of a\) .*stop it, or wait for it"):
                 await engines.ensure_ready(name)
             with pytest.raises(NoRoom):
                 await engines.start(name)

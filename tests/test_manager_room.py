@@ -113,7 +113,9 @@ def test_a_model_that_cannot_be_planned_keeps_nobody_waiting(place: Place) -> No
         async with managing(place, reckon=broken) as engines:
             bad = asyncio.create_task(engines.ensure_ready("bad"))
             await engines.ensure_ready("b")
-            with pytest.raises(NoRoom, match=r"what bad needs is unknown \(KeyError: 'num_attention_heads'\)"):
+            with pytest.raises(
+                NoRoom, match=r"the memory that bad needs is unknown \(KeyError: 'num_attention_heads'\)"
+            ):
                 await bad
 
     asyncio.run(run())
