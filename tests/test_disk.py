@@ -325,18 +325,30 @@ def test_failed_reads_are_recomputed(llama: Path, folder: Path, monkeypatch: pyt
         again.assert_nothing_is_held()
 
 
-def test_a_disk_that_hangs_does_not_hang_the_request(
-    llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+Hanging = Callable[[], threading.Event]
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Hanging:
+    """Makes the disk hang, until the event is set."""
+
+    def begin() -> threading.Event:
+        gate, read = threading.Event(), Segments.read
+
+        def hang(self: Segments, call: Any) -> None:
+            gate.wait(60)
+            read(self, call)
+
+        monkeypatch.setattr(Segments, "read", hang)
+        monkeypatch.setattr(tier, "_PATIENCE_S", 0.2)
+        return gate
+
+    return begin
+
+
+def test_a_disk_that_hangs_does_not_hang_the_request(llama: Path, folder: Path, hanging: Hanging) -> None:
     expected = fill(llama, folder, [PROMPT])
-    gate, read = threading.Event(), Segments.read
-
-    def hang(self: Segments, call: Any) -> None:
-        gate.wait(60)
-        read(self, call)
-
-    monkeypatch.setattr(Segments, "read", hang)
-    monkeypatch.setattr(tier, "_PATIENCE_S", 0.2)
+    gate = hanging()
     with with_disk(llama, folder) as again:
         answer = again.ask_one(PROMPT)
         assert answer.num_cached == 0
@@ -345,17 +357,10 @@ def test_a_disk_that_hangs_does_not_hang_the_request(
         again.assert_nothing_is_held()
 
 
-def test_a_disk_that_hangs_delays_one_request_only(llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_delays_one_request_only(llama: Path, folder: Path, hanging: Hanging) -> None:
     other = random_prompt(2, 300)
     fill(llama, folder, [PROMPT, other])
-    gate, read = threading.Event(), Segments.read
-
-    def hang(self: Segments, call: Any) -> None:
-        gate.wait(60)
-        read(self, call)
-
-    monkeypatch.setattr(Segments, "read", hang)
-    monkeypatch.setattr(tier, "_PATIENCE_S", 0.2)
+    gate = hanging()
     with with_disk(llama, folder) as again:
         again.ask_one(PROMPT)
         disk = again.scheduler.disk
