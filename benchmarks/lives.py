@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -68,7 +69,7 @@ def run_all(
                 record.write(out, result)
                 continue
             say(f"{life.name}; {left:.0f} s of the budget left")
-            children.log = logs / f"{life.name.replace(':', '-')}-{int(time.time())}.log"
+            children.log = logs / f"{re.sub('[:/]', '-', life.name)}-{int(time.time())}.log"
             events, ended = _run(children, life, min(left, options.life_seconds))
             # The first life also compiles, so it is a safe guess for the next ones.
             slowest[life.kind] = max(slowest.get(life.kind, 0.0), ended["seconds"])

@@ -59,7 +59,6 @@ PATIENCE_SECONDS = 300.0
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
 # For /collective_rpc, by which weights are drawn.
 DRAWN = {"VLLM_SERVER_DEV_MODE": "1"}
-LOADED_TOKENS = 64
 SETTLED_AFTER = 2  # cycles
 
 
@@ -240,7 +239,7 @@ def measure_loaded(arguments: argparse.Namespace, result: Json, out: Path) -> No
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2 * len(asked)) as pool:
 
         def under_way(one: Parked) -> list[Future[Json]]:
-            return [pool.submit(one.stream, prompt, LOADED_TOKENS) for prompt in asked]
+            return [pool.submit(one.stream, prompt, arguments.answer_tokens) for prompt in asked]
 
         def answers(running: list[Future[Json]]) -> list[list[int]]:
             return [future.result()["tokens"] for future in running]
@@ -325,6 +324,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=None, help="folder, or 'tiny'; default: Llama-3.1-8B's shape")
     parser.add_argument("--loaded", action="store_true", help="park in the middle of answers, and compare them")
     parser.add_argument("--cycles", type=int, default=5, help="switches to each of the two")
+    parser.add_argument("--answer-tokens", type=int, default=64, help="of each answer, with --loaded")
     parser.add_argument("--conversation", type=int, default=50_000, help="tokens")
     parser.add_argument("--max-model-len", type=int, default=65_536)
     parser.add_argument("--kv-bytes", type=size, default=size("16GiB"), help="GPU memory for KV, of each")

@@ -76,6 +76,10 @@ def overspill_config(settings: dict[str, Any]) -> KVTransferConfig:
     )
 
 
+# Enough for every test; as the size is given, vLLM neither profiles nor fills the GPU, and tests may share one.
+GPU_MEMORY: dict[str, Any] = (
+    {"kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
+)
 PAGE = BLOCK * 2 * 2 * 32 * 4  # of the tiny models: K and V, 2 heads of 32 numbers, 4 bytes each
 
 
@@ -237,6 +241,7 @@ def engine(
         "block_size": BLOCK,
         "max_num_seqs": 8,
         "num_gpu_blocks_override": None if spills else blocks,
+        **GPU_MEMORY,
         **settings,
     }
     with without_collections():

@@ -12,9 +12,10 @@ import torch
 
 from overspill.kv.ledger import Ledger
 from tests.engine import Answer, apart, assert_identical, assert_same_but_for_ties, engine, overspill, random_prompt
+from tests.gpu_memory import used_bytes
 from tests.test_elastic import Granted, Grown
-from tests.test_gpu_park import used_bytes
-from tests.test_gpu_spill import GRAPHS
+from tests.test_gpu_park import GRAPHS
+from tests.test_gpu_spill import SETTINGS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +28,7 @@ PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((9000, 5000
 
 def elastic(llama: Path, ledger: Ledger, **extra: Any) -> Any:
     options = {"host_bytes": "1GiB", "verify": "all", "ledger": str(ledger.path), **extra}
-    return engine(llama, overspill(**options), blocks=BLOCKS, **GRAPHS)
+    return engine(llama, overspill(**options), blocks=BLOCKS, **SETTINGS, **GRAPHS)
 
 
 @pytest.mark.parametrize("store", ["eager", "lazy"])
@@ -53,7 +54,7 @@ def test_memory_goes_and_comes_back_and_nothing_cached_is_lost(llama: Path, ledg
 def test_random_grants_under_load_change_no_answer(llama: Path, ledger: Ledger, impatient: None) -> None:
     drawn = random.Random(5)
     prompts = [random_prompt(100 + number, drawn.randrange(40, 6000)) for number in range(60)]
-    with engine(llama, overspill(host_bytes="1GiB"), blocks=BLOCKS, **GRAPHS) as plain:
+    with engine(llama, overspill(host_bytes="1GiB"), blocks=BLOCKS, **SETTINGS, **GRAPHS) as plain:
         plain.num_logprobs = 5  # in bf16 more than two tokens may be equally likely
         expected = [plain.ask_one(prompt, 24) for prompt in prompts]
         assert plain.llm.reset_prefix_cache()

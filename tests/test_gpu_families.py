@@ -154,9 +154,7 @@ def longest_with(requests: Sequence[Request]) -> int:
 
 
 def settings(name: str, **more: Any) -> dict[str, Any]:
-    # A size of its own for KV: several processes may then share a GPU, and no engine fills it for a few prompts.
-    memory = {"kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": 0.1} if CUDA else {}
-    return {**memory, **FAMILIES[name].settings(cuda=CUDA), **more}
+    return {**FAMILIES[name].settings(cuda=CUDA), **more}
 
 
 def ask(running: Engine, request: Request, max_tokens: int = 24) -> Answer:

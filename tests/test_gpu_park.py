@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.engine import Engine, assert_same_but_for_ties, engine, overspill_config, random_prompt
+from tests.gpu_memory import used_bytes
 from tests.test_gpu_spill import SETTINGS, spilling
 from tests.zygote import cold
 
@@ -24,16 +25,14 @@ pytestmark = [
 
 MIB = 2**20
 OFFLOAD = {"host_bytes": "256MiB", "load": "always", "verify": "all", "reserve_bytes": 0, "park": True}
-GRAPHS = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}}
+# Without the compiler, which takes half a minute of every start.
+GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+}
 # The first does not fit beside spill's window.
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((9000, 300, 150))]
 CYCLES = 5
-
-
-def used_bytes() -> int:
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
 
 
 def transfer_of(mode: str) -> Any:

@@ -20,6 +20,7 @@ from tests.engine import (
     overspill_config,
     random_prompt,
 )
+from tests.gpu_memory import used_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +42,7 @@ class Rig:
 
         device = torch.device("cuda", 0)
         torch.cuda.init()
-        self.free_before = torch.cuda.mem_get_info()[0]
+        self.used_before = used_bytes()
         self.memory = CudaBuffer(GEOMETRY.buffer_bytes, spill_pieces(GEOMETRY), device)
         self.buffer = self.memory.tensor().view(torch.uint8)
         self.arena = HostMemory(GEOMETRY.num_regions, GEOMETRY.half_bytes)
@@ -86,11 +87,11 @@ def test_regions_of_a_parity_share_their_window_and_nothing_else(rig: Rig) -> No
 
 def test_the_buffer_costs_its_resident_blocks_and_two_halves() -> None:
     rig = Rig()
-    used = rig.free_before - torch.cuda.mem_get_info()[0]
+    used = used_bytes() - rig.used_before
     mapped = GEOMETRY.num_regions * GEOMETRY.resident_bytes + 2 * GEOMETRY.half_bytes
     assert mapped <= used < mapped + 64 * MIB < GEOMETRY.buffer_bytes + 64 * MIB
     rig.close()
-    assert rig.free_before - torch.cuda.mem_get_info()[0] < 64 * MIB, "memory was not given back"
+    assert used_bytes() - rig.used_before < 64 * MIB, "memory was not given back"
 
 
 def test_copies_move_runs_of_blocks_both_ways(rig: Rig) -> None:
@@ -386,7 +387,7 @@ def test_the_windows_memory_lies_under_gpu_blocks_by_turns(llama: Path, settings
         together = plain.ask([middle, short, long])
     config = spilling(1536, spill_share=1.0, spill_compute="gpu", spill_lends=True, host_bytes="256MiB", verify="all")
     with engine(llama, config, **settings) as spills:
-        buffer, free = spills.spill_worker.buffer, torch.cuda.mem_get_info()[0]
+        buffer, used = spills.spill_worker.buffer, used_bytes()
         assert buffer is not None
         first = buffer.mapped_bytes
         for _ in range(3):
@@ -399,7 +400,7 @@ def test_the_windows_memory_lies_under_gpu_blocks_by_turns(llama: Path, settings
             spills.drain()
             spills.evict_gpu()
         assert spills.metric("window_moves") >= 2, "to GPU blocks, and back"
-        assert abs(torch.cuda.mem_get_info()[0] - free) < 64 * MIB, "what was given up is free for what was taken"
+        assert abs(used_bytes() - used) < 64 * MIB, "what was given up is free for what was taken"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -465,11 +466,11 @@ def test_memory_comes_back_when_the_engine_stops(llama: Path) -> None:
     with engine(llama, spilling(), **SETTINGS) as spills:
         spills.ask_one(random_prompt(1, PROMPT), 4)
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
+    used = used_bytes()
     with engine(llama, spilling(), **SETTINGS) as spills:
         spills.ask_one(random_prompt(1, PROMPT), 4)
     torch.cuda.empty_cache()
-    assert free - torch.cuda.mem_get_info()[0] < 64 * MIB
+    assert used_bytes() - used < 64 * MIB
 
 
 def test_more_memory_than_the_gpu_has_is_an_error_that_says_so() -> None:
