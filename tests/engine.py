@@ -188,6 +188,8 @@ class Engine:
         buffer = self.worker.buffer
         assert buffer is not None
         buffer.view(dtype).fill_(7.0)
+        if buffer.is_cuda:
+            torch.cuda.synchronize()  # loads wait for steps, and this is none
         if getattr(get_kv_transfer_group(), "spill_worker", None) is not None:
             arena = self.spill_worker.arena
             assert arena is not None

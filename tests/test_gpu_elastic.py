@@ -70,10 +70,10 @@ def test_random_grants_under_load_change_no_answer(llama: Path, ledger: Ledger, 
         assert running.grants > 10 and running.metric("shrunk_bytes") > 0 < running.metric("grown_bytes")
         assert running.metric("corrupt_blocks") == running.metric("load_failures") == 0
         running.grown.grant(running.grown.elastic.units.count)
-    # Batches of other sizes round differently; grants add nothing to that.
+    # Batches of other sizes round differently, and grants change who shares a batch: as far, but not in the same place.
     rounding = max(apart(*pair) for pair in zip(together, expected, strict=True))
     assert 0 < rounding < 1
-    assert_same_but_for_ties([answers[name] for name in names], expected, rounding=rounding)
+    assert_same_but_for_ties([answers[name] for name in names], expected, rounding=2 * rounding)
 
 
 def test_a_lone_prompt_is_answered_bit_for_bit_after_a_shrink(llama: Path, ledger: Ledger) -> None:
