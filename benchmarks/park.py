@@ -60,6 +60,8 @@ INVARIANT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
 # For /collective_rpc, by which weights are drawn.
 DRAWN = {"VLLM_SERVER_DEV_MODE": "1"}
 SETTLED_AFTER = 2  # cycles
+# Where answers are compared and nothing is timed: a start without compiling, and graphs for the requests there are.
+FEW_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
 
 
 class Parked:
@@ -135,6 +137,7 @@ def serving(arguments: argparse.Namespace, name: str, seed: int | None = None) -
     if seed is not None:
         environment |= DRAWN | (INVARIANT if has_gpu() else {})
         flags += ["--worker-extension-cls", "shapes.SensitiveWeights"]
+        flags += ["--compilation-config", json.dumps(FEW_GRAPHS)] if has_gpu() else []
     words = command(arguments, port, {"park": True}, *flags)
     with started(words, log, port, env=environment) as server:
         try:
