@@ -153,9 +153,7 @@ def test_a_process_named_with_brackets_and_spaces_is_counted(sampler: Sampler, t
 
 
 class Nvml(FakeNvml):
-    """With the calls that only sampling uses; counters grow by what the test says."""
-
-    counters: Any = (0, 0)
+    """With the calls that only sampling uses."""
 
     def nvmlDeviceGetUtilizationRates(self, device: Device) -> Any:
         return SimpleNamespace(gpu=37, memory=12)
@@ -165,12 +163,6 @@ class Nvml(FakeNvml):
 
     def nvmlDeviceGetPowerUsage(self, device: Device) -> int:
         raise NVMLError(NOT_SUPPORTED)
-
-    def nvmlDeviceGetFieldValues(self, device: Device, fields: list[int]) -> Any:
-        if isinstance(self.counters, NVMLError):
-            raise self.counters
-        assert fields == [198, 197]
-        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=count)) for count in self.counters]
 
     def nvmlDeviceGetPcieThroughput(self, device: Device, which: int) -> int:
         return 5000 + which
@@ -183,31 +175,17 @@ class Clock:
         return self.now
 
 
-def test_a_gpu_is_sampled_with_its_link_from_counters() -> None:
+def test_a_gpu_is_sampled_with_its_link() -> None:
     card = Device(ComputeRunningProcesses=[used(10, 5 * GiB), used(11, None)])
-    clock, nvml = Clock(), Nvml(card)
-    gpus = GpuSampler(nvml, clock)
-    (first,) = gpus.read()
-    assert (first.total_bytes, first.used_bytes) == ((24564 - 357) * MiB, (24564 - 357) * MiB - 20 * GiB)
-    assert (first.use, first.temperature_c, first.power_w) == (0.37, 61, None)
-    assert first.processes == {10: 5 * GiB, 11: None}
-    assert first.to_gpu_bytes_per_s is None
-    clock.now, nvml.counters = 1002.0, (4000, 1000)
-    (second,) = gpus.read()
-    assert (second.to_gpu_bytes_per_s, second.from_gpu_bytes_per_s) == (2000, 500)
-    # Counters that wrapped give no rate, instead of a wrong one.
-    clock.now, nvml.counters = 1004.0, (100, 3000)
-    (third,) = gpus.read()
-    assert (third.to_gpu_bytes_per_s, third.from_gpu_bytes_per_s) == (None, 1000)
+    nvml = Nvml(card)
+    gpus = GpuSampler(nvml)
+    (sample,) = gpus.read()
+    assert (sample.total_bytes, sample.used_bytes) == ((24564 - 357) * MiB, (24564 - 357) * MiB - 20 * GiB)
+    assert (sample.use, sample.temperature_c, sample.power_w) == (0.37, 61, None)
+    assert sample.processes == {10: 5 * GiB, 11: None}
+    assert (sample.to_gpu_bytes_per_s, sample.from_gpu_bytes_per_s) == (5001_000, 5000_000)
     gpus.close()
     assert nvml.open == 0
-
-
-def test_a_driver_without_counters_is_asked_for_rates() -> None:
-    nvml = Nvml(Device())
-    nvml.counters = NVMLError(NOT_SUPPORTED)
-    (sample,) = GpuSampler(nvml).read()
-    assert (sample.to_gpu_bytes_per_s, sample.from_gpu_bytes_per_s) == (5001_000, 5000_000)
 
 
 def test_a_lost_gpu_is_told_and_looked_for_again_a_minute_later() -> None:

@@ -18,9 +18,9 @@ from overspill.processes import memory_of
 # Scanning all of /proc for children costs more than everything else.
 _TREES_EVERY_S = 5.0
 _TRY_AGAIN_S = 60.0
-# Byte counters, answered at once; the older call for the rate measures for 20 ms, each way.
-_FIELDS = [198, 197]  # NVML_FI_DEV_PCIE_COUNT_RX_BYTES and TX: to the GPU, and from it
-_UTILIZATIONS = (1, 0)  # NVML_PCIE_UTIL_RX_BYTES and TX, in KB/s
+# NVML_PCIE_UTIL_RX_BYTES and TX, in KB/s: to the GPU, and from it. Its byte counters (NVML_FI_DEV_PCIE_COUNT_*) take no
+# time to read, but wrap at 4 GiB on an H200: every 70 ms while its link is busy.
+_UTILIZATIONS = (1, 0)
 _TEMPERATURE_OF_GPU = 0
 _LOST = (15, 16)  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED
 
@@ -149,9 +149,6 @@ class _Gpu:
     device: Device
     uuid: str
     name: str
-    has_counters: bool = True
-    counted: tuple[float, ...] | None = None
-    """Last reading: time, bytes to the GPU, bytes from it."""
 
 
 class GpuSampler:
@@ -226,30 +223,17 @@ class GpuSampler:
         )
 
     def _link(self, gpu: _Gpu) -> tuple[int | None, int | None]:
-        """PCIe bytes per second to the GPU and from it."""
-        values = gpu.device.ask("nvmlDeviceGetFieldValues", _FIELDS) if gpu.has_counters else None
-        if values is None or any(value.nvmlReturn for value in values):
-            gpu.has_counters = False
-            rates = [gpu.device.ask("nvmlDeviceGetPcieThroughput", which) for which in _UTILIZATIONS]
-            return rates[0] and rates[0] * 1000, rates[1] and rates[1] * 1000
-        counted = self._clock(), *(int(value.value.ullVal) for value in values)
-        before, gpu.counted = gpu.counted, counted
-        if before is None or counted[0] <= before[0]:
-            return None, None
-        seconds = counted[0] - before[0]
-        # The counters may wrap (NVML's documentation does not say where): then report no rate instead of a wrong one.
-        to_gpu, from_gpu = (
-            int((new - old) / seconds) if new >= old else None for old, new in zip(before[1:], counted[1:])
-        )
-        return to_gpu, from_gpu
+        """PCIe bytes per second to the GPU and from it, each measured for 20 ms."""
+        rates = [gpu.device.ask("nvmlDeviceGetPcieThroughput", which) for which in _UTILIZATIONS]
+        return rates[0] and rates[0] * 1000, rates[1] and rates[1] * 1000
 
 
 # The machine
 
 
 class Sampler:
-    """Reads the whole machine; not for several threads at once. A read takes a few milliseconds, and 40 more on GPUs
-    whose driver lacks PCIe counters, so an event loop calls it in a thread."""
+    """Reads the whole machine; not for several threads at once. A read takes a few milliseconds, and 40 more for
+    each GPU's link, so an event loop calls it in a thread."""
 
     def __init__(self, disks: Mapping[str, Path], gpus: GpuSampler | None = None) -> None:
         self._disks, self._gpus = dict(disks), gpus or GpuSampler()
