@@ -6,9 +6,9 @@
 
 Measured, side by side in one run, with bursts of --requests prompts at once:
 
-    static     one engine without a ledger, with all of the KV memory: the peer of `alone`
-    alone      one engine with a ledger that was granted all of it
-    thirds     three engines with a third each, bursts in turn
+    static     one engine with all of the KV memory, which is fixed
+    alone      one engine with all of it, elastic
+    thirds     three elastic engines with a third each, which nobody changes: bursts in turn
     shared     the same three, and the manager's division of the card
 
 Each burst has prompts of its own. After the bursts each engine gets its last prompts once more: what of them is found,
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import tempfile
 import threading
@@ -38,6 +39,7 @@ from servers import started
 
 ENGINES = ("a", "b", "c")
 LOOK_SECONDS = 0.1  # as the manager looks
+FULL_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
 
 
 @contextlib.contextmanager
@@ -45,8 +47,10 @@ def serving(arguments: argparse.Namespace, names: tuple[str, ...], ledger: Path 
     logs = Path(tempfile.mkdtemp(prefix="elastic-"))
     options: Json = {"store": "lazy"}
     if ledger is not None:
-        options |= {"ledger": str(ledger), "ledger_bytes": arguments.kv_bytes // len(ENGINES)}
-    flags = ["--max-num-seqs", "64", *([] if arguments.graphs and has_gpu() else ["--enforce-eager"])]
+        options |= {"ledger": str(ledger), "ledger_bytes": arguments.kv_bytes // len(names)}
+    flags = ["--max-num-seqs", "64"]
+    # Uncompiled: starts are shorter, and every phase decodes alike.
+    flags += ["--compilation-config", json.dumps(FULL_GRAPHS)] if has_gpu() else ["--enforce-eager"]
     with contextlib.ExitStack() as stack:
         servers = []
         for name in names:
@@ -120,28 +124,30 @@ def measure(arguments: argparse.Namespace, result: Json, out: Path) -> None:
         record.write(out, result)
         say(f"{name}: {record.dumps({key: value for key, value in facts.items() if key != 'bursts'})}")
 
-    def in_turn(name: str, engines: list[Parked]) -> list[Json]:
+    def in_turn(name: str, engines: list[Parked], rounds: int) -> list[Json]:
         return [
             {"engine": ENGINES[at], **burst(engine, prompts(f"{name}-{ENGINES[at]}", number), arguments.output)}
-            for number in range(arguments.rounds)
+            for number in range(rounds)
             for at, engine in enumerate(engines)
         ]
 
-    with serving(arguments, ("static",), None) as (engine,):
-        burst(engine, prompts("warm", 0), 2)
-        keep("static", summary(in_turn("static", [engine])))
-    path = Path(tempfile.mkdtemp(prefix="ledger-")) / "gpu.ledger"
+    folder = Path(tempfile.mkdtemp(prefix="ledger-"))
+    for name, path in (("static", None), ("alone", folder / "one.ledger")):
+        with serving(arguments, (name,), path) as (engine,):
+            burst(engine, prompts("warm", 0), 2)
+            keep(name, summary(in_turn(name, [engine], arguments.rounds * len(ENGINES))))
+    path = folder / "three.ledger"
     ledger = Ledger(path)
     with serving(arguments, ENGINES, path) as engines:
         for engine in engines:
             burst(engine, prompts("warm", 0), 2)
         rows = sorted(ledger.accounts(), key=lambda row: ledger.accounts()[row].pid)
         result["floor_bytes"] = ledger.accounts()[rows[0]].floor
-        keep("thirds", summary(in_turn("thirds", engines)))
+        keep("thirds", summary(in_turn("thirds", engines, arguments.rounds)))
         division = Division(path, arguments.kv_bytes)
         division.start()
         try:
-            bursts = in_turn("shared", engines)
+            bursts = in_turn("shared", engines, arguments.rounds)
         finally:
             division.end()
         again = [
@@ -158,8 +164,6 @@ def measure(arguments: argparse.Namespace, result: Json, out: Path) -> None:
         })  # fmt: skip
         if most > arguments.kv_bytes:
             raise SystemExit("error: engines held more than there is")
-        give_all(ledger, engines[0], arguments.kv_bytes)
-        keep("alone", summary(in_turn("alone", engines[:1])))
     ledger.close()
     phases = result["phases"]
     result["summary"] = {
@@ -176,27 +180,6 @@ def summary(bursts: list[Json]) -> Json:
     return {**{name: statistics.mean(one[name] for one in bursts) for name in names}, "bursts": bursts}
 
 
-def give_all(ledger: Ledger, first: Parked, kv_bytes: int) -> None:
-    """To the engine of this server; the others keep their floors."""
-    family = {one.pid for one in first.server.family()}
-    accounts = ledger.accounts()
-    others = [row for row, one in accounts.items() if one.pid not in family]
-    (mine,) = accounts.keys() - set(others)
-    for row in others:
-        ledger.write(row, granted=accounts[row].floor)
-    kept = sum(accounts[row].floor for row in others)
-    deadline = time.monotonic() + 30
-    while sum(ledger.accounts()[row].held for row in others) > kept:
-        if time.monotonic() > deadline:
-            raise SystemExit("error: idle engines kept their memory")
-        time.sleep(0.05)
-    ledger.write(mine, granted=kv_bytes - kept)
-    while ledger.accounts()[mine].held < 0.9 * (kv_bytes - kept):
-        if time.monotonic() > deadline:
-            raise SystemExit("error: the engine did not grow")
-        time.sleep(0.05)
-
-
 def main() -> None:
     parser = record.argument_parser(__doc__)
     parser.add_argument("--model", default=None, help="folder, or 'tiny'; default: Llama-3.1-8B's shape")
@@ -209,7 +192,6 @@ def main() -> None:
     parser.add_argument("--host-bytes", type=size, default=size("20GiB"), help="RAM for KV, of each")
     parser.add_argument("--move-bytes", type=size, default=size("8GiB"), help="of which the time to move is measured")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
-    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs: slower starts, faster decode")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one start")

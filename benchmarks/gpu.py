@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,16 @@ def used_bytes() -> int | None:
         return None
     nvml, device = found
     return int(nvml.nvmlDeviceGetMemoryInfo(device).used)
+
+
+def held_bytes(pids: Collection[int]) -> int | None:
+    """Of the GPU's memory by these processes; None where the driver does not tell processes apart."""
+    found = _nvml()
+    if found is None:
+        return None
+    nvml, device = found
+    held = [one.usedGpuMemory for one in nvml.nvmlDeviceGetComputeRunningProcesses(device) if one.pid in pids]
+    return None if not held or None in held else sum(held)
 
 
 def usage(gpu_bytes_before: int | None) -> Json:

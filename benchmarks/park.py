@@ -41,6 +41,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+import gpu
 import record
 import shapes
 from overspill.address import free_port
@@ -294,7 +295,7 @@ def measure_loaded(arguments: argparse.Namespace, result: Json, out: Path) -> No
 def holding(servers: list[Parked]) -> Json:
     processes = [process for one in servers for process in one.server.family()]
     return {
-        "processes": len(processes), "gpu_bytes": gpu_used_bytes(),
+        "processes": len(processes), "gpu_bytes": gpu.held_bytes([process.pid for process in processes]),
         "ram_bytes": sum(process.memory_full_info().pss for process in processes),
     }  # fmt: skip
 
