@@ -3,8 +3,9 @@
     python benchmarks/disk.py --tokens 65536 --folder /mnt/nvme/kv
 
 Each system has two engine lives, in processes of their own: one fills the disk and stops, one finds the prompt again.
-Between them the page cache forgets the files. `raw` reads a file of as many bytes with direct I/O on as many threads
-as Overspill. `index` is the time to read a journal of a million entries.
+Between them the page cache forgets the files, and the second waits until its pool is pinned, as it is by the time a
+server with real weights answers. `raw` reads a file of as many bytes with direct I/O on as many threads as Overspill,
+before the systems and after. `index` is the time to read a journal of a million entries.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from record import GIB, Json, say
 SYSTEMS = ("overspill", "vllm-fs")
 READ_THREADS, READ_BYTES = 8, 8 << 20
 LIFE_S = 600
+# Of Overspill's metrics, how long reading from disk and copying to the GPU took.
+MEASURED = ("overspill_disk_read_", "overspill_load_")
 
 
 def transfer_config(system: str, folder: Path, host_bytes: int, disk_bytes: int) -> Json:
@@ -90,8 +93,9 @@ def live(arguments: argparse.Namespace) -> Json:
         result["computed"] = ask(7, arguments.tokens)
         _settle(llm, arguments.folder)
     else:
-        _wait_for_index(llm)
+        result |= _wait_until_ready(llm)
         result["hit"] = ask(7, arguments.tokens)
+        result["metrics"] = _metrics()
         result["computed"] = ask(8, arguments.tokens)
     begun = time.perf_counter()
     llm.llm_engine.engine_core.shutdown()
@@ -99,11 +103,25 @@ def live(arguments: argparse.Namespace) -> Json:
     return result
 
 
-def _wait_for_index(llm: Any) -> None:
-    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    disk = getattr(getattr(connector, "_scheduler", None), "disk", None)
-    if disk is not None:
-        disk.wait_until_open()
+def _wait_until_ready(llm: Any) -> Json:
+    """Overspill's index and pool; vLLM's tier is ready when its engine is."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    worker: Any = get_kv_transfer_group()
+    if not type(worker).__module__.startswith("overspill."):
+        return {}
+    began = time.perf_counter()
+    scheduler._scheduler.disk.wait_until_open()
+    worker._worker.memory.wait_until_prepared()
+    return {"wait_s": time.perf_counter() - began, "pinned_bytes": worker._worker.memory.pinned_bytes}
+
+
+def _metrics() -> Json:
+    from prometheus_client import REGISTRY
+
+    samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+    return {one.name: one.value for one in samples if one.name.startswith(MEASURED) and one.name.endswith("_total")}
 
 
 def _settle(llm: Any, folder: Path) -> None:
@@ -242,6 +260,8 @@ def main() -> None:
         result["systems"][system] = measure(system, num_bytes, raw, arguments)
         record.write(path, result)
         say(f"{system}: {result['systems'][system]}")
+    result["raw_after"] = raw_read(arguments.folder, num_bytes)
+    record.write(path, result)
     say(f"written to {path}")
 
 
