@@ -508,6 +508,43 @@ def park(result: Json) -> str:
     return markdown(["", "time", ""], rows)
 
 
+def park_loaded(result: Json) -> str:
+    found = result["summary"]
+    before, after = (one["ram_bytes"] / GB for one in found["held"])
+    return (
+        f"{found['cycles']} cycles: {found['interrupted_answers']} answers were interrupted, and all "
+        f"{found['compared_answers']} were those from before the first park. Both servers together held "
+        f"{number(before, 4)} GB of RAM after {found['held'][0]['cycles']} cycles, and {number(after, 4)} GB at the "
+        "end.\n"
+    )
+
+
+ELASTIC = {
+    "static": "one engine with all of the memory, fixed",
+    "alone": "one engine with all of it, elastic",
+    "thirds": "three engines with a third each",
+    "shared": "three elastic engines",
+}
+
+
+def elastic(result: Json) -> str:
+    """Bursts of each phase, and what moving memory did."""
+    phases, moved = result["phases"], result["phases"]["shared"]
+    rows = [
+        [label, *(ranged(spread([one[key] for one in phases[name]["bursts"]]), scale)
+                  for key, scale in (("mean_ttft_seconds", 1000), ("tokens_per_second", 1)))]
+        for name, label in ELASTIC.items()
+    ]  # fmt: skip
+    found = min(moved["found_again_share"])
+    return (
+        markdown(["", "mean TTFT of a burst, ms", "tokens/s"], rows)
+        + f"\n- {number(moved['move_bytes'] / 2**30)} GiB moved from an idle engine to a busy one within "
+        f"{number(moved['move_seconds'], 2)} s; {number(moved['shrunk_bytes'] / GB)} GB in all\n"
+        f"- {moved['shrink_lost_blocks']:.0f} cached blocks were lost by shrinking; afterwards {100 * found:.1f} % of "
+        "each engine's last prompts, or more, were found on the GPU or in RAM\n" + notes(result)
+    )
+
+
 def attention(result: Json) -> str:
     """The kernels by themselves, with as many threads as were measured at most."""
     most = max(one["threads"] for one in result["rates"])
@@ -611,6 +648,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "ab-where": ("ab", experiment_where),
     "verify": ("verify", verification),
     "park": ("park", park),
+    "park-loaded": ("park-loaded", park_loaded),
+    "elastic": ("elastic", elastic),
     "attention": ("attention-kernel", attention),
     "spill-where": ("spill", spill_where),
     **{f"spill-{name}": ("spill", partial(spill_part, name)) for name in SPILL},
@@ -625,6 +664,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
             "prediction",
             "families",
             "park",
+            "park-loaded",
+            "elastic",
             "attention-kernel",
         )
     },
