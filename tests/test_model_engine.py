@@ -10,6 +10,7 @@ import torch
 from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups, _pool_bytes_per_block
 
 from overspill.figures import Origin
+from overspill.launch.machine import cpu_platform
 from overspill.model.facts import ModelFacts
 from overspill.model.kv import CacheSettings, KVGeometry, kv_geometry
 from overspill.model.source import read_folder
@@ -90,6 +91,7 @@ def settings_of(running: Engine, block_size: int) -> CacheSettings:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         max_concurrent_batches=config.max_concurrent_batches,
         kernel_block_multiple=32,
+        state_dtype=cpu_platform().state_dtype,
     )
 
 

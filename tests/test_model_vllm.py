@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from overspill.figures import Origin
+from overspill.launch.machine import cpu_platform
 from overspill.model.defaults import DEFAULTS
 from overspill.model.derived import SHAPES
 from overspill.model.kv import CacheSettings, kv_geometry
@@ -69,6 +70,7 @@ def settings_of(answer: dict[str, Any], engine: dict[str, Any]) -> CacheSettings
         max_num_batched_tokens=answer["max_num_batched_tokens"],
         max_concurrent_batches=answer["max_concurrent_batches"],
         kernel_block_multiple=32,
+        state_dtype=cpu_platform().state_dtype,
     )
 
 

@@ -29,11 +29,11 @@ from overspill.planning.ranks import rank_facts
 from overspill.planning.setup import (
     CPU,
     CUDA,
-    LATENT_BLOCK_SIZE_WITH_AMX,
     MAX_NUM_SEQS,
     NO_CPU_ATTENTION,
     Platform,
     Wishes,
+    cpu_with,
 )
 from overspill.settings import AUTO, RAM_RESERVE_BYTES
 
@@ -272,15 +272,14 @@ def _cpu(found: Hardware, hardware: Hardware, settings: Mapping[str, Any]) -> De
         compute_capability=None,
         link=assumed(_COPY_BYTES_PER_S, "copies within RAM"),
     )
-    platform = replace(CPU, latent_block_size=LATENT_BLOCK_SIZE_WITH_AMX) if _has_amx() else CPU
-    return Device((gpu,) * ranks, platform, beside)
+    return Device((gpu,) * ranks, cpu_platform(), beside)
 
 
-def _has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def cpu_platform(cpuinfo: Path = Path("/proc/cpuinfo")) -> Platform:
     try:
-        return "amx_tile" in cpuinfo.read_text().split()
+        return cpu_with(frozenset(cpuinfo.read_text().split()))
     except OSError:
-        return False
+        return CPU
 
 
 def _less_reserve(available: Known[int], settings: Mapping[str, Any]) -> Known[int]:

@@ -40,6 +40,8 @@ class CacheSettings:
     """2 under asynchronous scheduling, the default on CUDA; else 1 (config/vllm.py, max_concurrent_batches)."""
     kernel_block_multiple: int = 16
     """Tokens; the attention backend reads blocks of any multiple of this: 16 on CUDA, 32 on the CPU."""
+    state_dtype: str = "auto"
+    """Dtype of recurrent states, whatever the model says, except for the inputs that a convolution keeps."""
 
     def __post_init__(self) -> None:
         known = ("auto", *KV_CACHE_DTYPE_BYTES)
@@ -147,7 +149,8 @@ def _state_page(state: RecurrentState, settings: CacheSettings, dtype: str) -> P
     """Page of a state, with shapes as in vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator."""
     channels = state.conv_channels + state.conv_groups * state.conv_group_channels
     conv_bytes = channels * (state.conv_kernel - 1) * KV_CACHE_DTYPE_BYTES[dtype]
-    head_bytes = state.head_state * KV_CACHE_DTYPE_BYTES[dtype if state.state_dtype == "auto" else state.state_dtype]
+    (state_dtype, *_) = [name for name in (settings.state_dtype, state.state_dtype, dtype) if name != "auto"]
+    head_bytes = state.head_state * KV_CACHE_DTYPE_BYTES[state_dtype]
     return Page(
         kind=Kind.MAMBA,
         block_size=settings.block_size,

@@ -66,6 +66,7 @@ def attempts_without_ram(setup: Setup, budget: Budget) -> Iterator[Attempt]:
                     max_num_batched_tokens=chunk,
                     max_concurrent_batches=platform.max_concurrent_batches,
                     kernel_block_multiple=platform.kernel_block_multiple,
+                    state_dtype=platform.state_dtype,
                 ),
             )
             overheads = setup.overheads(chunk, dtype)

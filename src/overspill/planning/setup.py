@@ -1,8 +1,8 @@
 """Everything a plan is made from: a model, a device, vLLM's platform, RAM, and the user's wishes."""
 
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from overspill.figures import Known, assumed
@@ -105,6 +105,8 @@ class Platform:
     latent_block_size: int
     """Default tokens per block of multi-head latent attention."""
     kernel_block_multiple: int
+    state_dtype: str
+    """Dtype of recurrent states; auto leaves it to the model."""
     max_concurrent_batches: int
     chunks: tuple[int, ...]
     """Values of max_num_batched_tokens worth trying on a device of common size."""
@@ -127,6 +129,7 @@ CUDA = Platform(
     block_size=16,
     latent_block_size=64,  # FlashMLA's
     kernel_block_multiple=16,
+    state_dtype="auto",
     max_concurrent_batches=2,
     # Prefill hides the link only in long chunks, and long chunks cost activations: both are tried.
     chunks=(2048, 8192),
@@ -141,13 +144,23 @@ CPU = Platform(
     block_size=128,
     latent_block_size=16,
     kernel_block_multiple=32,
+    state_dtype="auto",
     max_concurrent_batches=1,
     chunks=(2048,),
     profiles_memory=False,
     offloads_weights=False,
 )
-# With AMX, vLLM's CPU platform does not insist on blocks of 16 for latent attention.
-LATENT_BLOCK_SIZE_WITH_AMX = 128
+
+
+def cpu_with(features: Collection[str]) -> Platform:
+    """vLLM's CPU platform on a CPU with these features, under the kernel's names."""
+    return replace(
+        CPU,
+        # Without AMX it insists on blocks of 16 for latent attention.
+        latent_block_size=128 if "amx_tile" in features else CPU.latent_block_size,
+        # With AVX-512 BF16 its kernels for states want float32.
+        state_dtype="float32" if "avx512_bf16" in features else CPU.state_dtype,
+    )
 
 
 Profiles = Callable[[int, str], Profile | None]
