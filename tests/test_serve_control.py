@@ -29,6 +29,8 @@ from tests.test_serve import ASKED, Serve, model, serving, words
 
 __all__ = ["model"]  # a fixture of the module that it is made in
 
+# Made once: loading certificates takes seconds while another thread reads a stream.
+HTTP = httpx.Client(timeout=120)
 SHORT, LONG = random_prompt(3, 600), random_prompt(4, 3200)
 
 
@@ -49,7 +51,7 @@ def secret_for(server: Serve) -> str:
 
 def call(server: Serve, action: str, secret: str | None = None, method: str = "POST") -> httpx.Response:
     headers = {} if secret is None else {HEADER: secret}
-    return httpx.request(method, f"http://127.0.0.1:{server.port}/overspill/{action}", headers=headers, timeout=120)
+    return HTTP.request(method, f"http://127.0.0.1:{server.port}/overspill/{action}", headers=headers)
 
 
 def ask(server: Serve, prompt: list[int]) -> tuple[str, int]:
