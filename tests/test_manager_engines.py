@@ -312,7 +312,20 @@ def test_a_restart_is_a_new_process_with_the_settings_of_now(place: Place) -> No
     asyncio.run(run())
 
 
-def test_a_port_that_is_taken_meanwhile_is_replaced_by_another(place: Place) -> None:
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_a_port_that_is_taken_meanwhile_is_replaced_by_another(
+    place: Place, monkeypatch: pytest.MonkeyPatch, ends_first: bool
+) -> None:
+    class Late(subprocess.Popen[bytes]):
+        """The first engine has ended before the manager looks."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if not place.starts("a"):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    if ends_first:
+        monkeypatch.setattr("overspill.manager.backend.subprocess.Popen", Late)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place.add("a", behaviour={"prefers_taken_port": taken.getsockname()[1]})
 

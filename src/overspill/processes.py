@@ -69,10 +69,10 @@ def processes() -> Iterator[Process]:
             yield one
 
 
-def identity(pid: int) -> str | None:
+def identity(pid: int, *, or_zombie: bool = False) -> str | None:
     """Boot and start time of a living process, else None; needed since PIDs are reused."""
     one = read_process(pid)
-    return f"{boot()}:{one.start_ticks}" if one is not None and one.is_alive else None
+    return f"{boot()}:{one.start_ticks}" if one is not None and (one.is_alive or or_zombie) else None
 
 
 @cache

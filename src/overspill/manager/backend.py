@@ -146,9 +146,9 @@ class OwnProcesses:
                 )  # fmt: skip
         except OSError as error:
             raise StartFailed(f"{name} could not be started: {error}") from error
-        if (who := identify(child.pid)) is None:
-            raise StartFailed(f"{name} ended at once, with exit code {child.wait()}")
-        return Launched(identity=who, child=child, url=f"http://{HOST}:{port}")
+        process = identity(child.pid, or_zombie=True)  # it may have ended already; its log says why
+        assert process is not None, "nothing reaps a child before it is polled"
+        return Launched(identity=Identity(child.pid, process), child=child, url=f"http://{HOST}:{port}")
 
     def stop_unit(self, unit: str) -> None:
         raise StartFailed(f"{unit} was started by systemd, which this manager does not use")
