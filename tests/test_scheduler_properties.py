@@ -50,9 +50,9 @@ def setups(draw: st.DrawFn) -> Setup:
         ranks=draw(st.sampled_from([1, 1, 2])),
         asynchronous=draw(st.booleans()),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
-        longest_flight=draw(st.sampled_from([0, 1, 5])),
+        longest_flight=draw(st.sampled_from([0, 1, 5, 5])),
         keep_on_reset=draw(st.booleans()),
-        ahead=draw(st.booleans()),
+        ahead=draw(st.sampled_from([False, True, True])),
         fault_rate=draw(st.sampled_from([0.0, 0.0, 0.2])),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -75,9 +75,10 @@ _kinds: dict[str, st.SearchStrategy[Operation]] = {
     "reset": st.tuples(st.booleans(), st.booleans()),
     "reset_connector": st.tuples(),
     "change_weights": st.tuples(),
+    "rest": st.tuples(),
 }
 _weighted = ["add"] * 16 + ["step"] * 16 + ["abort"] * 2 + ["damage"] * 2
-_weighted += ["reset", "reset_connector", "change_weights"]
+_weighted += ["reset", "reset_connector", "change_weights", "rest", "rest"]
 _operations = st.lists(
     st.sampled_from(_weighted)
     .flatmap(lambda kind: st.tuples(st.just(kind), _kinds[kind]))
@@ -113,6 +114,9 @@ def perform(engine: Engine, operation: Operation) -> None:
             engine.reset_connector()
         case ("change_weights",):
             engine.change_weights()
+        case ("rest",):  # the next request is alone, and its load has idle steps to itself
+            while engine.scheduler.has_requests():
+                engine.step()
         case _:
             raise ValueError(operation)
 
