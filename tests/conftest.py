@@ -219,6 +219,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """An elastic engine that has to shrink waits for nothing."""
     from overspill.kv import elastic
 
-    monkeypatch.setattr(elastic, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(elastic, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(elastic, "_COPYING_S", 0.0)
     monkeypatch.setattr(elastic, "_SECONDS_BETWEEN_OFFERS", 0.0)

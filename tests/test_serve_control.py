@@ -82,13 +82,14 @@ def test_a_request_meanwhile_waits_and_a_running_one_goes_on(server: Serve) -> N
     asked: dict[str, Any] = {**ASKED, "model": "tiny", "prompt": words(SHORT)}
     enough = 2400  # must outlast the way of a request to park
     tokens: list[int] = []
-    has_begun = threading.Event()
+    has_begun, is_parked = threading.Event(), threading.Event()
 
     def stream() -> None:
         with server.client().completions.create(stream=True, **{**asked, "max_tokens": enough}) as parts:
             for part in parts:
                 tokens.extend(part.choices[0].token_ids)  # type: ignore[attr-defined]
                 has_begun.set()
+                is_parked.wait(60)  # reading would take this process's time from the request to park
                 if len(tokens) >= enough:
                     return
 
@@ -96,6 +97,7 @@ def test_a_request_meanwhile_waits_and_a_running_one_goes_on(server: Serve) -> N
     running.start()
     assert has_begun.wait(60)
     assert call(server, "park", secret).json()["state"] == "parked"
+    is_parked.set()
     answers: list[str] = []
     late = threading.Thread(target=lambda: answers.append(ask(server, LONG)[0]))
     late.start()
