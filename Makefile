@@ -2,9 +2,9 @@
 
 PYTHON ?= python3
 ARGS ?=
-# Processes that tests run in, one more than two cores: they often wait for engines. Each takes up to 2 GB. A file's tests
+# Processes that tests run in, twice as many as two cores: they often wait for engines. Each takes up to 2 GB. A file's tests
 # stay together: they share engines.
-WORKERS ?= 3
+WORKERS ?= 4
 
 VENV := .venv
 PY := $(VENV)/bin/python

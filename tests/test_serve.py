@@ -166,6 +166,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 PROMPT = random_prompt(1, 3200)
+# Of a tiny model, each may be shorter than the time between two looks.
+ENGINE_PHASES = {Phase.LOADING, Phase.PROFILING, Phase.ALLOCATING, Phase.WARMING_UP}
 ASKED: dict[str, Any] = {
     "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True, "return_token_ids": True},
 }  # fmt: skip
@@ -208,9 +210,9 @@ def test_a_stream_and_a_conversation_give_the_same(server: Serve, expected: list
 
 
 def test_the_start_told_its_phases_and_what_became_of_the_plan(server: Serve) -> None:
-    phases = ["starting vLLM", "loading the model", "starting to listen", "ready"]
-    places = [server.told.index(phase) for phase in phases]
-    assert places == sorted(places)
+    places = {phase: server.told.find(phase) for phase in Phase if phase in server.told}
+    assert list(places.values()) == sorted(places.values()) and ENGINE_PHASES & places.keys()
+    assert {Phase.STARTING, Phase.STARTED, Phase.READY} <= places.keys()
     assert "as planned: spill:" in server.told and "as planned: idle KV: a pool of 64 MiB" in server.told
     assert "not as planned" not in server.told
     line = server.out.read_text().strip()
@@ -228,7 +230,7 @@ def test_the_request_that_serve_prints_is_answered(server: Serve) -> None:
 
 def test_systemd_is_told_when_it_answers_and_by_serve_alone(server: Serve) -> None:
     told = server.notices()
-    assert told.index("STATUS=loading the model") < told.index("READY=1")
+    assert any(f"STATUS={phase}" in told[: told.index("READY=1")] for phase in ENGINE_PHASES)
     for pid in server.started():
         assert "NOTIFY_SOCKET" not in Path(f"/proc/{pid}/environ").read_text()
 
@@ -249,7 +251,7 @@ def test_other_processes_read_the_servers_status_and_phases(server: Serve, model
     assert status.url == f"http://127.0.0.1:{server.port}" and status.served_name == "tiny"
     assert status.session == server.session and status.log_file is not None and Path(status.log_file).exists()
     phases = [one.phase for one in status.phases]
-    assert phases[0] is Phase.STARTING and phases[-1] is Phase.READY and Phase.LOADING in phases
+    assert phases[0] is Phase.STARTING and phases[-1] is Phase.READY and ENGINE_PHASES.intersection(phases)
     assert [one.at for one in status.phases] == sorted(one.at for one in status.phases)
     assert any(line.startswith("as planned: spill:") for line in status.lines)
     memory, plan = status.memory, status.plan
