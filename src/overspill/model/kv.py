@@ -149,7 +149,7 @@ def _state_page(state: RecurrentState, settings: CacheSettings, dtype: str) -> P
     """Page of a state, with shapes as in vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator."""
     channels = state.conv_channels + state.conv_groups * state.conv_group_channels
     conv_bytes = channels * (state.conv_kernel - 1) * KV_CACHE_DTYPE_BYTES[dtype]
-    (state_dtype, *_) = [name for name in (settings.state_dtype, state.state_dtype, dtype) if name != "auto"]
+    state_dtype = next(name for name in (settings.state_dtype, state.state_dtype, dtype) if name != "auto")
     head_bytes = state.head_state * KV_CACHE_DTYPE_BYTES[state_dtype]
     return Page(
         kind=Kind.MAMBA,
