@@ -33,13 +33,13 @@ import shapes
 from overspill.address import free_port
 from overspill.kv.ledger import Account, Ledger
 from overspill.manager.grants import Grants, committed
-from park import COMPUTED, Parked, command, has_gpu, size
+from park import COMPUTED, FEW_GRAPHS, Parked, command, has_gpu, size
 from record import Json, say
 from servers import started
 
 ENGINES = ("a", "b", "c")
 LOOK_SECONDS = 0.1  # as the manager looks
-FULL_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
+GRAPHS = {**FEW_GRAPHS, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def serving(arguments: argparse.Namespace, names: tuple[str, ...], ledger: Path 
         options |= {"ledger": str(ledger), "ledger_bytes": arguments.kv_bytes // len(names)}
     flags = ["--max-num-seqs", "64"]
     # Uncompiled: starts are shorter, and every phase decodes alike.
-    flags += ["--compilation-config", json.dumps(FULL_GRAPHS)] if has_gpu() else ["--enforce-eager"]
+    flags += ["--compilation-config", json.dumps(GRAPHS)] if has_gpu() else ["--enforce-eager"]
     with contextlib.ExitStack() as stack:
         servers = []
         for name in names:

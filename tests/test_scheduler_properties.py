@@ -115,7 +115,9 @@ def perform(engine: Engine, operation: Operation) -> None:
         case ("change_weights",):
             engine.change_weights()
         case ("rest",):  # the next request is alone, and its load has idle steps to itself
-            while engine.scheduler.has_requests():
+            for _ in range(600):  # `drain` says if that was not enough
+                if not engine.scheduler.has_requests():
+                    break
                 engine.step()
         case _:
             raise ValueError(operation)
