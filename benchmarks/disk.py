@@ -4,8 +4,9 @@
 
 Each system has two engine lives, in processes of their own: one fills the disk and stops, one finds the prompt again.
 Between them the page cache forgets the files, and the second waits until its pool is pinned, as it is by the time a
-server with real weights answers. `raw` reads a file of as many bytes with direct I/O on as many threads as Overspill,
-before the systems and after. `index` is the time to read a journal of a million entries.
+server with real weights answers. `raw` reads files of as many bytes with direct I/O and as many threads: one before the
+prompt is read and one after. Both are as old as the KV: a disk may be faster with what was just written. `index` is the
+time to read a journal of a million entries.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import mmap
 import os
-import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -144,21 +145,35 @@ def forget_page_cache(folder: Path) -> list[Path]:
     return files
 
 
-def raw_read(folder: Path, num_bytes: int) -> Json:
-    """A file of as many bytes, past the page cache, on as many threads as Overspill reads with."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, count = folder / "raw", max(1, num_bytes // READ_BYTES)
-    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(READ_THREADS)]
-    buffers[0].write(os.urandom(READ_BYTES))
+def write_raw(path: Path, num_bytes: int) -> None:
+    """A file of random bytes, past the page cache."""
+    count = max(1, num_bytes // READ_BYTES)
+
+    def write(thread: int) -> None:
+        buffer = mmap.mmap(-1, READ_BYTES)
+        for number in range(thread, count, READ_THREADS):
+            buffer[:] = os.urandom(READ_BYTES)
+            os.pwritev(file, [buffer], number * READ_BYTES)
+
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
     try:
-        for number in range(count):
-            os.pwritev(file, [buffers[0]], number * READ_BYTES)
+        with ThreadPoolExecutor(READ_THREADS) as threads:
+            list(threads.map(write, range(READ_THREADS)))
         os.fsync(file)
+    finally:
+        os.close(file)
 
-        def read(thread: int) -> int:
-            return sum(os.preadv(file, [buffers[thread]], at * READ_BYTES) for at in range(thread, count, READ_THREADS))
 
+def raw_read(path: Path) -> Json:
+    """Read the file past the page cache, on as many threads as Overspill reads with, and remove it."""
+    count = path.stat().st_size // READ_BYTES
+    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(READ_THREADS)]
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def read(thread: int) -> int:
+        return sum(os.preadv(file, [buffers[thread]], at * READ_BYTES) for at in range(thread, count, READ_THREADS))
+
+    try:
         began = time.perf_counter()
         with ThreadPoolExecutor(READ_THREADS) as threads:
             read_bytes = sum(threads.map(read, range(READ_THREADS)))
@@ -193,24 +208,29 @@ def index_seconds(entries: int) -> Json:
     return {"entries": len(index), "seconds": seconds}
 
 
-def measure(system: str, num_bytes: int, raw: Json, arguments: argparse.Namespace) -> Json:
-    folder = arguments.folder / system
-    shutil.rmtree(folder, ignore_errors=True)
-    result: Json = {}
-    for life in ("fill", "hit"):
-        say(f"{system}: {life}")
-        result[life] = run_life(system, life, folder, arguments)
-        if "error" in result[life]:
-            break
-        files = forget_page_cache(folder)
+def measure(system: str, num_bytes: int, arguments: argparse.Namespace) -> Json:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        older, younger = folder / "older", folder / "younger"
+        write_raw(older, num_bytes)
+        say(f"{system}: fill")
+        result: Json = {"fill": run_life(system, "fill", folder / "kv", arguments)}
+        if "error" in result["fill"]:
+            return result
+        write_raw(younger, num_bytes)
+        files = forget_page_cache(folder / "kv")
         result["disk_bytes"] = sum(file.stat().st_blocks * 512 for file in files)
-    if "hit" in result.get("hit", {}):
+        result["raw"] = [raw_read(older)]
+        say(f"{system}: hit")
+        result["hit"] = run_life(system, "hit", folder / "kv", arguments)
+        result["raw"].append(raw_read(younger))
+    if "error" not in result["hit"]:
         hit = result["hit"]["hit"]
         result["hit_bytes_per_s"] = num_bytes / hit["seconds"]
         result["share_of_tokens"] = hit["cached_tokens"] / arguments.tokens
-        result["share_of_raw"] = result["hit_bytes_per_s"] / raw["bytes_per_s"]
+        raw = statistics.fmean(one["bytes_per_s"] for one in result["raw"])
+        result["share_of_raw"] = result["hit_bytes_per_s"] / raw
         result["same_token"] = hit["token"] == result["fill"]["computed"]["token"]
-    shutil.rmtree(folder, ignore_errors=True)
     return result
 
 
@@ -253,15 +273,13 @@ def main() -> None:
     num_bytes = arguments.tokens * shapes.kv_bytes_per_token(arguments.model, element_bytes)
     result = record.header("disk", record.settings(arguments))
     result["index"] = index_seconds(arguments.entries)
-    raw = result["raw"] = raw_read(arguments.folder, num_bytes)
     path = arguments.out or record.default_path("disk")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     result["systems"] = {}
     for system in arguments.systems:
-        result["systems"][system] = measure(system, num_bytes, raw, arguments)
+        result["systems"][system] = measure(system, num_bytes, arguments)
         record.write(path, result)
         say(f"{system}: {result['systems'][system]}")
-    result["raw_after"] = raw_read(arguments.folder, num_bytes)
-    record.write(path, result)
     say(f"written to {path}")
 
 
