@@ -167,8 +167,9 @@ class Family:
     """How far log-probabilities may lie apart in bf16 where a prompt was computed in other pieces. Logits of width 3
     reach 10, where bf16 has steps of 1/16, and the layers before them add about as much again."""
     graphs: bool = False
-    """Also run with CUDA graphs, which takes as long as all the rest of a family. Without experts only: steps that
-    stream run piecewise where stock vLLM replays a FULL graph, and that rounding would choose other experts."""
+    """Also run with CUDA graphs, which takes as long as all the rest of a family. Without routers that
+    choose only: steps that stream may run piecewise where stock vLLM replays a FULL graph, and that rounding would
+    choose other experts."""
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True)
@@ -374,6 +375,7 @@ FAMILIES: dict[str, Family] = {
         # Sinks need FlashAttention 3, or attention_backend TRITON_ATTN. With the package triton_kernels, moe_backend
         # triton works too.
         cuda={"moe_backend": "marlin"},
+        graphs=True,
         notes="attention sinks, a sliding window in every other layer, MXFP4 experts",
     ),
     "DeepSeek-V2": Family(

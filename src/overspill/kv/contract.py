@@ -363,6 +363,11 @@ v1/worker/gpu_worker.py
     Worker.determine_available_memory()
     Worker.get_kv_cache_spec()
     Worker.load_model()
+v1/worker/workspace.py
+    WorkspaceManager._current_workspaces
+    current_workspace_manager()
+    lock_workspace()
+    unlock_workspace()
 """
 
 PARK = """

@@ -528,7 +528,7 @@ def capture_decode_graphs(runner: Any, model: Callable[..., Any], most_tokens: i
     connector = get_kv_transfer_group()
     KVConnectorBase_V1.bind_connector_metadata(connector, KVConnectorMetadata())
     try:
-        with runner.maybe_setup_dummy_loras(runner.lora_config):
+        with _unlocked_workspace(), runner.maybe_setup_dummy_loras(runner.lora_config):
             manager.capture(
                 model,
                 runner.model_state,
@@ -545,6 +545,23 @@ def capture_decode_graphs(runner: Any, model: Callable[..., Any], most_tokens: i
     finally:
         connector.clear_connector_metadata()
     return manager
+
+
+@contextmanager
+def _unlocked_workspace() -> Iterator[None]:
+    """Let kernels add what they keep for each stream, as Marlin's experts do with their locks: vLLM locks the workspace
+    after its own capture, and another capture is on another stream."""
+    from vllm.v1.worker.workspace import current_workspace_manager, lock_workspace, unlock_workspace
+
+    manager = current_workspace_manager()
+    scratch = list(manager._current_workspaces)
+    unlock_workspace()
+    try:
+        yield
+    finally:
+        lock_workspace()
+    if any(now is not before for now, before in zip(manager._current_workspaces, scratch, strict=True)):
+        raise OverspillError("graphs for spilled KV moved the workspace of vLLM's, which would read freed memory")
 
 
 # Layers.
