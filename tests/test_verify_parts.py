@@ -185,9 +185,11 @@ def test_a_distance_is_of_decoded_tokens_up_to_the_first_that_differs() -> None:
     )
 
 
-def test_an_unranked_token_and_a_nan_are_without_end() -> None:
-    assert distance([answer(1, 9)], {"a/0": answer(1, 2)}).largest == math.inf
-    assert distance([answer(9, 2)], {"a/0": answer(1, 2)}).largest == math.inf, "also where it is the first"
+def test_an_unranked_token_is_less_likely_than_all_ranked_ones_and_a_nan_is_without_end() -> None:
+    """An infinite distance of the yardstick once excused everything, or was none."""
+    assert distance([answer(1, 9)], {"a/0": answer(1, 2)}).largest == 1.0
+    assert distance([answer(9, 2)], {"a/0": answer(1, 2, gap=3.0)}).largest == 3.0, "also where it is the first"
+    assert distance([answer(1, 3, shift=0.5)], {"a/0": answer(1, 2)}).largest == 1.5, "2 has no rank, 3 has"
     broken = Answer(name="a/0", tokens=(1, 2), logprobs=({1: -0.5}, {2: math.nan, 3: -0.7}))
     assert distance([broken], {"a/0": answer(1, 2)}).largest == math.inf
 
@@ -201,13 +203,16 @@ NEAR = Distance(tokens=100, differing=2, logprobs=500, total=5.0, largest=0.1)
         (NEAR, NEAR, ""),
         (replace(NEAR, total=0.0, largest=0.0), NEAR, ""),
         (replace(NEAR, differing=3, largest=0.2), NEAR, ""),
-        (replace(NEAR, total=5.1), NEAR, "0.01 on average, 0.1 at most, 2 of 100 tokens; with X: 0.01 on"),
+        (replace(NEAR, total=5.9), NEAR, ""),
+        (replace(NEAR, total=6.1), NEAR, "0.012 on average, 0.1 at most, 2 of 100 tokens; with X: 0.01 on"),
+        (replace(NEAR, tokens=10_000, total=5.2), NEAR, "too far from those of the GPU alone"),
         (replace(NEAR, largest=0.21), NEAR, "too far from those of the GPU alone"),
         (replace(NEAR, total=math.inf, largest=math.inf), NEAR, "too far from those of the GPU alone"),
         (Distance(), NEAR, "nothing is proven"),
         (NEAR, Distance(), "nothing is proven"),
         (NEAR, replace(NEAR, total=0.0, largest=0.0), "is no valid yardstick"),
         (NEAR, replace(NEAR, total=math.inf, largest=math.inf), "is no valid yardstick"),
+        (NEAR, replace(NEAR, differing=51), "is no valid yardstick"),
     ],
 )
 def test_the_cpu_may_be_as_far_as_another_kernel(own: Distance, yardstick: Distance, said: str) -> None:
