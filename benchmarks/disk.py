@@ -30,6 +30,7 @@ from record import GIB, Json, say
 
 SYSTEMS = ("overspill", "vllm-fs")
 READ_THREADS, READ_BYTES = 8, 8 << 20
+MADV_POPULATE_WRITE = 23
 LIFE_S = 600
 # Of Overspill's metrics, how long reading from disk and copying to the GPU took.
 MEASURED = ("overspill_disk_read_", "overspill_load_")
@@ -165,13 +166,18 @@ def write_raw(path: Path, num_bytes: int) -> None:
 
 
 def raw_read(path: Path) -> Json:
-    """Read the file past the page cache, on as many threads as Overspill reads with, and remove it."""
-    count = path.stat().st_size // READ_BYTES
-    buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(READ_THREADS)]
+    """Read the file past the page cache, on as many threads as Overspill reads with, and remove it. Into as much memory
+    and as large pages as KV: a few buffers in turn stay in the CPU's caches, and have another speed."""
+    num_bytes = path.stat().st_size
+    memory = mmap.mmap(-1, num_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(MADV_POPULATE_WRITE)
+    view = memoryview(memory)
     file = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def read(thread: int) -> int:
-        return sum(os.preadv(file, [buffers[thread]], at * READ_BYTES) for at in range(thread, count, READ_THREADS))
+        places = range(thread * READ_BYTES, num_bytes, READ_THREADS * READ_BYTES)
+        return sum(os.preadv(file, [view[at : at + READ_BYTES]], at) for at in places)
 
     try:
         began = time.perf_counter()
