@@ -467,6 +467,13 @@ def experiment_where(result: Json) -> str:
     return f"{machine}\n\n```text\n{result['command']}\n```\n\n{below}"
 
 
+def _apart(distance: Json) -> str:
+    return (
+        f"{number(distance['mean'], 3)} on average and {number(distance['largest'], 2)} at most, and "
+        f"{distance['differing_tokens']:,} of {distance['tokens']:,} tokens"
+    )
+
+
 def verification(result: Json) -> str:
     rows = [
         [
@@ -478,10 +485,15 @@ def verification(result: Json) -> str:
     ]  # fmt: skip
     head = ["scenario", "requests", "tokens", "from RAM", "MiB", "faults caught", "log-probabilities the same", "ties",
             "mismatches"]  # fmt: skip
+    apart = "".join(
+        f"\n{one['name']}: log-probabilities differ by {_apart(one['distance'])}; with {one['yardstick']} instead by "
+        f"{_apart(one['yardstick_distance'])}.\n"
+        for one in result["scenarios"] if one.get("yardstick")
+    )  # fmt: skip
     reference, machine = result["reference"], result["hardware"]
     mode = ", batch-invariant" if reference["batch_invariant"] else ""
     return (
-        f"{markdown(head, rows)}\n{result['verdict']} {machine['name']}, vLLM {result['versions']['vllm']}, "
+        f"{markdown(head, rows)}{apart}\n{result['verdict']} {machine['name']}, vLLM {result['versions']['vllm']}, "
         f"{reference['dtype']}{mode}, {result['seconds']:.0f} s, commit {result['commit']}.\n"
     )
 
@@ -510,12 +522,14 @@ def park(result: Json) -> str:
 
 def park_loaded(result: Json) -> str:
     found = result["summary"]
-    before, after = (one["ram_bytes"] / GB for one in found["held"])
+    before, after = (
+        f"{one['processes']} processes, {number(one['gpu_bytes'] / GB, 4)} GB of the GPU's memory and "
+        f"{number(one['ram_bytes'] / GB, 4)} GB of RAM" for one in found["held"]
+    )  # fmt: skip
     return (
         f"{found['cycles']} cycles: {found['interrupted_answers']} answers were interrupted, and all "
-        f"{found['compared_answers']} were those from before the first park. Both servers together held "
-        f"{number(before, 4)} GB of RAM after {found['held'][0]['cycles']} cycles, and {number(after, 4)} GB at the "
-        "end.\n"
+        f"{found['compared_answers']} were those from before the first park. Both servers together had {before} after "
+        f"{found['held'][0]['cycles']} cycles, and {after} at the end.\n"
     )
 
 
@@ -529,19 +543,44 @@ ELASTIC = {
 
 def elastic(result: Json) -> str:
     """Bursts of each phase, and what moving memory did."""
-    phases, moved = result["phases"], result["phases"]["shared"]
+    phases = result["phases"]
     rows = [
         [label, *(ranged(spread([one[key] for one in phases[name]["bursts"]]), scale)
                   for key, scale in (("mean_ttft_seconds", 1000), ("tokens_per_second", 1)))]
-        for name, label in ELASTIC.items()
+        for name, label in ELASTIC.items() if name in phases
     ]  # fmt: skip
+    table = markdown(["", "mean TTFT of a burst, ms", "tokens/s"], rows)
+    moved = phases.get("shared")
+    if moved is None:
+        return table
     found = min(moved["found_again_share"])
     return (
-        markdown(["", "mean TTFT of a burst, ms", "tokens/s"], rows)
-        + f"\n- {number(moved['move_bytes'] / 2**30)} GiB moved from an idle engine to a busy one within "
+        table + f"\n- {number(moved['move_bytes'] / 2**30)} GiB moved from an idle engine to a busy one within "
         f"{number(moved['move_seconds'], 2)} s; {number(moved['shrunk_bytes'] / GB)} GB in all\n"
         f"- {moved['shrink_lost_blocks']:.0f} cached blocks were lost by shrinking; afterwards {100 * found:.1f} % of "
         "each engine's last prompts, or more, were found on the GPU or in RAM\n" + notes(result)
+    )
+
+
+DISK = {"overspill": "Overspill", "vllm-fs": "vLLM's fs tier"}
+
+
+def disk(result: Json) -> str:
+    """A prompt's return from disk, beside computing it and beside reading as many bytes."""
+    rows, raw = [], [one["bytes_per_s"] for system in result["systems"].values() for one in system["raw"]]
+    for name, label in DISK.items():
+        one = result["systems"][name]
+        hit = one["hit"]["hit"]
+        rows.append([
+            label, f"{100 * one['share_of_tokens']:.1f} %", number(hit["seconds"]),
+            number(one["hit"]["computed"]["seconds"]), number(one["hit_bytes_per_s"] / GB),
+            f"{one['share_of_raw']:.2f}",
+        ])  # fmt: skip
+    head = ["", "from disk", "TTFT, s", "computed, s", "GB/s", "of raw reads"]
+    index = result["index"]
+    return (
+        markdown(head, rows) + f"\n- raw reads: {ranged(spread(raw), 1 / GB)} GB/s\n"
+        f"- {index['entries']:,} entries of the journal are read in {number(index['seconds'])} s\n{notes(result)}"
     )
 
 
@@ -650,6 +689,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "park": ("park", park),
     "park-loaded": ("park-loaded", park_loaded),
     "elastic": ("elastic", elastic),
+    "disk": ("disk", disk),
+    "drafts": ("drafts", drafts_text),
     "attention": ("attention-kernel", attention),
     "spill-where": ("spill", spill_where),
     **{f"spill-{name}": ("spill", partial(spill_part, name)) for name in SPILL},
@@ -666,6 +707,8 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
             "park",
             "park-loaded",
             "elastic",
+            "disk",
+            "drafts",
             "attention-kernel",
         )
     },
