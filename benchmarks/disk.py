@@ -75,6 +75,7 @@ def live(arguments: argparse.Namespace) -> Json:
         kv_transfer_config=KVTransferConfig(**config), disable_log_stats=False,
     )  # fmt: skip
     result: Json = {"start_s": time.perf_counter() - began}
+    _pause_like_a_server(llm)
 
     prompts = shapes.Prompts(shapes.config_of(arguments.model)["vocab_size"], 0)
 
@@ -103,6 +104,21 @@ def live(arguments: argparse.Namespace) -> Json:
     llm.llm_engine.engine_core.shutdown()
     result["stop_s"] = time.perf_counter() - begun
     return result
+
+
+def _pause_like_a_server(llm: Any) -> None:
+    """After a step without a model run, as vLLM's engine process does. Otherwise this loop would hold the interpreter's
+    lock, for which threads that read wait."""
+    core = llm.llm_engine.engine_core.engine_core
+    step = core.step_fn
+
+    def paused() -> Any:
+        outputs, model_executed = step()
+        if not model_executed and core.scheduler.has_requests():
+            time.sleep(0.001)
+        return outputs, model_executed
+
+    core.step_fn = paused
 
 
 def _wait_until_ready(llm: Any) -> Json:
