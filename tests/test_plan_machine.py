@@ -107,6 +107,14 @@ def test_ram_left_to_the_machine_can_be_set(has: Has) -> None:
     assert find_device({"ram_reserve": 10 * GIB}).ram_bytes.value == 20 * GIB, "a quarter plays the GPU's memory"
 
 
+@pytest.mark.parametrize("setting", [{"gpus": "0,1"}, {"link": "25GB/s"}])
+def test_what_is_about_gpus_is_refused_on_the_cpu(has: Has, setting: dict[str, str]) -> None:
+    """It changed nothing, and nobody said so."""
+    has(parse_gpu("rtx4090"))
+    with pytest.raises(OverspillError, match="is about GPUs, and vLLM will run on the CPU"):
+        find_device({"device": "cpu", **setting})
+
+
 @pytest.mark.parametrize("vllm", [HERE, None])
 def test_without_a_gpu_other_builds_are_not(has: Has, vllm: Vllm | None) -> None:
     has(vllm=vllm)

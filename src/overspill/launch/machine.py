@@ -172,6 +172,9 @@ def find_device(settings: Mapping[str, Any], found: Hardware | None = None) -> D
             "--device cpu plans for a machine without a GPU, and --gpu names one; leave one of them out"
         )
     if wanted == "cpu" or (wanted == "auto" and not hardware.gpus and vllm is not None and vllm.is_cpu):
+        for name in ("gpus", "link"):
+            if settings.get(name) is not None:
+                raise OverspillError(f"--{name} is about GPUs, and vLLM will run on the CPU; leave it out")
         return _cpu(found, hardware, settings)
     if ram is not None and settings.get("gpu") is None:  # a stated card is another machine's
         require_total(found.machine, ram)
