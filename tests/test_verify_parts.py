@@ -190,6 +190,11 @@ def test_an_unranked_token_is_less_likely_than_all_ranked_ones_and_a_nan_is_with
     assert distance([answer(1, 9)], {"a/0": answer(1, 2)}).largest == 1.0
     assert distance([answer(9, 2)], {"a/0": answer(1, 2, gap=3.0)}).largest == 3.0, "also where it is the first"
     assert distance([answer(1, 3, shift=0.5)], {"a/0": answer(1, 2)}).largest == 1.5, "2 has no rank, 3 has"
+    assert distance([answer(1, 9)], {"a/0": answer(1, 2)}).logprobs == 2, "9 and 2, of which one engine ranked each"
+    far = {"a/0": Answer(name="a/0", tokens=(1, 2), logprobs=({1: -0.1}, {2: -0.1, 5: -0.2}))}
+    assert distance([answer(1, 9, shift=-3.0)], far).total == pytest.approx(4.4), "9 may be as unlikely in both"
+    swapped = Answer(name="a/0", tokens=(1, 3), logprobs=({1: -0.5}, {3: -0.5, 2: -0.75}))
+    assert distance([swapped], {"a/0": answer(1, 2)}).logprobs == 2, "both are ranked by both"
     broken = Answer(name="a/0", tokens=(1, 2), logprobs=({1: -0.5}, {2: math.nan, 3: -0.7}))
     assert distance([broken], {"a/0": answer(1, 2)}).largest == math.inf
 

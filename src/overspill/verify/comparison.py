@@ -131,8 +131,9 @@ def _gap(here: Mapping[int, float], there: Mapping[int, float], token: int, othe
 
 
 def _least_gap(here: Mapping[int, float], there: Mapping[int, float], token: int) -> float:
-    """How far a token's log-probabilities are apart at least; without a rank it has less than all that have one."""
-    return here[token] - min(there.values()) if token not in there else 0.0
+    """How far a token's log-probabilities are apart at least, where only one engine ranked it: in the other one it is
+    less likely than all ranked ones."""
+    return max(0.0, here[token] - min(there.values()))
 
 
 def noise(first: Iterable[Answer], again: Iterable[Answer]) -> float:
@@ -193,10 +194,10 @@ def distance(got: Iterable[Answer], expected: Mapping[str, Answer]) -> Distance:
             here, there = answer.logprobs[position], reference.logprobs[position]
             if position or token != other:
                 gaps = [abs(here[key] - there[key]) for key in here.keys() & there.keys()]
+                gaps += [_least_gap(here, there, token)] if token not in there else []
+                gaps += [_least_gap(there, here, other)] if other not in here else []
                 # A NaN counts as infinitely far, and max() would miss it.
                 gaps = [gap if math.isfinite(gap) else math.inf for gap in gaps]
-                if token != other:
-                    gaps.append(max(_least_gap(here, there, token), _least_gap(there, here, other)))
                 result += Distance(1, int(token != other), len(gaps), sum(gaps), max(gaps, default=0.0))
             if token != other:
                 break
