@@ -27,6 +27,7 @@ _LOGPROBS = 5
 # A byte that is not 0 as a number in any dtype, so that reading KV where none was written changes the answer.
 _SCRAMBLED = 0x41
 _FLUSH_S = 600.0
+_CONNECT_S = 120.0
 _STORE_DEADLINE_S = remote_tier.DEADLINE_S
 # By then every running request has needed another block.
 _PRESSED_STEPS = 1000
@@ -443,8 +444,12 @@ def _open_store(engine: TestedEngine) -> Any:
     assert tier is not None and worker is not None
     tier.wait_until_open()
     worker.client.first_try.wait()
-    if not worker.client.is_connected:
-        raise OverspillError("the store cannot be reached")
+    # It tries again every few seconds: on a busy machine the master may take longer to answer than one try lasts.
+    deadline = time.monotonic() + _CONNECT_S
+    while not worker.client.is_connected:
+        if time.monotonic() > deadline:
+            raise OverspillError(f"the store cannot be reached within {_CONNECT_S:.0f} s")
+        time.sleep(0.05)
     return worker
 
 
