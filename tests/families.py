@@ -167,9 +167,8 @@ class Family:
     """How far log-probabilities may lie apart in bf16 where a prompt was computed in other pieces. Logits of width 3
     reach 10, where bf16 has steps of 1/16, and the layers before them add about as much again."""
     graphs: bool = False
-    """Also run with CUDA graphs, which takes as long as all the rest of a family. Without routers that
-    choose only: steps that stream may run piecewise where stock vLLM replays a FULL graph, and that rounding would
-    choose other experts."""
+    """Also run with CUDA graphs, which takes as long as all the rest of a family. Not where a router chooses experts:
+    steps that stream may run piecewise where stock vLLM replays a FULL graph, and that rounding would choose others."""
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True)

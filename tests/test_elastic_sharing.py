@@ -59,7 +59,7 @@ class Sharing:
         while not self._end.wait(0.005):
             before, seen = seen, list(self.ledger.accounts().values())
             known = {one.pid: one.granted for one in before}
-            self.grants += sum(one.granted != known.get(one.pid) for one in seen)
+            self.grants += sum(one.granted != known.get(one.pid, one.granted) for one in seen)  # not of a start
             if memory(before) == memory(seen) and (now := committed(seen)) > self.most_committed:
                 self.most_committed, self.worst = now, seen
 
