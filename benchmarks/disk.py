@@ -32,6 +32,8 @@ SYSTEMS = ("overspill", "vllm-fs")
 READ_THREADS, READ_BYTES = 8, 8 << 20
 MADV_POPULATE_WRITE = 23
 LIFE_S = 600
+# vLLM wants as much to be free at its start.
+GPU_SHARE = 0.4
 # Of Overspill's metrics, how long reading from disk and copying to the GPU took.
 MEASURED = ("overspill_disk_read_", "overspill_load_")
 
@@ -59,6 +61,12 @@ def transfer_config(system: str, folder: Path, host_bytes: int, disk_bytes: int)
     }
 
 
+def kv_bytes(arguments: argparse.Namespace) -> int:
+    """Of the prompt."""
+    element_bytes = 4 if arguments.dtype == "float32" else 2
+    return int(arguments.tokens) * shapes.kv_bytes_per_token(arguments.model, element_bytes)
+
+
 def live(arguments: argparse.Namespace) -> Json:
     """One engine life, in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -72,6 +80,8 @@ def live(arguments: argparse.Namespace) -> Json:
     llm = LLM(
         model=str(arguments.model), load_format=arguments.load_format, dtype=arguments.dtype, skip_tokenizer_init=True,
         max_model_len=arguments.tokens + 64, enforce_eager=arguments.enforce_eager,
+        # As planned engines are given theirs: another one may start or stop on the card meanwhile.
+        kv_cache_memory_bytes=2 * kv_bytes(arguments), gpu_memory_utilization=GPU_SHARE,
         kv_transfer_config=KVTransferConfig(**config), disable_log_stats=False,
     )  # fmt: skip
     result: Json = {"start_s": time.perf_counter() - began}
@@ -291,8 +301,7 @@ def main() -> None:
     if arguments.life:
         print(json.dumps(live(arguments)))
         return
-    element_bytes = 4 if arguments.dtype == "float32" else 2
-    num_bytes = arguments.tokens * shapes.kv_bytes_per_token(arguments.model, element_bytes)
+    num_bytes = kv_bytes(arguments)
     result = record.header("disk", record.settings(arguments))
     result["index"] = index_seconds(arguments.entries)
     path = arguments.out or record.default_path("disk")

@@ -33,7 +33,7 @@ import lives
 import markdown_tables as tables
 import record
 import shapes
-from overspill.planning.drafts import parse_drafts
+from overspill.planning.drafts import num_drafts, parse_drafts
 from overspill.verify.workload import Answer
 from record import Json, say
 from spill import element_bytes, size, token_counts
@@ -181,6 +181,9 @@ def make_life(drafts: str, arguments: argparse.Namespace, seconds: float) -> Lif
         name=drafts, model=str(arguments.model), seconds=max(0.0, seconds - SHUTDOWN_SECONDS),
         lengths=[arguments.length], phases=(), batches=arguments.batches, max_model_len=max_model_len,
         positions=max_model_len, drafts=drafts, gpu_bytes=arguments.gpu_bytes or None,
+        # As vLLM's own sizes do, so that batches run in graphs with drafts and without.
+        capture_sizes=sorted({1, 2, 4, *arguments.batches} | {
+            size * (1 + num_drafts(drafts)) for size in (1, 2, arguments.requests, *arguments.batches)}),
         options={"spill_bytes": arguments.requests * max_model_len * per_token, "spill_share": 1.0, **resident},
         **{key: getattr(arguments, key) for key in ("dtype", "block_size", "max_num_batched_tokens", "enforce_eager")},
     )  # fmt: skip

@@ -113,10 +113,12 @@ def held_bytes(pids: Collection[int]) -> int | None:
 
 def usage(gpu_bytes_before: int | None) -> Json:
     """GPU and RAM now. Allocators keep what they once had, so after a phase this is its peak."""
-    used = used_bytes()
+    held, used = held_bytes({os.getpid()}), used_bytes()
     status = _status()
+    if held is None and used is not None and gpu_bytes_before is not None:
+        held = used - gpu_bytes_before
     return {
-        "gpu_bytes": None if used is None or gpu_bytes_before is None else used - gpu_bytes_before,
+        "gpu_bytes": held,
         "rss_bytes": status.get("VmRSS"),
         "peak_rss_bytes": status.get("VmHWM"),
     }

@@ -394,7 +394,8 @@ def prediction(result: Json) -> str:
     for case in result["cases"]:
         planned, seen = case["predicted"], case["measured"]
         without = ", no graphs" if case["enforce_eager"] else ""
-        name = f"{case['model']}, {case['gpu_memory']}, {case['max_model_len']:,}{without}"
+        bits = " in 4 bits" if case.get("in_four_bits") else ""
+        name = f"{case['model']}{bits}, {case['gpu_memory']}, {case['max_model_len']:,}{without}"
         rows.append([
             name, planned["way"] if planned else "–", *(cell(planned, seen, key, scale) for key, _, scale in PREDICTED),
         ])  # fmt: skip

@@ -1,6 +1,6 @@
 """What plans predict beside what happens: GPU memory, the longest context, and speed, of engines started as planned.
 
-    python benchmarks/prediction.py --models DIR            all cases below, 30 to 80 s each on an H200
+    python benchmarks/prediction.py --models DIR            all cases below, 30 to 180 s each on an H200
     python benchmarks/prediction.py --models DIR --cases 0,2 --out mine.json
     python benchmarks/prediction.py --models DIR --cases 3 --resume --out mine.json       adds to the file
     python benchmarks/prediction.py --table mine.json       only prints the table
@@ -44,6 +44,7 @@ class Case:
     device: str = "auto"
     dtype: str = "auto"
     enforce_eager: bool = False
+    in_four_bits: bool = False
 
 
 # Steps that surely wait for the link longer than for the CPU run without graphs, which take a minute to capture. Others
@@ -57,6 +58,7 @@ CASES = (
     Case(model="qwen3-coder-30b-a3b", gpu_memory="48GB", max_model_len=32_768),
     Case(model="llama-3.1-8b", gpu_memory="48GB", max_model_len=131_072),
     Case(model="qwen3-coder-30b-a3b", gpu_memory="72GB", max_model_len=131_072),
+    Case(model="qwen3-coder-30b-a3b", gpu_memory="24GB", max_model_len=52_000 + OUTPUT_TOKENS, in_four_bits=True),
 )
 TINY_CASES = (
     Case(model="tiny", gpu_memory="8MiB", max_model_len=1000, ram="4GiB", device="cpu", dtype="float32"),
@@ -70,11 +72,12 @@ def live(case: Case, folder: Path, report: Callable[[Json], None]) -> None:
     from spill_engine import SpillEngine
 
     before = gpu.used_bytes()
-    shapes_only = not any(folder.glob("*.safetensors"))
+    if case.in_four_bits:
+        folder = shapes.in_four_bits(folder)
     llm = overspill.LLM(
         str(folder), gpu_memory=case.gpu_memory, max_model_len=case.max_model_len, ram=case.ram, device=case.device,
         dtype=case.dtype, enforce_eager=case.enforce_eager, offload_ram=0,
-        load_format="dummy" if shapes_only else "auto", skip_tokenizer_init=True, disable_log_stats=False,
+        load_format="dummy", skip_tokenizer_init=True, disable_log_stats=False,
     )  # fmt: skip
     report({"event": "predicted", **predicted(llm.plan)})
     engine = SpillEngine(llm)

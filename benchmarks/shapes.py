@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +29,10 @@ LLAMA_3_1_8B = {
 }  # fmt: skip
 
 
+AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True,
+       "modules_to_not_convert": ["mlp.gate"]}  # fmt: skip
+
+
 def llama_3_1_8b(**changes: Any) -> Path:
     """A fresh folder holding Llama-3.1-8B's shape, with `changes` to its config."""
     folder = Path(tempfile.mkdtemp(prefix="shape-")) / "llama-3.1-8b"
@@ -42,6 +47,38 @@ def tiny() -> Path:
     code = "import sys, pathlib, overspill.tiny as t; t.make_llama(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return folder
+
+
+def in_four_bits(folder: Path) -> Path:
+    """The model of `folder`, its layers in 4 bits as AutoAWQ writes them. Plans read the sizes of such weights from the
+    header of their file; the rest of the file has no content and takes no space."""
+    from overspill.model.config import Config
+    from overspill.model.derived import derive_tensors
+
+    config = config_of(folder)
+    written = Config(config, where="config.json")
+    header: dict[str, Any] = {}
+    end = 0
+    for tensor in derive_tensors(written, dtype="bfloat16", is_tied=False, quantization=None):
+        name = tensor.name.removesuffix(".weight")
+        if name.endswith("_proj"):
+            out, inner = tensor.shape
+            groups = inner // AWQ["group_size"]
+            parts = {"qweight": ("I32", (inner, out // 8)), "qzeros": ("I32", (groups, out // 8)),
+                     "scales": ("F16", (groups, out))}  # fmt: skip
+        else:
+            parts = {"weight": ("BF16", tensor.shape)}
+        for part, (dtype, shape) in parts.items():
+            begin, end = end, end + math.prod(shape) * (4 if dtype == "I32" else 2)
+            header[f"{name}.{part}"] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    made = Path(tempfile.mkdtemp(prefix="shape-")) / f"{folder.name}-awq"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
+    text = json.dumps(header).encode()
+    with (made / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return made
 
 
 def kv_bytes_per_token(model: Path, element_bytes: int = 2) -> int:
