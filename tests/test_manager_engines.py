@@ -249,10 +249,9 @@ def test_a_dead_engine_is_not_ready_until_its_end_is_known(place: Place, monkeyp
     asyncio.run(run())
 
 
-def test_a_zombie_with_running_threads_is_stopping(place: Place) -> None:
-    """As one whose threads are still in a driver; waiting for its exit code stopped the whole event loop."""
-    place.add("a")
-    program, may_end = place.folder / "zombie.py", place.folder / "may_end"
+def zombie_with_threads(folder: Path) -> tuple[Path, Path]:
+    """A program whose first thread ends, as of one whose other threads are still in a driver; the file ends them."""
+    program, may_end = folder / "zombie.py", folder / "may_end"
     program.write_text(
         "import ctypes, os, platform, threading, time\n"
         "def linger():\n"
@@ -264,6 +263,13 @@ def test_a_zombie_with_running_threads_is_stopping(place: Place) -> None:
         "exit_thread = 60 if platform.machine() == 'x86_64' else 93\n"
         "ctypes.CDLL(None).syscall(exit_thread, 0)\n"
     )
+    return program, may_end
+
+
+def test_a_zombie_with_running_threads_is_stopping(place: Place) -> None:
+    """Waiting for its exit code stopped the whole event loop."""
+    place.add("a")
+    program, may_end = zombie_with_threads(place.folder)
 
     async def run() -> None:
         async with managing(place, backend=OwnProcesses(program=(sys.executable, "-S", str(program)))) as engines:
@@ -276,6 +282,20 @@ def test_a_zombie_with_running_threads_is_stopping(place: Place) -> None:
                 await starting
 
     asyncio.run(run())
+
+
+def test_a_zombie_lives_as_long_as_its_threads(tmp_path: Path) -> None:
+    """An engine that an earlier manager started has no exit code here; its memory is not free before."""
+    program, may_end = zombie_with_threads(tmp_path)
+    child = subprocess.Popen([sys.executable, "-S", str(program)], start_new_session=True)
+    process = EngineProcess(identify(child.pid) or pytest.fail("gone"))
+    while process.root.is_alive:
+        time.sleep(0.01)
+    assert process.living() == [child.pid]
+    may_end.touch()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not process.living(), "a zombie without threads"
+    assert child.wait() == 3
 
 
 def test_a_killed_engine_is_stopping_until_its_children_are_gone(place: Place) -> None:

@@ -38,11 +38,17 @@ class Process(NamedTuple):
     parent: int
     session: int
     cpu_ticks: int
+    num_threads: int
     start_ticks: int
 
     @property
     def is_alive(self) -> bool:
         return self.state not in "ZX"
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether any thread runs. A zombie keeps its memory as long as some of its threads are still in a driver."""
+        return self.is_alive or (self.state == "Z" and self.num_threads > 1)
 
 
 class Listener(NamedTuple):
@@ -59,7 +65,8 @@ def read_process(pid: int) -> Process | None:
     with contextlib.suppress(*_GONE, ValueError, IndexError):
         fields = _stat_fields(Path(f"/proc/{pid}/stat").read_bytes())
         cpu_ticks = int(fields[11]) + int(fields[12])
-        return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), cpu_ticks, int(fields[19]))
+        parent, session, num_threads, start_ticks = (int(fields[index]) for index in (1, 3, 17, 19))
+        return Process(pid, fields[0].decode(), parent, session, cpu_ticks, num_threads, start_ticks)
     return None
 
 

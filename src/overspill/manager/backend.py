@@ -66,14 +66,14 @@ class EngineProcess:
     """Sessions the engine began, noted while the root lives, to recognise processes it leaves behind."""
 
     def living(self) -> list[int]:
-        """Pids of all processes still alive. Reads all of /proc: not for the event loop."""
+        """Pids of all processes that still have threads. Reads all of /proc: not for the event loop."""
         every = list(processes())
         ours: set[int] = set()
-        if self.root.is_alive:
+        if identity(self.root.pid, or_zombie=True) == self.root.process:
             ours = set(family(self.root.pid, every))
             # Only sessions begun by the engine: a terminal's session holds a shell that is not ours to kill.
             self.sessions |= {one.session for one in every if one.pid in ours and one.session in ours}
-        left = [one for one in every if one.is_alive and (one.pid in ours or one.session in self.sessions)]
+        left = [one for one in every if one.has_threads and (one.pid in ours or one.session in self.sessions)]
         # The id of an empty session may be reused for a stranger's.
         self.sessions &= {one.session for one in left}
         return [one.pid for one in left]

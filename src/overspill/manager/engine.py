@@ -394,7 +394,6 @@ class Engine:
             self._child.poll()  # otherwise it stays a zombie
         if not process.root.is_alive:
             left = await asyncio.to_thread(process.living)
-            # A zombie has no exit code, and keeps its memory, while some of its threads still run in a driver.
             if not left and (self._child is None or self._child.poll() is not None):
                 return Seen.ABSENT
             self._root_gone_at = self._root_gone_at or time.monotonic()
