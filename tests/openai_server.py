@@ -22,7 +22,10 @@ class Handler(BaseHTTPRequestHandler):
         elif self.given.key and self.headers["Authorization"] != f"Bearer {self.given.key}":
             self._send(401, {"error": {"message": "Unauthorized"}})
         else:
-            models = [{"id": name, "max_model_len": self.given.length} for name in self.given.models.split(",")]
+            models: list[dict[str, Any]] = [
+                {"id": name, "max_model_len": self.given.length} for name in self.given.models.split(",")
+            ]
+            models += [{"id": name, "parent": models[0]["id"]} for name in self.given.adapters]
             self._send(200, {"data": models})
 
     def do_POST(self) -> None:
@@ -41,15 +44,17 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        tokens = [digest[i % len(digest)] for i in range(asked["max_tokens"])]
+        tokens = [digest[i % len(digest)] for i in range(min(asked["max_tokens"], self.given.most))]
         for number, token in enumerate(tokens):
             choice: dict[str, Any] = {"index": 0, "text": f" t{token}"}
             if not self.given.no_ids:
                 choice |= {"token_ids": [token], **({"prompt_token_ids": prompt} if not number else {})}
             self._event({"choices": [choice]})
             time.sleep(self.given.pause)
-        self._event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}})
+        if not self.given.no_usage:
+            self._event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}})
         self._chunk(b"data: [DONE]\n\n")
+        time.sleep(self.given.pause_at_end)
         self._chunk(b"")
 
     def _event(self, data: dict[str, Any]) -> None:
@@ -79,10 +84,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--models", default="tiny")
+    parser.add_argument("--adapters", nargs="*", default=[])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--key")
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--pause-at-end", type=float, default=0.0, help="with a stream that has said [DONE]")
+    parser.add_argument("--most", type=int, default=1 << 20, help="tokens of an answer")
     parser.add_argument("--no-ids", action="store_true")
+    parser.add_argument("--no-usage", action="store_true")
     parser.add_argument("--refuse", type=int, help="prompts of this length")
     parser.add_argument("--fail", type=int, help="prompts of this length, with 429")
     Handler.given = parser.parse_args()

@@ -20,8 +20,8 @@ import pytest
 
 from overspill.address import free_port
 from overspill.measure import CannotMeasure
-from overspill.measure.measurement import Outcome, measure, part_from_json
-from overspill.measure.metrics import serving_metrics
+from overspill.measure.measurement import _PATIENCE_S, Outcome, measure, part_from_json
+from overspill.measure.metrics import read_counters, serving_metrics
 from overspill.measure.progress import Progress
 from overspill.measure.provenance import Provenance
 from overspill.measure.target import Answer, Target, find_target
@@ -480,6 +480,65 @@ def test_a_server_that_tells_no_token_ids_is_measured_too(killable: Callable[...
     outcome = measure(find_target(server.url), parse_workload(TURNS), seed=5)
     assert outcome.is_complete and outcome.metrics["total_output_tokens"] == 24 * 8 and len(set(outcome.answers)) == 24
     assert any("reports no token ids" in note for note in outcome.notes)
+
+
+OFFLINE = "offline:requests=4,input=50,output=5"
+
+
+def test_prompt_tokens_are_counted_where_the_server_does_not(killable: Callable[..., Killable]) -> None:
+    outcome = measure(find_target(killable("--no-usage").url), parse_workload(OFFLINE))
+    assert outcome.metrics["total_input_tokens"] == 4 * 50 and outcome.metrics["total_output_tokens"] == 4 * 5
+
+
+def test_answers_of_another_length_are_told(killable: Callable[..., Killable]) -> None:
+    outcome = measure(find_target(killable("--most", "3").url), parse_workload(OFFLINE))
+    assert outcome.is_complete and outcome.metrics["total_output_tokens"] == 4 * 3
+    assert any("4 of 4 answers do not have the length" in note for note in outcome.notes)
+
+
+def test_a_stream_that_is_over_need_not_end(killable: Callable[..., Killable]) -> None:
+    """As OpenAI's client ends at [DONE], too."""
+    outcome = measure(find_target(killable("--pause-at-end", "3600").url), parse_workload(OFFLINE))
+    assert outcome.is_complete and outcome.metrics["total_output_tokens"] == 4 * 5
+
+
+def test_an_adapter_is_measured_if_it_is_named(killable: Callable[..., Killable]) -> None:
+    url = killable("--adapters", "lora").url
+    assert find_target(url).model == "tiny" and find_target(url, "lora").model == "lora"
+
+
+def test_a_hung_server_delays_the_end_of_a_stopped_run_by_little(
+    killable: Callable[..., Killable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = []
+
+    def read(target: Target, **how: float) -> dict[str, float] | None:
+        patience.append(how)
+        return read_counters(target, **how)
+
+    monkeypatch.setattr("overspill.measure.measurement.read_counters", read)
+    server, stop = killable("--pause", "0.02"), threading.Event()
+
+    def hang(progress: Progress) -> None:
+        if progress.done > 3 and not stop.is_set():
+            server.process.send_signal(signal.SIGSTOP)
+            stop.set()
+
+    monkeypatch.setattr("overspill.measure.measurement._PROGRESS_S", 0.1)
+    outcome = measure(find_target(server.url), parse_workload(TURNS), seed=5, stop=stop, on_progress=hang)
+    assert not outcome.is_complete and outcome.metrics["completed"] > 3 and outcome.part is not None
+    assert patience == [{}, {"timeout_s": _PATIENCE_S}]
+
+
+def test_a_resumed_measurement_expects_what_the_first_part_did(
+    bench: Bench, killable: Callable[..., Killable], tmp_path: Path
+) -> None:
+    server = killable("--fail", str(30 + 8 + 10))
+    assert bench(server.url, "--workload", TURNS, "--seed", "5", "--expect", "offload").returncode == 1
+    server.end()
+    (part,) = results(tmp_path)
+    again = bench(killable(port=server.port).url, "--resume", str(part.id))
+    assert again.returncode == 1 and "whether offload was used is not known" in again.stderr
 
 
 def test_failed_requests_are_counted_and_followups_not_sent(

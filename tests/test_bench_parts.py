@@ -33,6 +33,7 @@ from overspill.measure.metrics import (
 )
 from overspill.measure.progress import Progress, ProgressPrinter
 from overspill.measure.provenance import git_revision
+from overspill.measure.sharegpt import read_conversations
 from overspill.measure.target import Answer, RequestFailed, Target, Unavailable, _Stream, parse_url
 from overspill.measure.workload import (
     WORKLOADS,
@@ -305,10 +306,28 @@ def test_a_file_of_conversations_becomes_a_script(tmp_path: Path, is_lines: bool
     assert len(orders) == 3, "the seed draws them"
     one = parse_workload("file:conversations=1,output=7,rate=2", str(file))
     assert [step.output for step in conversation_script(one, 0, 200, words)[0].steps] == [7]
-    with pytest.raises(CannotMeasure, match=r"no conversation of .* fits in 3 tokens"):
+    brief = parse_workload("file:conversations=1,output=1", str(file))
+    assert [step.output for step in conversation_script(brief, 0, 200, words)[0].steps][:1] == [1]
+    with pytest.raises(CannotMeasure, match="at least 4 tokens each and have no more than 3 with it"):
         conversation_script(workload, 0, 3, words)
+    with pytest.raises(CannotMeasure, match=r"at least 4 tokens each$"):
+        conversation_script(workload, 0, None, lambda text, begins: [1])
     with pytest.raises(MeasureError, match="needs a server's tokenizer, so only overspill bench takes it"):
         write_script(workload, 0)
+
+
+def test_texts_may_have_any_character_and_parts(tmp_path: Path) -> None:
+    """JSON allows line separators of Unicode in a text; editors begin files with a byte-order mark."""
+    parts = [{"type": "text", "text": "in two "}, {"type": "text", "text": "parts"}]
+    picture = [{"type": "image_url", "image_url": {"url": "a"}}]
+    chats = [
+        {"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": "so\u2028it\x85is"}]}
+        for one in (parts, picture, "plain")
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\ufeff" + "\n\n".join(json.dumps(one, ensure_ascii=False) for one in chats) + "\n")
+    answer = "so\u2028it\x85is"
+    assert read_conversations(str(file)).turns == ((("in two parts", answer),), (("plain", answer),))
 
 
 @pytest.mark.parametrize(("content", "why"), [
@@ -496,6 +515,8 @@ def test_memory_is_sampled_and_thinned_without_losing_a_peak() -> None:
     assert memory.last is not None and memory.last.ram_bytes is not None
     assert ram_of([os.getpid()]) > len(held)
     assert ram_of([1 << 30]) == 0, "a process that is gone has none"
+    gone = MemorySampler(pid=1 << 30, is_here=True)._sample(None)
+    assert gone.ram_bytes is None and gone.machine_ram_bytes, "and the machine's is not its own"
     samples = [Sample(float(i), i, None, 5) for i in range(1001)]
     few = thinned(samples)
     assert len(few) <= 200 and few[0].t == 0 and max(each.gpu_bytes or 0 for each in few) == 1000
@@ -600,7 +621,8 @@ class Nvml:
 
 def test_gpu_memory_is_that_of_the_gpus_that_the_server_uses() -> None:
     gpus = _Gpus(Nvml())
-    assert gpus.used_bytes([41, 42]) == 200
     assert gpus.used_bytes([]) == gpus.used_bytes([7]) == 300, (
         "of all, where the server's processes are not known there"
     )
+    assert gpus.used_bytes([41, 42]) == 200
+    assert gpus.used_bytes([]) == 200, "still, when the server is gone"

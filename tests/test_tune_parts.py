@@ -373,6 +373,24 @@ def test_only_what_repeats_show_is_kept_unasked() -> None:
     assert tuning(better, now, **{AS_IT_IS: [100, 101, 99], "b": [120, 121, 119]}).doubt is None
 
 
+def test_a_model_that_is_as_planned_is_not_changed_for_as_good_a_candidate() -> None:
+    """Nothing was named `as it is` there, so idle KV was switched off for a difference of 0.2 %."""
+    planned, other = (replace(one, label=label) for one, label in zip(some(1, 0), ("plan", "b")))
+    planned = replace(planned, is_planned=True, settings={"max_num_batched_tokens": 2048})
+    found = tuning(planned, other, plan=[100, 101, 99], b=[100.5, 101.2, 98.9])
+    as_planned = Subject(name="m", source="m", version=1, settings={"max_model_len": 4096})
+
+    def doubt(subject: Subject, **given: Any) -> str | None:
+        return replace(found, definition=replace(found.definition, subject=subject, given=given)).doubt
+
+    assert "as they are" in (doubt(as_planned) or "")
+    assert "as they are" in (doubt(replace(as_planned, tuned={"max_num_batched_tokens": 2048})) or "")
+    assert doubt(replace(as_planned, tuned={"max_num_batched_tokens": 4096})) is None, "it does not fit any more"
+    assert doubt(replace(as_planned, version=None)) is None, "not registered yet"
+    assert doubt(as_planned, max_model_len=8192) is None, "asked for something else"
+    assert doubt(as_planned, max_model_len=4096) is not None
+
+
 def test_a_broken_round_compares_only_repeats_that_all_have() -> None:
     """b's second repeat had requests that a has not answered yet, and easier ones."""
     scores = scored(a=[100], b=[101, 900])

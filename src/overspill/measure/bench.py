@@ -151,10 +151,11 @@ def _resumed(request: Request, resume: int, *, url: str | None, **given: object)
     workload = parse_workload(f"{result.benchmark}:{written}", str(config.get("file") or ""))
     if workload.digest != config.get("digest", ""):
         raise MeasureError(f"{workload.file} has changed since result {resume}; measure it anew without --resume")
+    expects = next((tier for tier in TIERS if tier == config.get("expect")), None)
     if request.goodput is None and config.get("goodput"):
         request = replace(request, goodput=parse_limits(str(config["goodput"])))
     return replace(
-        request, url=measured_at, workload=workload, seed=int(config["seed"]),
+        request, url=measured_at, workload=workload, seed=int(config["seed"]), expects=request.expects or expects,
         model=result.model, label=request.label or result.label, experiment=request.experiment or result.experiment,
         earlier=result, part=part,
     )  # fmt: skip
@@ -197,6 +198,8 @@ def _measurement(bench: Bench, found: Provenance, started_at: datetime) -> Resul
     config: dict[str, Any] = {"url": target.url, "resumes": request.earlier.id if request.earlier is not None else None}
     if request.goodput is not None:
         config["goodput"] = limits_as_text(request.goodput)
+    if request.expects is not None:
+        config["expect"] = request.expects
     server = find_server(target)
     if server is not None:
         config["server"] = list(server.argv)

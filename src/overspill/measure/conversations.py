@@ -40,7 +40,11 @@ def conversation_script(
         if len(chains) == wanted:
             break
     if not chains:
-        raise CannotMeasure(f"no conversation of {workload.file} fits in {max_model_len:,} tokens")
+        limit = f" and have no more than {max_model_len:,} with it" if max_model_len is not None else ""
+        raise CannotMeasure(
+            f"no conversation of {workload.file} can be used: its question and answer must have at least "
+            f"{_FEWEST_TOKENS} tokens each{limit}"
+        )
     few = f"only {len(chains)} of {wanted} conversations: no more of {workload.file} fit"
     return Script(tuple(chains), int(given["concurrency"])), [few] if len(chains) < wanted else []
 
@@ -52,7 +56,7 @@ def _steps(
     for number, (question, answer) in enumerate(turns):
         ids = tokenize(question, not number)
         tokens = output or len(tokenize(answer, False))
-        is_short = len(ids) < _FEWEST_TOKENS or tokens < _FEWEST_TOKENS
+        is_short = len(ids) < _FEWEST_TOKENS or (tokens < _FEWEST_TOKENS and not output)
         if is_short or (max_model_len is not None and known + len(ids) + tokens > max_model_len):
             return
         piece = Piece(f"{name}-{number}", len(ids), ids_as_text(ids))

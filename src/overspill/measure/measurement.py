@@ -46,6 +46,8 @@ _WATCH_S = 0.1
 _PROGRESS_S = 0.5
 # The server counts a step some moments after sending its tokens.
 _COUNTED_AFTER_S = 0.3
+# For counters at the end of a stopped run, which somebody waits for, perhaps because the server hangs.
+_PATIENCE_S = 3.0
 
 # By tier: the metric that proves its use, and the Prometheus series behind it.
 _PROOFS: dict[Tier, tuple[str, str]] = {
@@ -157,7 +159,7 @@ def measure(
     with MemorySampler(pid=target.pid, is_here=target.is_here) as memory:
         run = _Run(target, script, seed, earlier, memory, stop, on_progress)
         asyncio.run(run.run())
-    after = None if run.is_server_gone else _counters(target)
+    after = None if run.is_server_gone else _counters(target, **({"timeout_s": _PATIENCE_S} if stop.is_set() else {}))
     if run.refusal is not None and not run.answers:
         raise CannotMeasure(f"the server at {target.url} refused the first request: {run.refusal}")
     part = run.part(before, after)
@@ -203,9 +205,9 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
             await task
 
 
-def _counters(target: Target) -> Counters | None:
+def _counters(target: Target, **how: float) -> Counters | None:
     time.sleep(_COUNTED_AFTER_S)
-    return read_counters(target)
+    return read_counters(target, **how)
 
 
 class _Run:
@@ -377,6 +379,12 @@ def _notes(script: Script, part: Part, metrics: dict[str, Any], *, is_resumed: b
                 f"{served - script.known_tokens:,} tokens of new prompts were in the server's caches, from an earlier "
                 "run with this seed; use another --seed, or start the server anew"
             )
+    wanted = {step.index: step.output for step in script.steps}
+    if others := sum(answer.output_tokens != wanted[index] for index, answer in part.answers.items()):
+        notes.append(
+            f"{others} of {len(part.answers)} answers do not have the length that was asked for: the server ignores "
+            "ignore_eos, or reports no counts of tokens"
+        )
     if any(answer.tokens is None for answer in part.answers.values()) and not is_resumed:
         notes.append(
             "the server reports no token ids: answers are compared by text, and conversations continue with random "

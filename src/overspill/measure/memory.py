@@ -22,9 +22,9 @@ class Sample:
     t: float
     """Seconds since the measurement began."""
     gpu_bytes: int | None
-    """Memory in use on the server's GPUs, or on all GPUs if its processes are found on none."""
+    """Memory in use on the server's GPUs, or on all GPUs if its processes were found on none."""
     ram_bytes: int | None
-    """RAM of the server's processes, or of the machine if they are unknown."""
+    """RAM of the server's processes, None once they are gone; of the machine if they are unknown."""
     machine_ram_bytes: int
 
     def as_json(self) -> dict[str, Any]:
@@ -75,9 +75,9 @@ class MemorySampler:
             self._listed = now
         memory = psutil.virtual_memory()
         machine = memory.total - memory.available
-        server = ram_of(self._pids)
+        server = machine if self._pid is None else ram_of(self._pids) or None
         used = None if gpus is None else gpus.used_bytes(self._pids)
-        return Sample(round(now, 2), used, server or machine, machine)
+        return Sample(round(now, 2), used, server, machine)
 
 
 def thinned(samples: list[Sample], most: int = MOST_SAMPLES) -> list[Sample]:
@@ -101,11 +101,12 @@ class _Gpus:
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
         self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        self._ours: list[Any] = []  # kept when the server is gone: other GPUs' memory was never its own
 
     def used_bytes(self, pids: list[int]) -> int | None:
         with contextlib.suppress(self._nvml.NVMLError):
-            ours = [handle for handle in self._handles if self._runs(handle, pids)] or self._handles
-            return sum(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in ours)
+            self._ours = [handle for handle in self._handles if self._runs(handle, pids)] or self._ours
+            return sum(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._ours or self._handles)
         return None
 
     def _runs(self, handle: Any, pids: list[int]) -> bool:

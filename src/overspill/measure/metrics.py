@@ -31,10 +31,10 @@ _MODEL = "model"
 _OF_THE_MANAGER = "overspill_manager_"
 
 
-def read_counters(target: Target) -> Counters | None:
-    """Counters from /metrics; None if the server has none, or is gone."""
+def read_counters(target: Target, **how: float) -> Counters | None:
+    """Counters from /metrics; None if the server has none, or is gone. `how` is as for `ask`."""
     try:
-        answer = ask(target, "/metrics")
+        answer = ask(target, "/metrics", **how)
     except CannotMeasure:
         return None
     return parse_counters(answer.text, target.model) if answer.status_code == 200 else None

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from overspill.measure.workload import ids_as_text
 from overspill.settings import nearest
 from overspill.upstream import DONE, Events, Upstream, UpstreamLost, error_text
 
-_TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+_TIMEOUT_S, _CONNECT_S = 30.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,8 @@ def find_target(url: str, model: str | None = None, api_key: str | None = None) 
 
 def find_served(target: Target) -> Served:
     """Look up the served model; raises if no server answers, the key is refused, or the model is not served."""
-    served = [_served(each) for each in _list(target) if not each.get("parent")]
+    # An adapter counts only when it is named.
+    served = [_served(each) for each in _list(target) if not each.get("parent") or each["id"] == target.model]
     names = [each.name for each in served]
     if target.model:
         found = [each for each in served if each.name == target.model]
@@ -119,12 +120,13 @@ def _list(target: Target) -> list[dict[str, Any]]:
     return models
 
 
-def ask(target: Target, path: str) -> httpx.Response:
+def ask(target: Target, path: str, *, timeout_s: float = _TIMEOUT_S) -> httpx.Response:
     """Send one GET; raises `CannotMeasure` if no server answers."""
+    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
     try:
         # A proxy from the environment would be measured too.
         with httpx.Client(
-            timeout=_TIMEOUT, headers=target.headers, trust_env=False, verify=client_context(target.url) or True
+            timeout=timeout, headers=target.headers, trust_env=False, verify=client_context(target.url) or True
         ) as client:
             return client.get(target.url + path)
     except httpx.InvalidURL as error:
@@ -166,7 +168,10 @@ def _listening_pid(url: str) -> int | None:
     return listening_pid(port)
 
 
-_CONNECT_S = 60.0
+# While a measurement runs, a busy server may be slow to accept connections.
+_BUSY_CONNECT_S = 60.0
+# For the end of a stream after its last event; only a broken server does not send it at once.
+_END_S = 1.0
 _LONGEST_REFUSAL_BYTES = 1 << 20
 # With an answer's token ids vLLM also sends those of the prompt, once; parsing them would delay other streams.
 _PROMPT_IDS = re.compile(rb'"prompt_token_ids":\s*\[[^\]]*\]')
@@ -207,7 +212,7 @@ class Client:
 
     def __init__(self, target: Target, *, began: float) -> None:
         self._target, self._began = target, began
-        self._upstream = Upstream(_CONNECT_S)
+        self._upstream = Upstream(_BUSY_CONNECT_S)
         self._path = f"{urlsplit(target.url).path}/v1/completions".encode()
         headers = {"content-type": "application/json", "accept": "text/event-stream", **target.headers}
         self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -228,13 +233,19 @@ class Client:
             try:
                 if head.status != HTTPStatus.OK:
                     raise _refusal(head.status, await connection.read_all(_LONGEST_REFUSAL_BYTES))
-                while (data := await connection.read()) is not None:
-                    stream.feed(data, time.perf_counter())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None) as limit:
+                        while (data := await connection.read()) is not None:
+                            stream.feed(data, time.perf_counter())
+                            if stream.is_over:
+                                limit.reschedule(asyncio.get_running_loop().time() + _END_S)
             finally:
                 self._upstream.give_back(connection)
         except UpstreamLost as error:
             raise Unavailable(str(error)) from error
-        return stream.answer(sent - self._began)
+        answer = stream.answer(sent - self._began)
+        # Not every server counts the prompt's tokens; each is a number here.
+        return answer if answer.prompt_tokens else replace(answer, prompt_tokens=prompt.count(",") + 1)
 
     async def is_well(self) -> bool:
         """Whether the server answers and its engine works."""
@@ -258,7 +269,7 @@ class _Stream:
         self._texts: list[str] = []
         self._usage: dict[str, Any] = {}
         self._has_tokens = True
-        self._is_over = False
+        self.is_over = False
 
     def feed(self, piece: bytes, at: float) -> None:
         # An event is timed when it begins to arrive. Only the prompt's ids make that differ from its end: they come
@@ -273,7 +284,7 @@ class _Stream:
         if not data:
             return
         if data == DONE:
-            self._is_over = True
+            self.is_over = True
             return
         if len(data) > _LARGE:
             data = _PROMPT_IDS.sub(b'"prompt_token_ids":null', data)
@@ -283,7 +294,7 @@ class _Stream:
                 raise Unavailable(error_text(data))
             if choices := found.get("choices"):
                 self._choice(choices[0], at)
-            elif usage := found.get("usage"):
+            if usage := found.get("usage"):
                 self._usage = usage
         except (ValueError, AttributeError, TypeError) as error:
             raise RequestFailed(f"a piece of the answer is not what OpenAI's API gives: {data[:80]!r}") from error
@@ -300,7 +311,7 @@ class _Stream:
             raise RequestFailed(f"the server ended the answer: {choice['finish_reason']}")
 
     def answer(self, started_s: float) -> Answer:
-        if not self._is_over:
+        if not self.is_over:
             raise Unavailable("the answer broke off")
         if not self._times:
             raise RequestFailed("the answer has no token")

@@ -98,8 +98,18 @@ class TuningReport:
             return None
         if definition.repeats == 1 or (self._is_measured_once and len(alive) > 1):
             return "one run of each does not show which is better, and --repeats 3 may"
-        was_as_good = AS_IT_IS in (one.label for one in self.scores.nearest(alive))
+        was_as_good = any(one.label == AS_IT_IS or self._is_present(one) for one in self.scores.nearest(alive))
         return f"the settings as they are come within {NEAR_PERCENT:.0f} % of it" if was_as_good else None
+
+    def _is_present(self, candidate: Candidate) -> bool:
+        """Whether the plan's candidate is the registered model as it is."""
+        subject = self.definition.subject
+        if subject is None or subject.version is None or not candidate.is_planned:
+            return False
+        before = {**subject.settings, **subject.tuned}
+        changes = {key: value for key, value in self.definition.given.items() if value not in (None, before.get(key))}
+        is_same = candidate.vllm_args == subject.tuned_args and candidate.settings.items() >= subject.tuned.items()
+        return is_same and not changes
 
     def as_json(self) -> dict[str, Any]:
         winner = self.winner
