@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from overspill.figures import Origin
+from overspill.launch.launch import Launch
 from overspill.model import ModelError, hub
 from overspill.model.config import Config
 from overspill.model.derived import derive_tensors
@@ -291,3 +292,48 @@ def test_offline_means_that_nobody_is_asked(server: Hub, environ: dict[str, str]
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids"):
         read_model(NAME, environ={**environ, "HF_HUB_OFFLINE": "1"})
     assert server.asked == []
+
+
+def test_the_stored_token_is_used_as_by_vllm(server: Hub, environ: dict[str, str], tmp_path: Path) -> None:
+    """`hf auth login` stores it; a logged-in user was refused a gated model."""
+    server.token = "hf_stored"
+    (tmp_path / "token").write_text("hf_stored\n")
+    assert read_model(NAME, environ=environ).num_layers == 3
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "token").rename(elsewhere)
+    assert read_model(NAME, environ={**environ, "HF_TOKEN_PATH": str(elsewhere)}).num_layers == 3
+    with pytest.raises(ModelError, match="set HF_TOKEN"):
+        read_model(NAME, environ={**environ, "HF_TOKEN": "hf_wrong", "HF_TOKEN_PATH": str(elsewhere)})
+
+
+def test_vllms_flags_say_which_revision_and_with_which_token(
+    server: Hub, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    server.token = "hf_given"
+    given = {"gpu": "h200", "ram": "64GiB", "max_model_len": "4k"}
+    assert Launch.of(NAME, given, ["--hf_token", "hf_given"]).plan.facts.num_layers == 3
+    with pytest.raises(ModelError, match="revision v2"):
+        Launch.of(NAME, given, ["--hf-token=hf_given", "--revision", "v2"])
+    assert any("/resolve/v2/" in path for path in server.paths)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_download_that_was_cut_short_goes_on_from_the_hub(
+    server: Hub, environ: dict[str, str], tmp_path: Path, has_index: bool
+) -> None:
+    """vLLM resumes it; a plan was refused, or made for a part of the weights."""
+    snapshot = tmp_path / f"hub/models--{NAME.replace('/', '--')}/snapshots/{'a' * 40}"
+    snapshot.mkdir(parents=True)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    names = [*SHARDS[:2], "config.json", *(["model.safetensors.index.json"] if has_index else [])]
+    for name in names:
+        (snapshot / name).write_bytes(server.files[name])
+    whole = read_model(NAME, environ={**environ, "HF_HOME": "/nonexistent"})
+    assert read_model(NAME, environ=environ).weights == whole.weights
+    with pytest.raises(ModelError, match="its download was cut short, and HF_HUB_OFFLINE"):
+        read_model(NAME, environ={**environ, "HF_HUB_OFFLINE": "1"})

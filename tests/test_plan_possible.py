@@ -1,13 +1,15 @@
 """Plans that could not be: refused before minutes of loading; and cards that are said to do, which must."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB
-from overspill.launch.machine import plan_for
+from overspill.launch.machine import plan_for, require_connector
 from overspill.measure import CannotMeasure
 from overspill.measure.subject import Subject
 from overspill.measure.tuning import Goal, Tuning, define
@@ -15,7 +17,7 @@ from overspill.planning.planner import Plan
 from overspill.planning.refusal import refusal
 from overspill.planning.speed import Load, Machine, prefill_s
 from tests import model_configs as models
-from tests.test_plan import LLAMA_8B, OLMO_7B, plan
+from tests.test_plan import LLAMA_8B, OLMO_7B, awq, plan, plan_of, qwen3_next_weights
 
 STATED = {"gpu": "rtx4090", "ram": 64 * GiB, "max_model_len": 8192}
 
@@ -35,6 +37,61 @@ def test_a_chunk_smaller_than_a_steps_requests_is_refused(llama_8b: str) -> None
     with pytest.raises(OverspillError, match=r"--max-num-batched-tokens 16 is less than the 32 .* --max-num-seqs 16"):
         planned(llama_8b, max_num_batched_tokens=16, max_num_seqs=32)
     assert planned(llama_8b, max_num_batched_tokens=16).max_num_seqs == 16, "where nothing else was asked for"
+
+
+def test_a_planned_chunk_has_room_for_a_token_of_each_request(llama_8b: str) -> None:
+    """The plan chose 2,048 for 4,096 requests, which vLLM refuses."""
+    chosen = planned(llama_8b, max_num_seqs=4096, max_model_len=1024).chosen
+    assert chosen is not None and chosen.max_num_batched_tokens == 4096
+
+
+def test_what_the_connector_would_refuse_is_refused(llama_8b: str) -> None:
+    with pytest.raises(OverspillError, match="--park does not work with pipeline parallelism"):
+        planned(llama_8b, park=True, pipeline_parallel_size=2)
+    with pytest.raises(OverspillError, match="spilled KV must be registered for DMA"):
+        planned(llama_8b, max_model_len=65_536, kv_options="pin=false")
+    assert planned(llama_8b, max_model_len=65_536).chosen is not None
+    hybrid = awq(models.qwen3_next_80b_a3b(), qwen3_next_weights())
+    with pytest.raises(OverspillError, match="--drafts rewrites the state of Mamba"):
+        require_connector(plan_of(hybrid, "h200", "64GiB", 8192, drafts="ngram"))
+    require_connector(plan_of(hybrid, "h200", "64GiB", 8192))
+    require_connector(plan_of(hybrid, "h200", "64GiB", 8192, drafts="ngram", offload_ram_bytes=0))
+
+
+@pytest.mark.parametrize("groups", [(4, 8), (4, 0)])
+def test_a_group_has_at_most_its_layers_in_ram(llama_8b: str, groups: tuple[int, int]) -> None:
+    with pytest.raises(OverspillError, match=r"--offload-num-in-group \d is how many of the 4 layers .*; give 1 to 4"):
+        planned(llama_8b, offload_groups=groups)
+
+
+def test_a_size_of_gpu_memory_does_not_say_what_the_card_can_do(llama_8b: str) -> None:
+    """32 GiB became a V100, which refuses bfloat16, has no KV in fp8, and shares no attention with the CPU."""
+    made = planned(llama_8b, gpu="32GiB", dtype="bfloat16", max_model_len=131_072, cpu_attention="20GB/s")
+    assert made.cpu_attention is not None and {way.kv_cache_dtype for way in made.ways} == {"auto", "fp8"}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_kv_in_the_models_own_type_is_shared_with_the_cpu(llama_8b: str, dtype: str) -> None:
+    made = planned(llama_8b, max_model_len=131_072, kv_cache_dtype=dtype, cpu_attention="20GB/s")
+    assert made.cpu_attention is not None
+    assert planned(llama_8b, max_model_len=131_072, kv_cache_dtype="fp8", cpu_attention="20GB/s").cpu_attention is None
+
+
+def test_cohere_models_state_their_length(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "model_max_length": 262_144}))
+    made = planned(str(tmp_path), gpu="h200", max_model_len=200_000)
+    assert made.facts.max_position_embeddings == 262_144 and not made.warnings
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "model_max_length": None}))
+    assert planned(str(tmp_path)).facts.max_position_embeddings == 131_072
+
+
+def test_a_card_that_would_do_alone_is_told_with_the_ram_for_a_parked_copy(llama_8b: str) -> None:
+    small = planned(llama_8b, gpu="12GiB", ram=4 * GiB, park=True)
+    said = re.search(r"Smallest card that would do alone: --gpu (\S+) --ram (\d+)GiB", refusal(small))
+    assert small.chosen is None and said is not None
+    assert planned(llama_8b, gpu=said[1], ram=int(said[2]) * GiB, park=True).chosen is not None
+    asked = planned(llama_8b, gpu="12GiB", ram=4 * GiB, weights_ram=8 * GiB)
+    assert asked.chosen is None and "alone" not in refusal(asked)
 
 
 def test_bfloat16_is_refused_on_a_card_without(llama_8b: str) -> None:

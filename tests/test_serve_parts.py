@@ -178,6 +178,13 @@ def test_prefetching_layers_that_vllm_does_not_make_is_refused(on_gpu: Plan) -> 
         (["-tp", "2"], "tensor_parallel_size", 2, []),
         (["--pipeline-parallel", "2", "--seed", "1"], "pipeline_parallel_size", 2, ["--seed", "1"]),
         (["-tp", "2", "--cpu-offload-gb", "4"], "weights_ram", 8 * 2**30, []),
+        (["--max_model_len", "16k"], "max_model_len", 16384, []),
+        (["--max-num-seqs=4", "--max_num_batched_tokens", "512"], "max_num_batched_tokens", 512, []),
+        (["--kv_cache_dtype", "fp8", "--seed", "1"], "kv_cache_dtype", "fp8", ["--seed", "1"]),
+        (["--enforce_eager"], "enforce_eager", True, []),
+        (["--enforce-eager", "--no-enforce-eager"], "enforce_eager", False, []),
+        # Of these an abbreviation is refused, with the setting's name.
+        (["--max-model", "8192"], "max_model_len", None, ["--max-model", "8192"]),
         # Of two offloaders at once nothing is taken: traps refuses them.
         (["--cpu-offload-gb", "4", "--offload-group-size", "2"], "weights_ram", None,
          ["--cpu-offload-gb", "4", "--offload-group-size", "2"]),

@@ -118,6 +118,17 @@ def test_a_model_in_two_formats_is_not_refused_for_the_other(tmp_path: Path) -> 
     assert longest_context(plan_of(folder, 1024).facts) is None and prepared_of(folder, plan_of(folder, 4096))
 
 
+def test_suffix_drafts_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path / "m")
+    plan = plan_of(folder, 1024, drafts="suffix:4")
+    monkeypatch.setattr("overspill.launch.traps.find_spec", lambda name: None)
+    with pytest.raises(CannotServe, match="pip install arctic-inference; or use --drafts ngram"):
+        prepared_of(folder, plan)
+    assert prepared_of(folder, plan_of(folder, 1024, drafts="ngram"))
+    monkeypatch.setattr("overspill.launch.traps.find_spec", lambda name: name == "arctic_inference")
+    assert prepared_of(folder, plan)
+
+
 def tokenizer_of(prepared: Prepared) -> None:
     require_tokenizer(prepared.model, prepared.plan, prepared.combined)
 

@@ -134,7 +134,8 @@ def _gpu(card: Card, total_bytes: int | None, *, name: str) -> Gpu:
         free_bytes=assumed(total.value, "no other program uses it"),
         memory_bytes_per_second=assumed(int(card.memory_gb_s * 1e9), sheet),
         bf16_flops=assumed(int(card.bf16_tflops * 1e12), sheet),
-        compute_capability=card.compute_capability,
+        # A size borrows a card's speeds, which may be too low; what a card can do at all is not guessed.
+        compute_capability=card.compute_capability if name == card.name else None,
         link=link_of_card(card, generation, width),
         nvlink=None if card.nvlink_gb_s is None else assumed(int(card.nvlink_gb_s * 1e9), sheet),
     )

@@ -8,10 +8,12 @@ from typing import Any
 from overspill.flags import Flag, find, matches, read_flags
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB
-from overspill.settings import BY_NAME, GivenBy, SettingsError, Value, plain
+from overspill.settings import BY_NAME, SHARED, YES_OR_NO, GivenBy, Setting, SettingsError, Value, plain
 
 _OFFLOAD = ("--offload-backend", "--offload-group-size", "--offload-num-in-group", "--offload-prefetch-step")
 _UTILIZATION, _KV_BYTES = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
+# Of these settings vLLM's abbreviations are taken too.
+_ABBREVIATED = ("gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size")
 # A flag on the left makes vLLM ignore or replace those on the right.
 _REPLACES = {
     "--cpu-offload-gb": _OFFLOAD,
@@ -129,13 +131,12 @@ def adopt(values: Mapping[str, Value], typed: Sequence[str] = (), *, registered:
 def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
     taken: list[Flag] = []
     values, groups = dict(before.values), before.offload_groups
-    if (flag := _last(flags, _UTILIZATION)) is not None:
-        _set(values, "gpu_memory_utilization", flag.value, flag, origin)
-        taken += [one for one in flags if matches(one.name, _UTILIZATION)]
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (flag := _last(flags, BY_NAME[name].flag)) is not None:
-            _set(values, name, flag.value, flag, origin)
-            taken += [one for one in flags if matches(one.name, BY_NAME[name].flag)]
+    for name in SHARED:
+        if named := [one for one in flags if _is_of(one, BY_NAME[name])]:
+            flag = named[-1]
+            is_switch = BY_NAME[name].kind is YES_OR_NO
+            _set(values, name, flag.name == BY_NAME[name].flag if is_switch else flag.value, flag, origin)
+            taken += named
     uva, backend, grouped = (find(flags, name) for name in (_UVA, _BACKEND, _GROUPS))
     # vLLM's size is per rank, and RAM is counted for all ranks.
     ranks = values["tensor_parallel_size"].value * values["pipeline_parallel_size"].value
@@ -174,6 +175,13 @@ def _set(values: dict[str, Value], name: str, given: Any, flag: Flag, origin: Gi
         raise SettingsError(f"{flag.words[0]}: {error}") from error
     values[name] = Value(before.setting, value, origin, flag.words[0])
     return True
+
+
+def _is_of(flag: Flag, setting: Setting) -> bool:
+    """Whether vLLM's flag is this setting: with underscores, after `--`, or where the command takes no settings."""
+    if setting.name in _ABBREVIATED:
+        return matches(flag.name, setting.flag)
+    return flag.name == setting.flag or (setting.kind is YES_OR_NO and flag.name == f"--no-{setting.flag[2:]}")
 
 
 def _last(flags: Iterable[Flag], name: str) -> Flag | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from overspill.address import Address
 from overspill.errors import CannotServe
-from overspill.flags import HIDDEN, VARIABLES, into_environment, read_flags, without_secrets
+from overspill.flags import HIDDEN, VARIABLES, find, into_environment, read_flags, without_secrets
 from overspill.hardware import Hardware
 from overspill.kv.errors import OverspillError
 from overspill.launch import traps
@@ -140,7 +140,12 @@ class Launch(Adopted):
         is_auto, speed = values["max_model_len"].value == AUTO, values["min_speed"]
         if speed.origin is GivenBy.FLAG and not is_auto:
             raise OverspillError("--min-speed is for --max-model-len auto; add that, or leave --min-speed out")
-        plan = plan_for(ref.source, adopted.settings, cards=cards, found=found, is_server=is_server)
+        flags = read_flags(adopted.vllm_args)
+        revision, (_, secrets) = find(flags, "--revision"), into_environment(flags)
+        plan = plan_for(
+            ref.source, adopted.settings, cards=cards, found=found, is_server=is_server,
+            revision=revision.value if revision is not None else "main", environ={**os.environ, **secrets},
+        )  # fmt: skip
         found_here = {}
         if is_auto:  # fixed, so that everything made from this launch has this length
             found_here = {

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from overspill.figures import Known, Origin, assumed, derived
 from overspill.files import ledger_file
@@ -22,7 +22,9 @@ from overspill.kv.options import Options
 from overspill.kv.sizes import GiB, exact_size, format_size, parse_size
 from overspill.launch.profiles import measured_profiles
 from overspill.launch.vllm import installed_vllm
+from overspill.model.facts import RecurrentState
 from overspill.model.source import read_model
+from overspill.planning.arguments import kv_transfer_config
 from overspill.planning.connector_options import read_options, write_options
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.ranks import rank_facts
@@ -64,9 +66,11 @@ def plan_for(
     cards: bool = False,
     found: Hardware | None = None,
     is_server: bool = False,
+    revision: str = "main",
+    environ: Mapping[str, str] = os.environ,
 ) -> Plan:
     """Plan a model. `settings` are the values of `overspill.settings` by name, with additions from vLLM's own flags
-    (`overspill.launch.arguments`); `found` replaces the machine as it is now."""
+    (`overspill.launch.arguments`); `found` replaces the machine as it is now, and `environ` says where the hub is."""
     found = detect() if found is None else found
     if cards and not found.gpus and settings.get("gpu") is None and settings.get("device") in (None, "auto"):
         if settings.get("max_model_len") == AUTO:
@@ -76,11 +80,12 @@ def plan_for(
             "gpu": max(CARDS, key=lambda card: card.total_bytes).key,
         }  # any will do: the plan is for all cards
     wishes = wishes_of(settings, cards=cards)
-    facts = read_model(model, dtype=wishes.dtype)
+    read = partial(read_model, model, revision=revision, environ=environ)
+    facts = read(dtype=wishes.dtype)
     device = find_device(settings, found)
     if device.platform.is_cpu and wishes.dtype == "auto" and facts.dtype == "bfloat16" and not computes_bf16():
         wishes = replace(wishes, dtype="float32", has_bf16=False)
-        facts = read_model(model, dtype=wishes.dtype)
+        facts = read(dtype=wishes.dtype)
     gpu = weakest(device.gpus)
     if wishes.elastic and is_server:
         wishes = _on_ledger(wishes, gpu, is_cpu=device.platform.is_cpu)
@@ -93,8 +98,22 @@ def plan_for(
     plan = make(cpu_attention=device.cpu_attention)
     spills = plan.chosen is not None and plan.chosen.kv.spilled_bytes > 0
     if spills and plan.cpu_attention is not None and not gpu.is_stated and _measures_attention(settings):
-        return make(cpu_attention=_cpu_attention(settings))
+        plan = make(cpu_attention=_cpu_attention(settings))
+    require_connector(plan)
     return plan
+
+
+def require_connector(plan: Plan) -> None:
+    """Refuse what Overspill's connector would refuse in the engine."""
+    options = kv_transfer_config(plan.chosen, plan.wishes.kv_options) if plan.chosen is not None else None
+    if options is None:
+        return
+    Options.parse(cast(Mapping[str, Any], options["kv_connector_extra_config"]))
+    if plan.wishes.drafts != "off" and any(isinstance(entry.cache, RecurrentState) for entry in plan.facts.caches):
+        raise OverspillError(
+            "--drafts rewrites the state of Mamba and linear-attention layers after it was stored in RAM; leave it "
+            "out, or keep everything on the GPU with --offload-ram 0 and a shorter --max-model-len"
+        )
 
 
 def wishes_of(settings: Mapping[str, Any], *, cards: bool = False) -> Wishes:
@@ -145,6 +164,11 @@ def require_possible(wishes: Wishes, gpu: Gpu, platform: Platform = CUDA) -> Non
         raise OverspillError(
             "vLLM's CPU build runs stages only where it compiles the model; use --no-enforce-eager, or "
             "--tensor-parallel-size instead of --pipeline-parallel-size"
+        )
+    if wishes.parks and wishes.pipeline_parallel_size > 1:
+        raise OverspillError(
+            "--park does not work with pipeline parallelism; leave it out, or use --tensor-parallel-size instead of "
+            "--pipeline-parallel-size"
         )
     if wishes.elastic and wishes.num_ranks > 1:
         raise OverspillError("--elastic shares one GPU between engines; remove it, or use --tensor-parallel-size 1")

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def check(combined: Combined, environment: Mapping[str, str], *, on_cpu: bool) -
     _check_plugins(environment, checked)
     _check_kv_space(combined, environment, checked, on_cpu=on_cpu)
     _check_exposure(combined, environment, checked)
+    _check_drafts(combined)
     return checked
 
 
@@ -130,6 +132,14 @@ def _check_exposure(combined: Combined, environment: Mapping[str, str], checked:
         )
 
 
+def _check_drafts(combined: Combined) -> None:
+    if '"suffix"' in (combined.value("--speculative-config") or "") and find_spec("arctic_inference") is None:
+        raise CannotServe(
+            "drafts by suffix need the package arctic-inference, which is not installed; install it with: "
+            "pip install arctic-inference; or use --drafts ngram"
+        )
+
+
 ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 # With these, vLLM does not derive the length from config.json as it stands.
 _OTHER_CONFIG = ("--hf-overrides", "--hf-config-path", "--config-format")
@@ -169,9 +179,7 @@ def longest_context(facts: ModelFacts) -> int | None:
     if content is None or folder.content(_MISTRAL_CONFIG) is not None:
         return None
     config = Config.parse(content, where=f"{CONFIG} in {folder.where}")
-    stated = config.text.get("model_max_length")  # Cohere's; it wins over the positions
-    positions = stated if isinstance(stated, int) and stated > 0 else facts.max_position_embeddings
-    return int(positions * _scaling(config))
+    return int(facts.max_position_embeddings * _scaling(config))
 
 
 def _scaling(config: Config) -> float:

@@ -20,6 +20,7 @@ from overspill.manager import logs
 from overspill.manager.allowlist import is_repo_id
 from overspill.manager.errors import ManagerError
 from overspill.model.hub import ENDPOINT, TIMEOUT
+from overspill.model.source import hub_token
 
 _PREFIX = "models--"
 # Files that vLLM reads from a repository: not the same weights in other formats, and no code.
@@ -137,7 +138,7 @@ def _asked(path: str, query: Mapping[str, str], environ: Mapping[str, str]) -> A
             "HF_HUB_OFFLINE keeps this manager from the hub; start it without that to search and download"
         )
     endpoint = environ.get("HF_ENDPOINT") or ENDPOINT
-    token = environ.get("HF_TOKEN")
+    token = hub_token(environ)
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         answer = httpx.get(f"{endpoint}{path}", params=query, headers=headers, timeout=TIMEOUT, follow_redirects=True)

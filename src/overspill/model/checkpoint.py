@@ -141,7 +141,7 @@ class Files(Protocol):
 
 def read_tensors(files: Files) -> list[Tensor] | None:
     """Tensors of all files that vLLM would load; None if there are no weights at all."""
-    placed = _weight_map(files)
+    placed = weight_map(files)
     names = sorted(set(placed.values())) if placed is not None else _without_copies(files.safetensors())
     if not names:
         return None
@@ -163,7 +163,7 @@ def read_tensors(files: Files) -> list[Tensor] | None:
     return [tensor for _, tensor in found.values()]
 
 
-def _weight_map(files: Files) -> dict[str, str] | None:
+def weight_map(files: Files) -> dict[str, str] | None:
     """File of each tensor according to the index; None without an index."""
     content = files.content(INDEX)
     if content is None:

@@ -154,6 +154,8 @@ def served_bytes(tensor: Tensor, dtype: str) -> int:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+# Cohere's models state their length beside the positions, and vLLM prefers it.
+_LENGTH = "model_max_length"
 
 
 def describe(
@@ -207,7 +209,7 @@ def describe(
         num_kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
         vocab_size=config.integer("vocab_size"),
-        max_position_embeddings=config.integer("max_position_embeddings"),
+        max_position_embeddings=config.integer(_LENGTH if config.get(_LENGTH, None) else "max_position_embeddings"),
         is_tied=is_tied,
         num_experts=experts,
         num_experts_per_tok=config.first_integer(per_token_keys, 0) if experts else 0,

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from overspill.model import ModelError
-from overspill.model.checkpoint import LENGTH_BYTES, MAX_FILE_BYTES, Files, header_length, read_tensors
+from overspill.model.checkpoint import (
+    LENGTH_BYTES,
+    MAX_FILE_BYTES,
+    Files,
+    header_length,
+    read_tensors,
+    weight_map,
+)
 from overspill.model.config import Config, parse_object
 from overspill.model.description import describe
 from overspill.model.facts import ModelFacts
@@ -29,6 +37,17 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     if home := environ.get("HF_HOME"):
         return Path(home).expanduser() / "hub"
     return Path(environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface" / "hub"
+
+
+def hub_token(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Token for the hub: HF_TOKEN, else the one that `hf auth login` stored."""
+    if token := environ.get("HF_TOKEN", "").strip():
+        return token
+    home = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
+    try:
+        return Path(environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser().read_text().strip() or None
+    except OSError:
+        return None
 
 
 def find_snapshot(cache: Path, repo_id: str, revision: str) -> Path | None:
@@ -76,6 +95,19 @@ class Folder:
             raise ModelError(
                 f"{self.where} should hold {name}, and does not; the download was cut short, fetch it again"
             ) from error
+
+
+# The shards of a model without an index: model-00001-of-00004.safetensors.
+_SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors")
+
+
+def is_whole(snapshot: Path) -> bool:
+    """Whether a snapshot has all its weight files; a download that was cut short has some."""
+    there = set(Folder(snapshot).safetensors())
+    if (placed := weight_map(Folder(snapshot))) is not None:
+        return there.issuperset(placed.values())
+    shards = Counter((found["stem"], int(found["count"])) for name in there if (found := _SHARD.fullmatch(name)))
+    return bool(there) and all(num_files == count for (_, count), num_files in shards.items())
 
 
 def read_folder(path: Path, *, name: str | None = None, dtype: str = "auto") -> ModelFacts:
@@ -135,7 +167,7 @@ def read_model(
 ) -> ModelFacts:
     """Read a model from where vLLM would: a folder of that name first, then the hub's cache, then the hub itself.
 
-    HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN apply, as they do for vLLM.
+    HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and a stored token apply, as they do for vLLM.
     """
     path = Path(os.path.expanduser(name))
     if not name or "\0" in name:
@@ -146,7 +178,14 @@ def read_model(
         raise ModelError(f"{revision!r} is not a revision; use a branch, a tag or a commit")
     snapshot = find_snapshot(cache_folder(environ), name, revision)
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
-    if snapshot is not None and (offline or any(snapshot.glob("*.safetensors"))):
+    if snapshot is not None and is_whole(snapshot):
+        return read_folder(snapshot, name=name, dtype=dtype)
+    if offline and snapshot is not None and any(snapshot.glob("*.safetensors")):
+        raise ModelError(
+            f"{snapshot} lacks some of the weight files of {name}: its download was cut short, and HF_HUB_OFFLINE "
+            "forbids the hub; fetch it again, or unset HF_HUB_OFFLINE"
+        )
+    if offline and snapshot is not None:
         return read_folder(snapshot, name=name, dtype=dtype)
     if offline:
         raise ModelError(
@@ -156,8 +195,8 @@ def read_model(
     # Imported here, so that only the hub needs httpx.
     from overspill.model.hub import open_repository
 
-    token, endpoint = environ.get("HF_TOKEN"), environ.get("HF_ENDPOINT")
-    with open_repository(name, revision=revision, token=token, endpoint=endpoint) as repository:
+    endpoint = environ.get("HF_ENDPOINT")
+    with open_repository(name, revision=revision, token=hub_token(environ), endpoint=endpoint) as repository:
         return read_files(repository, name=name, dtype=dtype)
 
 

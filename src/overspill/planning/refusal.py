@@ -98,6 +98,8 @@ def _whole_weights(plan: Plan) -> str | None:
 
 def _cards(plan: Plan) -> Iterator[str]:
     with_ram, alone = (smallest_card(plan.cards, alone=alone) for alone in (False, True))
+    if plan.wishes.weights_ram_bytes or plan.wishes.offload_groups is not None:
+        alone = None  # nothing is to lie on the card alone
     if with_ram is not None and with_ram != alone:
         yield f"Smallest card that would do with this RAM: --gpu {with_ram.key}"
     if alone is not None:
@@ -110,7 +112,8 @@ def _cards(plan: Plan) -> Iterator[str]:
 
 
 def _own_ram_bytes(plan: Plan) -> int:
-    return plan.num_ranks * PROCESS_RAM_BYTES + (plan.wishes.offload_ram_bytes or 0)
+    parked = plan.num_ranks * plan.rank.weights.total_bytes if plan.wishes.parks else 0
+    return plan.num_ranks * PROCESS_RAM_BYTES + (plan.wishes.offload_ram_bytes or 0) + parked
 
 
 def _written(amount: int) -> str:

@@ -208,10 +208,12 @@ class Setup:
     def chunks(self) -> tuple[int, ...]:
         if self.wishes.max_num_batched_tokens is not None:
             return (self.wishes.max_num_batched_tokens,)
+        least = self.wishes.num_seqs  # each request of a step has a token
         is_large = self.platform.profiles_memory and self.gpu.total_bytes.value >= _LARGE_BYTES
         is_large = is_large and (self.wishes.gpu_memory_bytes or _LARGE_BYTES) >= _LARGE_BYTES
         is_large = is_large and (self.wishes.gpu_memory_utilization or 1) * self.gpu.total_bytes.value >= _LARGE_BYTES
-        return (_LARGE_CHUNK,) if is_large else self.platform.chunks
+        chunks = (_LARGE_CHUNK,) if is_large else self.platform.chunks
+        return tuple(dict.fromkeys(max(chunk, least) for chunk in chunks))
 
     def overheads(self, chunk: int, kv_cache_dtype: str) -> Overheads:
         if not self.platform.profiles_memory:
@@ -258,13 +260,14 @@ def runs_spilled_graphs(setup: Setup, num_requests: int) -> bool:
 
 def shares_with_cpu(setup: Setup, kv_cache_dtype: str) -> bool:
     """Whether the CPU may attend for layers of this model if it is fast enough (overspill.kv.spill.far)."""
-    facts, capability = setup.facts, setup.gpu.compute_capability or (0, 0)
+    facts, capability = setup.facts, setup.gpu.compute_capability
     full = [entry.cache for entry in facts.caches if attends_to_all(entry.cache)]
-    is_plain = kv_cache_dtype == facts.kv_cache_dtype == "auto"
+    kept_as = facts.kv_cache_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    able = _FLASH_ATTENTION if kept_as in ("auto", "bfloat16", "float16") else _FLASH_ATTENTION_FP8
     return (
         read_options(setup.wishes.kv_options).get("spill_compute", "auto") == "auto"
         and runs_spilled_graphs(setup, 1)
-        and capability[0] in (_FLASH_ATTENTION if is_plain else _FLASH_ATTENTION_FP8)
+        and (capability is None or capability[0] in able)
         and facts.attends_plainly
         and bool(full)
         and all(one.head_size <= _MOST_HEAD_SIZE and one.head_size % _HEAD_SIZE_STEP == 0 for one in full)

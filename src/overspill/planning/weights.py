@@ -155,6 +155,11 @@ def _asked_groups(setup: Setup, group_size: int, num_in_group: int) -> list[Weig
             "see: nothing would move to RAM. Use --weights-ram (or --cpu-offload-gb), which Overspill makes work for "
             "them, or leave weights to the plan"
         )
+    if not 0 < num_in_group <= group_size:
+        raise OverspillError(
+            f"--offload-num-in-group {num_in_group} is how many of the {group_size} layers of a group go to RAM "
+            f"(--offload-group-size); give 1 to {group_size}"
+        )
     found = grouping(group_size, num_in_group, facts.weights.layer_bytes, pinned_share(facts))
     if not found.ram_bytes:
         raise OverspillError(
