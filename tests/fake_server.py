@@ -51,6 +51,8 @@ class Behaviour:
     """It is parked at once, and says so later."""
     refuses: str = ""
     """What it answers, with this word in its path, is a refusal: park, or wake."""
+    is_spaced: bool = False
+    """Its events are as other servers write them: JSON with spaces, and lines that end with CRLF."""
     device: str = "cpu"
     """Of the plan of an elastic engine."""
     gpu: tuple[int, str] = (0, "cpu")
@@ -167,6 +169,11 @@ class Server:
             self.answered += is_answered
             self.aborted += not is_answered
 
+    def event(self, told: dict[str, Any]) -> bytes:
+        if self.behaviour.is_spaced:
+            return f"data: {json.dumps(told)}\r\n\r\n".encode()
+        return f"data: {json.dumps(told, separators=(',', ':'))}\n\n".encode()
+
     async def stream(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: list[str], usage: dict[str, int],
         options: dict[str, bool],
@@ -177,13 +184,11 @@ class Server:
             event = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.name}
             so_far = {"prompt_tokens": 3, "total_tokens": 4 + i, "completion_tokens": 1 + i}
             more = {"usage": so_far} if options.get("continuous_usage_stats") else {}
-            told = json.dumps({**event, "choices": [choice], **more}, separators=(",", ":"))
-            data = b"data: " + told.encode() + b"\n\n"
+            data = self.event({**event, "choices": [choice], **more})
             await self.compute(reader, writer, i, data)
             await chunk(writer, data)
         told = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.name, "choices": []}
-        last = json.dumps({**told, "usage": usage}, separators=(",", ":")).encode()
-        last = b"data: " + last + b"\n\n" if options.get("include_usage") else b""
+        last = self.event({**told, "usage": usage}) if options.get("include_usage") else b""
         await chunk(writer, last + b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()

@@ -235,6 +235,14 @@ def test_help_has_a_short_name_and_whole_summaries(words: list[str], tmp_path: P
     assert "..." not in short.stdout.partition("Commands:")[2], "a summary was cut"
 
 
+def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    told = run_overspill("config", env={"HOME": str(tmp_path), "OVERSPILL_CONFIG": str(tmp_path)})
+    assert told.returncode == 2 and told.stderr.startswith("error: ") and "Traceback" not in told.stderr
+    (tmp_path / "file").write_text("")
+    told = run_overspill("service", "remove", "m", "--folder", str(tmp_path / "file" / "units"), env={})
+    assert told.returncode != 0 and told.stderr.startswith("error: ") and "Traceback" not in told.stderr
+
+
 def test_overspill_alone_says_what_to_do_next(tmp_path: Path) -> None:
     told = run_overspill(env={"HOME": str(tmp_path)})
     assert told.returncode == 0 and len(told.stdout.splitlines()) <= 10

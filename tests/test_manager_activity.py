@@ -18,7 +18,7 @@ import pytest
 
 from overspill.manager.activity import Activity
 from overspill.manager.gateway import Gateway
-from overspill.manager.messages import Usage, asked_of, one_shape, with_usage, without_usage
+from overspill.manager.messages import Usage, asked_of, end_of_events, one_shape, with_usage, without_usage
 from overspill.registry import Registry, RegistryUnavailable, open_registry
 from overspill.registry.activity import (
     Request,
@@ -164,6 +164,9 @@ def test_usage_is_asked_for_and_hidden_again() -> None:
     done = b"data: [DONE]\n\n"
     assert without_usage(token + usage + done) == token + done and without_usage(usage) == b""
     assert without_usage(token + continuous + done) == token + continuous + done
+    spaced = usage.replace(b":", b": ").replace(b"\n", b"\r\n")
+    assert without_usage(token + spaced + done) == token + done
+    assert end_of_events(token + spaced + b"data: ") == len(token + spaced) and end_of_events(b"data: {}\r\n\r") == 0
 
 
 def noted(**more: Any) -> Request:

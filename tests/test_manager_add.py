@@ -1,8 +1,10 @@
 """Adding a model: found here or on the hub, downloaded with progress, pictured at a context, started, and talked to."""
 
 import asyncio
+import contextlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +93,31 @@ def test_models_are_found_and_removed(tmp_path: Path) -> None:
     for source in ("../models", "/etc", "org/none"):
         with pytest.raises(ManagerError):
             remove_cached(cache, source)
+
+
+@contextlib.contextmanager
+def as_somebody() -> Iterator[None]:
+    """As a user who is not root, who may read everything."""
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_a_folder_that_may_not_be_read_hides_no_other() -> None:
+    """A disk of its own for models has a lost+found."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        folder.chmod(0o755)
+        (folder / "good").mkdir()
+        (folder / "good/config.json").write_text("{}")
+        (folder / "lost+found").mkdir(mode=0)
+        with as_somebody():
+            assert [one.name for one in local_models([folder], folder / "none")] == ["good"]
+            assert local_models([folder / "lost+found"], folder / "none") == []
+        (folder / "lost+found").chmod(0o700)
 
 
 def test_an_unreachable_hub_is_said_plainly(hub: FakeHub) -> None:

@@ -38,10 +38,12 @@ class StandIn(http.server.BaseHTTPRequestHandler):
 
     asked: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     words, word_s, refuses, broken, last = 3, 0.0, "", threading.Event(), b""
+    keys: ClassVar[list[str | None]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         StandIn.asked.append((self.path, body))
+        StandIn.keys.append(self.headers["authorization"])
         if StandIn.refuses and (self.path.endswith("chat/completions") or "template" not in StandIn.refuses):
             self.send_response(400)
             self.end_headers()
@@ -184,6 +186,14 @@ def test_a_piped_question_gets_one_answer(home: dict[str, str]) -> None:
 def test_flags_for_a_running_server_are_not_used(home: dict[str, str]) -> None:
     done = piped("mine", "--max-model-len", "4k", text="hello", home=home)
     assert done.returncode == 0 and "the flags given here are not used" in done.stderr
+
+
+@pytest.mark.usefixtures("server")
+def test_a_running_server_gets_its_key(home: dict[str, str]) -> None:
+    StandIn.keys.clear()
+    assert piped("mine", text="hello", home={**home, "VLLM_API_KEY": "secret"}).returncode == 0
+    assert piped("mine", "--api-key", "other", text="hello", home=home).returncode == 0
+    assert StandIn.keys == ["Bearer secret", "Bearer other"]
 
 
 @pytest.mark.usefixtures("server")

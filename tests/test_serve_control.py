@@ -261,6 +261,14 @@ def test_the_engines_reason_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert answered(monkeypatch, is_dead=True)[0] == 503
 
 
+def test_a_server_whose_secret_cannot_be_stored_runs_without_park(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "overspill").write_text("a file where the folder would be")
+    assert make_secret({"XDG_STATE_HOME": str(tmp_path)}) == ""
+    assert "cannot be parked, as its secret cannot be stored" in capsys.readouterr().err
+
+
 def test_a_secret_is_of_one_process(tmp_path: Path) -> None:
     home = {"XDG_STATE_HOME": str(tmp_path)}
     status = SimpleNamespace(pid=os.getpid(), process=identity(os.getpid()))

@@ -321,7 +321,13 @@ def test_systemd_is_told_and_nothing_is_started_unless_asked(tmp_path: Path, sys
     installation.install(units, service("one"))
     assert calls.read_text().splitlines() == ["--user daemon-reload"]
     installation.install(units, service("one"), now=True)
-    assert calls.read_text().splitlines()[1:] == ["--user daemon-reload", "--user enable --now overspill@one.service"]
+    unit = "overspill@one.service"
+    told = ["--user daemon-reload", f"--user enable {unit}", f"--user start {unit}"]
+    assert calls.read_text().splitlines()[1:] == told
+    calls.unlink()
+    # `enable --now` would leave one that runs as it is.
+    installation.install(units, service("one", memory_max_bytes=5 << 30), now=True)
+    assert calls.read_text().splitlines() == [*told[:2], f"--user restart {unit}"]
     calls.unlink()
     installation.remove(units, "one")
     assert calls.read_text().splitlines() == ["--user disable --now overspill@one.service", "--user daemon-reload"]

@@ -99,9 +99,11 @@ def test_ram_that_is_given_stays_the_limit_of_the_plan(llama: Path) -> None:
 
 
 def test_vllms_own_flags_come_last_and_contradictions_are_told(llama: Path) -> None:
-    answer = overspill("service", "print", str(llama), *SMALL, "--json", "--", "--max-num-seqs", "3", "--seed", "7")
-    assert json.loads(answer.stdout)["command"][-4:] == ["--max-num-seqs", "3", "--seed", "7"]
-    assert "warning: --max-num-seqs 3 replaces the plan's" in answer.stderr
+    own = ("--kv-cache-memory-bytes", "1G", "--seed", "7")
+    answer = overspill("service", "print", str(llama), *SMALL, "--json", "--", *own, "--max-num-seqs", "3")
+    command = json.loads(answer.stdout)["command"]
+    assert tuple(command[-4:]) == own and command[command.index("--max-num-seqs") + 1] == "3"
+    assert "warning: --kv-cache-memory-bytes 1G replaces the plan's" in answer.stderr
 
 
 def test_a_unit_keeps_variables_for_files_and_gpus_but_no_secret(llama: Path) -> None:

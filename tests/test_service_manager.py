@@ -176,7 +176,8 @@ def test_systemd_starts_the_manager_and_stops_it_before_removal(tmp_path: Path, 
     installation.install(units, service(), now=True)
     installation.remove_manager(units)
     assert (tmp_path / "calls").read_text().splitlines() == [
-        "--user daemon-reload", f"--user enable --now {UNIT}", f"--user disable --now {UNIT}", "--user daemon-reload",
+        "--user daemon-reload", f"--user enable {UNIT}", f"--user restart {UNIT}", f"--user disable --now {UNIT}",
+        "--user daemon-reload",
     ]  # fmt: skip
 
 
@@ -219,9 +220,11 @@ def test_the_unit_keeps_registry_and_settings_but_no_secret() -> None:
     given = {
         "XDG_STATE_HOME": "/state", "HF_HOME": "/hub", "HF_TOKEN": "hf_secret", "OVERSPILL_RAM": "32GiB",
         "OVERSPILL_API_KEY": "secret", "OVERSPILL_DATABASE_URL": "sqlite:////registry.db", "OVERSPILL_FORCE": "1",
+        "OVERSPILL_CONFIG": "/etc/overspill.toml",
     }  # fmt: skip
     kept = manager_environment(sys.executable, given, for_oneself=True)
-    assert set(kept) == {"PATH", "XDG_STATE_HOME", "HF_HOME", "OVERSPILL_RAM", "OVERSPILL_DATABASE_URL"}
+    settings = {"OVERSPILL_RAM", "OVERSPILL_CONFIG", "OVERSPILL_DATABASE_URL"}
+    assert set(kept) == {"PATH", "XDG_STATE_HOME", "HF_HOME"} | settings
     assert find_place(environ=kept) == find_place(environ=given)
     assert not left_out(given, for_oneself=True)
     assert set(manager_environment(sys.executable, given, for_oneself=False)) == {"PATH", "HF_HOME"}

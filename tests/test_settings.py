@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from overspill.settings import SETTINGS, GivenBy, SettingsError, config_path, resolve
+from overspill.settings import SETTINGS, GivenBy, SettingsError, config_path, parse_settings, resolve
 
 
 def written(folder: Path, text: str) -> Path:
@@ -69,6 +69,7 @@ def test_lengths_as_people_write_them(text: object, tokens: int) -> None:
         ("max_num_seqs", "-4", "write for example 64"),
         ("max_num_batched_tokens", "0", "not a number of tokens"),
         ("offload_ram", "-1GiB", "is not a size"),
+        ("ram_reserve", "0.5", "0.5 without a unit is 0 bytes; write for example 0.5GiB"),
         ("host", "", "must not be empty"),
     ],
 )
@@ -90,6 +91,21 @@ def test_a_wrong_value_in_the_environment_or_the_file_names_it(tmp_path: Path) -
 def test_a_bare_number_in_the_file_is_not_taken_for_bytes(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"config\.toml: ram: 3 without a unit is 3 bytes; write for example 3GiB"):
         resolve({}, {}, written(tmp_path, "ram = 3"))
+
+
+def test_a_bare_number_in_a_file_of_models_is_not_taken_for_bytes() -> None:
+    with pytest.raises(SettingsError, match=r"m\.yaml: ram: 64 without a unit is 64 bytes; write for example 64GiB"):
+        parse_settings({"ram": 64}, where="m.yaml")
+    assert parse_settings({"ram": 64 * 2**30, "offload_ram": 0}, where="m.yaml") == {
+        "ram": 64 * 2**30,
+        "offload_ram": 0,
+    }
+
+
+def test_words_that_yaml_takes_for_something_else_are_understood() -> None:
+    assert parse_settings({"drafts": False})["drafts"] == "off"
+    with pytest.raises(SettingsError, match="False is not a name for a variant; put the name in quotes"):
+        parse_settings({"variants": {False: {"chat_template_kwargs": {"enable_thinking": False}}}})
 
 
 def test_a_models_own_setting_in_the_file_names_its_place(tmp_path: Path) -> None:
@@ -120,7 +136,14 @@ def test_where_the_file_is() -> None:
     with pytest.raises(SettingsError, match=r"OVERSPILL_CONFIG names /a/b.toml, and there is no such file"):
         config_path({"OVERSPILL_CONFIG": "/a/b.toml"})
     assert config_path({"XDG_CONFIG_HOME": "/x"}) == Path("/x/overspill/config.toml")
-    assert config_path({}).parts[-3:] == (".config", "overspill", "config.toml")
+    assert config_path({}) == Path.home() / ".config/overspill/config.toml"
+
+
+def test_a_user_without_a_home_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in a traceback."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert config_path({}) is None and resolve({}, {}, None)["port"].origin is GivenBy.DEFAULT
 
 
 def test_every_setting_is_described() -> None:

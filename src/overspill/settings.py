@@ -16,8 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from overspill.flags import Flag, choices_of, hide_in_text, matches, none_of, read_flags, refuse_secrets, refuse_unknown
 from overspill.flags import among as among  # noqa: PLC0414
-from overspill.flags import choices_of, hide_in_text, none_of, read_flags, refuse_secrets, refuse_unknown
 from overspill.flags import nearest as nearest  # noqa: PLC0414
 from overspill.kv.errors import OverspillError
 from overspill.kv.options import parse_folder, parse_remote
@@ -41,6 +41,8 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_TEXT = 10_000
 RAM_RESERVE_BYTES = 4 * GiB
 AUTO = "auto"
+CONFIG_FILE = "OVERSPILL_CONFIG"
+"""Variable that names the file of settings."""
 _LARGEST = (1 << 63) - 1  # every reader of the registry's JSON can hold it
 # Control characters but tab and newline, and the surrogates of bytes that are not UTF-8, which no database stores.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
@@ -62,8 +64,8 @@ def _size(text: object) -> int:
     size = parse_size(text)
     if size < 0:
         raise OverspillError(f"a size cannot be negative, got {text!r}; write for example 24GiB")
-    # Nobody who writes 64 means bytes.
-    if isinstance(text, str) and text.strip().isdecimal() and 0 < size < MiB:
+    # Nobody who writes 64 or 0.5 means bytes.
+    if isinstance(text, str) and not re.search("[A-Za-z]", text) and 0 < float(text) < MiB:
         raise OverspillError(f"{text} without a unit is {size} bytes; write for example {text}GiB")
     return size
 
@@ -209,10 +211,20 @@ def _vllm_args(given: object) -> tuple[str, ...]:
     flags = read_flags(words)
     refuse_secrets(flags, "the registry")  # it is printed and copied
     for flag in flags:
+        refuse_address(flag)
         if own := _OWN_FLAGS.get(flag.name):
             raise OverspillError(f"Overspill has its own setting for {flag.name}; use {own.flag} ({own.name})")
     refuse_unknown(flags, [setting.flag for setting in MODEL_SETTINGS])
     return words
+
+
+def refuse_address(flag: Flag) -> None:
+    """Raise for a model's flag that would say where its server listens: that is for whoever starts it to say."""
+    if any(matches(flag.name, name) for name in ("--host", "--port")):
+        raise OverspillError(
+            f"{flag.name} is not a model's: give it to the command that serves the model, as in overspill serve NAME "
+            f"{flag}"
+        )
 
 
 def is_name(name: str) -> bool:
@@ -237,6 +249,8 @@ def _variants(given: object) -> str:
     if not isinstance(variants, dict) or not all(isinstance(one, dict) and one for one in variants.values()):
         raise OverspillError(f"variants must map each name to an object with at least one parameter; {_WRITE_VARIANTS}")
     for name, changes in variants.items():
+        if not isinstance(name, str):  # YAML reads off, yes and 1 as other things than names
+            raise OverspillError(f"{name!r} is not a name for a variant; put the name in quotes")
         if _VARIANT.fullmatch(name) is None:
             raise OverspillError(f"{name!r:.80} is not a name for a variant: letters, digits and . _ - are accepted")
         if read := sorted(changes.keys() & set(_READ_BEFORE)):
@@ -557,6 +571,8 @@ def _parse_kept(setting: Setting, value: object, where: str) -> Any:
     # Parsers repeat values in their messages, so values must be short; a file can hold anything.
     if isinstance(value, dict | list) and not isinstance(value, _STRUCTURED.get(setting.name, ())):
         raise SettingsError(f"{place}: a single value is needed here, not a {type(value).__name__}")
+    # Files are written by hand: a size without a unit is as doubtful as in a flag.
+    value = str(value) if setting.is_size and where and not isinstance(value, bool) else value
     # A command passes dtypes unknown to the plan on to vLLM without a plan; a registered model is always planned.
     parse = _one_of("auto", *KV_CACHE_DTYPE_BYTES) if setting.name == "kv_cache_dtype" else setting.parse
     return _checked(parse, value, place)
@@ -646,17 +662,21 @@ def _value(setting: Setting, given: object, origin: GivenBy, place: str) -> Valu
     return Value(setting, _checked(setting.parse, given, place), origin, place)
 
 
-def config_path(environment: Mapping[str, str] | None = None) -> Path:
-    """`OVERSPILL_CONFIG`, or config.toml in the XDG configuration folder."""
+def config_path(environment: Mapping[str, str] | None = None) -> Path | None:
+    """`OVERSPILL_CONFIG`, or config.toml in the XDG configuration folder; None for a user without a home, as in some
+    containers."""
     environment = os.environ if environment is None else environment
-    if given := environment.get("OVERSPILL_CONFIG"):
+    if given := environment.get(CONFIG_FILE):
         if not Path(given).exists():
             raise SettingsError(
-                f"OVERSPILL_CONFIG names {given}, and there is no such file; create it, or unset OVERSPILL_CONFIG"
+                f"{CONFIG_FILE} names {given}, and there is no such file; create it, or unset {CONFIG_FILE}"
             )
         return Path(given)
-    folder = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(folder) / "overspill" / "config.toml"
+    try:
+        folder = Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    except RuntimeError:
+        return None
+    return folder / "overspill" / "config.toml"
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -681,7 +701,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 # Variables with Overspill's prefix that are not settings.
-_OTHER_VARIABLES = {"OVERSPILL_API_KEY", "OVERSPILL_CONFIG", "OVERSPILL_DATABASE_URL"}
+_OTHER_VARIABLES = {"OVERSPILL_API_KEY", CONFIG_FILE, "OVERSPILL_DATABASE_URL"}
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:

@@ -64,10 +64,11 @@ class Events:
     def feed(self, piece: bytes) -> list[bytes]:
         """Data of each event that ends in the piece; empty for a comment, which keeps a connection alive."""
         *events, self.rest = (self.rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        return [_data(event) for event in events]
+        return [data_of(event) for event in events]
 
 
-def _data(event: bytes) -> bytes:
+def data_of(event: bytes) -> bytes:
+    """Data of one event, which may have several lines and other fields."""
     return b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
 
 

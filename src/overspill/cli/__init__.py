@@ -89,7 +89,7 @@ def _lead_to_page() -> None:
         print(f"\nThe page, to find, start and try models: {found.url}")
         return
     print("\nThe page, to find, start and try models, is being opened; Ctrl-C ends it.", flush=True)
-    app(["manager"], standalone_mode=False)
+    raise typer.Exit(app(["manager"], standalone_mode=False) or 0)
 
 
 def main(call: Callable[[], Any] = app) -> None:
@@ -99,3 +99,6 @@ def main(call: Callable[[], Any] = app) -> None:
     except OverspillError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:  # no permission, a full disk
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

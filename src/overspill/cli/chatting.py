@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import platform
 import signal
 import sys
@@ -17,6 +18,7 @@ import typer
 from overspill.cli.flags import SERVING, Model, failing, launch_of, to_stderr, with_settings
 from overspill.cli.launching import require_startable
 from overspill.errors import CannotServe
+from overspill.flags import into_environment, read_flags
 from overspill.kv.errors import OverspillError
 from overspill.processes import on_stop_signals
 from overspill.settings import AUTO
@@ -58,7 +60,9 @@ def run(
 
             if is_parked(there):
                 to_stderr(f"warning: {model} is parked, and answers when it is woken: overspill wake {model}")
-            _chat(Conversation(there.url, there.served_name), _question())
+            typed = into_environment(read_flags(context.args))[1]
+            key = {**os.environ, **typed}.get("VLLM_API_KEY")
+            _chat(Conversation(there.url, there.served_name, key), _question())
             return
         own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         # A single conversation keeps its idle KV on the GPU; a port of its own lets several chats run at once.
@@ -83,7 +87,13 @@ def _question() -> str | None:
     """The question on standard input; None if that is a terminal."""
     if sys.stdin.isatty():
         return None
-    if not (question := sys.stdin.read().strip()):
+    try:
+        question = sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise OverspillError(
+            f"the question on standard input is not text in {error.encoding}: {error.reason}"
+        ) from error
+    if not question:
         raise OverspillError("there is no question on standard input; write one there, or use a terminal")
     return question
 

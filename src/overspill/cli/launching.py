@@ -110,4 +110,4 @@ def config(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     for name, value in values.items():
         shown = "-" if value.value is None else str(value.value)
         print(f"{name:{width}}{shown:>16}   {value.place or value.origin}")
-    print(f"file: {config_path()}")
+    print(f"file: {config_path() or 'none, as this user has no home folder; OVERSPILL_CONFIG can name one'}")

@@ -91,7 +91,9 @@ def remove(model: Model, is_system: IsSystem = False, name: Name = None, folder:
     from overspill.service.definition import absolute
 
     units = installation.units_of(_mode(is_system=is_system), folder)
-    _print_changed("removed", units, installation.remove(units, name or absolute(model)))
+    # A registered model may have the name of a folder here.
+    there = name or (model if installation.has(units, model) else absolute(model))
+    _print_changed("removed", units, installation.remove(units, there))
 
 
 @manager.command("print", epilog="Example: overspill service manager print --models-folder /models")
@@ -162,8 +164,9 @@ def _install(made: "Service", folder: Path | None, *, force: bool, now: bool) ->
         raise OverspillError(f"--now needs systemd, and {why}")
     _print_changed("wrote", units, installation.install(units, made, force=force, now=now))
     if not now:
-        start = f"{_SYSTEMCTL[units.mode]} enable --now {shlex.quote(made.unit)}"
-        print(f"to start the service now and whenever the machine starts: {start}")
+        control, unit = _SYSTEMCTL[units.mode], shlex.quote(made.unit)
+        print(f"to start the service now and whenever the machine starts: {control} enable --now {unit}")
+        print(f"if it runs already, this takes effect with: {control} restart {unit}")
     print(f"its log: journalctl {'' if is_system else '--user '}-u {shlex.quote(made.unit)}")
     if not is_system:
         print("to keep it running when you log out: loginctl enable-linger")
@@ -187,7 +190,7 @@ def _manager(given: dict[str, Any], *, is_system: bool, run_as: str | None) -> "
     given = {**given, "models_folder": setup.models_folders}
     if for_oneself:
         _require_protection(setup)
-    for warning in [*other_users_registry(user, getpass.getuser()), *left_out(os.environ, for_oneself=for_oneself)]:
+    for warning in [*other_users_registry(user, _own_name()), *left_out(os.environ, for_oneself=for_oneself)]:
         to_stderr(f"warning: {warning}")
     return manager_service(
         given, mode=_mode(is_system=is_system), run_as=user, program=sys.executable,
@@ -218,7 +221,7 @@ def _planned(
 
     mode = _mode(is_system=is_system)
     user = _user(run_as, is_system=is_system)
-    for warning in other_users_settings(user, getpass.getuser()):
+    for warning in other_users_settings(user, _own_name()):
         to_stderr(f"warning: {warning}")
     environment = kept_environment(sys.executable, os.environ, for_oneself=_is_oneself(user))
     with failing(CannotServe):
@@ -246,12 +249,19 @@ def _user(run_as: str | None, *, is_system: bool) -> str | None:
         if run_as is not None:
             raise OverspillError("--run-as is for --system: a user's service runs as that user")
         return None
-    user = run_as or os.environ.get("SUDO_USER") or getpass.getuser()
+    user = run_as or os.environ.get("SUDO_USER") or _own_name()
     try:
         return pwd.getpwnam(user).pw_name
     except KeyError:
         raise OverspillError(f"--run-as: there is no user {user!r} here; make one, or name another") from None
 
 
+def _own_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # OSError since Python 3.13
+        raise OverspillError("this user has no name here, and a unit needs one; set USER, or use --run-as") from None
+
+
 def _is_oneself(user: str | None) -> bool:
-    return user is None or user == getpass.getuser()
+    return user is None or user == _own_name()

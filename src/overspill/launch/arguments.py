@@ -8,7 +8,7 @@ from typing import Any
 from overspill.flags import Flag, find, matches, read_flags
 from overspill.kv.errors import OverspillError
 from overspill.kv.sizes import GiB
-from overspill.settings import BY_NAME, SHARED, YES_OR_NO, GivenBy, Setting, SettingsError, Value, plain
+from overspill.settings import BY_NAME, SHARED, YES_OR_NO, GivenBy, Setting, SettingsError, Value, plain, refuse_address
 
 _OFFLOAD = ("--offload-backend", "--offload-group-size", "--offload-num-in-group", "--offload-prefetch-step")
 _UTILIZATION, _KV_BYTES = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
@@ -129,6 +129,9 @@ def adopt(values: Mapping[str, Value], typed: Sequence[str] = (), *, registered:
 
 
 def _adopt(before: Adopted, flags: Sequence[Flag], origin: GivenBy) -> Adopted:
+    if origin is GivenBy.REGISTRY:
+        for flag in flags:
+            refuse_address(flag)  # an earlier Overspill let such a flag in
     taken: list[Flag] = []
     values, groups = dict(before.values), before.offload_groups
     for name in SHARED:

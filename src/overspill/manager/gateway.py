@@ -306,10 +306,10 @@ class Gateway:
         try:
             while (data := await connection.read()) is not None:
                 data = rest + data if rest else data
-                end = data.rfind(b"\n\n") + 2
+                end = messages.end_of_events(data)
                 if end == len(data):
                     rest = b""
-                elif end >= 2:
+                elif end:
                     data, rest = data[:end], data[end:]
                 elif len(data) < _LONGEST_EVENT_BYTES:
                     rest = data

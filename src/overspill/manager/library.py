@@ -74,14 +74,14 @@ def _cached(path: Path) -> LocalModel:
 
 
 def _with_config(folder: Path, depth: int) -> list[Path]:
-    if (folder / "config.json").is_file():
+    # Not pathlib's, which raise for a folder that this user may not read, such as lost+found.
+    if os.path.isfile(folder / "config.json"):
         return [folder]
-    if depth == 0 or not folder.is_dir():
-        return []
+    below: list[Path] = []
     with contextlib.suppress(OSError):
-        below = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith((".", _PREFIX)))
-        return [found for one in below for found in _with_config(one, depth - 1)]
-    return []
+        below = sorted(one for one in folder.iterdir() if os.path.isdir(one)) if depth else []
+    named = [one for one in below if not one.name.startswith((".", _PREFIX))]
+    return [found for one in named for found in _with_config(one, depth - 1)]
 
 
 def bytes_in(folder: Path) -> int:

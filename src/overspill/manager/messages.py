@@ -19,6 +19,7 @@ import msgspec
 
 from overspill.manager.errors import NoRoom, NotServed, QueueFull, StartFailed, StillLoading, Stopped
 from overspill.registry import RegistryError, UnknownModel
+from overspill.upstream import data_of
 
 Header = tuple[bytes, bytes]
 
@@ -38,7 +39,11 @@ _NOT_FOR_ENGINES = b"access-control-"
 _MOST_PARTS = 100
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _LONGEST_PART_HEAD_BYTES = 4096
-_USAGE = b'"usage":{'
+_USAGE = re.compile(rb'"usage":\s*\{')
+_EVENT = re.compile(rb"^data:\s*\{", re.MULTILINE)
+_FIRST = re.compile(rb'"role":\s*"assistant"')
+# Lines end with LF or CRLF, and an event with an empty line.
+_BETWEEN_EVENTS = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d+)')
 _COMPLETION = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)')
@@ -212,18 +217,23 @@ def with_usage(body: bytes, asked: Asked, path: str) -> bytes | None:
     return msgspec.json.encode({**_FIELDS.decode(body), "stream_options": {"include_usage": True}})
 
 
+def end_of_events(data: bytes) -> int:
+    """End of the last whole event; 0 if there is none."""
+    return max(data.rfind(end) + len(end) if end in data else 0 for end in (b"\n\n", b"\n\r\n"))
+
+
 def without_usage(events: bytes) -> bytes:
     """Events (whole ones) without the usage event that only clients get who asked for it; the rest unchanged."""
-    if _USAGE not in events:
+    if _USAGE.search(events) is None:
         return events
-    return b"\n\n".join(one for one in events.split(b"\n\n") if not _tells_only_usage(one))
+    return b"".join(one for one in _BETWEEN_EVENTS.split(events) if not _tells_only_usage(one))
 
 
 def _tells_only_usage(event: bytes) -> bool:
-    if _USAGE not in event or not event.startswith(b"data: {"):
+    if _USAGE.search(event) is None:
         return False
     try:
-        return msgspec.json.decode(event[6:], type=_Chunk).choices == []
+        return msgspec.json.decode(data_of(event), type=_Chunk).choices == []
     except msgspec.MsgspecError:
         return False
 
@@ -330,13 +340,13 @@ class Usage:
 
     def read_events(self, events: bytes) -> None:
         # The first event of a chat answer holds no token.
-        self.num_events += events.count(b"data: {") - events.count(b'"role":"assistant"')
+        self.num_events += len(_EVENT.findall(events)) - len(_FIRST.findall(events))
         self.read(events)
 
     def read(self, answer: bytes) -> None:
         """Read a part of the answer, which for a stream must be whole events."""
-        begin = answer.rfind(_USAGE)
-        if begin < 0:
+        begin = max((found.start() for found in _USAGE.finditer(answer)), default=None)
+        if begin is None:
             return
         if match := _CACHED.search(answer, begin):
             self.cached_tokens = int(match[1])

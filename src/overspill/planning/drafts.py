@@ -14,6 +14,7 @@ _LOOKED_UP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # tokens
 
 def parse_drafts(text: object) -> str:
     """Check the text: `off`, a method, or a method with its number of drafts such as `ngram:8`."""
+    text = "off" if text is False else text  # which YAML makes of it
     method, colon, number = str(text).partition(":")
     is_number = number.isdecimal() and 1 <= int(number) <= _MOST_DRAFTS
     if text != "off" and (method not in METHODS or (colon and not is_number)):

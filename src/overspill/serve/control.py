@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,16 +74,20 @@ class ControlMiddleware:
 
 
 def make_secret(environ: Mapping[str, str] = os.environ) -> str:
-    """Generate and store the secret of the server this process starts; empty without a folder to store it in."""
+    """Generate and store the secret of the server this process starts; empty, with a warning, where it cannot be."""
     path = _path(os.getpid(), environ)
     if path is None:
         return ""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for other in path.parent.glob(f"{platform.node()}-*.secret"):
-        if (pid := other.stem.rpartition("-")[2]).isdigit() and identity(int(pid)) is None:
-            other.unlink(missing_ok=True)  # its server was killed
     secret = secrets.token_urlsafe(32)
-    replace_file(path, json.dumps({"process": identity(os.getpid()), "secret": secret}) + "\n")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for other in path.parent.glob(f"{platform.node()}-*.secret"):
+            if (pid := other.stem.rpartition("-")[2]).isdigit() and identity(int(pid)) is None:
+                other.unlink(missing_ok=True)  # its server was killed
+        replace_file(path, json.dumps({"process": identity(os.getpid()), "secret": secret}) + "\n")
+    except OSError as error:
+        print(f"warning: this server cannot be parked, as its secret cannot be stored: {error}", file=sys.stderr)
+        return ""
     return secret
 
 

@@ -11,14 +11,14 @@ from overspill.planning.planner import Plan
 from overspill.registry.place import VARIABLE as DATABASE_URL
 from overspill.registry.place import find_place
 from overspill.service.units import ManagerService, Mode, ModelService
-from overspill.settings import SETTINGS, GivenBy, Value, as_flags
+from overspill.settings import CONFIG_FILE, SETTINGS, GivenBy, Value, as_flags
 
 # The HTTP server's process; the engine's are counted by the plan.
 SERVER_RAM_BYTES = 2 * GiB
 # A unit starts with a bare environment. It keeps variables that decide which GPUs and files are found, but no secrets.
 _KEPT_VARIABLES = (
     "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME",
+    "HF_HUB_OFFLINE", "HF_TOKEN_PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME",
 )  # fmt: skip
 # Folders of the installing user's registry, settings and server status; another user has others.
 _OWN_FOLDERS = ("XDG_CONFIG_HOME", "XDG_STATE_HOME")
@@ -123,6 +123,8 @@ def manager_environment(program: str, environment: Mapping[str, str], *, for_one
     # A model cannot be served on a GPU that is only stated, and nobody leaves `--force` switched on.
     settings = [one.variable for one in SETTINGS if one.name not in ("gpu", "force")]
     kept |= {name: environment[name] for name in settings if environment.get(name)}
+    if file := environment.get(CONFIG_FILE):
+        kept[CONFIG_FILE] = os.path.abspath(file)
     if not left_out(environment, for_oneself=True) and environment.get(DATABASE_URL):
         kept[DATABASE_URL] = environment[DATABASE_URL]
     return kept

@@ -61,17 +61,20 @@ def units_of(mode: Mode, folder: Path | None = None, environment: Mapping[str, s
 
 
 def install(units: Units, service: Service, *, force: bool = False, now: bool = False) -> list[Path]:
-    """Write a service's files and reload systemd; return the paths, new or replaced."""
+    """Write a service's files and reload systemd; return the paths, new or replaced. With `now` the service runs as
+    written, so one that ran otherwise is restarted."""
     files = [(units.folder / file.path, file) for file in service.files]
     for path, _ in files:
         _refuse_others(units.folder, path, force=force)
+    is_other = any(_text(path) != file.text for path, file in files)
     for path, file in files:
         _write(path, file)
     if isinstance(service, ModelService) and not service.secrets:
         _remove_secrets(units, service.name)
     units.run("daemon-reload")
     if now:
-        units.run("enable", "--now", service.unit)
+        units.run("enable", service.unit)
+        units.run("restart" if is_other else "start", service.unit)
     return [path for path, _ in files]
 
 
@@ -118,6 +121,11 @@ def remove_manager(units: Units) -> list[Path]:
         unit.unlink()
     units.run("daemon-reload")
     return [unit]
+
+
+def has(units: Units, name: str) -> bool:
+    """Whether a model's service is installed under this name."""
+    return (units.folder / drop_in_path(name)).is_file()
 
 
 def installed(folder: Path) -> list[str]:
@@ -169,10 +177,15 @@ def _refuse_others(folder: Path, path: Path, *, force: bool) -> None:
 
 
 def _is_ours(path: Path) -> bool:
+    return not path.is_symlink() and _text(path).startswith(MARKER)
+
+
+def _text(path: Path) -> str:
+    """Text of a file; empty if there is none that this user can read."""
     try:
-        return not path.is_symlink() and path.read_text().startswith(MARKER)
+        return path.read_text()
     except (OSError, UnicodeDecodeError):
-        return False
+        return ""
 
 
 def _write(path: Path, file: UnitFile) -> None:

@@ -52,7 +52,8 @@ class Manager:
 
     def log(self, name: str, num_lines: int, search: str, *, follow: bool) -> Iterator[str]:
         query = {"lines": str(num_lines), "search": search, "follow": str(follow).lower()}
-        with self._client(None) as client, client.stream("GET", f"/api/logs/{quote(name)}", params=query) as answer:
+        path = f"/api/logs/{quote(name)}"
+        with self._explained(), self._client(None) as client, client.stream("GET", path, params=query) as answer:
             if answer.is_error:
                 answer.read()
             yield from _accepted(answer).iter_lines()
@@ -62,9 +63,13 @@ class Manager:
         return self._sent("GET", "/api/status").status_code not in (401, 403)
 
     def _sent(self, method: str, path: str, timeout: float = _WAIT_S) -> httpx.Response:
+        with self._explained(), self._client(timeout) as client:
+            return client.request(method, path)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            with self._client(timeout) as client:
-                return client.request(method, path)
+            yield
         except httpx.HTTPError as error:
             raise ManagerError(f"the manager at {self.url} does not answer: {error}; look at its log") from error
 

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from overspill.address import is_loopback
 from overspill.files import state_folder
-from overspill.kv.sizes import parse_size
 from overspill.manager.errors import ManagerError
 from overspill.manager.needs import Memory
 from overspill.manager.upstreams import Server, parse_servers
+from overspill.settings import BY_NAME
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 7999
 SET_PASSWORD = "overspill manager password"
@@ -105,8 +105,8 @@ def limit(ram: str | None, gpu_memory: str | None) -> Memory | None:
     if ram is None and gpu_memory is None:
         return None
     return Memory(
-        gpus=(_NO_LIMIT if gpu_memory is None else parse_size(gpu_memory),),
-        ram_bytes=_NO_LIMIT if ram is None else parse_size(ram),
+        gpus=(_NO_LIMIT if gpu_memory is None else BY_NAME["gpu_memory"].parse(gpu_memory),),
+        ram_bytes=_NO_LIMIT if ram is None else BY_NAME["ram"].parse(ram),
     )
 
 
