@@ -2,8 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import httpx
+import pytest
 
 from overspill.manager.backend import OwnProcesses
 from overspill.manager.states import Timing
@@ -17,6 +20,18 @@ from tests.test_gateway import Served, error_of, with_gateway
 
 # What vLLM has without /v1 only, and clients of this gateway may ask for with it.
 ALSO = ("/v1/pooling", "/v1/classify", "/v1/tokenize", "/v1/detokenize", "/v1/generative_scoring")
+
+
+def test_anthropics_client_raises_what_happens_after_its_stream_began(place: Place) -> None:
+    """Without the name of the event it saw an empty answer."""
+    place.add("a", behaviour={"start_s": 2.5, "dies_at_start": True})
+    with (
+        managed_here(place) as here,
+        anthropic.Anthropic(base_url=here.url, api_key="x", max_retries=0) as client,
+    ):
+        asked: Any = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+        with pytest.raises(anthropic.APIStatusError, match="ended while it was starting"):
+            list(client.messages.create(stream=True, **asked))
 
 
 def test_every_path_of_vllms_reaches_the_model_it_names(place: Place) -> None:

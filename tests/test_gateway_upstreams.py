@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -21,7 +23,7 @@ from overspill.manager import upstreams
 from overspill.manager.errors import ManagerError
 from overspill.manager.upstreams import Server, parse_servers
 from overspill.registry.access import KeyScope, create_key
-from overspill.upstream import Upstream
+from overspill.upstream import Upstream, UpstreamLost
 from tests import fake_server
 from tests.managed_here import managed_here
 from tests.manager_process import Place
@@ -123,6 +125,52 @@ def test_a_stream_passes_and_is_counted_however_it_is_written(place: Place, tmp_
         until(lambda: client.get("/api/activity").json())
         (row,) = client.get("/api/activity").json()
         assert (row["prompt_tokens"], row["completion_tokens"]) == (3, 4) and row["ttft_s"] is not None
+
+
+def test_a_request_that_was_worked_on_is_not_sent_again() -> None:
+    asked = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        while await reader.readuntil(b"\r\n\r\n"):
+            asked += 1
+            if asked == 2:
+                await asyncio.sleep(1.2)
+                writer.close()
+                return
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+    async def run() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        upstream, url = Upstream(), f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        connection, _ = await upstream.request(url, "POST", b"/x", [], b"")
+        assert await connection.read_all(10) == b"ok"
+        upstream.give_back(connection)
+        with pytest.raises(UpstreamLost):
+            await upstream.request(url, "POST", b"/x", [], b"")
+        upstream.close()
+        server.close()
+
+    asyncio.run(run())
+    assert asked == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/../../admin/keys", "/v1/%2e%2e/%2E%2e/admin/keys", "/v1/./x"])
+def test_a_path_that_climbs_reaches_no_upstream(place: Place, tmp_path: Path, path: str) -> None:
+    """It would have gone to any path of the upstream's host, with the manager's key."""
+    with (
+        other(tmp_path) as (url, _),
+        managed_here(place, upstreams=parse_servers([f"remote={url}"], ["remote=REMOTE_KEY"])) as here,
+        program(here) as client,
+    ):
+        until(lambda: "remote/org/big" in listed(client))
+        connection = http.client.HTTPConnection("127.0.0.1", urlsplit(here.url).port or 0)
+        body = json.dumps({"model": "remote/org/big", "prompt": "x"})
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        assert connection.getresponse().status == 404
+        connection.close()
+        (told,) = client.get("/api/upstreams").json()
+        assert told["requests"] == 0
 
 
 def test_an_upstream_that_breaks_off_is_an_error_in_the_stream(place: Place, tmp_path: Path) -> None:

@@ -18,7 +18,16 @@ import pytest
 
 from overspill.manager.activity import Activity
 from overspill.manager.gateway import Gateway
-from overspill.manager.messages import Usage, asked_of, end_of_events, one_shape, with_usage, without_usage
+from overspill.manager.messages import (
+    GatewayError,
+    Usage,
+    asked_of,
+    end_of_events,
+    error_event,
+    one_shape,
+    with_usage,
+    without_usage,
+)
 from overspill.registry import Registry, RegistryUnavailable, open_registry
 from overspill.registry.activity import (
     Request,
@@ -167,6 +176,20 @@ def test_usage_is_asked_for_and_hidden_again() -> None:
     spaced = usage.replace(b":", b": ").replace(b"\n", b"\r\n")
     assert without_usage(token + spaced + done) == token + done
     assert end_of_events(token + spaced + b"data: ") == len(token + spaced) and end_of_events(b"data: {}\r\n\r") == 0
+
+
+def test_a_count_that_no_answer_has_is_not_taken() -> None:
+    """It did not fit into the registry, and no later request was written."""
+    usage = Usage()
+    usage.read(b'{"usage": {"prompt_tokens": 7, "completion_tokens": %d}}' % 10**20)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (7, None)
+
+
+def test_an_error_in_a_stream_has_the_form_of_its_clients() -> None:
+    body = GatewayError(503, "no room", code="no_room").body
+    assert error_event(body, "/v1/chat/completions") == b"data: " + body + b"\n\n"
+    first, data = error_event(body, "/v1/messages").decode().strip().split("\n")
+    assert first == "event: error" and json.loads(data.removeprefix("data: ")) == {"type": "error", **json.loads(body)}
 
 
 def noted(**more: Any) -> Request:

@@ -18,6 +18,7 @@ from overspill.manager.library import Downloads, hub_bytes, local_models, remove
 from overspill.manager.needs import NOTHING, replan
 from overspill.manager.telemetry.overview import Kind, plan_maps
 from overspill.manager.web.forms import GROUPS
+from overspill.processes import below
 from overspill.registry import ModelSettings
 from overspill.settings import MODEL_SETTINGS, parse_settings
 from tests.chat_model import make_chat_model
@@ -81,6 +82,7 @@ def test_models_are_found_and_removed(tmp_path: Path) -> None:
         (cache / name / "snapshots/1").mkdir(parents=True)
         (cache / name / "blobs/1").write_bytes(b"x" * 100)
         (cache / name / "snapshots/1/config.json").write_text("{}")
+        (cache / name / "snapshots/1/model.safetensors").symlink_to("../../blobs/1")
     (cache / "models--org--part/blobs/2.incomplete").write_bytes(b"x" * 50)
     (folder / "team/qwen").mkdir(parents=True)
     (folder / "team/qwen/config.json").write_text("{}")
@@ -132,11 +134,18 @@ def test_an_unreachable_hub_is_said_plainly(hub: FakeHub) -> None:
 
 
 def test_a_paused_download_goes_on_with_the_missing_files(hub: FakeHub, tmp_path: Path) -> None:
-    hub.repositories[REPOSITORY] |= {"model.safetensors": b"", "first.safetensors": os.urandom(MiB)}
-    hub.repositories[REPOSITORY]["second.safetensors"] = os.urandom(30 * MiB)
+    del hub.repositories[REPOSITORY]["model.safetensors"]
+    hub.repositories[REPOSITORY]["model-00001-of-00002.safetensors"] = os.urandom(MiB)
+    hub.repositories[REPOSITORY]["model-00002-of-00002.safetensors"] = os.urandom(30 * MiB)
     hub.piece_s = 0.02
     downloads = Downloads(tmp_path / "cache", tmp_path / "downloads")
-    asyncio.run(downloads.start(REPOSITORY))
+
+    async def start_twice() -> None:
+        await asyncio.gather(downloads.start(REPOSITORY), downloads.start(REPOSITORY))
+
+    before = set(below(os.getpid()))
+    asyncio.run(start_twice())
+    assert len(set(below(os.getpid())) - before) == 1, "one process, though it was asked for twice at once"
     deadline = time.monotonic() + 60
     while downloads.list()[0].done_bytes < 10 * MiB:
         assert time.monotonic() < deadline and downloads.list()[0].state == "running", downloads.list()
@@ -144,6 +153,8 @@ def test_a_paused_download_goes_on_with_the_missing_files(hub: FakeHub, tmp_path
     downloads.stop(REPOSITORY)
     (paused,) = downloads.list()
     assert paused.state == "stopped" and MiB <= paused.done_bytes < 10 * MiB  # the first, and no half
+    (part,) = local_models([], tmp_path / "cache")
+    assert not part.is_complete, "also for a manager that knows nothing of the download"
     hub.piece_s, sent = 0.0, len(hub.begun_at)
     asyncio.run(downloads.start(REPOSITORY))
     assert until_over(downloads) == "done" and len(hub.begun_at) == sent + 1

@@ -78,7 +78,7 @@ def test_memory_maps_separate_an_engine_from_other_use() -> None:
         index=0, uuid="", name="card", total_bytes=10 * GiB, used_bytes=8 * GiB, use=0.1, temperature_c=None,
         power_w=None, to_gpu_bytes_per_s=None, from_gpu_bytes_per_s=None, processes={7: 6 * GiB},
     )  # fmt: skip
-    process = ProcessSample(num_processes=1, ram_bytes=2 * GiB, locked_bytes=0, cpu_cores=0.0, gpu_bytes=6 * GiB)
+    process = ProcessSample(num_processes=1, ram_bytes=2 * GiB, locked_bytes=0, cpu_cores=0.0, gpus=(6 * GiB,))
     engine = snapshot(
         pid=7, plan={"device": "cuda"},
         memory={"weights_bytes": 3 * GiB, "resident_kv_bytes": GiB, "window_bytes": GiB, "spilled_bytes": GiB},
@@ -92,12 +92,41 @@ def test_memory_maps_separate_an_engine_from_other_use() -> None:
     assert parts[Kind.SPILLED_KV, "a"] == GiB and parts[Kind.FREE, None] == 3 * GiB
 
 
+def test_each_gpu_shows_its_own_engines() -> None:
+    """All engines were on all GPUs, and their parts on the first."""
+    gpus = tuple(
+        GpuSample(
+            index=index, uuid="", name="card", total_bytes=24 * GiB, used_bytes=used * GiB, use=0.1, temperature_c=None,
+            power_w=None, to_gpu_bytes_per_s=None, from_gpu_bytes_per_s=None, processes={},
+        )
+        for index, used in enumerate((18, 22))
+    )  # fmt: skip
+    engines = [
+        snapshot(name=name, pid=7, plan={"device": "cuda", "ranks": [{"index": index} for index in on]},
+                 memory={"weights_bytes": 10 * GiB * len(on)})
+        for name, on in (("a", (0,)), ("b", (1,)), ("c", (0, 1)))
+    ]  # fmt: skip
+    processes = {
+        name: ProcessSample(num_processes=1, ram_bytes=0, locked_bytes=0, cpu_cores=0.0, gpus=sizes)
+        for name, sizes in (("a", (6 * GiB, 0)), ("b", (0, 10 * GiB)), ("c", (11 * GiB, 12 * GiB)), ("job", (GiB, 0)))
+    }
+    first, second, _ = memory_maps(sample(gpus=gpus, processes=processes), engines)
+    assert [(part.engine, part.kind, part.num_bytes // GiB) for part in first.parts] == [
+        ("a", Kind.WEIGHTS, 6), ("c", Kind.WEIGHTS, 10), ("c", Kind.ENGINE_OTHER, 1), ("job", Kind.JOB, 1),
+        (None, Kind.FREE, 6),
+    ]  # fmt: skip
+    assert [(part.engine, part.kind, part.num_bytes // GiB) for part in second.parts] == [
+        ("b", Kind.WEIGHTS, 10), ("c", Kind.WEIGHTS, 10), ("c", Kind.ENGINE_OTHER, 2), (None, Kind.FREE, 2),
+    ]  # fmt: skip
+    assert processes["c"].gpu_bytes == 23 * GiB
+
+
 def test_a_map_shows_what_an_elastic_engine_holds_uses_and_was_granted() -> None:
     gpu = GpuSample(
         index=0, uuid="", name="card", total_bytes=10 * GiB, used_bytes=6 * GiB, use=0.1, temperature_c=None,
         power_w=None, to_gpu_bytes_per_s=None, from_gpu_bytes_per_s=None, processes={7: 6 * GiB},
     )  # fmt: skip
-    process = ProcessSample(num_processes=1, ram_bytes=GiB, locked_bytes=0, cpu_cores=0.0, gpu_bytes=6 * GiB)
+    process = ProcessSample(num_processes=1, ram_bytes=GiB, locked_bytes=0, cpu_cores=0.0, gpus=(6 * GiB,))
     engine = snapshot(
         pid=7, plan={"device": "cuda"}, memory={"weights_bytes": 2 * GiB, "resident_kv_bytes": 8 * GiB},
         kv={"granted": 5 * GiB, "held": 4 * GiB, "used": GiB, "wanted": GiB, "floor": GiB, "most": 8 * GiB},

@@ -155,6 +155,20 @@ def test_engines_come_first_and_hardware_last(page: "Page", here: Here) -> None:
 
 
 @needs_chromium
+def test_charts_are_there_however_many_models_there_are(page: "Page", here: Here) -> None:
+    """With five models of usual names the address of their numbers was too long, and all charts went."""
+    assert here.application is not None
+    history, now = here.application.watching.history, time.time()
+    for second in range(3):
+        values = {f"engine.meta-llama/Llama-{number}-70B-Instruct-FP8.{one}": 1.0 for number in range(20)
+                  for one in ("ttft_s", "requests_running", "generation_tokens_per_s")}  # fmt: skip
+        history.by_second.append(now - 3 + second, values)
+    page.goto("/")
+    page.wait_for_selector(".chart canvas")
+    assert page.locator(".chart").count() >= 3
+
+
+@needs_chromium
 def test_a_range_of_the_whole_day_is_charted(page: "Page", here: Here) -> None:
     assert here.application is not None
     history, now = here.application.watching.history, time.time()

@@ -163,6 +163,7 @@ def test_an_engine_that_dies_while_serving_has_failed(place: Place) -> None:
             os.kill(pid, signal.SIGKILL)
             await eventually(lambda: engines.snapshot("a").state is State.FAILED)
             assert "while it was serving" in engines.snapshot("a").error
+            assert engines.snapshot("a").holds == Memory(), "plans counted it as memory that could be freed"
 
     asyncio.run(run())
 
@@ -176,7 +177,7 @@ def test_an_engine_terminated_from_outside_is_stopped_not_failed(place: Place) -
             assert pid is not None
             os.kill(pid, signal.SIGTERM)
             await eventually(lambda: engines.snapshot("a").state is State.STOPPED)
-            assert engines.snapshot("a").error == ""
+            assert engines.snapshot("a").error == "" and engines.snapshot("a").holds == Memory()
 
     asyncio.run(run())
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from overspill.kv.sizes import GiB
 from overspill.manager.errors import NoRoom, StartFailed, StillLoading
 from overspill.manager.needs import Memory, Need
 from overspill.manager.states import State
+from overspill.manager.web.setup import limit
 from overspill.registry import Model
 from overspill.serve.engine_report import Phase
 from overspill.serve.status import Reached, Status, folder_of, write_status
@@ -69,6 +71,38 @@ def test_memory_that_comes_back_late_is_waited_for(place: Place, monkeypatch: py
             await engines.ensure_ready("a")
             await engines.ensure_ready("b")
 
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ram", [None, "9GiB"])
+def test_a_limit_on_one_memory_leaves_the_other_to_what_is_free(
+    place: Place, monkeypatch: pytest.MonkeyPatch, ram: str | None
+) -> None:
+    """With --ram alone, models were started on a GPU that was full."""
+    places = ({"a": 10 * GiB, "b": 10 * GiB}, 16 * GiB)
+
+    def free() -> Memory:
+        return Memory(gpus=(places[1] - sum(places[0][name] for name in running(engines)),), ram_bytes=64 * GiB)
+
+    def running(engines: Any) -> list[str]:
+        return [name for name in places[0] if engines.snapshot(name).pid is not None]
+
+    def needs(model: Model, evictable: Memory) -> Need:
+        memory = Memory(gpus=(places[0][model.name],), ram_bytes=GiB)
+        return Need(least=memory, takes=memory)
+
+    monkeypatch.setattr("overspill.manager.fleet.free_memory", free)
+    place.add("a")
+    place.add("b")
+
+    async def run() -> None:
+        nonlocal engines
+        async with managing(place, memory=limit(ram, None), reckon=needs) as engines:
+            await engines.ensure_ready("a")
+            await engines.ensure_ready("b")
+            assert running(engines) == ["b"]
+
+    engines: Any = None
     asyncio.run(run())
 
 

@@ -429,17 +429,18 @@ def test_a_dry_run_prints_a_command_that_can_be_pasted(model: Path) -> None:
 
 
 def test_flags_of_vllms_own_win_and_are_told(model: Path) -> None:
-    flags = ["--gpu-memory-utilization", "0.5", "--max_num_batched_tokens=512", "--", "--max-model-len", "1000"]
+    flags = ["--gpu-memory-utilization", "0.5", "--max_num_batched_tokens=512", "--", "--kv-cache-memory-bytes", "1M"]
     answer = run("serve", str(model), *TINY, "--dry-run", *flags)
-    assert answer.returncode == 0
-    assert "warning: --max_num_batched_tokens 512 replaces the plan's --max-num-batched-tokens 2048" in answer.stderr
-    assert "warning: --max-model-len 1000 replaces the plan's --max-model-len 4096" in answer.stderr
-    assert answer.stdout.count("--max-model-len") == 1 and "4096" not in answer.stdout
+    assert answer.returncode == 0, answer.stderr
+    assert "--max-num-batched-tokens 512" in answer.stdout and "2048" not in answer.stdout, "planned with it"
+    assert "warning: --kv-cache-memory-bytes 1M replaces the plan's --kv-cache-memory-bytes" in answer.stderr
+    assert answer.stdout.count("--kv-cache-memory-bytes") == 1
     assert "warning: --gpu-memory-utilization does nothing on a CPU" in answer.stderr
     assert "--gpu-memory-utilization" not in answer.stdout
 
 
 MISTAKES: dict[str, tuple[int, list[str], str]] = {
+    "a setting twice": (2, ["serve", "{model}", "{tiny}", "--max_model_len", "1000"], "say the same thing twice"),
     "no model": (2, ["serve"], "MODEL"),
     "a flag before the model": (2, ["serve", "--trust-remote-code", "{model}"], "the model comes first"),
     "two models": (2, ["serve", "{model}", "{model}", "{tiny}"], "neither a flag nor a flag's value"),

@@ -578,7 +578,7 @@ class Engine:
         if not is_silent and was_loading and self._launches < _LAUNCHES and _PORT_TAKEN.search("\n".join(lines)):
             return  # it is launched again, with another port
         if not is_silent and ((known is not None and known[0]) or code == 0):
-            self.wanted, self.stop_reason = Wanted.DOWN, "it was stopped from outside"
+            self.wanted, self.stop_reason, self.holds = Wanted.DOWN, "it was stopped from outside", NOTHING
             return
         when = "while it was starting" if was_loading else "while it was serving"
         how = f" with exit code {code}" if code is not None and code > 0 else ""
@@ -594,7 +594,7 @@ class Engine:
     def _fail(self, reason: str, lines: tuple[str, ...], served_s: float = 0.0) -> None:
         self._failures = 0 if served_s > self.world.timing.back_off_s else self._failures + 1
         self.failure = Failure(reason=reason, log_lines=lines, at=time.monotonic(), count=self._failures)
-        self.wanted = Wanted.DOWN
+        self.wanted, self.holds = Wanted.DOWN, NOTHING
         self._bury()
         self._enter(State.FAILED)
 

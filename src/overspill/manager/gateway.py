@@ -94,7 +94,11 @@ class Exchange:
         if not self.has_begun:
             await self.answer(error.status, error.headers, error.body)
         elif self.is_stream or self.is_kept_alive:
-            await self.write(error.event if self.is_stream else error.body, more=False)
+            await self.write(self.event(error.body) if self.is_stream else error.body, more=False)
+
+    def event(self, error: bytes) -> bytes:
+        """An error's JSON as an event for a stream that has begun; the clients of its path raise it."""
+        return messages.error_event(error, self.scope["path"])
 
     async def give_sign(self, text: str) -> None:
         """Send bytes that clients skip: a comment in a stream, or a blank before JSON."""
@@ -159,6 +163,8 @@ class Gateway:
 
     async def _route(self, exchange: Exchange) -> None:
         path, method = exchange.scope["path"], exchange.scope["method"]
+        if {".", ".."} & set(path.split("/")):  # it would leave the upstream's part of its host
+            raise GatewayError(404, "a path here has no . and .. in it", code="unknown_url")
         if path.rstrip("/") == "/v1/models" and method in ("GET", "HEAD"):
             await self._models(exchange)
         elif path.startswith("/v1/models/") and method in ("GET", "HEAD"):
@@ -328,7 +334,7 @@ class Gateway:
             counts.failed += 1
             lost = _lost(engine, error)
             exchange.problem = lost.message
-            await exchange.write(lost.event, more=False)
+            await exchange.write(exchange.event(lost.body), more=False)
             return
         await exchange.write(rest, more=False)
 
@@ -364,7 +370,9 @@ class Gateway:
             await exchange.answer(head.status, messages.passed_back(head.headers, length=len(body)), body)
             return
         exchange.status = head.status
-        await exchange.write(b"data: " + body + b"\n\n" if exchange.is_stream else body, more=False)
+        if exchange.is_stream:
+            body = exchange.event(body) if head.status >= 400 else b"data: " + body + b"\n\n"
+        await exchange.write(body, more=False)
 
     @contextlib.asynccontextmanager
     async def _watched(self, exchange: Exchange, *, signs: bool) -> AsyncIterator[None]:

@@ -19,8 +19,9 @@ from overspill.kv.sizes import format_size
 from overspill.manager import logs
 from overspill.manager.allowlist import is_repo_id
 from overspill.manager.errors import ManagerError
+from overspill.model import ModelError
 from overspill.model.hub import ENDPOINT, TIMEOUT
-from overspill.model.source import hub_token
+from overspill.model.source import hub_token, is_whole
 
 _PREFIX = "models--"
 # Files that vLLM reads from a repository: not the same weights in other formats, and no code.
@@ -65,12 +66,19 @@ def local_models(folders: Sequence[Path], cache: Path) -> list[LocalModel]:
 
 def _cached(path: Path) -> LocalModel:
     source = path.name.removeprefix(_PREFIX).replace("--", "/", 1)
-    has_config = any(path.glob("snapshots/*/config.json"))
-    is_complete = has_config and not any(path.glob("blobs/*.incomplete"))
+    is_running = any(path.glob("blobs/*.incomplete"))
     return LocalModel(
         source=source, name=source, num_bytes=bytes_in(path), where="the hub's cache", is_cached=True,
-        is_complete=is_complete,
+        is_complete=not is_running and any(_is_complete(one.parent) for one in path.glob("snapshots/*/config.json")),
     )  # fmt: skip
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Whether a snapshot has all its weights: a download may have ended before, or be in another format."""
+    try:
+        return is_whole(snapshot) or any(snapshot.glob("*.bin"))
+    except ModelError:  # an index that cannot be read
+        return False
 
 
 def _with_config(folder: Path, depth: int) -> list[Path]:
@@ -201,8 +209,7 @@ class Downloads:
     async def start(self, source: str) -> None:
         if not is_repo_id(source):
             raise ManagerError(f"{source!r:.200} is not a repository's id; write for example Qwen/Qwen3-8B")
-        known = self._fetches.get(source)
-        if known is not None and known.process.poll() is None:
+        if self._is_running(source):
             return
         total = await asyncio.to_thread(hub_bytes, source)
         at = self._place(source)
@@ -215,6 +222,8 @@ class Downloads:
                 f"{source} is {format_size(total)}, and {format_size(free)} are free in the models' cache "
                 f"({self.cache}); remove other models, or set HF_HOME to a larger disk"
             )
+        if self._is_running(source):
+            return  # asked for twice at once
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         log = self._folder / f"{at.name}.log"
         command = [sys.executable, "-P", "-c", _FETCH, source, str(self.cache), *WANTED]
@@ -226,10 +235,14 @@ class Downloads:
             )  # fmt: skip
         self._fetches[source] = _Fetch(process, log, total)
 
+    def _is_running(self, source: str) -> bool:
+        fetch = self._fetches.get(source)
+        return fetch is not None and fetch.process.poll() is None
+
     def stop(self, source: str) -> None:
         """Stop a download; whole files are kept, and the next start fetches the rest."""
-        fetch = self._fetches.get(source)
-        if fetch is not None and fetch.process.poll() is None:
+        if self._is_running(source):
+            fetch = self._fetches[source]
             fetch.is_stopped = True
             fetch.process.send_signal(signal.SIGKILL)
             fetch.process.wait()

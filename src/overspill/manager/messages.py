@@ -44,9 +44,12 @@ _EVENT = re.compile(rb"^data:\s*\{", re.MULTILINE)
 _FIRST = re.compile(rb'"role":\s*"assistant"')
 # Lines end with LF or CRLF, and an event with an empty line.
 _BETWEEN_EVENTS = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
-_PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d+)')
-_COMPLETION = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
-_CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)')
+_COUNTS = {
+    "prompt_tokens": re.compile(rb'"(?:prompt|input)_tokens":\s*(\d+)'),
+    "completion_tokens": re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)'),
+    "cached_tokens": re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)'),
+}
+_MOST_DIGITS = 9
 _USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 """Paths whose streams report usage only on request."""
 
@@ -74,11 +77,6 @@ class GatewayError(Exception):
         return json.dumps(error_json(self.status, self.message, self.code, self.source, self.param, kind)).encode()
 
     @property
-    def event(self) -> bytes:
-        """The error as an event for a stream that has begun; OpenAI's clients raise it."""
-        return b"data: " + self.body + b"\n\n"
-
-    @property
     def headers(self) -> list[Header]:
         headers = json_headers(self.body)
         if self.retry_after_s is not None:
@@ -92,6 +90,13 @@ def error_json(
     """JSON of every refusal, in OpenAI's form."""
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}, "source": source}
+
+
+def error_event(error: bytes, path: str) -> bytes:
+    """An error's JSON object as an event of a stream, in the form of OpenAI's clients, or of Anthropic's."""
+    if not path.startswith("/v1/messages"):
+        return b"data: " + error + b"\n\n"
+    return b'event: error\ndata: {"type": "error", ' + error.lstrip()[1:] + b"\n\n"
 
 
 def one_shape(status: int, body: bytes, source: Source = Source.ENGINE) -> bytes:
@@ -348,9 +353,7 @@ class Usage:
         begin = max((found.start() for found in _USAGE.finditer(answer)), default=None)
         if begin is None:
             return
-        if match := _CACHED.search(answer, begin):
-            self.cached_tokens = int(match[1])
-        if match := _PROMPT.search(answer, begin):
-            self.prompt_tokens = int(match[1])
-        if match := _COMPLETION.search(answer, begin):
-            self.completion_tokens = int(match[1])
+        for name, pattern in _COUNTS.items():
+            # A text of somebody else's: what no answer can have is not its count, and would not fit in the registry.
+            if (match := pattern.search(answer, begin)) and len(match[1]) <= _MOST_DIGITS:
+                setattr(self, name, int(match[1]))

@@ -55,6 +55,12 @@ class Memory:
         fits = _each(lambda have, want: want <= max(0, have), self.gpus, need.gpus)
         return all(fits) and need.ram_bytes <= max(0, self.ram_bytes)
 
+    def where(self, limits: "Memory", otherwise: "Memory") -> "Memory":
+        """These amounts where `limits` has a limit, and the other ones elsewhere."""
+        places = range(max(len(self.gpus), len(otherwise.gpus)))
+        gpus = tuple((otherwise if limits.of_gpu(at) == NO_LIMIT else self).of_gpu(at) for at in places)
+        return Memory(gpus=gpus, ram_bytes=(otherwise if limits.ram_bytes == NO_LIMIT else self).ram_bytes)
+
     def where_needed(self, need: "Memory") -> "Memory":
         """Amounts only where something is needed: other places may have no limit."""
         gpus = tuple(self.of_gpu(index) if size else 0 for index, size in enumerate(need.gpus))
@@ -82,6 +88,8 @@ def on_gpus(num_bytes: int, indices: Iterable[int] = (0,), ram_bytes: int = 0) -
 
 
 NOTHING = Memory()
+# In a budget: only what is free limits this memory.
+NO_LIMIT = 1 << 60
 
 
 def total(parts: list[Memory]) -> Memory:

@@ -14,7 +14,7 @@ from itertools import chain, combinations
 
 from overspill.manager.engine import Engine
 from overspill.manager.errors import NoRoom, NotServed, QueueFull, StartFailed
-from overspill.manager.needs import NOTHING, Memory, Need, total
+from overspill.manager.needs import NO_LIMIT, NOTHING, Memory, Need, total
 from overspill.manager.states import State, Timing
 from overspill.planning.memory import SLACK_BYTES
 from overspill.registry import Model
@@ -388,7 +388,13 @@ class Swaps:
         if self.budget is None:
             return await self._unpromised()
         holding = [one for one in self.engines.values() if one.state in _HOLDING or one.has_process]
-        return self.budget - total([one.holds for one in holding])
+        left = self.budget - total([one.holds for one in holding])
+        return left if self._is_limited else left.where(self.budget, await self._unpromised())
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether the budget says how much there is of all memory, so that none is measured."""
+        return self.budget is not None and NO_LIMIT not in (*self.budget.gpus, self.budget.ram_bytes)
 
     async def _unpromised(self) -> Memory:
         """Free memory without what starting engines will take and what was granted: engines may take both now."""
@@ -431,14 +437,14 @@ class Swaps:
     def _is_in_motion(self) -> bool:
         """Whether free memory is about to change: a starting engine has taken part of what it was promised, which then
         counts twice, and the memory of an ended engine is not all free yet."""
-        if self.budget is not None:
+        if self._is_limited:
             return False
         moving = any(one.state in (State.STARTING, State.STOPPING) for one in self.engines.values())
         return moving or self._is_settling()
 
     def _is_settling(self) -> bool:
         """Whether an engine has just ended, whose memory may not be free yet; no other should be evicted meanwhile."""
-        if self.budget is not None:
+        if self._is_limited:
             return False
         last = max((one.ended_at for one in self.engines.values()), default=float("-inf"))
         return time.monotonic() - last < self.timing.settle_s

@@ -86,8 +86,14 @@ class ProcessSample:
     """Locked memory as the kernel counts it, without what CUDA's driver pins: see overspill_pool_pinned_bytes."""
     cpu_cores: float
     """Number of cores that were busy with it."""
-    gpu_bytes: int | None
-    """Memory on all GPUs; None where the driver does not count by process."""
+    gpus: tuple[int | None, ...] = ()
+    """Memory on each of the sample's GPUs; None where the driver does not count by process."""
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory on all GPUs."""
+        known = [size for size in self.gpus if size is not None]
+        return sum(known) if known and len(known) == len(self.gpus) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,14 +348,13 @@ class _Tree:
                 del self._processes[pid]
                 continue
             ram, locked, cores = ram + of_ram, locked + of_locked, cores + busy
-        sizes = [size for gpu in gpus for pid, size in gpu.processes.items() if pid in self._processes]
-        is_counted = bool(gpus) and None not in sizes
+        sizes = [[size for pid, size in gpu.processes.items() if pid in self._processes] for gpu in gpus]
         return ProcessSample(
             num_processes=len(self._processes),
             ram_bytes=ram,
             locked_bytes=locked,
             cpu_cores=cores,
-            gpu_bytes=sum(size for size in sizes if size is not None) if is_counted else None,
+            gpus=tuple(None if None in each else sum(size or 0 for size in each) for each in sizes),
         )
 
 

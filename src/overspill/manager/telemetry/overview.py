@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from overspill.manager.needs import Replanned
+from overspill.manager.needs import Replanned, gpus_of
 from overspill.manager.states import Snapshot, State, Traffic
 from overspill.manager.telemetry.engine_metrics import Rates, mean
 from overspill.manager.telemetry.machine import Sample
@@ -170,23 +170,20 @@ def memory_maps(sample: Sample, engines: Sequence[Snapshot]) -> list[Map]:
     engine_names = {one.name for one in engines}
     running = [(one, sample.processes.get(one.name), one.plan.get("device") == "cpu") for one in engines if one.pid]
     maps = []
-    for gpu in sample.gpus:
+    for at, gpu in enumerate(sample.gpus):
+        here = [one for one in engines if gpu.index in gpus_of(one.plan)]
         claims = [
-            # Engines report the sum over their GPUs; the parts are shown on the first.
             gpu_claim(
                 one.name,
-                _sizes(one) if gpu.index == 0 and one.state is not State.PARKED else {},
-                process.gpu_bytes if process else None,
+                _sizes_on_each(one) if one in here and one.state is not State.PARKED else {},
+                process.gpus[at] if process else None,
             )
             for one, process, on_cpu in running
             if not on_cpu
         ]
-        if gpu.index == 0:
-            held = [(name, one.gpu_bytes) for name, one in sample.processes.items() if name not in engine_names]
-            claims += [Claim(engine=name, parts=((Kind.JOB, size or 0),), taken_bytes=size) for name, size in held]
-        parts = memory_map(gpu.total_bytes, gpu.used_bytes, claims)
-        if gpu.index == 0:
-            parts = with_granted(parts, engines)
+        held = [(name, one.gpus[at]) for name, one in sample.processes.items() if name not in engine_names]
+        claims += [Claim(engine=name, parts=((Kind.JOB, size or 0),), taken_bytes=size) for name, size in held]
+        parts = with_granted(memory_map(gpu.total_bytes, gpu.used_bytes, claims), here)
         maps.append(Map(title=f"GPU {gpu.index}: {gpu.name}", total_bytes=gpu.total_bytes, parts=tuple(parts)))
     total, used = sample.ram.total_bytes, sample.ram.total_bytes - sample.ram.available_bytes
     claims = [
@@ -252,6 +249,12 @@ def _sizes(engine: Snapshot) -> Sizes:
         return engine.memory
     used = min(engine.kv["used"], engine.kv["held"])
     return {**engine.memory, "used_kv_bytes": used, "resident_kv_bytes": engine.kv["held"] - used}
+
+
+def _sizes_on_each(engine: Snapshot) -> Sizes:
+    """An engine's sizes on each of its GPUs; workers report their sum."""
+    ranks = len(gpus_of(engine.plan))
+    return {name: size and size // ranks for name, size in _sizes(engine).items()}
 
 
 def with_granted(parts: Sequence[Part], engines: Sequence[Snapshot]) -> list[Part]:

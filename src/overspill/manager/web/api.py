@@ -195,12 +195,15 @@ async def memory(app: App) -> Json:
 async def history(
     app: App,
     names: Annotated[str, Query(max_length=4000, description="Separated by commas; empty for all.")] = "",
+    charts: Annotated[bool, Query(description="Only those of the dashboard's charts.")] = False,
     by: Annotated[str, Query(pattern="^(second|minute)$")] = "second",
     after: Annotated[float | None, Query(description="Only rows after this time, in seconds since 1970.")] = None,
 ) -> Json:
     ring = app.watching.history.by_second if by == "second" else app.watching.history.by_minute
     wanted = {name for name in names.split(",") if name} or None
     begin = after if after is not None and math.isfinite(after) else -math.inf
+    if charts:
+        wanted = {line.name for chart in charts_of(ring.names(after=begin)) for line in chart.lines}
     return ring.columns(wanted, after=begin)
 
 

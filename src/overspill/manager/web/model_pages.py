@@ -71,7 +71,7 @@ async def settings(request: Request, app: App, name: str) -> Response:
 async def edit(request: Request, app: App, who: Who, name: str) -> Response:
     form = await form_of(request)
     version = form.get("version", "")
-    edited = await app.actions.edit(who, name, changes_of(form), int(version) if version.isdigit() else None)
+    edited = await app.actions.edit(who, name, changes_of(form), int(version) if version.isdecimal() else None)
     values = form_values(edited.after)
     return part("card_settings.html", model=edited.after, groups=GROUPS, values=values, edited=edited)
 

@@ -216,7 +216,7 @@ async def audit(request: Request, app: App) -> Response:
 def _before(request: Request) -> int | None:
     """Number of the previous page's last entry; None for the first page."""
     number = request.query_params.get("before", "")
-    return int(number) if number.isdigit() and len(number) < 12 else None
+    return int(number) if number.isdecimal() and len(number) < 12 else None
 
 
 @router.get("/api")

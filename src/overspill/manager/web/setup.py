@@ -10,14 +10,13 @@ from urllib.parse import urlsplit
 from overspill.address import is_loopback
 from overspill.files import state_folder
 from overspill.manager.errors import ManagerError
-from overspill.manager.needs import Memory
+from overspill.manager.needs import NO_LIMIT, Memory
 from overspill.manager.upstreams import Server, parse_servers
 from overspill.settings import BY_NAME
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 7999
 SET_PASSWORD = "overspill manager password"
 ADD_KEY = "overspill manager keys add NAME"
-_NO_LIMIT = 1 << 60
 _USUAL_PORTS = {"http": 80, "https": 443}
 
 
@@ -101,12 +100,13 @@ def own_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def limit(ram: str | None, gpu_memory: str | None) -> Memory | None:
-    """Memory limit from two flags, None if neither is given; one left out sets no limit. `gpu_memory` is per GPU."""
+    """Memory limit from two flags, None if neither is given; without one, what is free counts. `gpu_memory` is for each
+    GPU."""
     if ram is None and gpu_memory is None:
         return None
     return Memory(
-        gpus=(_NO_LIMIT if gpu_memory is None else BY_NAME["gpu_memory"].parse(gpu_memory),),
-        ram_bytes=_NO_LIMIT if ram is None else BY_NAME["ram"].parse(ram),
+        gpus=(NO_LIMIT if gpu_memory is None else BY_NAME["gpu_memory"].parse(gpu_memory),),
+        ram_bytes=NO_LIMIT if ram is None else BY_NAME["ram"].parse(ram),
     )
 
 

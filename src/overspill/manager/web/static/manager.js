@@ -223,8 +223,10 @@ async function loadCharts() {
   const names = definitions.flatMap((chart) => chart.lines.map((line) => line.name));
   const isLive = seconds <= finest;
   if (isLive && names.join() === charts.names) return;
-  const query = new URLSearchParams({ names: names.join(), by: isLive ? "second" : "minute", after: Date.now() / 1000 - seconds });
-  const history = await (await fetch("/api/history?" + query)).json();
+  const query = new URLSearchParams({ charts: true, by: isLive ? "second" : "minute", after: Date.now() / 1000 - seconds });
+  const answer = await fetch("/api/history?" + query);
+  if (!answer.ok) return;
+  const history = await answer.json();
   if (seconds !== charts.seconds) return;  // another range was chosen meanwhile
   charts.names = names.join();
   charts.loadedAt = Date.now();
