@@ -23,9 +23,11 @@ from overspill.planning.ranks import rank_facts
 from overspill.planning.refusal import refusal
 from overspill.planning.report import plan_as_json, plan_as_text
 from overspill.planning.setup import CPU, Wishes
+from overspill.planning.speed import decode_step_s, prefill_s
 from overspill.settings import SettingsError, as_flags, parse_settings
 from tests import model_configs as models
 from tests.test_plan import GIB, LLAMA_8B, QWEN_30B, awq, model, plan_of
+from tests.test_plan_parts import H200, LLAMA
 
 LLAMA_70B = {
     **LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80,
@@ -326,3 +328,17 @@ def test_the_page_says_what_each_gpu_has() -> None:
     assert "Weights on each of 2 GPUs</dt><dd>18.5 GiB" in text and "KV on each GPU" in text
     assert made.chosen is not None
     assert f"KV spilled to RAM</dt><dd>{format_size(2 * made.chosen.kv.spilled_bytes)}" in text
+
+
+def test_a_token_goes_through_all_stages() -> None:
+    two = replace(H200, pipeline_parallel_size=2)
+    assert decode_step_s(two, LLAMA) == 2 * decode_step_s(H200, LLAMA)
+    assert (
+        prefill_s(H200, LLAMA, 8192, 2048) < prefill_s(two, LLAMA, 8192, 2048) < 2 * prefill_s(H200, LLAMA, 8192, 2048)
+    )
+
+
+def test_one_gpu_without_nvlink_leaves_all_to_pcie() -> None:
+    linked = parse_gpu("h100-sxm")
+    assert weakest((linked, linked)).nvlink is not None
+    assert weakest((linked, replace(linked, nvlink=None))).nvlink is None

@@ -19,8 +19,17 @@ from overspill.cli import app
 from overspill.kv.sizes import GiB, exact_size
 from overspill.measure import CannotMeasure, MeasureError
 from overspill.measure.candidates import AS_IT_IS, Candidate, Replan, find_candidates
-from overspill.measure.compare import Better
-from overspill.measure.search import MARGINS, NEAR, Scores, Standing, longest_working, next_length, trials_left
+from overspill.measure.compare import Basis, Better, Ratio
+from overspill.measure.search import (
+    MARGINS,
+    NEAR,
+    Scores,
+    Standing,
+    is_near,
+    longest_working,
+    next_length,
+    trials_left,
+)
 from overspill.measure.subject import (
     Subject,
     current_candidate,
@@ -360,6 +369,19 @@ def test_a_simpler_best_says_what_it_gives_up() -> None:
     text = tuning(*some(0, 1, 1), repeats=1, a=[100], b=[102], c=[101]).as_text()
     assert "Best: a, the simplest of those within 3 %: b, c" in text
     assert "2 % better, and not as simple" in text and "0.98 % worse than the best, and not as simple" in text
+
+
+def test_a_small_loss_is_chance_only_if_it_may_be_none() -> None:
+    assert is_near(None) and is_near(Ratio(value=1.02, basis=Basis.NONE))
+    assert is_near(Ratio(value=1.02, low=0.99, high=1.05, basis=Basis.PAIRS))
+    assert not is_near(Ratio(value=1.02, low=1.01, high=1.03, basis=Basis.PAIRS)), "small, and certain"
+    assert not is_near(Ratio(value=1.04, low=0.9, high=1.2, basis=Basis.PAIRS)), "uncertain, and not small"
+
+
+def test_percents_are_of_rates_and_of_times() -> None:
+    rates, times = Scores(better=Better.HIGHER), Scores(better=Better.LOWER)
+    assert (rates.worse_percent(2), times.worse_percent(2)) == (50, 100)
+    assert (rates.better_percent(1.25), times.better_percent(1.25)) == (25, pytest.approx(20))
 
 
 def test_only_what_repeats_show_is_kept_unasked() -> None:
