@@ -4,11 +4,12 @@
 #include "attend.h"
 
 namespace overspill {
+// A block of rows or less is faster with fp32 arithmetic, where products take no longer than reads.
 extern const Kernel kAvx512Bf16 = {
     "avx512bf16",
     has_avx512_bf16,
     suits,
-    0,
+    kRowBlock + 1,
     width_of,
     state_floats_of,
     attend<kBf16, kFp8E4m3>,
