@@ -285,6 +285,39 @@ def test_a_dead_thread_is_reported_and_does_not_hang_the_end(built: Library) -> 
         pool.close()
 
 
+def test_no_memory_for_results_is_a_dead_thread(built: Library) -> None:
+    code = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from overspill.kv.attention.library import load
+from overspill.kv.attention.pool import Job, Layout, Pool, Segments, StepStalled, Step
+
+queries = 4000
+layout = Layout.packed(
+    num_blocks=1, block_size=16, kv_heads=2, group=4, head_size=128, kv_type="float32", query_type="float32"
+)
+memory = [np.zeros(n, np.float32) for n in (16 * 2 * 256, queries * 8 * 128, queries * 8 * 128, queries * 8)]
+kv, query, output, lse = (one.ctypes.data for one in memory)
+job = Job(
+    layout=layout, segments=Segments([([0], list(range(queries)))]), kv=kv, query=query, output=output, lse=lse,
+    num_queries=queries, scale=1.0,
+)
+with Pool(2, library=load(Path(sys.argv[1]))) as pool:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (4 << 20), resource.RLIM_INFINITY))
+    step = pool.submit(Step([job]), 1)
+    try:
+        pool.wait(step, 2)
+    except StepStalled as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", code, str(built.path)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "1 of 2 threads died" in child.stdout and child.returncode == 0, child.stderr
+    assert "no memory for its results" in child.stderr
+
+
 def test_threads_sleep_when_there_is_nothing_to_do(pool: Pool) -> None:
     Case().attend(pool)
     tasks = [Path(f"/proc/self/task/{task}") for task in os.listdir("/proc/self/task")]

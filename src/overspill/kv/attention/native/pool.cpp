@@ -376,8 +376,12 @@ namespace {
 void* run_thread(void* argument) {
     Thread& thread = *static_cast<Thread*>(argument);
     OverspillPool& pool = *thread.pool;
-    if (thread.index == 0) pool.lead(thread);
-    else pool.follow(thread);
+    try {
+        if (thread.index == 0) pool.lead(thread);
+        else pool.follow(thread);
+    } catch (const std::bad_alloc&) {  // the thread ends, and those that wait for the step say so
+        fprintf(stderr, "Overspill: a thread for attention ends: no memory for its results\n");
+    }
     pool.alive.fetch_sub(1);
     return nullptr;
 }
@@ -450,7 +454,7 @@ int overspill_pool_close(OverspillPool* pool, int timeout_ms) {
     return left;
 }
 
-int64_t overspill_pool_submit(OverspillPool* pool, const OverspillJob* jobs, int num_jobs, uint32_t number) {
+int64_t overspill_pool_submit(OverspillPool* pool, const OverspillJob* jobs, int num_jobs, uint32_t number) try {
     Step step{0, number, {jobs, jobs + num_jobs}, {}};
     for (const OverspillJob& job : step.jobs) {
         if (step.plans.empty() || !step.plans.back()->fits(job)) {
@@ -467,6 +471,9 @@ int64_t overspill_pool_submit(OverspillPool* pool, const OverspillJob* jobs, int
         }
     }
     return pool->submit(std::move(step));
+} catch (const std::bad_alloc&) {
+    last_error = "no memory to plan a step";
+    return -1;
 }
 
 int overspill_pool_wait(OverspillPool* pool, int64_t step, int64_t timeout_us) { return pool->wait(step, timeout_us); }
