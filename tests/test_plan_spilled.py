@@ -8,12 +8,13 @@ import pytest
 from overspill.figures import Known, assumed
 from overspill.hardware import parse_gpu, parse_ram
 from overspill.hardware.stated import parse_cpu_attention, parse_link
-from overspill.kv.spill import graphs
+from overspill.kv.spill.geometry import most_graphed_tokens
 from overspill.model.config import Config
 from overspill.model.description import describe
+from overspill.planning.drafts import num_drafts
 from overspill.planning.planner import Plan, make_plan
 from overspill.planning.report import plan_as_json, plan_as_text
-from overspill.planning.setup import MOST_GRAPHED_TOKENS, NO_CPU_ATTENTION, Wishes
+from overspill.planning.setup import NO_CPU_ATTENTION, Wishes
 from overspill.planning.speed import Load, Machine, decode_step_s
 from overspill.planning.ways import Way
 from tests import model_configs as models
@@ -74,8 +75,8 @@ def test_little_spilled_kv_costs_little_in_full_graphs() -> None:
 
 @pytest.mark.parametrize(
     "wishes",
-    [{"kv_options": "spill_graphs=false"}, {"enforce_eager": True}, {"at_once": MOST_GRAPHED_TOKENS + 1}],
-    ids=["pieces", "eager", "large batches"],
+    [{"kv_options": "spill_graphs=false"}, {"enforce_eager": True}, {"at_once": 33}, {"at_once": 9, "drafts": "ngram"}],
+    ids=["pieces", "eager", "large batches", "drafts of many"],
 )
 def test_steps_in_pieces_leave_nothing_to_the_cpu(wishes: dict[str, Any]) -> None:
     length = 16384 if "at_once" in wishes else 131072
@@ -83,8 +84,12 @@ def test_steps_in_pieces_leave_nothing_to_the_cpu(wishes: dict[str, Any]) -> Non
     assert spilled(with_cpu).at_once_tokens_per_s == spilled(without).at_once_tokens_per_s
 
 
-def test_large_batches_are_those_that_have_no_graphs() -> None:
-    assert graphs.MOST_TOKENS == MOST_GRAPHED_TOKENS
+@pytest.mark.parametrize("at_once, drafts", [(32, "off"), (6, "ngram"), (8, "ngram:8"), (8, "ngram:16")])
+def test_batches_in_graphs_share_with_the_cpu(at_once: int, drafts: str) -> None:
+    made = [plan(LLAMA_8B, 16384, cpu, at_once=at_once, drafts=drafts) for cpu in (FAST, NO_CPU_ATTENTION)]
+    with_cpu, without = (spilled(one).at_once_tokens_per_s.value for one in made)
+    assert with_cpu > without
+    assert at_once * (1 + num_drafts(drafts)) <= most_graphed_tokens(1 + num_drafts(drafts))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import TypeGuard
 from overspill.figures import Known, assumed
 from overspill.hardware.gpu import Gpu
 from overspill.kv.sizes import GiB
-from overspill.kv.spill.geometry import CUDA_GRANULARITY
+from overspill.kv.spill.geometry import CUDA_GRANULARITY, most_graphed_tokens
 from overspill.model.facts import Attention, Cache, LatentAttention, ModelFacts, RecurrentState
 from overspill.model.kv import KVGeometry
 from overspill.planning.connector_options import read_options
@@ -239,8 +239,6 @@ class Setup:
         return gpu_budget(self.gpu, self.wishes.gpu_memory_bytes, context, self.wishes.gpu_memory_utilization)
 
 
-# Equal to overspill.kv.spill.graphs', which cannot be imported without torch.
-MOST_GRAPHED_TOKENS = 32
 _MOST_HEAD_SIZE, _HEAD_SIZE_STEP = 256, 16
 # Major compute capabilities for which vLLM takes FlashAttention, the backend that the CPU shares with
 # (platforms/cuda.py); the second tuple is for KV in fp8.
@@ -249,12 +247,13 @@ _FLASH_ATTENTION, _FLASH_ATTENTION_FP8 = (8, 9, 12), (9,)
 
 def runs_spilled_graphs(setup: Setup, num_requests: int) -> bool:
     """Whether decode steps of `num_requests` stream spilled KV inside FULL CUDA graphs (kv.spill.worker)."""
+    of_request = 1 + num_drafts(setup.wishes.drafts)
     return (
         not setup.platform.is_cpu
         and not setup.wishes.enforce_eager
         and read_options(setup.wishes.kv_options).get("spill_graphs", True)
         and not setup.facts.reads_shared_kv
-        and num_requests * (1 + num_drafts(setup.wishes.drafts)) <= MOST_GRAPHED_TOKENS
+        and num_requests * of_request <= most_graphed_tokens(of_request)
     )
 
 

@@ -9,6 +9,8 @@ NUM_HALVES = 2
 CUDA_GRANULARITY = 2 * 2**20
 # Most units of GPU blocks that the window lends: moving each takes the driver some time.
 _MOST_LENT = 32
+# Steps that stream have few requests; with drafts each has several tokens. Larger batches run without FULL graphs.
+_MOST_GRAPHED_TOKENS, _MOST_GRAPHED_DRAFTING = 32, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,3 +175,8 @@ def lent_units_of(geometry: Geometry, granularity: int) -> LentUnits | None:
 def mapped_units(units: LentUnits, resident: Iterable[int], window: Iterable[int]) -> frozenset[int]:
     """Unit numbers as the KV buffer counts them: units of the window come after all units of GPU blocks."""
     return frozenset([*resident, *(units.count + unit for unit in window)])
+
+
+def most_graphed_tokens(per_request: int) -> int:
+    """Most tokens of a FULL graph with spilled KV, if a step computes `per_request` of each request."""
+    return max(_MOST_GRAPHED_TOKENS, _MOST_GRAPHED_DRAFTING * per_request)

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# Steps that stream have few requests; larger batches run piecewise.
-MOST_TOKENS = 32
 # A step that takes longer than this, plus the time for its bytes at a quarter of the slowest link's speed, waits for
 # something lost: a copy, or an attention thread.
 _STALL_S, _SLOWEST_BYTES_PER_S = 5.0, 2e9
@@ -50,8 +48,10 @@ _STALL_S, _SLOWEST_BYTES_PER_S = 5.0, 2e9
 class SpilledGraphs:
     """Graph manager for steps with spilled KV: dispatches to its own FULL graphs, or to vLLM's piecewise ones."""
 
-    def __init__(self, window: Window, streams: CudaStreams, far: "CudaFarAttention | None" = None) -> None:
-        self._window, self._streams = window, streams
+    def __init__(
+        self, window: Window, streams: CudaStreams, most_tokens: int, far: "CudaFarAttention | None" = None
+    ) -> None:
+        self._window, self._streams, self._most_tokens = window, streams, most_tokens
         self._names = [access.layer.name for access in window.accesses]
         self._flags = StreamFlags(torch.zeros(len(Kind) * len(self._names), dtype=torch.int32, device=streams.device))
         self._queue_flags = FlagQueue()
@@ -82,10 +82,10 @@ class SpilledGraphs:
         self._plain = runner.cudagraph_manager
         self.is_capturing = True
         try:
-            self._full = capture_decode_graphs(runner, model, MOST_TOKENS)
+            self._full = capture_decode_graphs(runner, model, self._most_tokens)
             if self._far is not None:
                 self._far.graphs, self.shares_attention = self, True
-                self._shared = capture_decode_graphs(runner, model, MOST_TOKENS)
+                self._shared = capture_decode_graphs(runner, model, self._most_tokens)
         finally:
             self.is_capturing = self.shares_attention = False
 

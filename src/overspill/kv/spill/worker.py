@@ -24,8 +24,8 @@ from overspill.kv.sizes import MiB, format_size
 from overspill.kv.spill.arena_copier import ArenaCopier
 from overspill.kv.spill.capacity import far_groups, lent_units, spill_geometry
 from overspill.kv.spill.far import FarAttention, attends_plainly, layout_of
-from overspill.kv.spill.geometry import mapped_units
-from overspill.kv.spill.graphs import MOST_TOKENS, SpilledGraphs
+from overspill.kv.spill.geometry import mapped_units, most_graphed_tokens
+from overspill.kv.spill.graphs import SpilledGraphs
 from overspill.kv.spill.program import is_graphable
 from overspill.kv.spill.streams import CudaStreams, HostStreams, Streams
 from overspill.kv.spill.window import Layer, Window, attention_layers, plan_accesses
@@ -56,6 +56,7 @@ class SpillWorker:
         self.units: tuple[Units, range] | None = None
         self.lent = lent_units(options, vllm_config, self.geometry)
         self._window: Window | None = None
+        self._most_tokens = most_graphed_tokens(1 + int(vllm_config.num_speculative_tokens))
         self.graphs: SpilledGraphs | None = None
         self.far: FarAttention | None = None
 
@@ -147,7 +148,7 @@ class SpillWorker:
             logger.info("Overspill: steps with spilled KV run in pieces, not in FULL CUDA graphs")
             self._stop_threads()
             return
-        self.graphs = SpilledGraphs(self._window, self.streams, self.far)  # type: ignore[arg-type]
+        self.graphs = SpilledGraphs(self._window, self.streams, self._most_tokens, self.far)  # type: ignore[arg-type]
         free, _ = torch.cuda.mem_get_info()
         self.graphs.capture(runner)
         logger.info(
@@ -187,7 +188,7 @@ class SpillWorker:
         from overspill.kv.spill.far_cuda import CudaFarAttention, scales_of
 
         scales = [scales_of(modules[layer.name]) for layer in layers]
-        self.far = CudaFarAttention(layers, self.geometry, self.arena, pool, self._layout, scales, MOST_TOKENS)
+        self.far = CudaFarAttention(layers, self.geometry, self.arena, pool, self._layout, scales, self._most_tokens)
 
     def measure_threads(self) -> None:
         if self.far is not None:
