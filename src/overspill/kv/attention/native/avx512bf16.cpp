@@ -4,12 +4,16 @@
 #include "attend.h"
 
 namespace overspill {
-// A block of rows or less is faster with fp32 arithmetic, where products take no longer than reads.
+namespace {
+// A block of rows of bf16 is read faster with fp32 arithmetic: its products take no longer than its reads.
+int least_rows(const OverspillLayout& layout) { return layout.kv_type == kBf16 ? kRowBlock + 1 : 0; }
+}  // namespace
+
 extern const Kernel kAvx512Bf16 = {
     "avx512bf16",
     has_avx512_bf16,
     suits,
-    kRowBlock + 1,
+    least_rows,
     width_of,
     state_floats_of,
     attend<kBf16, kFp8E4m3>,

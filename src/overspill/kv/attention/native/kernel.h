@@ -53,7 +53,8 @@ struct Kernel {
     const char* name;
     bool (*runs_here)();
     bool (*suits)(const OverspillLayout& layout);
-    int least_rows;  // rows per kv head from which this kernel is the best
+    // Rows per kv head from which this kernel is better than those after it.
+    int (*least_rows)(const OverspillLayout& layout);
     // Floats per row of sums and of packed queries.
     int (*width)(const OverspillLayout& layout);
     // Floats of Scratch::state for `rows` rows per kv head.

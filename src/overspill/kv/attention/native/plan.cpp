@@ -17,7 +17,7 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 const Kernel* choose(const OverspillLayout& layout, int rows, const Kernel* forced) {
     for (int i = 0; kKernels[i]; i++) {
         const Kernel& kernel = *kKernels[i];
-        if (runs_here(i) && kernel.suits(layout) && (forced ? forced == &kernel : rows >= kernel.least_rows))
+        if (runs_here(i) && kernel.suits(layout) && (forced ? forced == &kernel : rows >= kernel.least_rows(layout)))
             return &kernel;
     }
     return nullptr;
