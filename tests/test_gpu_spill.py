@@ -157,7 +157,7 @@ def test_a_graph_waits_for_copies_and_copies_for_the_graph(rig: Rig) -> None:
 
     regions = range(GEOMETRY.num_regions)
     window = Window(plan_accesses([Layer(f"l{region}", 0, region) for region in regions], GEOMETRY), rig.streams)
-    graphs = SpilledGraphs(window, rig.streams)
+    graphs = SpilledGraphs(window, rig.streams, 32)
     seen = torch.zeros(GEOMETRY.num_regions, GEOMETRY.num_spilled, dtype=torch.uint8, device="cuda")
     for region in regions:
         rig.kept(region)[:] = torch.arange(GEOMETRY.num_spilled, dtype=torch.uint8)[:, None] + 16 * region
@@ -197,8 +197,9 @@ def test_a_lost_copy_ends_the_engine_and_says_so(rig: Rig, monkeypatch: pytest.M
     flags, stream = StreamFlags(torch.zeros(1, dtype=torch.int32, device="cuda")), rig.streams.inbound
     watchdog = graphs.Watchdog()
     queue = FlagQueue()
+    begun = stream.record_event()
     queue(flags.taken(0), stream)
-    watchdog.watch(stream.record_event(), 0)
+    watchdog.watch(begun, stream.record_event(), 0)
     for _ in range(100):
         time.sleep(0.1)
         if reasons:

@@ -5,10 +5,13 @@ captured here for small batches of decodes, with layers that wait for flags (see
 copies are queued beside its replay; steps without spilled KV keep vLLM's graphs.
 """
 
+import faulthandler
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from os import _exit as end_process
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +34,7 @@ from overspill.kv.spill.program import (
     step_operations,
 )
 from overspill.kv.spill.steps import SpillStep
-from overspill.kv.spill.streams import CudaStreams
+from overspill.kv.spill.streams import CudaStreams, Event
 from overspill.kv.spill.window import Window
 from overspill.kv.vllm_api import capture_decode_graphs, is_full, with_graphs
 
@@ -40,9 +43,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own loggers only
 
-# A step that takes longer than this, plus the time for its bytes at a quarter of the slowest link's speed, waits for
-# something lost: a copy, or an attention thread.
+# A step waits for something lost, a copy or an attention thread, if it takes longer than this from when the GPU gets to
+# it, plus the time for its bytes at a quarter of the slowest link's speed.
 _STALL_S, _SLOWEST_BYTES_PER_S = 5.0, 2e9
+_POLL_S = 1.0
 
 
 class SpilledGraphs:
@@ -170,12 +174,12 @@ class SpilledGraphs:
 
     def begin(self, step: SpillStep) -> None:
         """Queue the step's copies; its graph is replayed next."""
-        num_bytes = -self._streams.bytes_in
+        begun, num_bytes = self._streams.compute_event(), -self._streams.bytes_in
         if self.shares_attention:
             assert self._far is not None
             num_bytes += self._far.submit(self._num_tokens)
         self._window.begin_graphed(lambda: self._queue(step))
-        self._watchdog.watch(self._streams.fill_event(), num_bytes + self._streams.bytes_in)
+        self._watchdog.watch(begun, self._streams.fill_event(), num_bytes + self._streams.bytes_in)
 
     def _queue(self, step: SpillStep) -> None:
         flags: list[FlagOperation] = []
@@ -206,6 +210,14 @@ class SpilledGraphs:
         return flag.kind.value * len(self._names) + flag.access
 
 
+@dataclass(slots=True)
+class _Watched:
+    begun: Event
+    over: Event
+    seconds: float
+    deadline: float | None = None  # from when the step was seen to have begun
+
+
 class Watchdog:
     """Ends the engine's process when a graph and its copies wait for each other: the GPU, and with it every request,
     would hang for ever."""
@@ -213,34 +225,44 @@ class Watchdog:
     def __init__(self, threads: Pool | None = None) -> None:
         self._threads = threads  # attention threads, for the message
         self._lock = threading.Lock()
-        self._latest: tuple[Any, float] | None = None  # event behind all steps so far, and its deadline
+        self._steps: deque[_Watched] = deque()
         self._thread: threading.Thread | None = None
 
-    def watch(self, over: Any, num_bytes: int) -> None:
+    def watch(self, begun: Event, over: Event, num_bytes: int) -> None:
+        """Watch a step of `num_bytes` of KV. `begun` completes when all earlier work has, which may be a long prompt's,
+        and `over` when the step's copies have."""
         with self._lock:
-            self._latest = over, time.monotonic() + _STALL_S + num_bytes / _SLOWEST_BYTES_PER_S
+            self._forget()
+            self._steps.append(_Watched(begun, over, _STALL_S + num_bytes / _SLOWEST_BYTES_PER_S))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="overspill-watchdog", daemon=True)
                 self._thread.start()
 
+    def _forget(self) -> None:
+        while self._steps and self._steps[0].over.query():
+            self._steps.popleft()
+
+    def _is_stalled(self) -> bool:
+        with self._lock:
+            self._forget()
+            if not self._steps:
+                return False
+            step = self._steps[0]
+            if step.deadline is None and step.begun.query():
+                step.deadline = time.monotonic() + step.seconds
+            return step.deadline is not None and time.monotonic() >= step.deadline
+
     def _run(self) -> None:
-        while True:
-            time.sleep(1.0)
-            with self._lock:
-                if self._latest is None or time.monotonic() < self._latest[1]:
-                    continue
-                over, _ = self._latest
-                if over.query():
-                    self._latest = None
-                    continue
-            threads = f" Attention on the CPU: {self._threads.progress()}." if self._threads is not None else ""
-            self.end(
-                f"Overspill: a step with spilled KV has waited for more than {_STALL_S:.0f} s: a copy or a CPU "
-                f"thread was lost, and the engine exits.{threads}"
-            )
-            return
+        while not self._is_stalled():
+            time.sleep(_POLL_S)
+        threads = f" Attention on the CPU: {self._threads.progress()}." if self._threads is not None else ""
+        self.end(
+            f"Overspill: a step with spilled KV has waited for more than {_STALL_S:.0f} s: a copy or a CPU thread was "
+            f"lost, and the engine exits.{threads}"
+        )
 
     def end(self, reason: str) -> None:
         logger.error("%s", reason)
+        faulthandler.dump_traceback()
         # The model's thread waits inside the driver, where no exception reaches it.
         end_process(1)
