@@ -185,6 +185,18 @@ def test_the_balance_is_found_and_found_again(plain_step_s: float, slowed_down: 
         assert simulate(balance, num_bytes, own_s, steps, cpu) < 1.1 * best_s, (num_bytes, own_s)
 
 
+def test_a_step_with_drafts_leaves_the_cpu_less_and_one_without_as_much_as_before() -> None:
+    balance = Balance(Speeds(far_bytes_per_s=CPU))
+    alone = balance.share(12 * GB, LINK)
+    drafting = balance.share(12 * GB, LINK, 9)
+    assert drafting == pytest.approx(cpu_share(12 * GB, link_bytes_per_s=LINK, cpu_bytes_per_s=CPU / 2.6, own_s=0))
+    assert 0.6 * alone < drafting < 0.7 * alone
+    assert balance.share(12 * GB, LINK) == pytest.approx(alone)
+    balance.record(Lateness(32, 32))
+    assert balance.share(12 * GB, LINK, 9) < drafting, "what was learned without drafts holds with them"
+    assert Balance(Speeds()).share(12 * GB, LINK, 9) == 0
+
+
 def test_a_share_guessed_before_any_plain_step_is_guessed_again() -> None:
     speeds = Speeds(far_bytes_per_s=CPU)
     balance = Balance(speeds)

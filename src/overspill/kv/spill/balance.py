@@ -10,6 +10,8 @@ _SLOWER, _FASTER, _STEPS_ALIKE = 0.5, 1.3, 8
 _LEAST_SHARE, _MOST_SHARE = 0.01, 0.95
 # Relative growth or shrinkage of the spilled KV after which the share is estimated anew.
 _OTHER_SIZE = 0.25
+# Time that each further query token of a request adds to the CPU's part: 8 drafts take it 2.6 times as long.
+_PER_QUERY = 0.2
 # A CPU that was late at every share is tried again after this many steps, with this share.
 _STEPS_BETWEEN_TRIES, _TRIED_SHARE = 512, 0.05
 
@@ -37,12 +39,14 @@ class Balance:
         self._speeds = speeds
         self._num_bytes, self._own_s = 0, 0.0  # inputs of the last estimate
         self._share = self._guess = 0.0
+        self._num_queries = 1
         self._move = _FIRST_MOVE
         self._was_late, self._alike = False, 0  # side of the latest steps, and how many repeated it
         self._steps_alone = 0  # consecutive steps without a share for the CPU
 
-    def share(self, num_bytes: int, link_bytes_per_s: float) -> float:
-        """The CPU's share of a step with `num_bytes` of spilled KV."""
+    def share(self, num_bytes: int, link_bytes_per_s: float, num_queries: int = 1) -> float:
+        """The CPU's share of a step with `num_bytes` of spilled KV, to which each request has up to `num_queries` query
+        tokens. With drafts this number changes from step to step, faster than lateness could tell."""
         own_s = self._speeds.plain_step_s
         is_other = abs(num_bytes - self._num_bytes) > _OTHER_SIZE * self._num_bytes
         if not self._guess or is_other or (own_s and not self._own_s):
@@ -51,6 +55,10 @@ class Balance:
                 num_bytes, link_bytes_per_s=link_bytes_per_s, cpu_bytes_per_s=self._speeds.far_bytes_per_s, own_s=own_s
             )
             self._move = _FIRST_MOVE
+        if num_queries != self._num_queries:
+            slower = _slowness(num_queries) / _slowness(self._num_queries)
+            self._share /= self._share + (1 - self._share) * slower
+            self._num_queries = num_queries
         self._steps_alone = 0 if self._share else self._steps_alone + 1
         if self._guess and self._steps_alone >= _STEPS_BETWEEN_TRIES:
             self._share = min(self._guess, _TRIED_SHARE)
@@ -69,3 +77,7 @@ class Balance:
             self._move = min(_MOST_MOVE, self._move * _FASTER)
         share = self._share * (1 + self._move * (1 - 2 * part))
         self._share = min(share, _MOST_SHARE) if share > _LEAST_SHARE else 0.0
+
+
+def _slowness(num_queries: int) -> float:
+    return 1 + _PER_QUERY * (num_queries - 1)

@@ -69,6 +69,7 @@ class SpillScheduler:
         self.far_groups = far_groups(kv_cache_config) if options.spill_compute == "auto" else frozenset()
         self._spilled: dict[str, Spilled] = {}
         self._in_step: set[str] = set()  # spilled requests in the latest planned step
+        self._num_queries = 1  # of a spilled request in that step, at most
         self.balance = Balance(speeds)
         self.placement = Placement(
             self.geometry,
@@ -127,6 +128,7 @@ class SpillScheduler:
         computed = computed_tokens(output)
         tables = {request_id: self._table(output, request_id) for request_id in self._in_step}
         is_decode = max(scheduled.values()) <= self._decode_tokens
+        self._num_queries = max(scheduled[request_id] for request_id in self._in_step)
         for group, block_size in enumerate(self.placement.block_sizes):
             spans = {
                 request_id: self._span(table[group], computed[request_id], scheduled[request_id])
@@ -168,7 +170,7 @@ class SpillScheduler:
 
     def far_share(self) -> float:
         """The CPU's share of the step's spilled KV; zero until the CPU's speed is measured."""
-        return self.balance.share(self._spilled_bytes(), self.link_bytes_per_s)
+        return self.balance.share(self._spilled_bytes(), self.link_bytes_per_s, self._num_queries)
 
     def _spilled_bytes(self) -> int:
         return self.block_bytes * sum(self._spilled[name].num_blocks for name in self._in_step)
