@@ -4,8 +4,8 @@ Each life is an engine held to --gpu-bytes with one setting of --drafts, in a pr
 that a model counts: after token 7 comes 8, whatever was before. So a prompt decides what becomes of drafts:
 
     edit     counts, and begins to count again: every draft is right
-    vain     pairs of neighbours, each followed by another token: every step has drafts, and all are wrong
-    write    random tokens: hardly a step has a draft
+    vain     pairs of neighbours, each followed by another token: drafts are found, and all are wrong
+    write    random tokens: none is found, and what vLLM drafts nevertheless is wrong
 
 and each is decoded by one request of --length tokens, by --requests of them at once, and by batches of short ones.
 

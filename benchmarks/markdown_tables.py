@@ -585,23 +585,34 @@ def disk(result: Json) -> str:
     )
 
 
+SHORT_TYPES = {"bfloat16": "", "float8_e4m3fn": ", fp8"}
+
+
 def attention(result: Json) -> str:
     """The kernels by themselves, with as many threads as were measured at most."""
     most = max(one["threads"] for one in result["rates"])
-    rates = [one for one in result["rates"] if one["threads"] == most and one["kv_type"] == "bfloat16"]
-    queries = sorted({one["queries"] for one in rates})
+    rates = {
+        (f"{one['shape']}{SHORT_TYPES[one['kv_type']]}", one["kernel"], one["queries"]): one for one in result["rates"]
+        if one["threads"] == most and one["kv_type"] in SHORT_TYPES
+    }  # fmt: skip
+    peers = {
+        (f"{one['shape']}{SHORT_TYPES[one['kv_type']]}", one["peer"], one["queries"]): one for one in result["peers"]
+        if one["threads"] == most and one["kv_type"] in SHORT_TYPES
+    }  # fmt: skip
+    queries = sorted({count for *_, count in rates})
+
+    def cell(found: Json | None) -> str:
+        if found is None:
+            return "–"
+        if "of_reads" not in found:
+            return number(found["bytes_per_s"] / GB)
+        return f"{number(found['attend_bytes_per_s'] / GB)} ({found['of_reads']:.0%})"
+
+    shapes = list(dict.fromkeys(shape for shape, *_ in rates))
     rows = [
-        [shape, kernel, *(
-            next((f"{number(one['attend_bytes_per_s'] / GB)} ({one['of_reads']:.0%})" for one in rates
-                  if (one["shape"], one["kernel"], one["queries"]) == (shape, kernel, count)), "–")
-            for count in queries
-        )]
-        for shape, kernel in dict.fromkeys((one["shape"], one["kernel"]) for one in rates)
-    ]  # fmt: skip
-    peers = {(one["peer"], one["queries"]): one["bytes_per_s"] for one in result["peers"] if one["threads"] == most}
-    rows += [
-        [rates[0]["shape"], peer, *(number(peers[peer, count] / GB) for count in queries)]
-        for peer in dict.fromkeys(peer for peer, _ in peers)
+        [shape, kernel, *(cell(cells.get((shape, kernel, count))) for count in queries)]
+        for cells in (rates, peers)
+        for shape, kernel in sorted({key[:2]: None for key in cells}, key=lambda key: shapes.index(key[0]))
     ]
     return markdown(["shape", "kernel", *(f"{count} queries" if count > 1 else "1 query" for count in queries)], rows)
 

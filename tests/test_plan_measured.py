@@ -1,12 +1,17 @@
 """What plans say today of engines that were measured (prediction-h200.json and spill-ways-h200.json)."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import overspill
+import shapes
 from overspill.hardware import parse_gpu, parse_ram
 from overspill.hardware.cpu import BESIDE_LINK
 from overspill.hardware.stated import parse_link
@@ -79,24 +84,27 @@ def test_decoding_is_as_fast_as_was_measured(case: dict[str, Any], request: pyte
 
 
 WAYS = {
-    (one["length"], entry["kv_cache_dtype"]): (result, one)
-    for kind in ("", "-524k", "-fp8")
+    (kind, one["length"], entry["kv_cache_dtype"]): (result, one)
+    for kind in ("", "-524k", "-fp8", "-131k")
     for result in [json.loads((RESULT.parent / f"spill-ways{kind}-h200.json").read_text())]
     for entry in result["summary"]
     for one in entry["lengths"]
 }
-KERNEL = json.loads((RESULT.parent / "attention-kernel-h200.json").read_text())
+KERNEL, KERNELS = (
+    json.loads((RESULT.parent / f"attention-kernel{kind}-h200.json").read_text()) for kind in ("", "-llama-cpp")
+)
 
 
 @pytest.mark.parametrize("way", ["shared", "graphs", "pieces"])
-@pytest.mark.parametrize(("length", "kv_dtype"), WAYS)
-def test_steps_with_spilled_kv_are_as_fast_as_was_measured(length: int, kv_dtype: str, way: str) -> None:
+@pytest.mark.parametrize(("kind", "length", "kv_dtype"), WAYS)
+def test_steps_with_spilled_kv_are_as_fast_as_was_measured(kind: str, length: int, kv_dtype: str, way: str) -> None:
     """The CPU's speed is what a plan would have taken there: that of its threads alone, less a part for the link."""
-    result, row = WAYS[length, kv_dtype]
+    result, row = WAYS[kind, length, kv_dtype]
+    kernels, kernel = (KERNELS, "avx512") if kind == "-131k" else (KERNEL, "avx512bf16")
     life = next(one for one in result["lives"] if one["name"] == "spill")
     alone = next(
-        one["attend_bytes_per_s"] for one in KERNEL["rates"]
-        if (one["shape"], one["kernel"], one["threads"], one["queries"]) == ("Llama-3.1-8B", "avx512bf16", 14, 1)
+        one["attend_bytes_per_s"] for one in kernels["rates"]
+        if (one["shape"], one["kernel"], one["threads"], one["queries"]) == ("Llama-3.1-8B", kernel, 14, 1)
     )  # fmt: skip
     kv_bytes = length * life["kv_bytes_per_token"]
     ways = {
@@ -118,3 +126,28 @@ def test_steps_with_spilled_kv_are_as_fast_as_was_measured(length: int, kv_dtype
     )  # fmt: skip
     measured = row["ways"][way]["tpot"]
     assert decode_step_s(machine, load) == pytest.approx(measured["median"], rel=0.15)
+
+
+def test_experts_in_four_bits_are_planned_as_they_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's speed is that of the same run, less the part for the link."""
+    headline = json.loads((RESULT.parent / "headline-h200.json").read_text())["cases"][0]
+    then, measured = headline["predicted"], headline["measured"]
+    (tmp_path / headline["model"]).mkdir()
+    (tmp_path / headline["model"] / "config.json").write_text(json.dumps(CONFIGS[headline["model"]]))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cpu = next(
+        one["attend_bytes_per_s"] for one in KERNELS["rates"]
+        if (one["shape"], one["kv_type"], one["queries"]) == ("Llama-3.1-8B", "bfloat16", 1)
+        and one["kernel"] == "avx512"
+    )  # fmt: skip
+    made = overspill.plan(
+        str(shapes.in_four_bits(tmp_path / headline["model"])), gpu="h200", gpu_memory=headline["gpu_memory"],
+        max_model_len=headline["max_model_len"], ram=headline["ram"], offload_ram=0,
+        link=f"{then['link_bytes_per_s']}B/s", cpu_attention=f"{cpu * BESIDE_LINK:.0f}B/s",
+    )  # fmt: skip
+    way = next(way for way in made.ways if way.name == then["way"])
+    assert way.kv.spilled_bytes == then["spilled_kv_bytes"] and made.chosen == way
+    assert made.budget.used_bytes.value == pytest.approx(measured["gpu_bytes"], rel=0.03)
+    assert way.decode_tokens_per_s.value == pytest.approx(measured["decode_tokens_per_s"], rel=0.15)
