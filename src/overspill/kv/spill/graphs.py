@@ -2,7 +2,7 @@
 
 vLLM's own FULL graphs know nothing of spill: replayed, they would read whatever the window holds. A second set is
 captured here for small batches of decodes, with layers that wait for flags (see overspill.kv.spill.program). A step's
-copies are queued beside its replay; steps without spilled KV keep vLLM's graphs.
+copies are queued right behind its replay; steps without spilled KV keep vLLM's graphs.
 """
 
 import faulthandler
@@ -19,7 +19,7 @@ import torch
 from vllm.logger import init_logger
 
 from overspill.kv.attention.pool import Pool
-from overspill.kv.cuda import FlagOperation, FlagQueue, StreamFlags
+from overspill.kv.cuda import FlagOperation, FlagQueue, StreamFlags, half_queued
 from overspill.kv.errors import OverspillError
 from overspill.kv.spill.program import (
     Flag,
@@ -69,6 +69,8 @@ class SpilledGraphs:
         # State of the current step, or of the set of graphs being captured.
         self.is_chosen = False
         self.shares_attention = False
+        self._step, self._far_bytes = SpillStep(), 0
+        self._begun: Event = None
 
     # Capture.
 
@@ -167,19 +169,28 @@ class SpilledGraphs:
         return self._plain.dispatch(num_reqs, num_tokens, None, num_active_loras, None, num_ubatches)
 
     def run_fullgraph(self, chosen: Any) -> Any:
-        return (self._shared if self.shares_attention else self._full).run_fullgraph(chosen)
+        with half_queued:
+            output = (self._shared if self.shares_attention else self._full).run_fullgraph(chosen)
+            self.queue_copies()
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
     def begin(self, step: SpillStep) -> None:
-        """Queue the step's copies; its graph is replayed next."""
-        begun, num_bytes = self._streams.compute_event(), -self._streams.bytes_in
+        """Begin a step: its graph is replayed next, and then its copies are queued."""
+        self._begun, self._step = self._streams.compute_event(), step
+        self._far_bytes = 0
         if self.shares_attention:
             assert self._far is not None
-            num_bytes += self._far.submit(self._num_tokens)
-        self._window.begin_graphed(lambda: self._queue(step))
-        self._watchdog.watch(begun, self._streams.fill_event(), num_bytes + self._streams.bytes_in)
+            self._far_bytes = self._far.submit(self._num_tokens)
+
+    def queue_copies(self) -> None:
+        """Queue the copies of the step whose graph was replayed. Not before the replay: the driver keeps a caller
+        waiting who queues about a thousand operations on a stream, and the first of these would wait for the graph."""
+        num_bytes = self._far_bytes - self._streams.bytes_in
+        self._window.begin_graphed(lambda: self._queue(self._step))
+        self._watchdog.watch(self._begun, self._streams.fill_event(), num_bytes + self._streams.bytes_in)
 
     def _queue(self, step: SpillStep) -> None:
         flags: list[FlagOperation] = []

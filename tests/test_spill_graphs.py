@@ -1,13 +1,18 @@
-"""The watchdog of steps in graphs: it ends the engine for what was lost, and not for what is long."""
+"""Steps in graphs, without a GPU: what is queued when, and a watchdog that ends the engine for what was lost, and not
+for what is long."""
 
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from overspill.kv.cuda import half_queued
 from overspill.kv.spill import graphs
+from overspill.kv.spill.steps import SpillStep
 
 
 @dataclass
@@ -67,6 +72,45 @@ def test_each_step_has_time_for_its_bytes(watchdog: Watched, monkeypatch: pytest
     over.is_reached = True
     watchdog.watch(Point(True), Point(), 0)
     assert watchdog.has_ended.wait(20)
+
+
+class Side:
+    """Stands in for streams, window and vLLM's graphs; notes what is called, and whether memory could be registered."""
+
+    device, bytes_in = "cpu", 0
+    accesses: Sequence[Any] = ()
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bool]] = []
+
+    def _note(self, name: str) -> Point:
+        self.calls.append((name, not half_queued.locked()))
+        return Point(True)
+
+    def compute_event(self) -> Point:
+        return self._note("begun")
+
+    def fill_event(self) -> Point:
+        return self._note("over")
+
+    def run_fullgraph(self, chosen: object) -> object:
+        self._note("replay")
+        return chosen
+
+    def begin_graphed(self, queue_copies: Callable[[], None]) -> None:
+        self._note("copies")
+
+
+def test_copies_are_queued_behind_the_replay_and_nothing_is_registered_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that wait for a graph would otherwise fill their stream's queue before the graph is there."""
+    monkeypatch.setattr(graphs, "FlagQueue", lambda: None)
+    side: Any = Side()
+    made = graphs.SpilledGraphs(side, side, 32)
+    made._full = side
+    made.begin(SpillStep())
+    assert made.run_fullgraph("output") == "output"
+    assert side.calls == [("begun", True), ("replay", False), ("copies", False), ("over", False)]
+    assert not half_queued.locked()
 
 
 def test_the_end_says_where_threads_wait() -> None:
