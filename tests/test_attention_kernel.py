@@ -235,6 +235,7 @@ def test_an_aborted_step_sets_no_flag_and_the_pool_goes_on(pool: Pool) -> None:
     flags, case = Flags(2), Case()
     result = case.results()
     steps = [pool.submit(Step([flags.job(case.job(*result), i)]), 5) for i in range(2)]
+    assert eventually(lambda: pool.progress().state == State.WAITING)
     with pytest.raises(StepStalled, match="waiting at layer 0 of step 5, 2 threads alive"):
         pool.wait(steps[0], 0.01)
     pool.abort()

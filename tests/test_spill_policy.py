@@ -194,7 +194,11 @@ def test_a_step_with_drafts_leaves_the_cpu_less_and_one_without_as_much_as_befor
     assert balance.share(12 * GB, LINK) == pytest.approx(alone)
     balance.record(Lateness(32, 32))
     assert balance.share(12 * GB, LINK, 9) < drafting, "what was learned without drafts holds with them"
-    assert Balance(Speeds()).share(12 * GB, LINK, 9) == 0
+    speeds = Speeds()
+    balance = Balance(speeds)
+    assert balance.share(12 * GB, LINK, 9) == 0
+    speeds.far_bytes_per_s = CPU
+    assert balance.share(12 * GB, LINK, 9) == pytest.approx(drafting), "measured since"
 
 
 def test_a_share_guessed_before_any_plain_step_is_guessed_again() -> None:

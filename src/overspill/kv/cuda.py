@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,11 +29,6 @@ _CAPTURE_MODE_RELAXED = 2
 _CAPTURE_WAIT_S = 60.0
 # CU_STREAM_MEM_OP_WAIT_VALUE_32 and WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ, and the most operations per call.
 _WAIT_VALUE, _WRITE_VALUE, _WAIT_EQUAL, _MOST_FLAG_OPERATIONS = 1, 2, 1, 256
-
-
-# Held while work on the GPU waits for work that is not queued yet. Nothing may be registered meanwhile: the driver may
-# wait for the GPU to become idle, and keep others from queueing until then.
-half_queued = threading.Lock()
 
 
 class _MemLocation(ctypes.Structure):
@@ -153,15 +147,13 @@ class PinnedRanges:
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._exchange_capture_mode(ctypes.addressof(mode))
         try:
-            with half_queued:
-                return self._register(address, length, 0)
+            return self._register(address, length, 0)
         finally:
             self._exchange_capture_mode(ctypes.addressof(mode))
 
     def unregister(self, address: int) -> None:
         torch.cuda.set_device(self._device)
-        with half_queued:
-            code = self._unregister(address)
+        code = self._unregister(address)
         if code != _SUCCESS:
             logger.warning("Overspill: cuMemHostUnregister: %s", _error_name(code))
 

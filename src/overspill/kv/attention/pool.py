@@ -109,10 +109,6 @@ class Segments:
             *(NativeSegment(b.ctypes.data, q.ctypes.data, len(b), len(q)) for b, q in self._ids)
         )
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(blocks) for blocks, _ in self._ids)
-
 
 def _ids(ids: Sequence[int] | Ids) -> Ids:
     return np.ascontiguousarray(ids, dtype=np.int32)

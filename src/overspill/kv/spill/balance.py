@@ -49,7 +49,10 @@ class Balance:
         tokens. With drafts this number changes from step to step, faster than lateness could tell."""
         own_s = self._speeds.plain_step_s
         is_other = abs(num_bytes - self._num_bytes) > _OTHER_SIZE * self._num_bytes
-        if not self._guess or is_other or (own_s and not self._own_s):
+        is_first = not self._guess or (own_s and not self._own_s)
+        if is_first or is_other:
+            if is_first:
+                self._num_queries = 1  # the CPU's speed was measured with one
             self._num_bytes, self._own_s = num_bytes, own_s
             self._guess = self._share = cpu_share(
                 num_bytes, link_bytes_per_s=link_bytes_per_s, cpu_bytes_per_s=self._speeds.far_bytes_per_s, own_s=own_s

@@ -148,16 +148,13 @@ class CudaFarAttention(FarAttention):
 
     # Steps.
 
-    def submit(self, num_tokens: int) -> int:
-        """Let the threads wait for the queries of the step that is replayed next, in a graph of `num_tokens` tokens.
-        Return the bytes of KV that they will attend to."""
+    def submit(self, num_tokens: int) -> None:
+        """Let the threads wait for the queries of the step that is replayed next, in a graph of `num_tokens` tokens."""
         segments = {group: Segments(self.rows[group].parts if group in self.rows else []) for group in self._groups}
         for group, layers in self._groups.items():
             self._jobs.attend_to(segments[group], num_tokens, layers)
         # Flags are 0 or 1 because the graph lowers them again, so every step has the number 1.
         self._submitted.append(self.pool.submit(self._jobs, 1))
-        num_blocks = sum(len(layers) * segments[group].num_blocks for group, layers in self._groups.items())
-        num_bytes = num_blocks * self._geometry.page_bytes
         # Count what earlier steps have completed so far.
         before, self._attended = self._attended, self.pool.attended
         latest = self._attended.since(before)
@@ -165,7 +162,6 @@ class CudaFarAttention(FarAttention):
         self.lateness.add(latest.jobs, latest.late)
         while len(self._submitted) > _STEPS_IN_FLIGHT:
             self.pool.wait(self._submitted.popleft(), _LATE_S)
-        return num_bytes
 
 
 class SplitMetadataBuilder(SplitBuilder, FlashAttentionMetadataBuilder):

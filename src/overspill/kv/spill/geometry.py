@@ -179,4 +179,4 @@ def mapped_units(units: LentUnits, resident: Iterable[int], window: Iterable[int
 
 def most_graphed_tokens(per_request: int) -> int:
     """Most tokens of a FULL graph with spilled KV, if a step computes `per_request` of each request."""
-    return max(_MOST_GRAPHED_TOKENS, _MOST_GRAPHED_DRAFTING * per_request)
+    return _MOST_GRAPHED_TOKENS if per_request == 1 else _MOST_GRAPHED_DRAFTING * per_request

@@ -2,7 +2,7 @@
 
 vLLM's own FULL graphs know nothing of spill: replayed, they would read whatever the window holds. A second set is
 captured here for small batches of decodes, with layers that wait for flags (see overspill.kv.spill.program). A step's
-copies are queued right behind its replay; steps without spilled KV keep vLLM's graphs.
+copies are queued beside its replay; steps without spilled KV keep vLLM's graphs.
 """
 
 import faulthandler
@@ -19,7 +19,7 @@ import torch
 from vllm.logger import init_logger
 
 from overspill.kv.attention.pool import Pool
-from overspill.kv.cuda import FlagOperation, FlagQueue, StreamFlags, half_queued
+from overspill.kv.cuda import FlagOperation, FlagQueue, StreamFlags
 from overspill.kv.errors import OverspillError
 from overspill.kv.spill.program import (
     Flag,
@@ -59,7 +59,8 @@ class SpilledGraphs:
         self._names = [access.layer.name for access in window.accesses]
         self._flags = StreamFlags(torch.zeros(len(Kind) * len(self._names), dtype=torch.int32, device=streams.device))
         self._queue_flags = FlagQueue()
-        self._watchdog = Watchdog(far.pool if far is not None else None)
+        self._watchdog = Watchdog(streams.device, far.pool if far is not None else None)
+        self._watched: Watched | None = None
         self._plain: Any = None
         self._full: Any = None
         self._shared: Any = None  # graphs with a part of the attention on the CPU
@@ -69,8 +70,6 @@ class SpilledGraphs:
         # State of the current step, or of the set of graphs being captured.
         self.is_chosen = False
         self.shares_attention = False
-        self._step, self._far_bytes = SpillStep(), 0
-        self._begun: Event = None
 
     # Capture.
 
@@ -169,28 +168,25 @@ class SpilledGraphs:
         return self._plain.dispatch(num_reqs, num_tokens, None, num_active_loras, None, num_ubatches)
 
     def run_fullgraph(self, chosen: Any) -> Any:
-        with half_queued:
-            output = (self._shared if self.shares_attention else self._full).run_fullgraph(chosen)
-            self.queue_copies()
+        output = (self._shared if self.shares_attention else self._full).run_fullgraph(chosen)
+        self.end()
         return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
     def begin(self, step: SpillStep) -> None:
-        """Begin a step: its graph is replayed next, and then its copies are queued."""
-        self._begun, self._step = self._streams.compute_event(), step
-        self._far_bytes = 0
+        """Queue the step's copies; its graph is replayed next."""
+        self._watched = self._watchdog.watch(self._streams.compute_event(), step.num_bytes)
         if self.shares_attention:
             assert self._far is not None
-            self._far_bytes = self._far.submit(self._num_tokens)
+            self._far.submit(self._num_tokens)
+        self._window.begin_graphed(lambda: self._queue(step))
 
-    def queue_copies(self) -> None:
-        """Queue the copies of the step whose graph was replayed. Not before the replay: the driver keeps a caller
-        waiting who queues about a thousand operations on a stream, and the first of these would wait for the graph."""
-        num_bytes = self._far_bytes - self._streams.bytes_in
-        self._window.begin_graphed(lambda: self._queue(self._step))
-        self._watchdog.watch(self._begun, self._streams.fill_event(), num_bytes + self._streams.bytes_in)
+    def end(self) -> None:
+        """Note that the step is queued: its graph was replayed."""
+        assert self._watched is not None
+        self._watched.over = self._streams.fill_event(), self._streams.compute_event()
 
     def _queue(self, step: SpillStep) -> None:
         flags: list[FlagOperation] = []
@@ -222,35 +218,42 @@ class SpilledGraphs:
 
 
 @dataclass(slots=True)
-class _Watched:
+class Watched:
+    """A step that the watchdog knows."""
+
     begun: Event
-    over: Event
     seconds: float
+    over: tuple[Event, ...] = ()  # none until all of the step is queued
     deadline: float | None = None  # from when the step was seen to have begun
+
+    def is_over(self) -> bool:
+        return bool(self.over) and all(event.query() for event in self.over)
 
 
 class Watchdog:
     """Ends the engine's process when a graph and its copies wait for each other: the GPU, and with it every request,
     would hang for ever."""
 
-    def __init__(self, threads: Pool | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, threads: Pool | None = None) -> None:
+        self._device = device
         self._threads = threads  # attention threads, for the message
         self._lock = threading.Lock()
-        self._steps: deque[_Watched] = deque()
+        self._steps: deque[Watched] = deque()
         self._thread: threading.Thread | None = None
 
-    def watch(self, begun: Event, over: Event, num_bytes: int) -> None:
-        """Watch a step of `num_bytes` of KV. `begun` completes when all earlier work has, which may be a long prompt's,
-        and `over` when the step's copies have."""
+    def watch(self, begun: Event, num_bytes: int) -> Watched:
+        """Watch a step of `num_bytes` of KV. `begun` completes when all earlier work has, which may be a long
+        prompt's."""
         with self._lock:
             self._forget()
-            self._steps.append(_Watched(begun, over, _STALL_S + num_bytes / _SLOWEST_BYTES_PER_S))
+            self._steps.append(Watched(begun, _STALL_S + num_bytes / _SLOWEST_BYTES_PER_S))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="overspill-watchdog", daemon=True)
                 self._thread.start()
+            return self._steps[-1]
 
     def _forget(self) -> None:
-        while self._steps and self._steps[0].over.query():
+        while self._steps and self._steps[0].is_over():
             self._steps.popleft()
 
     def _is_stalled(self) -> bool:
@@ -264,6 +267,8 @@ class Watchdog:
             return step.deadline is not None and time.monotonic() >= step.deadline
 
     def _run(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread is on the first GPU, and would create a context there
         while not self._is_stalled():
             time.sleep(_POLL_S)
         threads = f" Attention on the CPU: {self._threads.progress()}." if self._threads is not None else ""
@@ -274,6 +279,8 @@ class Watchdog:
 
     def end(self, reason: str) -> None:
         logger.error("%s", reason)
-        faulthandler.dump_traceback()
-        # The model's thread waits inside the driver, where no exception reaches it.
-        end_process(1)
+        try:
+            faulthandler.dump_traceback()
+        finally:
+            # The model's thread waits inside the driver, where no exception reaches it.
+            end_process(1)

@@ -472,7 +472,7 @@ int64_t overspill_pool_submit(OverspillPool* pool, const OverspillJob* jobs, int
     }
     return pool->submit(std::move(step));
 } catch (const std::bad_alloc&) {
-    last_error = "no memory to plan a step";
+    last_error = "no memory";  // short enough to need none
     return -1;
 }
 
