@@ -22,7 +22,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM formats and shows its own logge
 
 SEGMENT_BYTES = GiB
 # Reads can fill the queue of an NVMe drive; writes leave most of it to reads, for which requests wait.
-_READ_THREADS = 16
+_READ_THREADS = 8
 _WRITE_THREADS = 2
 # Size of one system call: large enough to be efficient, small enough that several threads share a hit.
 _CALL_BYTES = 8 * MiB
