@@ -190,13 +190,13 @@ def test_a_graph_waits_for_copies_and_copies_for_the_graph(rig: Rig) -> None:
 
 def test_a_lost_copy_ends_the_engine_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     from overspill.kv.cuda import FlagQueue, StreamFlags
-    from overspill.kv.spill import graphs
+    from overspill.kv.spill import watchdog as watching
 
     reasons: list[str] = []
-    monkeypatch.setattr(graphs, "_STALL_S", 0.5)
-    monkeypatch.setattr(graphs.Watchdog, "end", lambda self, reason: reasons.append(reason))
+    monkeypatch.setattr(watching, "_STALL_S", 0.5)
+    monkeypatch.setattr(watching.Watchdog, "end", lambda self, reason: reasons.append(reason))
     flags, stream = StreamFlags(torch.zeros(1, dtype=torch.int32, device="cuda")), rig.streams.inbound
-    watchdog = graphs.Watchdog()
+    watchdog = watching.Watchdog()
     queue = FlagQueue()
     begun = stream.record_event()
     queue(flags.taken(0), stream)
@@ -346,7 +346,7 @@ def test_a_stalled_thread_ends_the_engine_and_says_so(
     llama: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from overspill.kv.attention.pool import Fault
-    from overspill.kv.spill import graphs
+    from overspill.kv.spill import watchdog
 
     prompt, reasons = random_prompt(1, PROMPT), []
     with engine(llama, spilling(spill_threads=2), **GRAPHS) as spills:
@@ -354,12 +354,12 @@ def test_a_stalled_thread_ends_the_engine_and_says_so(
         assert spills.spill_worker.far is not None
         pool = spills.spill_worker.far.pool
 
-        def end(self: graphs.Watchdog, reason: str) -> None:
+        def end(self: watchdog.Watchdog, reason: str) -> None:
             reasons.append(reason)
             pool.inject_fault(1, Fault.NONE)  # or the test would hang, too
 
-        monkeypatch.setattr(graphs, "_STALL_S", 0.5)
-        monkeypatch.setattr(graphs.Watchdog, "end", end)
+        monkeypatch.setattr(watchdog, "_STALL_S", 0.5)
+        monkeypatch.setattr(watchdog.Watchdog, "end", end)
         pool.inject_fault(1, Fault.STALL)
         assert_same_but_for_ties([spills.ask_one(prompt)], [expected])
     assert "the engine exits. Attention on the CPU: attending at layer" in reasons[0]

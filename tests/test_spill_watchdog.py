@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from overspill.kv.spill import graphs
+from overspill.kv.spill import watchdog as watching
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Point:
         return self.is_reached
 
 
-class Watched(graphs.Watchdog):
+class Watched(watching.Watchdog):
     def __init__(self) -> None:
         super().__init__()
         self.reason, self.has_ended = "", threading.Event()
@@ -32,12 +32,12 @@ class Watched(graphs.Watchdog):
 
 @pytest.fixture
 def watchdog(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    monkeypatch.setattr(graphs, "_STALL_S", 0.2)
-    monkeypatch.setattr(graphs, "_POLL_S", 0.01)
+    monkeypatch.setattr(watching, "_STALL_S", 0.2)
+    monkeypatch.setattr(watching, "_POLL_S", 0.01)
     return Watched()
 
 
-def watch(watchdog: Watched, begun: bool, *over: bool, num_bytes: int = 0) -> graphs.Watched:
+def watch(watchdog: Watched, begun: bool, *over: bool, num_bytes: int = 0) -> watching.Watched:
     step = watchdog.watch(Point(begun), num_bytes)
     step.over = tuple(Point(one) for one in over)
     return step
@@ -66,7 +66,7 @@ def test_later_steps_do_not_hide_one_that_does_not_end(watchdog: Watched) -> Non
 
 
 def test_each_step_has_time_for_its_bytes(watchdog: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_SLOWEST_BYTES_PER_S", 100)
+    monkeypatch.setattr(watching, "_SLOWEST_BYTES_PER_S", 100)
     step = watch(watchdog, True, False, num_bytes=200)
     assert not watchdog.has_ended.wait(1)
     step.over[0].is_reached = True
@@ -76,7 +76,9 @@ def test_each_step_has_time_for_its_bytes(watchdog: Watched, monkeypatch: pytest
 
 @pytest.mark.parametrize("stderr", ["sys.stderr", "None"])
 def test_the_end_says_where_threads_wait(stderr: str) -> None:
-    code = f"import sys; from overspill.kv.spill.graphs import Watchdog; sys.stderr = {stderr}; Watchdog().end('lost')"
+    code = (
+        f"import sys; from overspill.kv.spill.watchdog import Watchdog; sys.stderr = {stderr}; Watchdog().end('lost')"
+    )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert child.returncode == 1
     assert stderr == "None" or ("lost" in child.stdout + child.stderr and "most recent call first" in child.stderr)
