@@ -24,6 +24,7 @@ from overspill.manager.fleet import Engines, Options
 from overspill.manager.gateway import Gateway
 from overspill.manager.needs import Memory, Need
 from overspill.manager.states import Timing
+from overspill.manager.web.server import BoundedProtocol
 from overspill.processes import processes
 from overspill.registry import Model, Registry, add_model, open_registry
 from tests.guarded_app import open_to_all
@@ -119,7 +120,7 @@ async def gateway(engines: Engines, port: int = 0, **settings: Any) -> AsyncIter
     """Its address."""
     listening = socket.create_server(("127.0.0.1", port), backlog=512)
     app = open_to_all(Gateway(engines), **settings)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+    config = uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server.serve([listening]))

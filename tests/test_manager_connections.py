@@ -97,15 +97,28 @@ def test_headers_without_end_end_the_connection(port: int) -> None:
             client.sendall(f"X-{number}: {'y' * 200}\r\n".encode())
 
 
+def ask(client: socket.socket) -> None:
+    client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    answer = b""
+    while not answer.endswith(b"}"):
+        piece = client.recv(1 << 16)
+        assert piece, "closed"
+        answer += piece
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
 def test_a_second_request_of_a_connection_is_timed_as_well(port: int) -> None:
     with connection(port) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        answer = b""
-        while not answer.endswith(b"}"):
-            answer += client.recv(1 << 16)
-        assert answer.startswith(b"HTTP/1.1 200")
+        ask(client)
         client.sendall(b"GET / HT")
         assert received(client) == b""
+
+
+def test_an_idle_connection_outlives_its_place_in_a_clients_pool(port: int) -> None:
+    with connection(port) as client:
+        ask(client)
+        time.sleep(httpx.Limits().keepalive_expiry + 1)
+        ask(client)
 
 
 def test_a_body_that_stops_gets_408_and_the_connection_ends(port: int) -> None:

@@ -121,9 +121,13 @@ class BoundedProtocol(HttpToolsProtocol):
     headers_s = 10.0
     unread_s = 60.0
     max_header_bytes = 64 * 1024
+    # Longer than uvicorn's 5 s: httpx, and so OpenAI's client, keeps idle connections for 5 s too, and a request sent
+    # while its connection closes fails.
+    idle_s = 30
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = self.idle_s
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """Running timeouts, by the reason for which they close the connection."""
         self._header_bytes = 0
