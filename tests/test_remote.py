@@ -31,10 +31,17 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]
         yield running
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def patience() -> Iterator[None]:
     """A machine that is busy with other tests is not a store that hangs."""
-    monkeypatch.setattr(tier, "DEADLINE_S", 30.0)
+    with mock.patch.object(tier, "DEADLINE_S", 30.0), mock.patch.dict(os.environ, {"MC_RPC_TIMEOUT_MS": "30000"}):
+        yield
+
+
+@pytest.fixture
+def patient() -> Iterator[None]:
+    with patience():
+        yield
 
 
 @contextmanager
@@ -50,8 +57,7 @@ def with_store(
 
 
 def fill(model: Path, store: Mooncake, *prompts: list[int], **extra: Any) -> None:
-    # A machine that is busy with other tests is not a store that hangs.
-    with mock.patch.object(tier, "DEADLINE_S", 30.0), with_store(model, store, **extra) as first:
+    with patience(), with_store(model, store, **extra) as first:
         for prompt in prompts:
             first.ask_one(prompt)
         first.drain()
@@ -201,12 +207,12 @@ def test_no_answer_depends_on_the_store(llama: Path, store: Mooncake, process: s
     assert_same(answers, stock(llama, TURNS))
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_engine_starts_without_a_store_and_finds_it_later(
     llama: Path, store: Mooncake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "_RETRY_S", 0.2)
     monkeypatch.setattr(tier, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(tier, "DEADLINE_S", 30.0)
     fill(llama, store, PROMPT)
     store.master.send_signal(signal.SIGSTOP)
     with engine(llama, overspill(remote=store.address)) as late:
@@ -240,8 +246,8 @@ def test_a_master_that_answers_does_not_hide_a_store_that_hangs(monkeypatch: pyt
     assert breaker.is_closed
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_put_finds_that_an_empty_store_is_back(llama: Path, store: Mooncake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "DEADLINE_S", 30.0)
     monkeypatch.setattr(tier, "_PAUSE_S", 0.0)
     with with_store(llama, store) as running:
         remote, scheduler = running.worker.remote, running.scheduler.remote
