@@ -589,17 +589,15 @@ SHORT_TYPES = {"bfloat16": "", "float8_e4m3fn": ", fp8"}
 
 
 def attention(result: Json) -> str:
-    """The kernels by themselves, with as many threads as were measured at most."""
+    """The kernels by themselves, with as many threads as were measured at most, and their peers."""
     most = max(one["threads"] for one in result["rates"])
-    rates = {
-        (f"{one['shape']}{SHORT_TYPES[one['kv_type']]}", one["kernel"], one["queries"]): one for one in result["rates"]
+    cells = {
+        (one["shape"] + SHORT_TYPES[one["kv_type"]], one.get("kernel") or one["peer"], one["queries"]): one
+        for one in (*result["rates"], *result["peers"])
         if one["threads"] == most and one["kv_type"] in SHORT_TYPES
-    }  # fmt: skip
-    peers = {
-        (f"{one['shape']}{SHORT_TYPES[one['kv_type']]}", one["peer"], one["queries"]): one for one in result["peers"]
-        if one["threads"] == most and one["kv_type"] in SHORT_TYPES
-    }  # fmt: skip
-    queries = sorted({count for *_, count in rates})
+    }
+    queries = sorted({count for *_, count in cells})
+    shapes = list(dict.fromkeys(shape for shape, *_ in cells))
 
     def cell(found: Json | None) -> str:
         if found is None:
@@ -608,11 +606,9 @@ def attention(result: Json) -> str:
             return number(found["bytes_per_s"] / GB)
         return f"{number(found['attend_bytes_per_s'] / GB)} ({found['of_reads']:.0%})"
 
-    shapes = list(dict.fromkeys(shape for shape, *_ in rates))
     rows = [
-        [shape, kernel, *(cell(cells.get((shape, kernel, count))) for count in queries)]
-        for cells in (rates, peers)
-        for shape, kernel in sorted({key[:2]: None for key in cells}, key=lambda key: shapes.index(key[0]))
+        [*key, *(cell(cells.get((*key, count))) for count in queries)]
+        for key in sorted({key[:2]: None for key in cells}, key=lambda key: shapes.index(key[0]))
     ]
     return markdown(["shape", "kernel", *(f"{count} queries" if count > 1 else "1 query" for count in queries)], rows)
 

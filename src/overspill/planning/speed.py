@@ -101,7 +101,9 @@ def decode_step_s(machine: Machine, load: Load) -> float:
     multiply_s = _matrix_s(machine, load, load.num_requests)
     is_piecewise = load.spilled_kv_bytes and not load.is_graphed
     gpu_s = max(reads_s, multiply_s) + max(0.0, far_s - near_s) + (_PIECEWISE_S if is_piecewise else 0)
-    gpu_s += _all_reduce_s(machine, load, load.num_requests) + load.num_layers * _EXPERTS_LAYER_S * load.has_experts
+    gpu_s += _all_reduce_s(machine, load, load.num_requests)
+    if load.has_experts:
+        gpu_s += load.num_layers * _EXPERTS_LAYER_S
     if load.spilled_kv_bytes and load.is_graphed:
         gpu_s += load.num_layers * (_FLAGS_LAYER_S + (_FAR_LAYER_S if far_bytes else 0))
     launch_s = load.num_layers * _launched_layer_s(load)

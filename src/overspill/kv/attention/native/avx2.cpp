@@ -66,14 +66,13 @@ OVERSPILL_INLINE void load_pair(const uint8_t* p, Vector& a, Vector& b) {
 namespace overspill {
 namespace {
 bool suits(const OverspillLayout&) { return true; }
-int least_rows(const OverspillLayout&) { return 0; }
 }  // namespace
 
 extern const Kernel kAvx2 = {
     "avx2",
     has_avx2,
     suits,
-    least_rows,
+    nullptr,
     width_of,
     state_floats_of,
     attend<kBf16, kFp16, kFp8E4m3, kFp8E5m2, kFp32>,

@@ -14,14 +14,13 @@ constexpr float kE4m3Factor = 256.0f;
 namespace overspill {
 namespace {
 bool suits(const OverspillLayout&) { return true; }
-int least_rows(const OverspillLayout&) { return 0; }
 }  // namespace
 
 extern const Kernel kAvx512 = {
     "avx512",
     has_avx512,
     suits,
-    least_rows,
+    nullptr,
     width_of,
     state_floats_of,
     attend<kBf16, kFp16, kFp8E4m3, kFp8E5m2, kFp32>,

@@ -53,7 +53,7 @@ struct Kernel {
     const char* name;
     bool (*runs_here)();
     bool (*suits)(const OverspillLayout& layout);
-    // Rows per kv head from which this kernel is better than those after it.
+    // Rows per kv head from which this kernel is better than those after it; without the function, any.
     int (*least_rows)(const OverspillLayout& layout);
     // Floats per row of sums and of packed queries.
     int (*width)(const OverspillLayout& layout);

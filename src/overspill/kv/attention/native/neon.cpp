@@ -64,14 +64,13 @@ namespace overspill {
 namespace {
 bool always() { return true; }
 bool suits(const OverspillLayout&) { return true; }
-int least_rows(const OverspillLayout&) { return 0; }
 }  // namespace
 
 extern const Kernel kNeon = {
     "neon",
     always,
     suits,
-    least_rows,
+    nullptr,
     width_of,
     state_floats_of,
     attend<kBf16, kFp16, kFp8E4m3, kFp8E5m2, kFp32>,

@@ -15,10 +15,10 @@ constexpr int64_t kLeastBytes = 128 << 10, kMostBytes = 1 << 20, kBytesPerResult
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 const Kernel* choose(const OverspillLayout& layout, int rows, const Kernel* forced) {
+    const auto is_best = [&](const Kernel& kernel) { return !kernel.least_rows || rows >= kernel.least_rows(layout); };
     for (int i = 0; kKernels[i]; i++) {
         const Kernel& kernel = *kKernels[i];
-        if (runs_here(i) && kernel.suits(layout) && (forced ? forced == &kernel : rows >= kernel.least_rows(layout)))
-            return &kernel;
+        if (runs_here(i) && kernel.suits(layout) && (forced ? forced == &kernel : is_best(kernel))) return &kernel;
     }
     return nullptr;
 }
