@@ -200,14 +200,14 @@ def test_a_lost_copy_ends_the_engine_and_says_so(rig: Rig, monkeypatch: pytest.M
     queue = FlagQueue()
     begun = stream.record_event()
     queue(flags.taken(0), stream)
-    watchdog.watch(begun, 0).over = (stream.record_event(),)
+    watchdog.watch(begun, 0).over = {"copies": stream.record_event()}
     for _ in range(100):
         time.sleep(0.1)
         if reasons:
             break
     queue(flags.raised(0), torch.cuda.Stream())  # or nothing ends here, either
     torch.cuda.synchronize()
-    assert "the engine exits" in reasons[0]
+    assert "still running: copies" in reasons[0] and "the engine exits" in reasons[0]
 
 
 # Engines. Memory is mapped 2 MiB at a time, which is 256 blocks of the tiny model.

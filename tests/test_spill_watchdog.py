@@ -39,16 +39,20 @@ def watchdog(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 def watch(watchdog: Watched, begun: bool, *over: bool, num_bytes: int = 0) -> watching.Watched:
     step = watchdog.watch(Point(begun), num_bytes)
-    step.over = tuple(Point(one) for one in over)
+    step.over = {part: Point(one) for part, one in zip(("copies", "graph"), over, strict=False)}
     return step
 
 
-@pytest.mark.parametrize("over", [(), (True, False), (False, True)], ids=["never queued", "graph", "copies"])
-def test_a_step_that_does_not_end_ends_the_engine(watchdog: Watched, over: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [((), "not queued as a whole"), ((True, False), "running: graph"), ((False, True), "running: copies")],
+    ids=str,
+)
+def test_a_step_that_does_not_end_ends_the_engine(watchdog: Watched, over: tuple[bool, ...], said: str) -> None:
     watch(watchdog, True, True, True)
     watch(watchdog, True, *over)
     assert watchdog.has_ended.wait(20)
-    assert "the engine exits" in watchdog.reason
+    assert f"{said})" in watchdog.reason and "the engine exits" in watchdog.reason
 
 
 def test_time_counts_from_when_the_gpu_gets_to_the_step(watchdog: Watched) -> None:
@@ -69,7 +73,7 @@ def test_each_step_has_time_for_its_bytes(watchdog: Watched, monkeypatch: pytest
     monkeypatch.setattr(watching, "_SLOWEST_BYTES_PER_S", 100)
     step = watch(watchdog, True, False, num_bytes=200)
     assert not watchdog.has_ended.wait(1)
-    step.over[0].is_reached = True
+    step.over["copies"].is_reached = True
     watch(watchdog, True, False)
     assert watchdog.has_ended.wait(20)
 

@@ -172,7 +172,7 @@ class SpilledGraphs:
     def end(self) -> None:
         """Note that the step is queued: its graph was replayed."""
         assert self._watched is not None
-        self._watched.over = self._streams.fill_event(), self._streams.compute_event()
+        self._watched.over = {"copies": self._streams.fill_event(), "graph": self._streams.compute_event()}
 
     def _queue(self, step: SpillStep) -> None:
         flags: list[FlagOperation] = []

@@ -4,7 +4,8 @@ import faulthandler
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from os import _exit as end_process
 
 import torch
@@ -27,11 +28,14 @@ class Watched:
 
     begun: Event
     seconds: float
-    over: tuple[Event, ...] = ()  # none until all of the step is queued
+    over: Mapping[str, Event] = field(default_factory=dict)  # ends of its parts; none until all of it is queued
     deadline: float | None = None  # from when the step was seen to have begun
 
     def is_over(self) -> bool:
-        return bool(self.over) and all(event.query() for event in self.over)
+        return bool(self.over) and not self.running()
+
+    def running(self) -> list[str]:
+        return [part for part, event in self.over.items() if not event.query()]
 
 
 class Watchdog:
@@ -60,25 +64,26 @@ class Watchdog:
         while self._steps and self._steps[0].is_over():
             self._steps.popleft()
 
-    def _is_stalled(self) -> bool:
+    def _stalled(self) -> Watched | None:
         with self._lock:
             self._forget()
             if not self._steps:
-                return False
+                return None
             step = self._steps[0]
             if step.deadline is None and step.begun.query():
                 step.deadline = time.monotonic() + step.seconds
-            return step.deadline is not None and time.monotonic() >= step.deadline
+            return step if step.deadline is not None and time.monotonic() >= step.deadline else None
 
     def _run(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread is on the first GPU, and would create a context there
-        while not self._is_stalled():
+        while (step := self._stalled()) is None:
             time.sleep(_POLL_S)
+        parts = f"still running: {', '.join(step.running())}" if step.over else "not queued as a whole"
         threads = f" Attention on the CPU: {self._threads.progress()}." if self._threads is not None else ""
         self.end(
-            f"Overspill: a step with spilled KV has waited for more than {_STALL_S:.0f} s: a copy or a CPU thread was "
-            f"lost, and the engine exits.{threads}"
+            f"Overspill: a step with spilled KV has waited for more than {_STALL_S:.0f} s ({parts}): a copy or a CPU "
+            f"thread was lost, and the engine exits.{threads}"
         )
 
     def end(self, reason: str) -> None:
