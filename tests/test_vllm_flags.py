@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import overspill
+from overspill import flags
 from overspill.flags import read_flags, refuse_unknown
 from overspill.kv.errors import OverspillError
 from tests.command import run_overspill
@@ -200,3 +201,25 @@ def test_the_next_flag_after_a_flag_without_value_is_named() -> None:
 
 if __name__ == "__main__":
     FILE.write_text(described())
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("--ctx-size 8192", "it is --max-model-len here"),
+        ("--num_ctx=8192", "it is --max-model-len here"),
+        ("--mem-fraction-static 0.8", "it is --gpu-memory-utilization here"),
+        ("--tp-size 2", "it is --tensor-parallel-size here"),
+        ("--max-modle-len 8192", "did you mean --max-model-len?"),
+        ("--zzz", "--help lists Overspill's"),
+    ],
+)
+def test_unknown_flags_are_answered_with_those_that_exist(given: str, hint: str) -> None:
+    """Not with the nearest of all names: `--convert` was the advice for `--max-context`."""
+    with pytest.raises(OverspillError, match=hint.replace("?", r"\?")):
+        refuse_unknown(read_flags(given.split()))
+
+
+def test_what_other_servers_names_mean_exists() -> None:
+    known, elsewhere = flags._known_flags(), flags._ELSEWHERE
+    assert not elsewhere.keys() & known.keys() and set(elsewhere.values()) <= known.keys()

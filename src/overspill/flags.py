@@ -81,6 +81,18 @@ _GONE = {
     "--preemption-mode": "with --offload-ram, a preempted request is loaded from RAM",
     "--disable-log-requests": "its replacement is --no-enable-log-requests, which is the default",
 }
+# Names that other servers have for vLLM's flags: llama.cpp, SGLang, TGI and Ollama.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("--ctx-size", "--context-length", "--max-total-tokens", "--num-ctx", "--context", "--max-context"),
+        "--max-model-len",
+    ),
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--max-running-requests": "--max-num-seqs",
+    "--max-concurrent-requests": "--max-num-seqs",
+    "--tp-size": "--tensor-parallel-size",
+    "--num-shard": "--tensor-parallel-size",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +174,13 @@ def _found(name: str, own: Sequence[str]) -> _Known:
         return known[begun[0]]
     if begun:
         raise OverspillError(f"{name} can be {', '.join(begun)}; write it in full")
-    raise OverspillError(f"neither Overspill nor vLLM has a flag {name}; {nearest(name, [*own, *known])}")
+    if (meant := _ELSEWHERE.get(name.replace("_", "-"))) is not None:
+        raise OverspillError(f"vLLM has no flag {name}; it is {meant} here")
+    advice = difflib.get_close_matches(name, [*own, *known], n=1)
+    raise OverspillError(
+        f"neither Overspill nor vLLM has a flag {name}; "
+        + (f"did you mean {advice[0]}?" if advice else "--help lists Overspill's, and vllm serve --help=all vLLM's")
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
