@@ -199,10 +199,6 @@ def test_the_next_flag_after_a_flag_without_value_is_named() -> None:
         refuse_unknown(read_flags(["--seed", "--enable-lora"]))
 
 
-if __name__ == "__main__":
-    FILE.write_text(described())
-
-
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
@@ -223,3 +219,7 @@ def test_unknown_flags_are_answered_with_those_that_exist(given: str, hint: str)
 def test_what_other_servers_names_mean_exists() -> None:
     known, elsewhere = flags._known_flags(), flags._ELSEWHERE
     assert not elsewhere.keys() & known.keys() and set(elsewhere.values()) <= known.keys()
+
+
+if __name__ == "__main__":
+    FILE.write_text(described())

@@ -176,16 +176,13 @@ def _found(name: str, own: Sequence[str]) -> _Known:
         raise OverspillError(f"{name} can be {', '.join(begun)}; write it in full")
     if (meant := _ELSEWHERE.get(name.replace("_", "-"))) is not None:
         raise OverspillError(f"vLLM has no flag {name}; it is {meant} here")
-    advice = difflib.get_close_matches(name, [*own, *known], n=1)
-    raise OverspillError(
-        f"neither Overspill nor vLLM has a flag {name}; "
-        + (f"did you mean {advice[0]}?" if advice else "--help lists Overspill's, and vllm serve --help=all vLLM's")
-    )
+    advice = nearest(name, [*own, *known], 0.6) or "--help lists Overspill's, and vllm serve --help=all vLLM's"
+    raise OverspillError(f"neither Overspill nor vLLM has a flag {name}; {advice}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Suggestion of the nearest name, `did you mean …?`; empty where no names are known."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.0) -> str:
+    """Suggestion of the nearest name, `did you mean …?`; empty where none is as near as `cutoff`, from 0 to 1."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {found[0]}?" if found else ""
 
 
