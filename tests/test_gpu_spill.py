@@ -151,7 +151,6 @@ def test_h2d_copies_can_be_timed(rig: Rig) -> None:
 def test_a_graph_waits_for_copies_and_copies_for_the_graph(rig: Rig) -> None:
     """Every layer of a captured graph sees its own blocks, writes one, and the arena gets it back."""
     from overspill.kv.spill.graphs import SpilledGraphs
-    from overspill.kv.spill.program import after_attention, before_attention, before_writes
     from overspill.kv.spill.steps import GroupStep, SpillStep
     from overspill.kv.spill.window import Layer, Window, plan_accesses
 
@@ -163,13 +162,12 @@ def test_a_graph_waits_for_copies_and_copies_for_the_graph(rig: Rig) -> None:
         rig.kept(region)[:] = torch.arange(GEOMETRY.num_spilled, dtype=torch.uint8)[:, None] + 16 * region
 
     def layers() -> None:
-        graphs._capture(before_writes(0, GEOMETRY.num_regions))
+        graphs.begin_model()
         for region in regions:
             rig.window(region)[5].add_(1)
-            graphs._capture(before_attention(region))
+            graphs.begin_attention(f"l{region}")
             seen[region].copy_(rig.window(region)[:, -1])
-            graphs._capture(after_attention(region))
-            graphs._capture(before_writes(region + 1, GEOMETRY.num_regions))
+            graphs.end_attention([])
 
     layers()  # warms up, and waits for nothing
     torch.cuda.synchronize()

@@ -61,8 +61,7 @@ class SpilledGraphs:
 
     def capture(self, runner: Any) -> None:
         def model(**inputs: Any) -> Any:
-            self._captured_layers = 0
-            self._capture(before_writes(0, len(self._names)))
+            self.begin_model()
             output = runner.model(**inputs)
             if self._is_recorded() and self._captured_layers != len(self._names):
                 raise OverspillError(
@@ -80,6 +79,10 @@ class SpilledGraphs:
         finally:
             self.is_capturing = self.shares_attention = False
 
+    def begin_model(self) -> None:
+        self._captured_layers = 0
+        self._capture(self._flags_of(before_writes(0, len(self._names))))
+
     def before_layer(self, name: str) -> None:
         if name in self._names and not self._is_shared(name):
             self.begin_attention(name)
@@ -88,18 +91,18 @@ class SpilledGraphs:
         """Capture the layer's wait for the window, preceded by the flag operations in `before`."""
         if self._is_recorded() and name != self._names[self._captured_layers]:
             raise OverspillError(f"{name} runs where {self._names[self._captured_layers]} was expected")
-        self._capture(before_attention(self._captured_layers), before=before)
+        self._capture([*before, *self._flags_of(before_attention(self._captured_layers))])
 
     def end_attention(self, after: Sequence[FlagOperation]) -> None:
-        """Capture that the layer has read the window, followed by the flag operations in `after`."""
-        self._capture(after_attention(self._captured_layers), after=after)
+        """Capture that the layer has read the window, the flag operations in `after`, and the next layer's wait until
+        it may write: one node of the graph, since each costs as much as a kernel."""
+        index, following = self._captured_layers, before_writes(self._captured_layers + 1, len(self._names))
+        self._capture([*self._flags_of(after_attention(index)), *after, *self._flags_of(following)])
+        self._captured_layers += self._is_recorded()
 
     def after_layer(self, name: str) -> None:
-        if name not in self._names:
-            return
-        over = [] if self._is_shared(name) else after_attention(self._captured_layers)
-        self._captured_layers += self._is_recorded()
-        self._capture(over + before_writes(self._captured_layers, len(self._names)))
+        if name in self._names and not self._is_shared(name):
+            self.end_attention([])
 
     def _is_shared(self, name: str) -> bool:
         """Whether the layer itself hands its query to the CPU before it waits for the window."""
@@ -109,15 +112,9 @@ class SpilledGraphs:
         """Whether the model is being recorded; before that, vLLM runs it once to warm up."""
         return torch.cuda.is_current_stream_capturing()
 
-    def _capture(
-        self,
-        operations: list[Operation],
-        before: Sequence[FlagOperation] = (),
-        after: Sequence[FlagOperation] = (),
-    ) -> None:
+    def _capture(self, operations: Sequence[FlagOperation]) -> None:
         if self._is_recorded():
-            flags = [one for operation in operations for one in self._flag_operations(operation)]
-            self._queue_flags([*before, *flags, *after], torch.cuda.current_stream())
+            self._queue_flags(operations, torch.cuda.current_stream())
 
     # Steps.
 
@@ -190,6 +187,9 @@ class SpilledGraphs:
                 self._streams.fill(operation.region, operation.runs)
             is_first = False
         self._queue_flags(flags, self._streams.inbound)
+
+    def _flags_of(self, operations: Sequence[Operation]) -> list[FlagOperation]:
+        return [one for operation in operations for one in self._flag_operations(operation)]
 
     def _flag_operations(self, operation: Operation) -> list[FlagOperation]:
         match operation:
