@@ -165,7 +165,7 @@ def test_impossible_jobs_are_refused(pool: Pool, change: dict[str, object], mess
 
 
 class Flags:
-    """32-bit numbers in memory, as a GPU sets and reads them."""
+    """32-bit flags in memory, as a GPU raises and lowers them."""
 
     def __init__(self, count: int) -> None:
         self.ready, self.done = (ctypes.c_uint32 * count)(), (ctypes.c_uint32 * count)()
@@ -190,15 +190,16 @@ def test_steps_follow_their_flags(pool: Pool) -> None:
     results = [case.results() for case in layers]
     flags = Flags(3)
     jobs = [flags.job(case.job(*result), i) for i, (case, result) in enumerate(zip(layers, results))]
-    flags.ready[:] = [2**32 - 3] * 3
-    for number in (2**32 - 2, 2**32 - 1, 3):  # numbers wrap, and 3 comes after the largest
-        step = pool.submit(Step(jobs), number)
+    for _ in range(3):
+        step = pool.submit(Step(jobs))
         for layer, (case, (output, _)) in enumerate(zip(layers, results)):
             assert eventually(lambda: (pool.progress().state, pool.progress().layer) == (State.WAITING, layer))  # noqa: B023
-            assert flags.done[layer] != number
+            assert not flags.done[layer]
             output.fill_(torch.nan)
-            flags.ready[layer] = number
-            assert eventually(lambda: flags.done[layer] == number)  # noqa: B023
+            flags.ready[layer] = 1
+            assert eventually(lambda: flags.done[layer])  # noqa: B023
+            assert not flags.ready[layer], "a step of one layer would begin the next one"
+            flags.done[layer] = 0
             assert (output - case.expected()[0]).abs().max() < 1e-5
         pool.wait(step, 20)
     assert pool.progress().finished == 3 and pool.progress().state == State.IDLE
@@ -207,9 +208,9 @@ def test_steps_follow_their_flags(pool: Pool) -> None:
 def test_steps_run_in_the_order_of_their_submission(pool: Pool) -> None:
     flags, case = Flags(1), Case()
     output, lse = case.results()
-    late = pool.submit(Step([flags.job(case.job(output, lse), 0)]), 1)
+    late = pool.submit(Step([flags.job(case.job(output, lse), 0)]))
     other, other_lse = case.results()
-    next_one = pool.submit(Step([case.job(other, other_lse)]), 2)
+    next_one = pool.submit(Step([case.job(other, other_lse)]))
     assert other.isnan().all()
     flags.ready[0] = 1
     pool.wait(next_one, 20)
@@ -223,7 +224,7 @@ def test_a_step_takes_other_blocks_without_being_made_anew(pool: Pool) -> None:
     step = Step([case.job(*result) for case, result in zip(layers, results)])
     other = [(range(4), [0]), (range(2, 6), [1])]
     step.attend_to(Segments(other), 2, layers=[0, 2])
-    pool.wait(pool.submit(step, 1), 20)
+    pool.wait(pool.submit(step), 20)
     for layer, (case, result) in enumerate(zip(layers, wanted)):
         job = case.job(*result)
         pool.attend(job if layer == 1 else replace(job, segments=Segments(other)))
@@ -234,12 +235,12 @@ def test_a_step_takes_other_blocks_without_being_made_anew(pool: Pool) -> None:
 def test_an_aborted_step_sets_no_flag_and_the_pool_goes_on(pool: Pool) -> None:
     flags, case = Flags(2), Case()
     result = case.results()
-    steps = [pool.submit(Step([flags.job(case.job(*result), i)]), 5) for i in range(2)]
+    steps = [pool.submit(Step([flags.job(case.job(*result), i)])) for i in range(2)]
     assert eventually(lambda: pool.progress().state == State.WAITING)
-    with pytest.raises(StepStalled, match="waiting at layer 0 of step 5, 2 threads alive"):
+    with pytest.raises(StepStalled, match="waiting at layer 0 of step 1, 2 threads alive"):
         pool.wait(steps[0], 0.01)
     pool.abort()
-    flags.ready[:] = [5, 5]
+    flags.ready[:] = [1, 1]
     for step in steps:
         with pytest.raises(StepAborted):
             pool.wait(step, 20)
@@ -266,7 +267,7 @@ def test_a_stalled_thread_is_seen_and_may_come_back(pool: Pool) -> None:
 
 def stalls(pool: Pool, case: Case, results: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Whether a step did not end: the thread with the fault may have come too late to take part."""
-    step = pool.submit(Step([case.job(*results)]), 1)
+    step = pool.submit(Step([case.job(*results)]))
     try:
         pool.wait(step, 0.5)
     except StepStalled:
@@ -307,7 +308,7 @@ job = Job(
 with Pool(2, library=load(Path(sys.argv[1]))) as pool:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + (4 << 20), resource.RLIM_INFINITY))
-    step = pool.submit(Step([job]), 1)
+    step = pool.submit(Step([job]))
     try:
         pool.wait(step, 2)
     except StepStalled as error:
@@ -482,5 +483,5 @@ def test_a_job_is_late_if_its_result_is_waited_for(due: int) -> None:
     results = case.results()
     with Pool(2) as pool:
         job = replace(case.job(*results), due=ctypes.addressof(flag))
-        pool.wait(pool.submit(Step([job, job]), 1), 60)
+        pool.wait(pool.submit(Step([job, job])), 60)
         assert pool.attended[2:] == (2, 2 * due)

@@ -57,7 +57,7 @@ class NativeProgress(ctypes.Structure):
     _fields_ = [
         ("heartbeat", ctypes.c_uint64), ("units", ctypes.c_uint64),
         ("submitted", ctypes.c_int64), ("finished", ctypes.c_int64),
-        ("step_number", ctypes.c_uint32), *((name, ctypes.c_int32) for name in ("layer", "state", "alive")),
+        *((name, ctypes.c_int32) for name in ("layer", "state", "alive")),
     ]  # fmt: skip
 
 
@@ -76,7 +76,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "error": (_TEXT, []),
     "pool_create": (_POOL, [_INT, ctypes.POINTER(ctypes.c_int32), _INT, _INT]),
     "pool_close": (_INT, [_POOL, _INT]),
-    "pool_submit": (_INT64, [_POOL, ctypes.POINTER(NativeJob), _INT, ctypes.c_uint32]),
+    "pool_submit": (_INT64, [_POOL, ctypes.POINTER(NativeJob), _INT]),
     "pool_wait": (_INT, [_POOL, _INT64, _INT64]),
     "pool_abort": (_INT, [_POOL, _INT64]),
     "pool_progress": (None, [_POOL, ctypes.POINTER(NativeProgress)]),

@@ -117,8 +117,8 @@ def _ids(ids: Sequence[int] | Ids) -> Ids:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """Attention of one layer. `query` and `output` (fp32) are [num_queries][heads][head_size], `lse` (fp32) is
-    [heads][num_queries]. `ready`, `done` and `due` are addresses of 32-bit numbers: the job begins when `ready` reaches
-    its step's number, sets `done` to it at the end, and is late if `due` (its result is awaited) got there first.
+    [heads][num_queries]. `ready`, `done` and `due` are addresses of 32-bit flags, 0 or 1: the job begins when `ready`
+    is raised and lowers it, raises `done` at the end, and is late if `due` (its result is awaited) is up by then.
     """
 
     layout: Layout
@@ -175,13 +175,12 @@ class Progress:
     units: int
     submitted: int
     finished: int
-    step_number: int
     layer: int
     state: State
     alive: int
 
     def __str__(self) -> str:
-        where = "" if self.state == State.IDLE else f" at layer {self.layer} of step {self.step_number}"
+        where = "" if self.state == State.IDLE else f" at layer {self.layer} of step {self.finished + 1}"
         return f"{self.state.name.lower()}{where}, {self.alive} threads alive, {self.units} pieces of work done"
 
 
@@ -226,10 +225,10 @@ class Pool:
         self._running: dict[int, object] = {}  # objects that steps point to, by step id
         self._lock = threading.Lock()
 
-    def submit(self, step: Step, number: int) -> int:
+    def submit(self, step: Step) -> int:
         """Queue a step behind the earlier ones and return its id; the caller may change `step` right away."""
         with self._lock:
-            id = self._call.pool_submit(self._handle, step.native, len(step.native), number)
+            id = self._call.pool_submit(self._handle, step.native, len(step.native))
             if id < 0:
                 raise ValueError(f"attention on the CPU: {self._call.error().decode()}")
             finished = self.progress().finished
@@ -249,7 +248,7 @@ class Pool:
 
     def attend(self, job: Job, timeout: float = 60.0) -> None:
         """Run one job, and wait for it."""
-        self.wait(self.submit(Step([job]), 0), timeout)
+        self.wait(self.submit(Step([job])), timeout)
 
     def abort(self, timeout: float = 1.0) -> None:
         """End all steps submitted so far without setting `done`; raise if a thread keeps using their memory."""

@@ -138,9 +138,7 @@ class CudaFarAttention(FarAttention):
         heads = query.shape[1]
         yield self._outputs.gpu[index, :num_tokens], self._lses.gpu[index, : num_tokens * heads]
         flags = self._flags
-        self.graphs.end_attention(
-            after=[*flags.raised(due), *flags.taken(done), *flags.lowered(due), *flags.lowered(ready)]
-        )
+        self.graphs.end_attention(after=[*flags.raised(due), *flags.taken(done), *flags.lowered(due)])
 
     def measure(self, layout: Layout) -> None:
         super().measure(layout)
@@ -153,8 +151,7 @@ class CudaFarAttention(FarAttention):
         segments = {group: Segments(self.rows[group].parts if group in self.rows else []) for group in self._groups}
         for group, layers in self._groups.items():
             self._jobs.attend_to(segments[group], num_tokens, layers)
-        # Flags are 0 or 1 because the graph lowers them again, so every step has the number 1.
-        self._submitted.append(self.pool.submit(self._jobs, 1))
+        self._submitted.append(self.pool.submit(self._jobs))
         # Count what earlier steps have completed so far.
         before, self._attended = self._attended, self.pool.attended
         latest = self._attended.since(before)

@@ -38,9 +38,10 @@ struct OverspillJob {
     const void* query;      // [num_queries][kv_heads * group][head_size]
     float* output;          // as query; zeros for a query without a segment
     float* lse;             // [kv_heads * group][num_queries], natural logarithm; -inf for a query without a segment
-    const uint32_t* ready;  // null, or: the job begins when *ready has reached the step's number
-    uint32_t* done;         // null, or: *done is set to the step's number at the end
-    const uint32_t* due;    // null, or: *due reaches the step's number when the GPU begins to wait for the result
+    // Flags, 0 or 1, or null. Who waits for a flag lowers it.
+    uint32_t* ready;      // the job begins when the GPU raises it
+    uint32_t* done;       // raised at the end of the job; the GPU waits for it
+    const uint32_t* due;  // raised while the GPU waits for `done`
     int32_t num_segments, num_queries;
     float scale, key_scale, value_scale;  // of the softmax; of fp8 keys and values (1 otherwise)
 };
@@ -51,7 +52,6 @@ struct OverspillProgress {
     uint64_t heartbeat;           // rises while the leader is alive
     uint64_t units;               // pieces of work completed by all threads
     int64_t submitted, finished;  // steps
-    uint32_t step_number;
     int32_t layer;  // index of the current job in its step
     int32_t state;  // OverspillState
     int32_t alive;  // threads
@@ -89,7 +89,7 @@ OverspillPool* overspill_pool_create(int threads, const int32_t* cpus, int num_c
 int overspill_pool_close(OverspillPool* pool, int timeout_ms);
 // Queues a step and returns its id, or a negative number (see overspill_error). Everything that the jobs point to must
 // stay until the step has ended.
-int64_t overspill_pool_submit(OverspillPool* pool, const OverspillJob* jobs, int num_jobs, uint32_t number);
+int64_t overspill_pool_submit(OverspillPool* pool, const OverspillJob* jobs, int num_jobs);
 int overspill_pool_wait(OverspillPool* pool, int64_t step, int64_t timeout_us);
 // Ends all steps submitted so far without setting `done`. Returns kAborted if no thread touches their memory any more.
 int overspill_pool_abort(OverspillPool* pool, int64_t timeout_us);

@@ -102,7 +102,6 @@ struct Memory {
 
 struct Step {
     int64_t id;
-    uint32_t number;
     std::vector<OverspillJob> jobs;
     std::vector<std::shared_ptr<const Plan>> plans;  // one per job
     const uint8_t* memory = nullptr;                 // read instead of running jobs
@@ -168,7 +167,6 @@ struct OverspillPool {
     std::atomic<uint32_t> sleepers{0};
 
     alignas(64) std::atomic<uint64_t> heartbeat{0}, units{0};
-    std::atomic<uint32_t> step_number{0};
     std::atomic<int32_t> layer{0}, state{kIdle}, alive{0};
     std::atomic<int64_t> attended_bytes{0}, attended_ns{0}, attended_jobs{0}, late_jobs{0};  // of ended jobs
 
@@ -289,23 +287,23 @@ struct OverspillPool {
         return working && !cancelled;
     }
 
-    bool reached(const uint32_t* flag) const {
-        return int32_t(__atomic_load_n(flag, __ATOMIC_RELAXED) - step.number) >= 0;
-    }
+    static bool is_up(const uint32_t* flag) { return flag && __atomic_load_n(flag, __ATOMIC_RELAXED); }
 
-    bool wait_ready(const OverspillJob& job) {
+    bool take_ready(const OverspillJob& job) {
+        if (!job.ready) return true;
         Patience patience;
-        while (job.ready && !reached(job.ready)) {
+        while (!is_up(job.ready)) {
             heartbeat.fetch_add(1, std::memory_order_relaxed);
             if (stop || is_aborted()) return false;
             if (patience.tired(kStepSpinNs)) usleep(20);
         }
+        // Lowered before `done` is raised: if it were up for longer, a step of one layer could begin the next one.
+        __atomic_store_n(job.ready, 0, __ATOMIC_RELAXED);
         fence_device();
         return !stop && !is_aborted();
     }
 
     bool run_step(Thread& thread) {
-        step_number = step.number;
         if (step.memory) {
             state = kAttending;
             task = {Task::kRead, nullptr, nullptr, step.memory, uint32_t(step.bytes / kReadPiece)};
@@ -323,7 +321,7 @@ struct OverspillPool {
             }
             last_kernel = plan.kernel;
             state = kWaiting;
-            if (!wait_ready(job)) return false;
+            if (!take_ready(job)) return false;
             state = kAttending;
             const int64_t began = now_ns();
             task = {Task::kChunks, &job, &plan, nullptr, uint32_t(plan.chunks.size())};
@@ -334,12 +332,12 @@ struct OverspillPool {
             fence_device();
             if (plan.bytes) {
                 // Read `due` before setting `done`: the waiting GPU then lowers `due`.
-                late_jobs += job.due && reached(job.due);
+                late_jobs += is_up(job.due);
                 attended_jobs++;
                 attended_bytes += plan.bytes;
                 attended_ns += now_ns() - began;
             }
-            if (job.done) __atomic_store_n(job.done, step.number, __ATOMIC_RELEASE);
+            if (job.done) __atomic_store_n(job.done, 1, __ATOMIC_RELEASE);
         }
         return true;
     }
@@ -454,8 +452,8 @@ int overspill_pool_close(OverspillPool* pool, int timeout_ms) {
     return left;
 }
 
-int64_t overspill_pool_submit(OverspillPool* pool, const OverspillJob* jobs, int num_jobs, uint32_t number) try {
-    Step step{0, number, {jobs, jobs + num_jobs}, {}};
+int64_t overspill_pool_submit(OverspillPool* pool, const OverspillJob* jobs, int num_jobs) try {
+    Step step{0, {jobs, jobs + num_jobs}, {}};
     for (const OverspillJob& job : step.jobs) {
         if (step.plans.empty() || !step.plans.back()->fits(job)) {
             last_error = objection(job);
@@ -488,8 +486,7 @@ int overspill_pool_abort(OverspillPool* pool, int64_t timeout_us) {
 }
 
 void overspill_pool_progress(const OverspillPool* pool, OverspillProgress* progress) {
-    *progress = {pool->heartbeat,   pool->units, pool->submitted, pool->finished,
-                 pool->step_number, pool->layer, pool->state,     pool->alive};
+    *progress = {pool->heartbeat, pool->units, pool->submitted, pool->finished, pool->layer, pool->state, pool->alive};
 }
 
 void overspill_pool_force_kernel(OverspillPool* pool, int kernel) {
