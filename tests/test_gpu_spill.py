@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,23 @@ def test_h2d_copies_can_be_timed(rig: Rig) -> None:
     assert seconds is not None and seconds > 0
 
 
-def test_a_graph_waits_for_copies_and_copies_for_the_graph(rig: Rig) -> None:
-    """Every layer of a captured graph sees its own blocks, writes one, and the arena gets it back."""
+@dataclass(frozen=True)
+class Graphed:
+    """A graph whose layers see the last byte of their blocks, and add one to block 5."""
+
+    graphs: Any
+    graph: torch.cuda.CUDAGraph
+    seen: torch.Tensor
+
+    def step(self, step: Any) -> None:
+        self.graphs.begin(step)
+        self.graph.replay()
+        self.graphs.end()
+        torch.cuda.synchronize()
+
+
+def graphed(rig: Rig) -> Graphed:
     from overspill.kv.spill.graphs import SpilledGraphs
-    from overspill.kv.spill.steps import GroupStep, SpillStep
     from overspill.kv.spill.window import Layer, Window, plan_accesses
 
     regions = range(GEOMETRY.num_regions)
@@ -174,16 +188,32 @@ def test_a_graph_waits_for_copies_and_copies_for_the_graph(rig: Rig) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layers()
-    step = SpillStep({0: GroupStep(reads=[(0, 5), (9, 16)], partial=[(5, 6)], writes=[(5, 6)])})
+    return Graphed(graphs, graph, seen)
+
+
+def test_a_graph_waits_for_copies_and_copies_for_the_graph(rig: Rig) -> None:
+    """Every layer of a captured graph sees its own blocks, writes one, and the arena gets it back."""
+    from overspill.kv.spill.steps import GroupStep, SpillStep
+
+    made = graphed(rig)
+    blocks = [*range(6), *range(9, 16)]
     for number in range(1, 4):
-        graphs.begin(step)
-        graph.replay()
-        graphs.end()
-        torch.cuda.synchronize()
-        for region in regions:
-            expected = [16 * region + block + (number if block == 5 else 0) for block in (*range(6), *range(9, 16))]
-            assert seen[region, [*range(6), *range(9, 16)]].tolist() == expected
+        made.step(SpillStep({0: GroupStep(reads=[(0, 5), (9, 16)], partial=[(5, 6)], writes=[(5, 6)])}))
+        for region in range(GEOMETRY.num_regions):
+            expected = [16 * region + block + (number if block == 5 else 0) for block in blocks]
+            assert made.seen[region, blocks].tolist() == expected
             assert int(rig.kept(region)[5, 0]) == 16 * region + 5 + number
+
+
+def test_a_step_has_more_copies_than_a_stream_takes(rig: Rig) -> None:
+    """Were all queued before the graph is replayed, the driver would wait for it, and it for the driver's caller."""
+    from overspill.kv.spill.steps import GroupStep, SpillStep
+
+    made = graphed(rig)
+    apart = [(block, block + 1) for block in (*range(5), *range(6, 16))] * 1000
+    made.step(SpillStep({0: GroupStep(reads=apart, partial=[(5, 6)], writes=[(5, 6)])}))
+    for region in range(GEOMETRY.num_regions):
+        assert made.seen[region].tolist() == [16 * region + block + (block == 5) for block in range(16)]
 
 
 def test_a_lost_copy_ends_the_engine_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

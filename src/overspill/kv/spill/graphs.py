@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from overspill.kv.spill.far_cuda import CudaFarAttention
 
 
+# A stream that waits takes 1,020 operations, or copies in batches of 512 up to 24,064 (an H200); then the driver keeps
+# the caller waiting. An operation counts as so many copies.
+_MOST_COPIES_AHEAD, _COPIES_OF_ONE_OPERATION = 8192, 32
+
+
 class SpilledGraphs:
     """Graph manager for steps with spilled KV: dispatches to its own FULL graphs, or to vLLM's piecewise ones."""
 
@@ -47,6 +52,7 @@ class SpilledGraphs:
         self._queue_flags = FlagQueue()
         self._watchdog = Watchdog(streams.device, far.pool if far is not None else None)
         self._watched: Watched | None = None
+        self._copies: Iterator[None] = iter(())  # queues the step's copies; asked once, before its graph is replayed
         self._plain: Any = None
         self._full: Any = None
         self._shared: Any = None  # graphs with a part of the attention on the CPU
@@ -159,25 +165,34 @@ class SpilledGraphs:
         return getattr(self._plain, name)
 
     def begin(self, step: SpillStep) -> None:
-        """Queue the step's copies; its graph is replayed next."""
+        """Queue the step's copies, as many as the stream takes for certain; its graph is replayed next."""
         self._watched = self._watchdog.watch(self._streams.compute_event(), step.num_bytes)
         if self.shares_attention:
             assert self._far is not None
             self._far.submit(self._num_tokens)
-        self._window.begin_graphed(lambda: self._queue(step))
+        self._window.begin_graphed()
+        self._copies = self._queue(step)
+        next(self._copies, None)
 
     def end(self) -> None:
-        """Note that the step is queued: its graph was replayed."""
+        """Queue what is left of the step's copies, now that its graph was replayed."""
+        for _ in self._copies:
+            pass
+        self._window.end_graphed()
         assert self._watched is not None
         self._watched.over = {"copies": self._streams.fill_event(), "graph": self._streams.compute_event()}
 
-    def _queue(self, step: SpillStep) -> None:
+    def _queue(self, step: SpillStep) -> Iterator[None]:
+        """Queue the step's copies and flags; yields before it queues what the caller might have to wait for."""
         flags: list[FlagOperation] = []
-        is_first = True
+        is_first, num_ahead = True, 0
         for operation in step_operations(self._window.accesses, step, with_far=not self.shares_attention):
             if isinstance(operation, Wait | Raise):
                 flags += self._flag_operations(operation)
                 continue
+            num_ahead += max(len(operation.runs), _COPIES_OF_ONE_OPERATION)
+            if num_ahead > _MOST_COPIES_AHEAD:
+                yield
             self._queue_flags(flags, self._streams.inbound)
             flags = []
             if isinstance(operation, Save):

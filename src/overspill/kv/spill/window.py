@@ -5,7 +5,7 @@ as the previous access to that half has completed and its writes are saved to th
 other is read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -136,11 +136,12 @@ class Window:
             self._fill(index, step.groups[self._accesses[index].layer.group])
         self._allow_writes()
 
-    def begin_graphed(self, queue_copies: Callable[[], None]) -> None:
-        """Queue all copies at once, behind those of earlier steps, for a step whose layers run in a graph."""
+    def begin_graphed(self) -> None:
+        """Let the copies of a step whose layers run in a graph follow those of earlier steps; they are queued next."""
         for point in self._free.values():
             self._streams.fill_after(point)
-        queue_copies()
+
+    def end_graphed(self) -> None:
         over = self._streams.fill_event()
         self._free = {(access.layer.group, access.half): over for access in self._accesses}
 
