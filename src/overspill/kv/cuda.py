@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,11 @@ _CAPTURE_MODE_RELAXED = 2
 _CAPTURE_WAIT_S = 60.0
 # CU_STREAM_MEM_OP_WAIT_VALUE_32 and WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ, and the most operations per call.
 _WAIT_VALUE, _WRITE_VALUE, _WAIT_EQUAL, _MOST_FLAG_OPERATIONS = 1, 2, 1, 256
+
+
+# Held while a step is queued whose copies wait for its graph. Nothing is registered meanwhile: the driver waits
+# for an idle GPU to unregister memory, and lets nobody replay a graph until then.
+queueing = threading.Lock()
 
 
 class _MemLocation(ctypes.Structure):
@@ -147,13 +153,15 @@ class PinnedRanges:
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._exchange_capture_mode(ctypes.addressof(mode))
         try:
-            return self._register(address, length, 0)
+            with queueing:
+                return self._register(address, length, 0)
         finally:
             self._exchange_capture_mode(ctypes.addressof(mode))
 
     def unregister(self, address: int) -> None:
         torch.cuda.set_device(self._device)
-        code = self._unregister(address)
+        with queueing:
+            code = self._unregister(address)
         if code != _SUCCESS:
             logger.warning("Overspill: cuMemHostUnregister: %s", _error_name(code))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overspill.kv.cuda import FlagOperation, FlagQueue, StreamFlags
+from overspill.kv.cuda import FlagOperation, FlagQueue, StreamFlags, queueing
 from overspill.kv.errors import OverspillError
 from overspill.kv.spill.program import (
     Flag,
@@ -128,7 +128,7 @@ class SpilledGraphs:
     def step(self, runner: Any) -> Iterator[None]:
         """Context of a step with spilled KV, whose batch is dispatched to these graphs."""
         try:
-            with with_graphs(runner, self):
+            with queueing, with_graphs(runner, self):
                 yield
         finally:
             # Steps without spilled KV are dispatched by vLLM's manager, and must not share their attention.
