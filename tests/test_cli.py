@@ -71,6 +71,15 @@ def test_a_plan_for_a_model_on_disk(llama: Path) -> None:
     assert text.returncode == 0 and "everything on the GPU" in text.stdout and "assumed" in text.stdout
 
 
+def test_a_servers_own_flags_are_planned_with(llama: Path) -> None:
+    """A server's command with `plan` in place of `serve` was refused."""
+    words = (str(llama), "--gpu", "24GiB", "--ram", "64GiB", "--json", "--max_model_len=4k", "--port", "8001")
+    usual, eager = (json.loads(overspill("plan", *words, *more).stdout) for more in ((), ("--enforce-eager",)))
+    assert eager["max_model_len"] == 4096 and eager["need_gpu_bytes"] < usual["need_gpu_bytes"], "without graphs"
+    served = json.loads(overspill("serve", *words, "--enforce-eager", "--dry-run").stdout)["plan"]
+    assert eager["vllm_args"] == served["vllm_args"]
+
+
 def test_a_model_that_does_not_fit_exits_with_one(llama: Path) -> None:
     small = ("plan", str(llama), "--gpu", "1GiB", "--ram", "1GiB")
     answer = overspill(*small)
@@ -138,6 +147,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no chunk": (["plan", "{llama}", "--gpu", "24GiB", "--max-num-batched-tokens", "x"], "--max-num-batched-tokens"),
     "no pool": (["plan", "{llama}", "--gpu", "24GiB", "--offload-ram", "much"], "--offload-ram: 'much' is not a size"),
     "misspelt variable": (["plan", "{llama}", "--gpu", "24GiB"], "did you mean OVERSPILL_RAM?"),
+    "a flag of another server": (["plan", "{llama}", "--ctx-size", "8192"], "it is --max-model-len here"),
+    "a flag before the model": (["plan", "--enable-lora", "{llama}"], "the model comes first"),
 }
 
 

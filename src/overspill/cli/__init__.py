@@ -38,7 +38,8 @@ app = group(
 )
 app.command(epilog="Example: overspill run Qwen/Qwen3-8B", context_settings=PASS_ON)(run)
 app.command(
-    epilog="Example: overspill plan meta-llama/Llama-3.1-8B-Instruct --max-model-len 128k --gpu rtx4090 --ram 64GiB"
+    epilog="Example: overspill plan meta-llama/Llama-3.1-8B-Instruct --max-model-len 128k --gpu rtx4090 --ram 64GiB",
+    context_settings=PASS_ON,
 )(plan)
 app.command(
     epilog="Example: overspill serve meta-llama/Llama-3.1-8B-Instruct --max-model-len 128k --served-model-name llama",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import SERVING, Model, failing, launch_of, to_stderr, with_settings
+from overspill.cli.flags import SERVING, Model, failing, launch_of, passed_on, to_stderr, with_settings
 from overspill.cli.launching import require_startable
 from overspill.errors import CannotServe
 from overspill.flags import into_environment, read_flags
@@ -64,10 +64,9 @@ def run(
             key = {**os.environ, **typed}.get("VLLM_API_KEY")
             _chat(Conversation(there.url, there.served_name, key), _question())
             return
-        own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         # A single conversation keeps its idle KV on the GPU; a port of its own lets several chats run at once.
         defaults = {"max_model_len": AUTO, "offload_ram": 0, "port": free_port()}
-        launch = launch_of(model, given, context.args, own, defaults=defaults, is_server=True)
+        launch = launch_of(model, given, *passed_on(context), defaults=defaults, is_server=True)
         prepared = launch.prepared()
         for line in (*plan_in_short(launch.plan), *(f"warning: {warning}" for warning in prepared.warnings)):
             to_stderr(line)

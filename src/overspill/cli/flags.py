@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from overspill.kv.errors import OverspillError
 from overspill.settings import BY_NAME, COUNT, LENGTH, MODEL_SETTINGS, SETTINGS, Scope, Setting
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ def failing(*kinds: type[Exception]) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def passed_on(context: typer.Context) -> tuple[list[str], list[str]]:
+    """vLLM's own flags that a command was given, and the names of the command's flags."""
+    return context.args, [name for one in context.command.params for name in one.opts if name.startswith("--")]
+
+
 def launch_of(
     model: str, given: dict[str, Any], vllm_args: Sequence[str] = (), own: Sequence[str] = (), **how: Any
 ) -> "Launch":
@@ -75,6 +81,8 @@ def launch_of(
     from overspill.launch.reference import NoRegistry
     from overspill.launch.traps import refuse_flags
 
+    if model.startswith("-"):
+        raise OverspillError(f"the model comes first, before vLLM's own flags; {model} is a flag")
     refuse_flags(read_flags(vllm_args), own)  # before the hub or the registry is contacted
     with failing(CannotServe, NoRegistry):
         return Launch.of(model, given, vllm_args, note=to_stderr, **how)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.flags import PLANNING, SERVING, Model, failing, launch_of, to_stderr, with_settings
+from overspill.cli.flags import PLANNING, SERVING, Model, failing, launch_of, passed_on, to_stderr, with_settings
 from overspill.kv.errors import OverspillError
 from overspill.settings import GivenBy, config_path, origins, resolve
 
@@ -21,14 +21,16 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 @with_settings(PLANNING)
 def plan(
     given: dict[str, Any],
+    context: typer.Context,
     model: Model,
     cards: Annotated[bool, typer.Option("--cards", help="Which cards would serve this context, and how fast.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; bytes are integers.")] = False,
 ) -> None:
-    """Show what fits, what goes to RAM, and how fast it will be. Exits with 1 if serve would refuse it."""
+    """Show what fits, what goes to RAM, and how fast it will be. vLLM's own flags follow the model, as with serve.
+    Exits with 1 if serve would refuse it."""
     from overspill.planning.report import cards_as_json, cards_as_text, plan_as_json, plan_as_text
 
-    launch = launch_of(model, given, cards=cards, is_server=True)
+    launch = launch_of(model, given, *passed_on(context), cards=cards, is_server=True)
     is_elsewhere = launch.plan.gpu.is_stated and not launch.plan.platform.is_cpu
     if cards and is_elsewhere and launch.values["gpu"].value is None:
         print(json.dumps(cards_as_json(launch.plan), indent=2) if as_json else cards_as_text(launch.plan))
@@ -61,13 +63,10 @@ def serve(
     from overspill.serve.log import open_log
     from overspill.serve.run import run_server
 
-    if model.startswith("-"):
-        raise OverspillError(f"the model comes first, before vLLM's own flags; {model} is a flag")
     if as_json and not dry_run:
         raise OverspillError("--json is for --dry-run: a server prints its log; leave it out, or add --dry-run")
     with failing(CannotServe):
-        own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-        launch = launch_of(model, given, context.args, own, is_server=True)
+        launch = launch_of(model, given, *passed_on(context), is_server=True)
         if launch.plan.chosen is not None:  # otherwise the refusal includes all of it
             to_stderr(plan_as_text(launch.plan))
         prepared = launch.prepared()
