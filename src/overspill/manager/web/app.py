@@ -66,7 +66,7 @@ def make_web(application: Application | None) -> FastAPI:
         web.include_router(part.router, include_in_schema=False)
     web.mount("/static", StaticFiles(directory=STATIC), name="static")
     web.add_api_route("/metrics", _metrics, include_in_schema=False)
-    web.add_api_route("/healthz", _health, include_in_schema=False)
+    web.add_api_route("/healthz", _health, methods=["GET", "HEAD"], include_in_schema=False)
     web.add_exception_handler(OverspillError, _refused)
     web.add_exception_handler(RequestValidationError, _invalid)
     web.add_exception_handler(HTTPException, _http)
