@@ -12,7 +12,8 @@ CACHED = 576
 
 
 def damage(running: Engine, slot: int) -> None:
-    assert running.worker.memory is not None
+    assert running.worker.memory is not None and running.worker.checksums is not None
+    running.worker.checksums.check([slot]).corrupt_slots()  # waits until the checksum is that of the whole content
     running.worker.memory.slots[slot] ^= 0x11
 
 

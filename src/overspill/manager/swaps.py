@@ -203,6 +203,8 @@ class Swaps:
     """Reasons for which no engine is started now."""
     _claim: tuple[str, Memory] = ("", NOTHING)
     """Model for which elastic engines shrink, and the memory that it needs."""
+    _measured_at: float = float("-inf")
+    """When the free memory that a decision rests on was measured."""
     _draining: dict[str, tuple[str, float, bool]] = field(default_factory=dict)
     """Engines that take no new requests: the model they make room for, the deadline, and whether parking suffices."""
     woken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -267,6 +269,7 @@ class Swaps:
         if engine.state is State.PARKED and engine.refusal and self.queue.since(name) < engine.refused_at:
             self.queue.refuse(name, NoRoom(engine.refusal, retry_after_s=10.0))
             return True
+        self._measured_at = time.monotonic()
         try:
             if engine.state is State.PARKED:
                 await asyncio.sleep(0)  # let requests just admitted elsewhere be counted first
@@ -443,11 +446,12 @@ class Swaps:
         return moving or self._is_settling()
 
     def _is_settling(self) -> bool:
-        """Whether an engine has just ended, whose memory may not be free yet; no other should be evicted meanwhile."""
+        """Whether an engine had just ended when free memory was measured, or ended later: its memory may not be counted
+        as free yet, and no other should be evicted meanwhile."""
         if self._is_limited:
             return False
         last = max((one.ended_at for one in self.engines.values()), default=float("-inf"))
-        return time.monotonic() - last < self.timing.settle_s
+        return self._measured_at - last < self.timing.settle_s
 
     def _no_room(self, name: str, need: Need, free: Memory, victims: tuple[str, ...] = ()) -> NoRoom:
         short = f"{name} needs {need.least}; {free.where_needed(need.least)} is free"
