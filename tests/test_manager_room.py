@@ -74,6 +74,40 @@ def test_memory_that_comes_back_late_is_waited_for(place: Place, monkeypatch: py
     asyncio.run(run())
 
 
+def test_memory_is_measured_again_where_an_engine_ended_meanwhile(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model was refused: its room was counted as taken, and the engine that took it as gone."""
+
+    def free() -> Memory:
+        before = engines.snapshot("a").pid
+        measured = Memory(gpus=(16 * GiB - 10 * GiB * (before is not None),), ram_bytes=64 * GiB)
+        if engines.snapshot("a").state is State.STOPPING:
+            while engines.snapshot("a").pid is not None:
+                time.sleep(0.01)
+            stale.append(before)
+        return measured
+
+    def needs(model: Model, evictable: Memory) -> Need:
+        memory = Memory(gpus=(10 * GiB,), ram_bytes=GiB)
+        return Need(least=memory, takes=memory)
+
+    monkeypatch.setattr("overspill.manager.fleet.free_memory", free)
+    place.add("a")
+    place.add("b")
+
+    async def run() -> None:
+        nonlocal engines
+        async with managing(place, memory=None, reckon=needs) as engines:
+            await engines.ensure_ready("a")
+            await engines.ensure_ready("b")
+
+    engines: Any = None
+    stale: list[int | None] = []
+    asyncio.run(run())
+    assert any(stale), "memory was never measured while the engine ended"
+
+
 @pytest.mark.parametrize("ram", [None, "9GiB"])
 def test_a_limit_on_one_memory_leaves_the_other_to_what_is_free(
     place: Place, monkeypatch: pytest.MonkeyPatch, ram: str | None
