@@ -74,18 +74,17 @@ def test_memory_that_comes_back_late_is_waited_for(place: Place, monkeypatch: py
     asyncio.run(run())
 
 
-def test_memory_is_measured_again_where_an_engine_ended_meanwhile(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def swap_on_one_gpu(
+    place: Place, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Any], None], ram: str | None = None
 ) -> None:
-    """The model was refused: its room was counted as taken, and the engine that took it as gone."""
+    """Two models that take 10 of 16 GiB have a turn; `meanwhile` runs between measuring and telling what is free."""
+
+    def running() -> list[str]:
+        return [name for name in ("a", "b") if engines.snapshot(name).pid is not None]
 
     def free() -> Memory:
-        before = engines.snapshot("a").pid
-        measured = Memory(gpus=(16 * GiB - 10 * GiB * (before is not None),), ram_bytes=64 * GiB)
-        if engines.snapshot("a").state is State.STOPPING:
-            while engines.snapshot("a").pid is not None:
-                time.sleep(0.01)
-            stale.append(before)
+        measured = Memory(gpus=(16 * GiB - 10 * GiB * len(running()),), ram_bytes=64 * GiB)
+        meanwhile(engines)
         return measured
 
     def needs(model: Model, evictable: Memory) -> Need:
@@ -98,14 +97,13 @@ def test_memory_is_measured_again_where_an_engine_ended_meanwhile(
 
     async def run() -> None:
         nonlocal engines
-        async with managing(place, memory=None, reckon=needs) as engines:
+        async with managing(place, memory=limit(ram, None), reckon=needs) as engines:
             await engines.ensure_ready("a")
             await engines.ensure_ready("b")
+            assert running() == ["b"]
 
     engines: Any = None
-    stale: list[int | None] = []
     asyncio.run(run())
-    assert any(stale), "memory was never measured while the engine ended"
 
 
 @pytest.mark.parametrize("ram", [None, "9GiB"])
@@ -113,31 +111,24 @@ def test_a_limit_on_one_memory_leaves_the_other_to_what_is_free(
     place: Place, monkeypatch: pytest.MonkeyPatch, ram: str | None
 ) -> None:
     """With --ram alone, models were started on a GPU that was full."""
-    places = ({"a": 10 * GiB, "b": 10 * GiB}, 16 * GiB)
+    swap_on_one_gpu(place, monkeypatch, lambda engines: None, ram)
 
-    def free() -> Memory:
-        return Memory(gpus=(places[1] - sum(places[0][name] for name in running(engines)),), ram_bytes=64 * GiB)
 
-    def running(engines: Any) -> list[str]:
-        return [name for name in places[0] if engines.snapshot(name).pid is not None]
+def test_memory_is_measured_again_where_an_engine_ended_meanwhile(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model was refused: its room was counted as taken, and the engine that took it as gone."""
+    ended: list[int] = []
 
-    def needs(model: Model, evictable: Memory) -> Need:
-        memory = Memory(gpus=(places[0][model.name],), ram_bytes=GiB)
-        return Need(least=memory, takes=memory)
+    def until_it_ended(engines: Any) -> None:
+        here = engines.snapshot("a")
+        if here.state is State.STOPPING and here.pid is not None:
+            while engines.snapshot("a").pid is not None:
+                time.sleep(0.01)
+            ended.append(here.pid)
 
-    monkeypatch.setattr("overspill.manager.fleet.free_memory", free)
-    place.add("a")
-    place.add("b")
-
-    async def run() -> None:
-        nonlocal engines
-        async with managing(place, memory=limit(ram, None), reckon=needs) as engines:
-            await engines.ensure_ready("a")
-            await engines.ensure_ready("b")
-            assert running(engines) == ["b"]
-
-    engines: Any = None
-    asyncio.run(run())
+    swap_on_one_gpu(place, monkeypatch, until_it_ended)
+    assert ended, "memory was never measured while the engine ended"
 
 
 def test_a_model_that_can_never_fit_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
