@@ -38,7 +38,7 @@ struct OverspillJob {
     const void* query;      // [num_queries][kv_heads * group][head_size]
     float* output;          // as query; zeros for a query without a segment
     float* lse;             // [kv_heads * group][num_queries], natural logarithm; -inf for a query without a segment
-    // Flags, 0 or 1, or null. Who waits for a flag lowers it.
+    // Flags, 0 or 1, or null. Who waits for a flag lowers it, and the GPU lowers `due`.
     uint32_t* ready;      // the job begins when the GPU raises it
     uint32_t* done;       // raised at the end of the job; the GPU waits for it
     const uint32_t* due;  // raised while the GPU waits for `done`
