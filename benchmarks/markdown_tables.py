@@ -74,7 +74,8 @@ def notes(result: Json) -> str:
 
 def hardware(result: Json) -> str:
     machine, versions, settings = result["hardware"], result["versions"], result["settings"]
-    parts = [machine["gpu"] or machine["cpu"], f"vLLM {versions['vllm']}", f"torch {versions['torch']}"]
+    parts = [machine["gpu"] or machine["cpu"]]
+    parts += [f"{shown} {versions[name]}" for name, shown in (("vllm", "vLLM"), ("torch", "torch")) if versions[name]]
     if link := result.get("link"):
         parts.append(f"link {link['h2d_bytes_per_second'] / GB:.1f} GB/s")
     parts.append(f"{machine['cpu_cores']} CPU cores, {machine['ram_bytes'] / GIB:.0f} GiB of RAM")
@@ -613,6 +614,26 @@ def attention(result: Json) -> str:
     return markdown(["shape", "kernel", *(f"{count} queries" if count > 1 else "1 query" for count in queries)], rows)
 
 
+def attention_change(before: Json, after: Json) -> str:
+    """AMX, the only kernel that differs, with as many threads as both runs had."""
+    rates: list[dict[tuple[str, int], float]] = [
+        {
+            (one["shape"] + SHORT_TYPES[one["kv_type"]], one["queries"]): one["attend_bytes_per_s"]
+            for one in result["rates"]
+            if one["kernel"] == "amx"
+        }
+        for result in (before, after)
+    ]
+    then, now = rates
+    queries = sorted({count for _, count in then})
+    rows = [
+        [shape, *(f"{number(then[key] / GB)} → {number(now[key] / GB)}, ×{number(now[key] / then[key])}"
+                  if (key := (shape, count)) in then else "–" for count in queries)]
+        for shape in dict.fromkeys(shape for shape, _ in then)
+    ]  # fmt: skip
+    return markdown(["shape", *(f"{count} queries" if count > 1 else "1 query" for count in queries)], rows)
+
+
 # The README's first screen.
 
 
@@ -700,6 +721,7 @@ TABLES: dict[str, tuple[str, Callable[..., str]]] = {
     "disk": ("disk", disk),
     "drafts": ("drafts", drafts_text),
     "attention": ("attention-kernel", attention),
+    "attention-change": ("attention-kernel-before,attention-kernel", attention_change),
     "spill-where": ("spill", spill_where),
     **{f"spill-{name}": ("spill", partial(spill_part, name)) for name in SPILL},
     **{f"{name}-notes": (name, notes) for name in ("offload", "startup", "prediction")},
