@@ -1,6 +1,7 @@
 """Spill of models with recurrent layers: attention KV goes to RAM, states stay on the GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from overspill.kv.ledger import Ledger
 from overspill.kv.spill.capacity import is_state
-from tests.engine import BLOCK, Engine, assert_same, engine, overspill_config, random_prompt, stock
+from tests.engine import (
+    BLOCK,
+    Answer,
+    Engine,
+    assert_same,
+    assert_same_but_for_ties,
+    engine,
+    overspill_config,
+    random_prompt,
+    stock,
+)
 from tests.test_elastic import Grown
 from tests.test_hybrids import NAMES, SETTINGS
 
@@ -46,6 +57,17 @@ def settings(name: str, **more: Any) -> dict[str, Any]:
     return {"max_model_len": 1500, **SETTINGS[name], **more}
 
 
+@cache
+def same_together(model: Path, name: str) -> Callable[[Sequence[Answer], Sequence[Answer]], None]:
+    """The comparison of requests that share steps with others than in stock vLLM: up to rounding where stock vLLM's own
+    answers depend on what else a step computes, as in bf16 on CPUs with AMX."""
+    prompts = [random_prompt(seed, length) for seed, length in enumerate((700, 60, 400))]
+    with engine(model, blocks=600, **settings(name)) as plain:
+        alone = [plain.ask_one(prompt) for prompt in prompts]
+        plain.evict_gpu()
+        return assert_same if plain.ask(prompts) == alone else assert_same_but_for_ties
+
+
 def watch_states(running: Engine) -> dict[str, int]:
     """The largest block id that a state group, and that attention, has had in any step."""
     groups = running.vllm_scheduler.kv_cache_config.kv_cache_groups
@@ -75,14 +97,14 @@ def test_attention_spills_and_states_stay(deep: Models, schedule: None, name: st
     *_, expected_longer, expected_damaged = stock(
         deep(name), [*prompts, longer, random_prompt(3, 1000)], 24, **settings(name)
     )
-    page, resident = PAGES[name], RESIDENT[name]
+    page, resident, assert_same_together = PAGES[name], RESIDENT[name], same_together(deep(name), name)
     with engine(deep(name), spilling(page, resident=resident, spilled=60), **settings(name)) as spills:
         geometry = spills.spill.geometry
         assert (geometry.num_resident, geometry.num_regions) == (resident, REGIONS)
         seen = watch_states(spills)
         assert page_of(spills) == page
         assert_same([spills.ask_one(prompts[0], 24)], expected[:1])
-        assert_same(spills.ask(prompts, 24), expected)
+        assert_same_together(spills.ask(prompts, 24), expected)
         assert_same([spills.ask_one(longer, 24)], [expected_longer])
         assert seen["state"] < resident < seen["attention"]
         assert spills.metric("spill_in_bytes") > 0 and spills.metric("spill_out_bytes") > 0
@@ -101,10 +123,13 @@ def test_many_requests_share_few_places_for_states(deep: Models, name: str) -> N
     """States of three requests do not fit beside each other: requests wait, or start again, and none for ever."""
     prompts = [random_prompt(seed % 4, 300) + random_prompt(seed, 90 + 40 * seed) for seed in range(7)]
     with engine(deep(name), blocks=600, **settings(name)) as plain:
+        plain.num_logprobs = 5  # more than two tokens may be about as likely
         expected = plain.ask(prompts, 24)
+    assert_same_together = same_together(deep(name), name)
     with engine(deep(name), spilling(PAGES[name], resident=13, spilled=100), **settings(name)) as spills:
+        spills.num_logprobs = 5
         seen = watch_states(spills)
-        assert_same(spills.ask(prompts, 24), expected)
+        assert_same_together(spills.ask(prompts, 24), expected)
         assert seen["state"] < 13 < seen["attention"]
         assert spills.metric("spill_in_bytes") > 0
 
@@ -138,13 +163,14 @@ def test_hybrids_that_return_together_do_not_wait_for_each_other(deep: Models, s
     it needed to go on."""
     prompts = [random_prompt(seed, 300 + 30 * seed) for seed in range(6)]
     expected = stock(deep(name), prompts, 12, **settings(name))
+    assert_same_together = same_together(deep(name), name)
     config = spilling(PAGES[name], resident=13, spilled=120, host_bytes="64MiB", load="always")
     with engine(deep(name), config, **settings(name)) as both:
         for prompt, answer in zip(prompts, expected, strict=True):
             assert_same([both.ask_one(prompt, 12)], [answer])
         both.forget_gpu()
         again = both.ask(prompts, 12)
-        assert_same(again, expected)
+        assert_same_together(again, expected)
         assert both.metric("standstills") > 0 and sum(answer.num_cached for answer in again) > 0
         both.assert_nothing_is_held()
 
